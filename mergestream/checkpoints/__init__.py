@@ -1,0 +1,19 @@
+"""Checkpoints in and out: what is on disk becomes named tensors, and named tensors become files.
+
+Everything is checked from the headers before a single weight is read; nothing is ever unpickled
+beyond plain tensors; no path outside the given directory is followed.
+"""
+
+from mergestream.checkpoints.base import Checkpoint, TensorInfo, TensorSpec, dtype_name, torch_dtype
+from mergestream.checkpoints.opening import open_checkpoint
+from mergestream.checkpoints.writer import SafetensorsWriter
+
+__all__ = [
+    "Checkpoint",
+    "SafetensorsWriter",
+    "TensorInfo",
+    "TensorSpec",
+    "dtype_name",
+    "open_checkpoint",
+    "torch_dtype",
+]

@@ -1,0 +1,200 @@
+"""What every checkpoint is, whatever its format: named tensors that are described before they are read."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from mergestream.digest import text_digest
+from mergestream.errors import MergestreamError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# The dtypes we merge or carry over, by their safetensors name: bytes per element and torch's name.
+_DTYPES = {
+    "F64": (8, "float64"),
+    "F32": (4, "float32"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "I64": (8, "int64"),
+    "I32": (4, "int32"),
+    "I16": (2, "int16"),
+    "I8": (1, "int8"),
+    "U64": (8, "uint64"),
+    "U32": (4, "uint32"),
+    "U16": (2, "uint16"),
+    "U8": (1, "uint8"),
+    "BOOL": (1, "bool"),
+}
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_NAMES = {torch_name: name for name, (_, torch_name) in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Dtype (by its safetensors name) and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * item_size(self.dtype)
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in _FLOATS
+
+
+@dataclass(frozen=True)
+class TensorInfo(TensorSpec):
+    """A tensor of a checkpoint, and the name of the file that holds it."""
+
+    file: str
+
+
+class Checkpoint(ABC):
+    """Named tensors, described by ``tensors`` without reading them.
+
+    ``aliases`` maps the later name of a tensor that is stored once under several names to its first name.
+    ``fingerprint`` changes when a file does, and costs no reading of the data; in memory there is none.
+    ``directory`` is where a config and a tokenizer may lie, if the checkpoint is a directory.
+    """
+
+    source: str
+    directory: Path | None
+    tensors: Mapping[str, TensorInfo]
+    aliases: Mapping[str, str]
+    fingerprint: str | None
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU, possibly a view of the file or of the caller's memory: never write to it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the files; tensors that were read stay valid."""
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Shard(ABC):
+    """One file of a checkpoint."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    aliases: Mapping[str, str]
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class FileCheckpoint(Checkpoint):
+    """A checkpoint of one or several files."""
+
+    def __init__(self, source: str, directory: Path | None, shards: Iterable[Shard]) -> None:
+        self.source = source
+        self.directory = directory
+        self._shards = list(shards)
+        self._owner: dict[str, Shard] = {}
+        tensors: dict[str, TensorInfo] = {}
+        aliases: dict[str, str] = {}
+        for shard in self._shards:
+            for name, info in shard.tensors.items():
+                if name in tensors:
+                    raise MergestreamError(
+                        f"{shard.path} and {tensors[name].file} both hold the tensor {name!r}; "
+                        "remove the one that does not belong to this checkpoint"
+                    )
+                tensors[name] = info
+                self._owner[name] = shard
+            aliases.update(shard.aliases)
+        self.tensors = MappingProxyType(tensors)
+        self.aliases = MappingProxyType(aliases)
+        self.fingerprint = _fingerprint(self._shards)
+
+    def read(self, name: str) -> Tensor:
+        return self._owner[name].read(name)
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+
+def item_size(dtype: str) -> int:
+    return _DTYPES[dtype][0]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a safetensors name: ``"BF16"`` gives ``torch.bfloat16``."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _DTYPES[name][1])
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors name of a torch dtype; a KeyError for one that no checkpoint may have."""
+    return _NAMES[str(dtype).removeprefix("torch.")]
+
+
+def check_dtype(dtype: str, where: str) -> None:
+    """Refuse a dtype, by its safetensors or its torch name, that cannot be merged."""
+    if dtype in _DTYPES or dtype in _NAMES:
+        return
+    if dtype.lower().startswith(("f8", "f6", "f4", "float8", "float4", "q", "i4", "u4")):
+        raise MergestreamError(f"{where} is quantised ({dtype}); dequantise the checkpoint first")
+    raise MergestreamError(
+        f"{where} has the dtype {dtype}, which cannot be merged; save it as one of {', '.join(_DTYPES)}"
+    )
+
+
+def describe(name: str, tensor: Tensor, file: str) -> TensorInfo:
+    """The info of a tensor that torch holds, refused unless it is a plain dense one."""
+    import torch
+
+    where = f"the tensor {name!r} in {file}"
+    check_dtype(str(tensor.dtype).removeprefix("torch."), where)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise MergestreamError(f"{where} is not a plain dense tensor; save it dense, with its data")
+    return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), file)
+
+
+def shared_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Tensors that are the same view of the same memory: later name to first name."""
+    first: dict[tuple[object, ...], str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            continue
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if first.setdefault(view, name) != name:
+            aliases[name] = first[view]
+    return aliases
+
+
+def _fingerprint(shards: Iterable[Shard]) -> str:
+    lines = []
+    for shard in shards:
+        stat = shard.path.stat()
+        lines.append(f"{shard.path.name} {stat.st_size} {stat.st_mtime_ns}")
+        lines += [f"{name} {info.dtype} {info.shape}" for name, info in shard.tensors.items()]
+    return text_digest("\n".join(lines))

@@ -1,0 +1,75 @@
+"""Checkpoints from the Hugging Face hub, through huggingface_hub and its cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mergestream.checkpoints.opening import find_weights, read_index
+from mergestream.errors import MergestreamError
+
+# What an exported model needs beside its weights. Python files are left where they are.
+_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+
+
+def download(hub_id: str) -> tuple[Path, str]:
+    """The local snapshot of ``org/name[@revision]``, and its exact identity ``org/name@commit``."""
+    repo, _, revision = hub_id.partition("@")
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import utils
+    except ImportError as error:
+        raise MergestreamError(
+            f"{hub_id} is no local path, and for the hub the package huggingface_hub is missing: "
+            "pip install 'mergestream[hub]'"
+        ) from error
+    try:
+        info = hub.model_info(repo, revision=revision or None)
+        commit = str(info.sha)
+        files = [sibling.rfilename for sibling in info.siblings or []]
+        wanted = _weights(repo, commit, files, hub_id)
+        wanted += [name for name in files if "/" not in name and name.endswith(_COMPANIONS)]
+        snapshot = Path(hub.snapshot_download(repo, revision=commit, allow_patterns=wanted))
+    except MergestreamError:
+        raise
+    except utils.GatedRepoError as error:
+        raise MergestreamError(
+            f"{hub_id} is gated: accept its terms on the hub and log in with `hf auth login`"
+        ) from error
+    except utils.RevisionNotFoundError as error:
+        raise MergestreamError(f"{hub_id}: the hub knows {repo}, but not the revision {revision}") from error
+    except utils.RepositoryNotFoundError as error:
+        raise MergestreamError(
+            f"{hub_id} is neither a local path nor a repository that the hub shows you; "
+            "check the spelling, or log in with `hf auth login` if it is private"
+        ) from error
+    except Exception as error:  # no network, a proxy, offline mode: each client library has its own types
+        return _cached(repo, revision, hub_id, error)
+    return snapshot, f"{repo}@{commit}"
+
+
+def _weights(repo: str, commit: str, files: list[str], hub_id: str) -> list[str]:
+    """The weight files that opening the snapshot will want, and no other variant of them."""
+    import huggingface_hub as hub
+
+    top = [name for name in files if "/" not in name]
+    if "adapter_config.json" in top:
+        return [name for name in top if name.startswith("adapter_model.")]
+    entry = find_weights(top, hub_id)
+    if not entry.endswith(".index.json"):
+        return [entry]
+    index = Path(hub.hf_hub_download(repo, entry, revision=commit))
+    return sorted(set(read_index(index).values()))
+
+
+def _cached(repo: str, revision: str, hub_id: str, reason: Exception) -> tuple[Path, str]:
+    """Without the hub, what an earlier run has downloaded will do."""
+    import huggingface_hub as hub
+
+    try:
+        snapshot = Path(hub.snapshot_download(repo, revision=revision or None, local_files_only=True))
+    except Exception as error:
+        raise MergestreamError(
+            f"{hub_id} is no local path, it is not in the hub's cache, and the hub cannot be reached "
+            f"({type(reason).__name__})"
+        ) from error
+    return snapshot, f"{repo}@{snapshot.name}"

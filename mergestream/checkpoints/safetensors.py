@@ -1,0 +1,160 @@
+"""Reading a ``.safetensors`` file: 8 bytes of header length, a JSON header, and the tensors' bytes.
+
+The header is parsed here, not by the safetensors package, so that nothing heavy is imported, every
+fault is told in a sentence, and a tensor is a view of the memory-mapped file instead of a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import struct
+import sys
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from mergestream.checkpoints.base import Shard, TensorInfo, check_dtype, item_size, torch_dtype
+from mergestream.errors import MergestreamError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_HEADER = 100_000_000  # the format's own limit
+_AGAIN = "download or copy it again"
+# Python names this flag from 3.12 on only; without it a map larger than the RAM may be refused.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+class SafetensorsFile(Shard):
+    """A validated ``.safetensors`` file; reading a tensor copies nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.aliases = MappingProxyType({})
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                data_start, header = _read_header(path, file.read, size)
+                self.tensors, self._begin = _check_header(path, header, data_start, size)
+                # Private and writable: a stray write stays in memory, where a read-only map would crash.
+                self._map = mmap.mmap(
+                    file.fileno(),
+                    size,
+                    flags=mmap.MAP_PRIVATE | _NORESERVE,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                )
+        except OSError as error:
+            raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
+        self._size = size
+
+    def read(self, name: str) -> Tensor:
+        import torch
+
+        info = self.tensors[name]
+        dtype = torch_dtype(info.dtype)
+        if info.numel == 0:
+            return torch.empty(info.shape, dtype=dtype)
+        if self._map.size() != self._size:  # touching pages beyond the end would kill the process
+            raise MergestreamError(f"{self.path} changed its size while {name!r} was being read; {_AGAIN}")
+        begin = self._begin[name]
+        if begin % item_size(info.dtype):  # legal in the format, but not for every vectorised kernel
+            data = torch.frombuffer(self._map, dtype=torch.uint8, offset=begin, count=info.nbytes)
+            return data.clone().view(dtype).reshape(info.shape)
+        return torch.frombuffer(self._map, dtype=dtype, offset=begin, count=info.numel).reshape(info.shape)
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):  # tensors that still look into the map keep it
+            self._map.close()
+
+
+def _read_header(path: Path, read: Any, size: int) -> tuple[int, dict[str, Any]]:
+    """Where the data starts, and the header."""
+    if size < 8:
+        raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {_AGAIN}")
+    (length,) = struct.unpack("<Q", read(8))
+    if length > MAX_HEADER:
+        raise MergestreamError(f"{path} is no safetensors file: its header would have {length} bytes")
+    if length > size - 8:
+        raise MergestreamError(
+            f"{path} is truncated within its header, {length + 8 - size} bytes of it are missing; {_AGAIN}"
+        )
+    try:
+        header = json.loads(read(length).decode(), object_pairs_hook=_no_duplicates)
+        "".join(header).encode()  # half a surrogate pair is valid JSON, but no text
+    except _DuplicateKeyError as error:
+        raise MergestreamError(f"{path} has a corrupt header: {error.args[0]!r} is in it twice") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise MergestreamError(f"{path} is no safetensors file or has a corrupt header; {_AGAIN}") from error
+    if not isinstance(header, dict):
+        raise MergestreamError(f"{path} is no safetensors file: its header is not a JSON object")
+    return 8 + length, header
+
+
+def _check_header(
+    path: Path, header: dict[str, Any], data_start: int, size: int
+) -> tuple[MappingProxyType[str, TensorInfo], dict[str, int]]:
+    """The tensors, and where in the file each begins; they must fill the file without gap or overlap."""
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise MergestreamError(f"{path} has a corrupt header: its __metadata__ is not a table of texts")
+    tensors: dict[str, TensorInfo] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    for name, entry in header.items():
+        tensors[name], spans[name] = _check_entry(path, name, entry)
+
+    end, before = 0, ""
+    for name, (begin, stop) in sorted(spans.items(), key=lambda item: item[1]):
+        if begin != end:
+            fault = "overlaps" if begin < end else "leaves a gap after"
+            raise MergestreamError(
+                f"{path} has a corrupt header: the tensor {name!r} {fault} "
+                + (f"{before!r}" if before else "the header")
+            )
+        end, before = stop, name
+
+    missing = data_start + end - size
+    if missing > 0:
+        cut = next(n for n, span in sorted(spans.items(), key=lambda s: s[1]) if data_start + span[1] > size)
+        raise MergestreamError(
+            f"{path} is truncated: {missing} bytes are missing, from the tensor {cut!r} on; {_AGAIN}"
+        )
+    if missing < 0:
+        raise MergestreamError(f"{path} has {-missing} bytes too many after its last tensor; {_AGAIN}")
+    return MappingProxyType(tensors), {name: data_start + begin for name, (begin, _) in spans.items()}
+
+
+def _check_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
+    where = f"the tensor {name!r} in {path}"
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        valid = isinstance(dtype, str) and isinstance(shape, list)
+        valid = valid and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+    except (TypeError, KeyError, ValueError):
+        valid = False
+    if not valid:
+        raise MergestreamError(f"{where} has a corrupt header entry; {_AGAIN}")
+    check_dtype(dtype, where)
+    info = TensorInfo(dtype, tuple(shape), path.name)
+    if info.nbytes != end - begin or math.prod(max(n, 1) for n in shape) >= 2**60:
+        raise MergestreamError(
+            f"{where} has a corrupt header entry: shape {shape} of {dtype} takes {info.nbytes} bytes, "
+            f"its offsets span {end - begin}"
+        )
+    return info, (begin, end)
+
+
+class _DuplicateKeyError(Exception):
+    pass
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise _DuplicateKeyError(key)
+        table[key] = value
+    return table

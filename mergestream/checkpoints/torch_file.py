@@ -1,0 +1,108 @@
+"""Reading ``.bin``, ``.pt`` and ``.pth`` files: tensors only, memory-mapped, no pickled code executed."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from mergestream.checkpoints.base import Shard, describe, shared_views
+from mergestream.errors import MergestreamError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WRAPPERS = ("state_dict", "model", "module")
+
+
+class TorchFile(Shard):
+    """A file of ``torch.save`` that holds a state dict, plain or under one of the usual keys."""
+
+    def __init__(self, path: Path) -> None:
+        import torch
+
+        self.path = path
+        _check_archive(path)
+        content = _load(path)
+        self._tensors: dict[str, Tensor] = {}
+        for name, value in _unwrap(content, path).items():
+            if not isinstance(name, str):
+                raise MergestreamError(f"{path} holds no state dict: its key {name!r} is not a name")
+            if name.endswith(
+                "_extra_state"
+            ):  # what modules keep beside their weights; no tensor of the model
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise MergestreamError(
+                    f"{path} holds {name!r}, which is no tensor but of type {type(value).__name__}; "
+                    "save the model's state_dict() alone"
+                )
+            self._tensors[name] = value.detach()
+        self.tensors = MappingProxyType({n: describe(n, t, path.name) for n, t in self._tensors.items()})
+        self.aliases = MappingProxyType(shared_views(self._tensors))
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+def _check_archive(path: Path) -> None:
+    """Only uncompressed zip archives can be memory-mapped."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(2)
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                entries = archive.infolist()
+            if not any(Path(entry.filename).name == "data.pkl" for entry in entries):
+                raise MergestreamError(f"{path} is an archive, but not one that torch.save wrote")
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise MergestreamError(
+                    f"{path} is compressed, which torch.save never does; convert it to safetensors"
+                )
+            return
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise MergestreamError(f"{path} cannot be read or is corrupt ({error})") from error
+    if start == b"PK":
+        raise MergestreamError(
+            f"{path} is truncated: the end of the archive is missing; download or copy it again"
+        )
+    if start[:1] == b"\x80":
+        raise MergestreamError(
+            f"{path} was saved in PyTorch's old format or is another pickle, which was not executed; "
+            "convert it to safetensors"
+        )
+    raise MergestreamError(f"{path} is no checkpoint: neither safetensors nor a file of torch.save")
+
+
+def _load(path: Path) -> Any:
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        raise MergestreamError(
+            f"{path} holds a pickle that asks for more than tensors"
+            + (f" ({wanted[1]})" if wanted else "")
+            + "; it was not executed: convert it to safetensors where you trust its origin"
+        ) from error
+    except Exception as error:  # torch tells a corrupt archive by whatever its reader stumbles over
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MergestreamError(f"{path} is corrupt or no checkpoint ({reason})") from error
+
+
+def _unwrap(content: Any, path: Path) -> Mapping[Any, Any]:
+    """The state dict itself; what lies beside it in a training checkpoint is left alone."""
+    while isinstance(content, Mapping):
+        inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
+        if inner is None:
+            return content
+        content = inner
+    raise MergestreamError(f"{path} holds no state dict but an object of type {type(content).__name__}")

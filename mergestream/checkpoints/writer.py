@@ -1,0 +1,265 @@
+"""Writing safetensors: shards are laid out beforehand, then every tensor is written straight into place."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
+from mergestream.checkpoints.safetensors import SafetensorsFile
+from mergestream.errors import MergestreamError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEFAULT_SHARD_SIZE = 5_000_000_000
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One file to be: its header and where each of its tensors begins."""
+
+    path: Path
+    header: bytes
+    begin: dict[str, int]
+    size: int
+
+
+class SafetensorsWriter:
+    """Writes the tensors of ``layout`` in any order and from any thread, none of them buffered.
+
+    The same layout always gives the same files: shards are filled in the order of the layout up to
+    ``max_shard_size`` bytes, and a tensor is never split. The index appears with ``close()`` only.
+    With ``resume=True`` files of an earlier, interrupted writer with the same plan are gone on with
+    (``resumed`` tells); ``read`` shows what they hold, and ``keep`` counts a tensor as written.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        layout: Mapping[str, TensorSpec],
+        *,
+        prefix: str = "model",
+        max_shard_size: int = DEFAULT_SHARD_SIZE,
+        metadata: Mapping[str, str] | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.directory = Path(directory)
+        self._layout = dict(layout)
+        self._index = self.directory / f"{prefix}.safetensors.index.json"
+        self._plans = _plan(self.directory, self._layout, prefix, max_shard_size, metadata or {})
+        self._place = {name: i for i, plan in enumerate(self._plans) for name in plan.begin}
+        self._written: set[str] = set()
+        self._views: dict[int, SafetensorsFile] = {}
+        self._files: list[int] = []
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.resumed = resume and all(_is_begun(plan) for plan in self._plans)
+        if self.resumed:
+            self._files = [os.open(plan.path, os.O_RDWR | os.O_CLOEXEC) for plan in self._plans]
+            return
+        _remove_stale(self.directory, prefix)
+        try:
+            for plan in self._plans:
+                self._files.append(_create(plan, sum(p.size for p in self._plans)))
+        except BaseException:
+            self.abandon()
+            for plan in self._plans:
+                plan.path.unlink(missing_ok=True)
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the files take on disk."""
+        return sum(plan.size for plan in self._plans)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor in place; what its dtype and shape must be, the layout says."""
+        import torch
+
+        spec = self._layout[name]
+        if dtype_name(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.shape:
+            raise ValueError(
+                f"{name!r} was to be {spec.dtype} {spec.shape}, not {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        plan = self._plans[self._place[name]]
+        try:
+            _write_at(self._files[self._place[name]], data, plan.begin[name])
+        except OSError as error:
+            raise _write_error(plan.path, error, spec.nbytes) from error
+        self._written.add(name)
+
+    def keep(self, name: str) -> None:
+        """Count a tensor that an earlier run has written, and the caller has verified, as written."""
+        if not self.resumed:
+            raise ValueError(f"nothing of an earlier run is left, {name!r} must be written")
+        if name not in self._layout:
+            raise KeyError(name)
+        self._written.add(name)
+
+    def read(self, name: str) -> Tensor:
+        """What is in the file now: zeros, where nothing was written yet."""
+        place = self._place[name]
+        if place not in self._views:
+            self._views[place] = SafetensorsFile(self._plans[place].path)
+        return self._views[place].read(name)
+
+    def close(self) -> None:
+        """Bring everything to the disk; a tensor that was never written is an error."""
+        missing = [name for name in self._layout if name not in self._written]
+        if missing:
+            self.abandon()
+            raise RuntimeError(f"{len(missing)} tensors were never written, among them {missing[0]!r}")
+        try:
+            for file in self._files:
+                os.fsync(file)
+            if len(self._plans) > 1:
+                self._write_index()
+            _sync_directory(self.directory)
+        except OSError as error:
+            raise _write_error(self.directory, error, self.nbytes) from error
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the files as they are."""
+        files, self._files = self._files, []
+        for file in files:
+            os.close(file)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _write_index(self) -> None:
+        index = {
+            "metadata": {"total_size": sum(spec.nbytes for spec in self._layout.values())},
+            "weight_map": {name: self._plans[self._place[name]].path.name for name in self._layout},
+        }
+        beside = self._index.with_suffix(".tmp")
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(index, indent=2, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self._index)
+
+
+def _plan(
+    directory: Path, layout: Mapping[str, TensorSpec], prefix: str, limit: int, metadata: Mapping[str, str]
+) -> list[_Plan]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, spec in layout.items():
+        if shards[-1] and filled + spec.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += spec.nbytes
+    plans = []
+    for number, names in enumerate(shards, 1):
+        part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        path = directory / f"{prefix}{part}.safetensors"
+        plans.append(_plan_file(path, {name: layout[name] for name in names}, metadata))
+    return plans
+
+
+def _plan_file(path: Path, layout: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> _Plan:
+    # Wide elements first: the format allows no gaps, and so every tensor is aligned to its element.
+    names = sorted(layout, key=lambda name: -item_size(layout[name].dtype))
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    begin, end = {}, 0
+    for name in names:
+        spec = layout[name]
+        begin[name] = end
+        end += spec.nbytes
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin[name], end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    data_start = 8 + len(text)
+    return _Plan(
+        path,
+        len(text).to_bytes(8, "little") + text,
+        {name: data_start + offset for name, offset in begin.items()},
+        data_start + end,
+    )
+
+
+def _create(plan: _Plan, needed: int) -> int:
+    """The file with its header and all its space, so that a full disk shows before the work, not after."""
+    try:
+        file = os.open(plan.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise _write_error(plan.path, error, needed) from error
+    try:
+        try:
+            os.posix_fallocate(file, 0, plan.size)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (
+                errno.EOPNOTSUPP,
+                errno.EINVAL,
+                errno.ENOSYS,
+            ):
+                raise
+            os.ftruncate(file, plan.size)
+        _write_at(file, memoryview(plan.header), 0)
+    except OSError as error:
+        os.close(file)
+        raise _write_error(plan.path, error, needed) from error
+    return file
+
+
+def _is_begun(plan: _Plan) -> bool:
+    """Whether the file is there as planned; a symbolic link is not ours to write through."""
+    try:
+        if plan.path.is_symlink() or plan.path.stat().st_size != plan.size:
+            return False
+        with plan.path.open("rb") as file:
+            return file.read(len(plan.header)) == plan.header
+    except OSError:
+        return False
+
+
+def _remove_stale(directory: Path, prefix: str) -> None:
+    """Shards and index of another plan must not stand beside the new ones."""
+    ours = re.compile(re.escape(prefix) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+    for path in directory.iterdir():
+        if ours.fullmatch(path.name):
+            path.unlink()
+
+
+def _write_at(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(file, data, offset)
+        data = data[count:]
+        offset += count
+
+
+def _sync_directory(directory: Path) -> None:
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _write_error(path: Path, error: OSError, needed: int) -> MergestreamError:
+    if error.errno in _FULL:
+        free = shutil.disk_usage(path if path.is_dir() else path.parent).free
+        return MergestreamError(
+            f"{path} cannot be written: {needed} bytes are needed and {free} are free; "
+            "make room and run it again"
+        )
+    return MergestreamError(f"{path} cannot be written: {error.strerror}")
