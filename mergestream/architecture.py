@@ -1,0 +1,140 @@
+"""What transformers knows about a checkpoint: which module owns each tensor, and which tensors are tied.
+
+The model is built on the meta device from ``config.json`` alone: no memory, no weights, no remote code and
+no network.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter or buffer of the model."""
+
+    owner: str  # the class of the module that has it
+    kind: str  # "linear" or "embedding" weight, else "torch" or "custom": who wrote the owner's class
+
+
+@dataclass(frozen=True)
+class Architecture:
+    name: str
+    slots: Mapping[str, Slot]
+    ties: tuple[tuple[str, ...], ...]  # each a group of names in ``slots`` that are one tensor
+    slot_of: Callable[[str], str | None]  # the name in ``slots`` that a stored name is loaded into
+
+
+def load_architecture(directory: Path) -> Architecture | str:
+    """The architecture that ``config.json`` describes, or why there is none."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        return "transformers not installed"
+    try:
+        with _quiet_and_offline(transformers):
+            return _describe(_build(directory, transformers))
+    except Exception as error:  # whatever a strange config makes transformers do, the rule still works
+        return f"config.json not usable by transformers: {type(error).__name__}"
+
+
+def _build(directory: Path, transformers: Any) -> nn.Module:
+    import torch
+
+    raw, _ = transformers.PretrainedConfig.get_config_dict(directory, local_files_only=True)
+    named = getattr(transformers, (raw.get("architectures") or [""])[0], None)
+    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+        config = named.config_class.from_pretrained(directory, local_files_only=True)
+    else:
+        config = transformers.CONFIG_MAPPING[raw["model_type"]].from_pretrained(
+            directory, local_files_only=True
+        )
+        named = transformers.MODEL_MAPPING[type(config)]
+    if getattr(config, "use_pretrained_backbone", False):
+        config.use_pretrained_backbone = False  # would download the backbone's weights
+    with torch.device("meta"):
+        model = named(config)
+        model.tie_weights()
+    return model
+
+
+def _describe(model: Any) -> Architecture:
+    slots: dict[str, Slot] = {}
+    names_of: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for leaf, tensor in own:
+            name = f"{path}.{leaf}" if path else leaf
+            owner = _class_name(module) if leaf == "weight" else f"{leaf} of {_class_name(module)}"
+            slots[name] = Slot(owner, _kind(module, leaf))
+            names_of.setdefault(id(tensor), []).append(name)
+    ties = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
+    return Architecture(type(model).__name__, slots, ties, _name_matcher(model, slots))
+
+
+def _class_name(module: nn.Module) -> str:
+    kind = type(module)
+    return f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__
+
+
+def _kind(module: nn.Module, leaf: str) -> str:
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    if leaf == "weight" and isinstance(module, nn.Linear | Conv1D):
+        return "linear"
+    if leaf == "weight" and isinstance(module, nn.Embedding):
+        return "embedding"
+    return "torch" if type(module).__module__.startswith("torch.") else "custom"
+
+
+def _name_matcher(model: Any, slots: Mapping[str, Slot]) -> Callable[[str], str | None]:
+    """Stored names differ from the model's: without the base model's prefix or with it, or of an older time."""
+    prefix = f"{model.base_model_prefix}."
+    modernise = _modern_names(model)
+
+    def slot_of(name: str) -> str | None:
+        for candidate in (name, modernise(name)):
+            for spelling in (candidate, prefix + candidate, candidate.removeprefix(prefix)):
+                if spelling in slots:
+                    return spelling
+        return None
+
+    return slot_of
+
+
+def _modern_names(model: Any) -> Callable[[str], str]:
+    """transformers' own renaming of the names in older checkpoints (from version 5 on)."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        return lambda name: name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
+            "LayerNorm.beta", "LayerNorm.bias"
+        )
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    return lambda name: rename_source_key(name, renamings, converters)[0]
+
+
+@contextmanager
+def _quiet_and_offline(transformers: Any) -> Iterator[None]:
+    from huggingface_hub import constants
+
+    verbosity, offline = transformers.logging.get_verbosity(), constants.HF_HUB_OFFLINE
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        constants.HF_HUB_OFFLINE = offline
