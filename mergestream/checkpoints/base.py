@@ -127,6 +127,8 @@ class FileCheckpoint(Checkpoint):
                 tensors[name] = info
                 self._owner[name] = shard
             aliases.update(shard.aliases)
+        if not tensors:
+            raise MergestreamError(f"{source} holds no tensors")
         self.tensors = MappingProxyType(tensors)
         self.aliases = MappingProxyType(aliases)
         self.fingerprint = _fingerprint(self._shards)

@@ -24,11 +24,9 @@ def download(hub_id: str) -> tuple[Path, str]:
         ) from error
     try:
         info = hub.model_info(repo, revision=revision or None)
-        commit = str(info.sha)
-        files = [sibling.rfilename for sibling in info.siblings or []]
-        wanted = _weights(repo, commit, files, hub_id)
-        wanted += [name for name in files if "/" not in name and name.endswith(_COMPANIONS)]
-        snapshot = Path(hub.snapshot_download(repo, revision=commit, allow_patterns=wanted))
+        files = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
+        wanted = _weights(hub_id, files) + [name for name in files if name.endswith(_COMPANIONS)]
+        snapshot = Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=wanted))
     except MergestreamError:
         raise
     except utils.GatedRepoError as error:
@@ -43,33 +41,36 @@ def download(hub_id: str) -> tuple[Path, str]:
             "check the spelling, or log in with `hf auth login` if it is private"
         ) from error
     except Exception as error:  # no network, a proxy, offline mode: each client library has its own types
-        return _cached(repo, revision, hub_id, error)
-    return snapshot, f"{repo}@{commit}"
+        snapshot = _cached(hub_id, error)
+    return snapshot, f"{repo}@{snapshot.name}"
 
 
-def _weights(repo: str, commit: str, files: list[str], hub_id: str) -> list[str]:
+def _weights(hub_id: str, files: list[str]) -> list[str]:
     """The weight files that opening the snapshot will want, and no other variant of them."""
     import huggingface_hub as hub
 
-    top = [name for name in files if "/" not in name]
-    if "adapter_config.json" in top:
-        return [name for name in top if name.startswith("adapter_model.")]
-    entry = find_weights(top, hub_id)
+    if "adapter_config.json" in files:
+        return [name for name in files if name.startswith("adapter_model.")]
+    entry = find_weights(files, hub_id)
     if not entry.endswith(".index.json"):
         return [entry]
-    index = Path(hub.hf_hub_download(repo, entry, revision=commit))
+    repo, _, revision = hub_id.partition("@")
+    index = Path(hub.hf_hub_download(repo, entry, revision=revision or None))
     return sorted(set(read_index(index).values()))
 
 
-def _cached(repo: str, revision: str, hub_id: str, reason: Exception) -> tuple[Path, str]:
-    """Without the hub, what an earlier run has downloaded will do."""
+def _cached(hub_id: str, reason: Exception) -> Path:
+    """Without the hub, what an earlier run has downloaded will do; opening it tells if a file is missing."""
     import huggingface_hub as hub
 
+    repo, _, revision = hub_id.partition("@")
     try:
-        snapshot = Path(hub.snapshot_download(repo, revision=revision or None, local_files_only=True))
+        # No patterns, since the hub would count files as missing that were never wanted.
+        return Path(
+            hub.snapshot_download(repo, revision=revision or None, local_files_only=True, allow_patterns=[])
+        )
     except Exception as error:
         raise MergestreamError(
             f"{hub_id} is no local path, it is not in the hub's cache, and the hub cannot be reached "
             f"({type(reason).__name__})"
         ) from error
-    return snapshot, f"{repo}@{snapshot.name}"

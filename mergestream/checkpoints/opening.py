@@ -72,14 +72,18 @@ def open_directory(directory: Path, source: str) -> Checkpoint:
 
 def find_weights(names: Collection[str], source: str) -> str:
     """The file among those of a directory that leads to its weights: an index, or the only file."""
-    if SAFETENSORS_INDEX in names:
-        return SAFETENSORS_INDEX
-    if "model.safetensors" in names:
-        return "model.safetensors"
+    for name in (SAFETENSORS_INDEX, "model.safetensors"):
+        if name in names:
+            return name
+    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    if len(indexes) == 1:
+        return indexes[0]
     safetensors = sorted(name for name in names if name.endswith(".safetensors"))
     shard = next((name for name in safetensors if (m := _SHARD.search(name)) and int(m[2]) > 1), None)
     if shard:
-        raise MergestreamError(f"{source} holds the shard {shard}, but not the index {SAFETENSORS_INDEX}")
+        raise MergestreamError(
+            f"{source} holds the shard {shard}, but no index (such as {SAFETENSORS_INDEX})"
+        )
     if len(safetensors) > 1:
         raise MergestreamError(
             f"{source} holds {len(safetensors)} .safetensors files and no index; "
@@ -143,6 +147,10 @@ def _check_index(index: Path, weight_map: Mapping[str, str], shards: list[Shard]
 def _open_file(path: Path) -> Shard:
     if not path.is_file():
         raise MergestreamError(f"{path} is no regular file")
+    if _is_lfs_pointer(path):
+        raise MergestreamError(
+            f"{path} is only Git LFS's pointer to the file; fetch the file with `git lfs pull`"
+        )
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in _TORCH_SUFFIXES:
@@ -152,6 +160,16 @@ def _open_file(path: Path) -> Shard:
     raise MergestreamError(
         f"{path} is no checkpoint: give a directory, or a file that ends in .safetensors, .bin, .pt or .pth"
     )
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    """Whether this is what a clone without Git LFS leaves in place of the weights."""
+    start = b"version https://git-lfs.github.com"
+    try:
+        with path.open("rb") as file:
+            return file.read(len(start)) == start
+    except OSError as error:
+        raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _is_weight_file(name: str) -> bool:

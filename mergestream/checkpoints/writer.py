@@ -82,20 +82,28 @@ class SafetensorsWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor in place; what its dtype and shape must be, the layout says."""
+        if tuple(tensor.shape) != self._layout[name].shape:
+            raise ValueError(f"{name!r} was to be {self._layout[name].shape}, not {tuple(tensor.shape)}")
+        self.write_piece(name, 0, tensor.reshape(-1))
+
+    def write_piece(self, name: str, start: int, piece: Tensor) -> None:
+        """Write the elements from ``start`` on; the pieces of one tensor come in their order."""
         import torch
 
         spec = self._layout[name]
-        if dtype_name(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.shape:
+        if dtype_name(piece.dtype) != spec.dtype or start + piece.numel() > spec.numel:
             raise ValueError(
-                f"{name!r} was to be {spec.dtype} {spec.shape}, not {tensor.dtype} {tuple(tensor.shape)}"
+                f"{name!r} was to be {spec.numel} × {spec.dtype}, not {start} + {piece.numel()} × {piece.dtype}"
             )
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         plan = self._plans[self._place[name]]
+        position = plan.begin[name] + start * item_size(spec.dtype)
         try:
-            _write_at(self._files[self._place[name]], data, plan.begin[name])
+            _write_at(self._files[self._place[name]], memoryview(data), position)
         except OSError as error:
             raise _write_error(plan.path, error, spec.nbytes) from error
-        self._written.add(name)
+        if start + piece.numel() == spec.numel:
+            self._written.add(name)
 
     def keep(self, name: str) -> None:
         """Count a tensor that an earlier run has written, and the caller has verified, as written."""
