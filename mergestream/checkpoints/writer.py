@@ -93,13 +93,13 @@ class SafetensorsWriter:
         spec = self._layout[name]
         if dtype_name(piece.dtype) != spec.dtype or start + piece.numel() > spec.numel:
             raise ValueError(
-                f"{name!r} was to be {spec.numel} × {spec.dtype}, not {start} + {piece.numel()} × {piece.dtype}"
+                f"{name!r} was to be {spec.numel} of {spec.dtype}, not {start} + {piece.numel()} of {piece.dtype}"
             )
-        data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         plan = self._plans[self._place[name]]
         position = plan.begin[name] + start * item_size(spec.dtype)
         try:
-            _write_at(self._files[self._place[name]], memoryview(data), position)
+            _write_at(self._files[self._place[name]], data, position)
         except OSError as error:
             raise _write_error(plan.path, error, spec.nbytes) from error
         if start + piece.numel() == spec.numel:
