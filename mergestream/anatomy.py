@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from mergestream.architecture import Architecture, load_architecture
 from mergestream.digest import tensor_digest
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
     from mergestream.checkpoints import Checkpoint, TensorInfo
@@ -52,39 +52,35 @@ def anatomy(
     and the others are ``tied`` to it.
     """
     architecture = _architecture(base)
-    parts = {name: _part(name, info, architecture) for name, info in base.tensors.items()}
+    found = {name: _part(name, info, architecture) for name, info in base.tensors.items()}
     ties = [Tie(name, target, "shares storage with") for name, target in base.aliases.items()]
-    if isinstance(architecture, Architecture):
-        ties += _ties_of_architecture(base, architecture, parts)
-    else:
-        ties += _ties_by_bytes(base, parts)
+    ties += _ties_of_architecture(base, found, architecture)
+    ties += _ties_by_bytes(base, found, architecture)
     overrides = _overrides(base, linear, not_linear)
-    chosen_heads = {
-        name: Part("head", f"--heads {glob}") for glob in heads for name in _matching(glob, parts)
-    }
-    said = parts | overrides
-    for group in _groups(ties, parts):
-        said |= _tied(group, parts, overrides, chosen_heads)
-    return said | chosen_heads
+    kept = {name: Part("head", f"--heads {glob}") for glob in heads for name in _matching(glob, found)}
+    parts = found | overrides
+    for group in _groups(ties, found):
+        parts |= _tied(group, found, overrides, kept)
+    return parts | kept
 
 
-def tied_names(base: Checkpoint, parts: dict[str, Part]) -> dict[str, str]:
+def tied_names(base: Checkpoint, parts: Mapping[str, Part]) -> dict[str, str]:
     """Names that an expert may store and the base does not, because they are tied to one that it stores."""
     architecture = _architecture(base)
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     if isinstance(architecture, Architecture):
-        stored = {architecture.slot_of(name): name for name in reversed(parts)}
+        stored = {architecture.slot_of(name): parts[name].tied_to or name for name in parts}
         for group in architecture.ties:
-            present = {_canonical(stored[slot], parts) for slot in group if slot in stored}
-            if len(present) == 1:
+            present = {stored[slot] for slot in group if slot in stored}
+            if len(present) == 1:  # two that are stored with different values are not tied
                 (name,) = present
-                spellings = [*group, *_known_spellings(name)]
-                found |= {s: name for s in spellings if s not in parts and architecture.slot_of(s) in group}
+                spellings = {*group, *_usual_aliases(name)}
+                names |= {s: name for s in sorted(spellings - {*parts}) if architecture.slot_of(s) in group}
     elif _config_ties_embeddings(base.directory):
-        embeddings = [n for n in parts if parts[n].role == "embedding" and _WORD_EMBEDDING.search(n)]
-        if len(embeddings) == 1:
-            found = {s: embeddings[0] for s in _known_spellings(embeddings[0]) if s not in parts}
-    return found
+        words = [name for name, part in parts.items() if part.role == "embedding" and _usual_aliases(name)]
+        if len(words) == 1:
+            names = {alias: words[0] for alias in _usual_aliases(words[0]) if alias not in parts}
+    return names
 
 
 # --- one tensor -------------------------------------------------------------------------------------------
@@ -152,83 +148,95 @@ def _matching(glob: str, names: Iterable[str]) -> list[str]:
 
 
 def _overrides(base: Checkpoint, linear: Sequence[str], not_linear: Sequence[str]) -> dict[str, Part]:
+    options: list[tuple[str, Role, Sequence[str]]] = [
+        ("--linear", "linear", linear),
+        ("--not-linear", "other", not_linear),
+    ]
     chosen: dict[str, Part] = {}
-    for option, role, globs in (("--linear", "linear", linear), ("--not-linear", "other", not_linear)):
+    for option, role, globs in options:
         for glob in globs:
             names = _matching(glob, base.tensors)
             if not names:
                 raise UsageError(f"{option} {glob} matches no tensor of {base.source}: check the spelling")
             for name in names:
-                info = base.tensors[name]
+                info, part = base.tensors[name], Part(role, f"{option} {glob}")
                 if role == "linear" and not (info.is_float and len(info.shape) in (2, 3)):
                     raise UsageError(
-                        f"--linear {glob} matches {name}, a {info.dtype} tensor of shape {list(info.shape)}, but "
-                        "only floating tensors of 2 or 3 dimensions can be linear weights: narrow the glob"
+                        f"{part.rule} matches {name} ({info.dtype}, shape {list(info.shape)}), but only floating "
+                        "tensors of 2 or 3 dimensions can be linear weights: narrow the glob"
                     )
-                if name in chosen and chosen[name].role != role:
+                if chosen.get(name, part).role != role:
                     raise UsageError(
-                        f"{name} is matched by both {chosen[name].rule} and {option} {glob}: narrow one of them"
+                        f"{name} is matched by both {chosen[name].rule} and {part.rule}: narrow one of them"
                     )
-                if info.is_float:
-                    chosen[name] = Part("linear" if role == "linear" else "other", f"{option} {glob}")
+                if info.is_float:  # integers are copied, whatever is said of them
+                    chosen[name] = part
     return chosen
 
 
 # --- tied tensors -----------------------------------------------------------------------------------------
 
 
-def _ties_of_architecture(base: Checkpoint, architecture: Architecture, parts: dict[str, Part]) -> list[Tie]:
-    """Ties that the model makes, where the stored values agree; ``parts`` is told where they do not."""
+def _ties_of_architecture(
+    base: Checkpoint, found: dict[str, Part], architecture: Architecture | str
+) -> list[Tie]:
+    """Ties that the model makes, where the stored values agree; where they do not, ``found`` is told."""
+    if isinstance(architecture, str):
+        return []
     stored: dict[str | None, list[str]] = {}
-    for name in parts:
+    for name in found:
         stored.setdefault(architecture.slot_of(name), []).append(name)
     ties: list[Tie] = []
     for group in architecture.ties:
         names = [stored[slot][0] for slot in group if len(stored.get(slot, ())) == 1]
-        if not names:
-            continue
-        same = _classes_of_equal_bytes(base, names)
-        if len(same) == 1:
-            ties += [Tie(name, names[0], f"tied by {architecture.name} to") for name in names[1:]]
-            embedding = next((slot for slot in group if architecture.slots[slot].kind == "embedding"), None)
-            if embedding is not None and not any(parts[name].role == "embedding" for name in names):
-                parts[names[0]] = Part("embedding", f"tied by {architecture.name} to {embedding}")
-        else:
-            for name in names:
-                remark = f" ({architecture.name} ties it, but the stored values differ)"
-                parts[name] = replace(parts[name], rule=parts[name].rule + remark)
-            ties += [Tie(n, c[0], f"tied by {architecture.name} to") for c in same for n in c[1:]]
+        classes = _classes_of_equal_bytes(base, names)
+        for same in classes:
+            ties += [Tie(name, same[0], f"tied by {architecture.name} to") for name in same[1:]]
+        if len(classes) > 1:
+            remark = f" ({architecture.name} ties it, but the stored values differ)"
+            found |= {name: replace(found[name], rule=found[name].rule + remark) for name in names}
+        elif names and all(found[name].role == "linear" for name in names):
+            # Only the head is stored: the embedding that it is tied to is not, but it counts as one.
+            embeddings = [slot for slot in group if architecture.slots[slot].kind == "embedding"]
+            if embeddings:
+                found[names[0]] = Part("embedding", f"tied by {architecture.name} to {embeddings[0]}")
     return ties
 
 
-def _ties_by_bytes(base: Checkpoint, parts: dict[str, Part]) -> list[Tie]:
-    """Matrices equal to an embedding. Equal linear weights are no tie: deepened models repeat layers."""
-    matrices = [name for name, part in parts.items() if part.role in ("linear", "embedding")]
-    ties: list[Tie] = []
+def _ties_by_bytes(base: Checkpoint, found: dict[str, Part], architecture: Architecture | str) -> list[Tie]:
+    """Matrices equal to an embedding, unless the architecture knows both: then it is the one to say.
+
+    Equal linear weights are no tie, for deepened models repeat layers; nor are constants, for two
+    embeddings may both start at zero.
+    """
+    known = set() if isinstance(architecture, str) else {n for n in found if architecture.slot_of(n)}
     by_form: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for name in matrices:
-        info = base.tensors[name]
-        by_form.setdefault((info.dtype, info.shape), []).append(name)
+    for name, part in found.items():
+        if part.role in ("linear", "embedding"):
+            info = base.tensors[name]
+            by_form.setdefault((info.dtype, info.shape), []).append(name)
+    ties: list[Tie] = []
     for names in by_form.values():
-        if len(names) == 1 or not any(parts[name].role == "embedding" for name in names):
+        if known.issuperset(names) or not any(found[name].role == "embedding" for name in names):
             continue
         for same in _classes_of_equal_bytes(base, names):
-            embeddings = [name for name in same if parts[name].role == "embedding"]
-            if embeddings and not _is_constant(base, same[0]):
-                ties += [Tie(n, embeddings[0], "same bytes as") for n in same if n != embeddings[0]]
+            embedding = next((name for name in same if found[name].role == "embedding"), None)
+            if embedding is None or len(same) == 1 or _is_constant(base, embedding):
+                continue
+            others = [name for name in same if name != embedding and not known.issuperset((name, embedding))]
+            ties += [Tie(name, embedding, "same bytes as") for name in others]
     return ties
 
 
 def _classes_of_equal_bytes(base: Checkpoint, names: Sequence[str]) -> list[list[str]]:
-    """The names sorted into classes of equal dtype, shape and bytes; few rows tell most tensors apart."""
-    if len(names) == 1:
-        return [list(names)]
-    classes: dict[Any, list[str]] = {}
+    """The names in classes of equal dtype, shape and bytes; the first values tell most tensors apart."""
+    alike: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         info = base.tensors[name]
-        classes.setdefault((info.dtype, info.shape, tensor_digest(base.read(name)[:1])), []).append(name)
-    equal: dict[Any, list[str]] = {}
-    for key, candidates in classes.items():
+        start = tensor_digest(base.read(name).flatten()[:1024]) if len(names) > 1 else ""
+        alike.setdefault((info.dtype, info.shape, start), []).append(name)
+    equal: dict[tuple[object, ...], list[str]] = {}
+    for key, candidates in alike.items():
         for name in candidates:
             digest = tensor_digest(base.read(name)) if len(candidates) > 1 else ""
             equal.setdefault((key, digest), []).append(name)
@@ -237,7 +245,7 @@ def _classes_of_equal_bytes(base: Checkpoint, names: Sequence[str]) -> list[list
 
 def _is_constant(base: Checkpoint, name: str) -> bool:
     values = base.read(name)
-    return bool((values == values.reshape(-1)[:1]).all())
+    return values.numel() == 0 or bool(values.min() == values.max())
 
 
 def _groups(ties: Iterable[Tie], order: Iterable[str]) -> list[dict[str, str]]:
@@ -255,57 +263,45 @@ def _groups(ties: Iterable[Tie], order: Iterable[str]) -> list[dict[str, str]]:
 
 
 def _tied(
-    group: dict[str, str], parts: dict[str, Part], overrides: dict[str, Part], heads: dict[str, Part]
+    group: dict[str, str], found: dict[str, Part], overrides: dict[str, Part], kept: dict[str, Part]
 ) -> dict[str, Part]:
     """One part for the whole group: what the user says of any member holds for all, for they are one."""
-    chosen_heads = [name for name in group if name in heads]
-    if 0 < len(chosen_heads) < len(group):
-        merged = next(name for name in group if name not in heads)
-        raise MergestreamError(
-            f"{heads[chosen_heads[0]].rule} matches {chosen_heads[0]}, which is tied to {merged} that is merged: "
+    merged = [name for name in group if name not in kept]
+    if merged and len(merged) < len(group):
+        head = next(name for name in group if name in kept)
+        raise UsageError(
+            f"{kept[head].rule} matches {head}, which is tied to {merged[0]}, and that is merged: "
             "match both or neither"
         )
     said = {overrides[name].role: name for name in group if name in overrides}
     if len(said) > 1:
         raise UsageError(
-            f"{said['linear']} is matched by --linear and {said['other']} by --not-linear, but they are tied: "
-            "narrow one of them"
+            f"{said['linear']} is matched by {overrides[said['linear']].rule} and {said['other']} by "
+            f"{overrides[said['other']].rule}, but they are tied: narrow one of them"
         )
-    canonical = next((name for name in group if parts[name].role == "embedding"), next(iter(group)))
-    result = {
-        name: Part("tied", f"{reason} {canonical}", tied_to=canonical)
-        for name, reason in group.items()
-        if name != canonical
-    }
-    for override in said.values():
-        result[canonical] = overrides[override]
-    return result
+    canonical = next((name for name in group if found[name].role == "embedding"), next(iter(group)))
+    parts = {name: Part("tied", f"{reason} {canonical}", canonical) for name, reason in group.items()}
+    parts[canonical] = next((overrides[name] for name in said.values()), found[canonical])
+    return parts
 
 
-def _canonical(name: str, parts: dict[str, Part]) -> str:
-    return parts[name].tied_to or name
+# --- names of a tied tensor that the base does not store ---------------------------------------------------
+
+# What is tied to a word embedding in the usual models, by the embedding's own name.
+_TIED_TO = {
+    "embed_tokens": ("lm_head",),
+    "wte": ("lm_head",),
+    "word_embeddings": ("lm_head", "lm_head.decoder", "cls.predictions.decoder"),
+    "embed_in": ("embed_out",),
+    "shared": ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens"),
+}
 
 
-# --- names for a tied tensor that the base does not store --------------------------------------------------
-
-_WORD_EMBEDDING = re.compile(
-    r"(^|\.)(embed_tokens|wte|word_embeddings|shared|embed_in|tok_embeddings)\.weight$"
-)
-_KNOWN_ALIASES = (
-    "lm_head.weight",
-    "embed_out.weight",
-    "cls.predictions.decoder.weight",
-    "shared.weight",
-    "encoder.embed_tokens.weight",
-    "decoder.embed_tokens.weight",
-)
-
-
-def _known_spellings(name: str) -> list[str]:
-    """The well-known names of a tensor tied to ``name``, at every level of the model that holds it."""
-    pieces = name.split(".")
-    prefixes = ["".join(f"{piece}." for piece in pieces[:depth]) for depth in range(len(pieces) - 1)]
-    return [prefix + alias for prefix in prefixes for alias in _KNOWN_ALIASES if prefix + alias != name]
+def _usual_aliases(name: str) -> list[str]:
+    """The usual names of tensors tied to ``name``, at every level of the model above it."""
+    *path, owner, leaf = ["", *name.split(".")]
+    prefixes = ["".join(f"{piece}." for piece in path[1:depth]) for depth in range(1, len(path) + 1)]
+    return [f"{prefix}{alias}.{leaf}" for prefix in prefixes for alias in _TIED_TO.get(owner, ())]
 
 
 def _config_ties_embeddings(directory: Path | None) -> bool:
@@ -313,8 +309,7 @@ def _config_ties_embeddings(directory: Path | None) -> bool:
         return False
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        return bool(
-            config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings"))
-        )
-    except (OSError, ValueError, AttributeError):
+        settings = {**config.get("text_config", {}), **config}
+        return settings.get("tie_word_embeddings") is True
+    except (OSError, ValueError, AttributeError, TypeError):
         return False

@@ -7,6 +7,7 @@ no network.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,24 +47,27 @@ def load_architecture(directory: Path) -> Architecture | str:
         return f"config.json not usable by transformers: {type(error).__name__}"
 
 
-def _build(directory: Path, transformers: Any) -> nn.Module:
+def _build(directory: Path, transformers: Any) -> Any:
     import torch
 
-    raw, _ = transformers.PretrainedConfig.get_config_dict(directory, local_files_only=True)
-    named = getattr(transformers, (raw.get("architectures") or [""])[0], None)
-    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-        config = named.config_class.from_pretrained(directory, local_files_only=True)
+    raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    model_class: Any = getattr(transformers, (raw.get("architectures") or [""])[0], None)
+    if _is_model_class(model_class, transformers):
+        config_class = model_class.config_class
     else:
-        config = transformers.CONFIG_MAPPING[raw["model_type"]].from_pretrained(
-            directory, local_files_only=True
-        )
-        named = transformers.MODEL_MAPPING[type(config)]
+        config_class = transformers.CONFIG_MAPPING[raw["model_type"]]
+        model_class = transformers.MODEL_MAPPING[config_class]
+    config = config_class.from_pretrained(directory, local_files_only=True)
     if getattr(config, "use_pretrained_backbone", False):
         config.use_pretrained_backbone = False  # would download the backbone's weights
     with torch.device("meta"):
-        model = named(config)
+        model = model_class(config)
         model.tie_weights()
     return model
+
+
+def _is_model_class(candidate: Any, transformers: Any) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, transformers.PreTrainedModel)
 
 
 def _describe(model: Any) -> Architecture:
@@ -97,7 +101,7 @@ def _kind(module: nn.Module, leaf: str) -> str:
 
 
 def _name_matcher(model: Any, slots: Mapping[str, Slot]) -> Callable[[str], str | None]:
-    """Stored names differ from the model's: without the base model's prefix or with it, or of an older time."""
+    """Stored names may lack the base model's prefix, or have it, or be of an older time."""
     prefix = f"{model.base_model_prefix}."
     modernise = _modern_names(model)
 
