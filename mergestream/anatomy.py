@@ -162,7 +162,7 @@ def _overrides(base: Checkpoint, linear: Sequence[str], not_linear: Sequence[str
                 info, part = base.tensors[name], Part(role, f"{option} {glob}")
                 if role == "linear" and not (info.is_float and len(info.shape) in (2, 3)):
                     raise UsageError(
-                        f"{part.rule} matches {name} ({info.dtype}, shape {list(info.shape)}), but only floating "
+                        f"{part.rule} matches {name} ({info.dtype}, shape {list(info.shape)}); only floating "
                         "tensors of 2 or 3 dimensions can be linear weights: narrow the glob"
                     )
                 if chosen.get(name, part).role != role:
