@@ -5,15 +5,21 @@ With S = U Σ Vᵀ of numerical rank k, q protected directions and dᵢ = uᵢ�
     reference:  P(Δ) = Δ − U_q (U_qᵀ Δ V_q) V_qᵀ − Σ_{q<i≤k} dᵢ uᵢ vᵢᵀ
     paper:      P(Δ) = (I − U_q U_qᵀ) Δ (I − V_q V_qᵀ) − Σ_{q<i≤k} dᵢ uᵢ vᵢᵀ
     block:      P(Δ) = Δ − U_q (U_qᵀ Δ V_q) V_qᵀ
+
+Where S and Δ are of low rank (design section 3), all of it happens in coordinates: in orthonormal bases that
+span both, S, Δ and P(Δ) are small matrices, and the formulas are the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from mergestream.lowrank import Basis, LowRank, Value, dense
 
 Projection = Literal["reference", "paper", "block"]
 
@@ -36,22 +42,41 @@ class ThinSVD:
         return self.s.numel()
 
 
-def thin_svd(matrix: Tensor) -> ThinSVD:
+@dataclass(frozen=True)
+class FactoredSVD:
+    """The same of S = Lᵀ C R, the singular vectors given by their coordinates: those of the core C."""
+
+    left: Basis
+    coordinates: ThinSVD
+    right: Basis
+
+    @property
+    def s(self) -> Tensor:
+        return self.coordinates.s
+
+    @property
+    def rank(self) -> int:
+        return self.coordinates.rank
+
+    def dense(self) -> ThinSVD:
+        u, v = self.left.combine(self.coordinates.u.T).T, self.right.combine(self.coordinates.v.T).T
+        return ThinSVD(u.to(self.left.dtype), self.s, v.to(self.right.dtype))
+
+
+@overload
+def thin_svd(matrix: Tensor) -> ThinSVD: ...
+@overload
+def thin_svd(matrix: LowRank) -> FactoredSVD: ...
+def thin_svd(matrix: Value) -> ThinSVD | FactoredSVD:
     """The singular triplets of a float32 or float64 matrix whose singular value is above rounding noise."""
     tolerance = RANK_TOLERANCE[matrix.dtype]
+    if isinstance(matrix, LowRank):
+        decompose = _direct_svd if matrix.dtype == torch.float64 else _gram_svd
+        return FactoredSVD(matrix.left, decompose(matrix.core, tolerance), matrix.right)
     if matrix.dtype == torch.float64:
-        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-        rank = _numerical_rank(s, tolerance)
-        return ThinSVD(u[:, :rank], s[:rank], vh[:rank].T)
-    if matrix.shape[0] < matrix.shape[1]:
-        transposed = thin_svd(matrix.T)
-        return ThinSVD(transposed.v, transposed.s, transposed.u)
-    wide = matrix.double()
-    eigenvalues, vectors = torch.linalg.eigh(wide.T @ wide)
-    s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
-    rank = _numerical_rank(s, tolerance)
-    s, v = s[:rank], vectors.flip(1)[:, :rank]
-    return ThinSVD(((wide @ v) / s).to(matrix.dtype), s, v.to(matrix.dtype))
+        return _direct_svd(matrix, tolerance)
+    svd = _gram_svd(matrix.double(), tolerance)
+    return ThinSVD(svd.u.to(matrix.dtype), svd.s, svd.v.to(matrix.dtype))
 
 
 def protected_directions(s: Tensor, alpha: float) -> int:
@@ -62,8 +87,27 @@ def protected_directions(s: Tensor, alpha: float) -> int:
     return int(torch.searchsorted(sums, alpha * sums[-1]))
 
 
-def project(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) -> Tensor:
-    """P(Δ) for the state that ``svd`` decomposes, with ``q`` protected directions; in Δ's dtype."""
+def project(delta: Value, svd: ThinSVD | FactoredSVD, q: int, projection: Projection) -> Value:
+    """P(Δ) for the state that ``svd`` decomposes, with ``q`` protected directions; in Δ's dtype.
+
+    It is of low rank where both the state and Δ are, in bases that start with those of the state.
+    """
+    if isinstance(svd, FactoredSVD):
+        if isinstance(delta, LowRank):
+            return _project_factors(delta, svd, q, projection)
+        svd = svd.dense()
+    return _project_dense(dense(delta), svd, q, projection)
+
+
+def _project_factors(delta: LowRank, svd: FactoredSVD, q: int, projection: Projection) -> LowRank:
+    delta = delta.rebased(svd.left, svd.right)
+    u = pad(svd.coordinates.u, (0, 0, 0, delta.left.rank - svd.left.rank))
+    v = pad(svd.coordinates.v, (0, 0, 0, delta.right.rank - svd.right.rank))
+    core = _project_dense(delta.core, ThinSVD(u, svd.s, v), q, projection)
+    return LowRank(delta.shape, delta.left, core, delta.right)
+
+
+def _project_dense(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) -> Tensor:
     u, v = svd.u, svd.v
     if projection == "block":
         u, v = u[:, :q], v[:, :q]
@@ -78,6 +122,24 @@ def project(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) -> Tens
     else:
         removed[:q] = core @ v[:, :q].T
     return torch.addmm(delta, u, removed, alpha=-1)
+
+
+def _direct_svd(matrix: Tensor, tolerance: float) -> ThinSVD:
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    rank = _numerical_rank(s, tolerance)
+    return ThinSVD(u[:, :rank], s[:rank], vh[:rank].T)
+
+
+def _gram_svd(matrix: Tensor, tolerance: float) -> ThinSVD:
+    """By the Gram matrix of the smaller side: for a float64 matrix with entries no better than float32."""
+    if matrix.shape[0] < matrix.shape[1]:
+        transposed = _gram_svd(matrix.T, tolerance)
+        return ThinSVD(transposed.v, transposed.s, transposed.u)
+    eigenvalues, vectors = torch.linalg.eigh(matrix.T @ matrix)
+    s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
+    rank = _numerical_rank(s, tolerance)
+    s, v = s[:rank], vectors.flip(1)[:, :rank]
+    return ThinSVD((matrix @ v) / s, s, v)
 
 
 def _numerical_rank(s: Tensor, tolerance: float) -> int:
