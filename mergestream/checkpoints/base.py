@@ -169,15 +169,15 @@ def check_dtype(dtype: str, where: str) -> None:
     )
 
 
-def describe(name: str, tensor: Tensor, file: str) -> TensorInfo:
+def describe(name: str, tensor: Tensor, holder: str | Path) -> TensorInfo:
     """The info of a tensor that torch holds, refused unless it is a plain dense one."""
     import torch
 
-    where = f"the tensor {name!r} in {file}"
+    where = f"the tensor {name!r} in {holder}"
     check_dtype(str(tensor.dtype).removeprefix("torch."), where)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise MergestreamError(f"{where} is not a plain dense tensor; save it dense, with its data")
-    return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), file)
+    return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), Path(holder).name)
 
 
 def shared_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:

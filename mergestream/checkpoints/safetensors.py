@@ -6,7 +6,6 @@ fault is told in a sentence, and a tensor is a view of the memory-mapped file in
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import mmap
@@ -41,7 +40,7 @@ class SafetensorsFile(Shard):
                 data_start, header = _read_header(path, file.read, size)
                 self.tensors, self._begin = _check_header(path, header, data_start, size)
                 # Private and writable: a stray write stays in memory, where a read-only map would crash.
-                self._map = mmap.mmap(
+                self._map: mmap.mmap | None = mmap.mmap(
                     file.fileno(),
                     size,
                     flags=mmap.MAP_PRIVATE | _NORESERVE,
@@ -58,6 +57,8 @@ class SafetensorsFile(Shard):
         dtype = torch_dtype(info.dtype)
         if info.numel == 0:
             return torch.empty(info.shape, dtype=dtype)
+        if self._map is None:
+            raise ValueError(f"{self.path} is closed")
         if self._map.size() != self._size:  # touching pages beyond the end would kill the process
             raise MergestreamError(f"{self.path} changed its size while {name!r} was being read; {_AGAIN}")
         begin = self._begin[name]
@@ -67,8 +68,7 @@ class SafetensorsFile(Shard):
         return torch.frombuffer(self._map, dtype=dtype, offset=begin, count=info.numel).reshape(info.shape)
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # tensors that still look into the map keep it
-            self._map.close()
+        self._map = None  # tensors that look into the map hold on to it; torch would let it close under them
 
 
 def _read_header(path: Path, read: Any, size: int) -> tuple[int, dict[str, Any]]:

@@ -42,7 +42,7 @@ class TorchFile(Shard):
                     "save the model's state_dict() alone"
                 )
             self._tensors[name] = value.detach()
-        self.tensors = MappingProxyType({n: describe(n, t, path.name) for n, t in self._tensors.items()})
+        self.tensors = MappingProxyType({n: describe(n, t, path) for n, t in self._tensors.items()})
         self.aliases = MappingProxyType(shared_views(self._tensors))
 
     def read(self, name: str) -> Tensor:
@@ -60,8 +60,13 @@ def _check_archive(path: Path) -> None:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 entries = archive.infolist()
-            if not any(Path(entry.filename).name == "data.pkl" for entry in entries):
+            names = {Path(entry.filename).name for entry in entries}
+            if "data.pkl" not in names:
                 raise MergestreamError(f"{path} is an archive, but not one that torch.save wrote")
+            if "constants.pkl" in names:
+                raise MergestreamError(
+                    f"{path} is a TorchScript program; save the model's state_dict() alone"
+                )
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise MergestreamError(
                     f"{path} is compressed, which torch.save never does; convert it to safetensors"

@@ -57,23 +57,25 @@ class SafetensorsWriter:
         self._index = self.directory / f"{prefix}.safetensors.index.json"
         self._plans = _plan(self.directory, self._layout, prefix, max_shard_size, metadata or {})
         self._place = {name: i for i, plan in enumerate(self._plans) for name in plan.begin}
-        self._written: set[str] = set()
+        self._written = {name for name, spec in self._layout.items() if spec.numel == 0}
         self._views: dict[int, SafetensorsFile] = {}
         self._files: list[int] = []
-        self.directory.mkdir(parents=True, exist_ok=True)
         self.resumed = resume and all(_is_begun(plan) for plan in self._plans)
-        if self.resumed:
-            self._files = [os.open(plan.path, os.O_RDWR | os.O_CLOEXEC) for plan in self._plans]
-            return
-        _remove_stale(self.directory, prefix)
         try:
+            if not self.resumed:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                _remove_stale(self.directory, prefix)
+                if self.nbytes > shutil.disk_usage(self.directory).free:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             for plan in self._plans:
-                self._files.append(_create(plan, sum(p.size for p in self._plans)))
-        except BaseException:
+                self._files.append(
+                    os.open(plan.path, os.O_RDWR | os.O_CLOEXEC) if self.resumed else _create(plan)
+                )
+        except OSError as error:
             self.abandon()
-            for plan in self._plans:
-                plan.path.unlink(missing_ok=True)
-            raise
+            if not self.resumed:
+                _remove_stale(self.directory, prefix)
+            raise _write_error(self.directory, error, self.nbytes) from error
 
     @property
     def nbytes(self) -> int:
@@ -91,10 +93,9 @@ class SafetensorsWriter:
         import torch
 
         spec = self._layout[name]
-        if dtype_name(piece.dtype) != spec.dtype or start + piece.numel() > spec.numel:
-            raise ValueError(
-                f"{name!r} was to be {spec.numel} of {spec.dtype}, not {start} + {piece.numel()} of {piece.dtype}"
-            )
+        end = start + piece.numel()
+        if dtype_name(piece.dtype) != spec.dtype or end > spec.numel:
+            raise ValueError(f"{name!r} was to be {spec.numel} × {spec.dtype}, not {end} × {piece.dtype}")
         data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         plan = self._plans[self._place[name]]
         position = plan.begin[name] + start * item_size(spec.dtype)
@@ -102,7 +103,7 @@ class SafetensorsWriter:
             _write_at(self._files[self._place[name]], data, position)
         except OSError as error:
             raise _write_error(plan.path, error, spec.nbytes) from error
-        if start + piece.numel() == spec.numel:
+        if end == spec.numel:
             self._written.add(name)
 
     def keep(self, name: str) -> None:
@@ -205,12 +206,9 @@ def _plan_file(path: Path, layout: Mapping[str, TensorSpec], metadata: Mapping[s
     )
 
 
-def _create(plan: _Plan, needed: int) -> int:
+def _create(plan: _Plan) -> int:
     """The file with its header and all its space, so that a full disk shows before the work, not after."""
-    try:
-        file = os.open(plan.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise _write_error(plan.path, error, needed) from error
+    file = os.open(plan.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
             os.posix_fallocate(file, 0, plan.size)
@@ -223,9 +221,9 @@ def _create(plan: _Plan, needed: int) -> int:
                 raise
             os.ftruncate(file, plan.size)
         _write_at(file, memoryview(plan.header), 0)
-    except OSError as error:
+    except OSError:
         os.close(file)
-        raise _write_error(plan.path, error, needed) from error
+        raise
     return file
 
 
@@ -243,7 +241,7 @@ def _is_begun(plan: _Plan) -> bool:
 def _remove_stale(directory: Path, prefix: str) -> None:
     """Shards and index of another plan must not stand beside the new ones."""
     ours = re.compile(re.escape(prefix) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-    for path in directory.iterdir():
+    for path in directory.iterdir() if directory.is_dir() else ():
         if ours.fullmatch(path.name):
             path.unlink()
 
