@@ -6,22 +6,35 @@ detects corruption, duplicates and mistaken files; it is no defence against a fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import xxhash
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
-def tensor_digest(tensor: Tensor) -> str:
-    """Digest of a CPU tensor's dtype, shape and bytes."""
-    import torch
+class TensorHasher:
+    """Digest of a tensor's dtype, shape and bytes, fed with contiguous CPU pieces in their order."""
 
-    data = tensor.detach().contiguous()
-    hasher = xxhash.xxh3_128(f"{data.dtype}{tuple(data.shape)}".encode())
-    hasher.update(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
+    def __init__(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        self._hasher = xxhash.xxh3_128(f"{dtype}{tuple(shape)}".encode())
+
+    def update(self, piece: Tensor) -> None:
+        import torch
+
+        self._hasher.update(piece.reshape(-1).view(torch.uint8).numpy().data)
+
+    def hexdigest(self) -> str:
+        return self._hasher.hexdigest()
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Digest of a whole CPU tensor."""
+    hasher = TensorHasher(tensor.dtype, tensor.shape)
+    hasher.update(tensor.detach().contiguous())
     return hasher.hexdigest()
 
 

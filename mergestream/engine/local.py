@@ -1,0 +1,94 @@
+"""Worker threads over tensors, within a memory budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mergestream.errors import MergestreamError
+from mergestream.sizes import format_size
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Run torch on one thread: parallelism is over tensors, and a sum that is split over threads
+    would depend on their number."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """Runs a function over named jobs on threads of this process.
+
+    torch releases the interpreter lock in every kernel, and each job is single-threaded inside, so
+    the results are the same, bit for bit, for any number of workers.
+    """
+
+    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    max_memory: int | None = None
+    device: str = "cpu"
+    """Where the arithmetic runs."""
+
+    def run(
+        self,
+        costs: Mapping[str, int],
+        work: Callable[[str], Result],
+        memory: Mapping[str, int] | None = None,
+    ) -> Iterator[tuple[str, Result]]:
+        """Yield (name, work(name)) as they finish; the most costly jobs start first.
+
+        A job is admitted when the memory of all running jobs, itself included, is within the
+        budget. The first error stops the admission of further jobs and is raised.
+        """
+        memory = memory or {}
+        self._check_budget(memory)
+        waiting = sorted(costs, key=lambda name: (-costs[name], name))
+        running: dict[Future[Result], str] = {}
+        used = 0
+        with single_threaded(), ThreadPoolExecutor(self.workers, initializer=_one_thread) as pool:
+            try:
+                while waiting or running:
+                    for name in list(waiting):
+                        if len(running) >= self.workers:
+                            break
+                        if self.max_memory is None or used + memory.get(name, 0) <= self.max_memory:
+                            waiting.remove(name)
+                            used += memory.get(name, 0)
+                            running[pool.submit(work, name)] = name
+                    done, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        name = running.pop(future)
+                        used -= memory.get(name, 0)
+                        yield name, future.result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _check_budget(self, memory: Mapping[str, int]) -> None:
+        if self.max_memory is None or not memory:
+            return
+        largest = max(memory, key=lambda name: memory[name])
+        if memory[largest] > self.max_memory:
+            raise MergestreamError(
+                f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, more than the "
+                f"{format_size(self.max_memory)} allowed; raise --max-memory"
+            )
+
+
+def _one_thread() -> None:
+    """OpenMP keeps its number of threads per calling thread."""
+    import torch
+
+    torch.set_num_threads(1)

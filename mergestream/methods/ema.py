@@ -1,0 +1,33 @@
+"""Exponential moving average of the models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mergestream.methods.base import Absorbed, Context, Method, State, parameter
+
+
+@dataclass(frozen=True)
+class EMA(Method):
+    """Every new model takes the share 1 − β.
+
+        M_1 = Δ_1,   M_t = β·M_{t-1} + (1 − β)·Δ_t,   merged_t = θ⁰ + M_t
+
+    Paper, section 3 (EMA).
+    """
+
+    name = "ema"
+
+    beta: float = parameter(0.9, "β, the share that the models so far keep", at_least=0, at_most=1)
+
+    def slots(self, t: int) -> tuple[str, ...]:
+        return ("mean",)
+
+    def absorb(self, state: State | None, delta: Tensor, context: Context) -> Absorbed:
+        mean = delta if state is None else state["mean"] * self.beta + delta * (1 - self.beta)
+        return Absorbed({"mean": mean}, kept=delta)
+
+    def direction(self, state: State, t: int) -> Tensor:
+        return state["mean"]

@@ -1,0 +1,25 @@
+"""Continual task arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mergestream.methods.average import Average
+from mergestream.methods.base import parameter
+
+
+@dataclass(frozen=True)
+class TaskArithmetic(Average):
+    """The sum of all task vectors, scaled.
+
+        S_t = S_{t-1} + Δ_t,   merged_t = θ⁰ + λ·S_t
+
+    Paper, equation of continual task arithmetic; λ = 0.3 was best there for 8 tasks, 0.1 for 14 and 20.
+    """
+
+    name = "task_arithmetic"
+
+    scale: float = parameter(0.3, "λ, the weight of every task vector")
+
+    def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
+        return self.scale

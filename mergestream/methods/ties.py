@@ -1,0 +1,96 @@
+"""TIES-merging: trim, elect a sign, merge what agrees with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from mergestream.methods.base import Absorbed, Context, Method, Ranking, State, parameter
+
+
+@dataclass(frozen=True)
+class TIES(Method):
+    """Trim each task vector to its largest entries, elect the sign of their sum, drop the others.
+
+    ``continual``, as printed in the paper (appendix, equation of continual Ties-Merging):
+
+        M_1 = λ·Δ_1,   M_t = λ·(M' + Δ')   with {M', Δ'} = trimmed {M_{t-1}, Δ_t} of the elected sign
+
+    ``reference``, as in the authors' code:  M_t = M_{t-1} + λ·(M' + Δ').
+    ``streaming``, equal to the batch method on all models, in any order: sums and counts of the
+    trimmed entries above and below zero are kept, and the mean of the elected side is read out, × λ.
+    """
+
+    name = "ties"
+
+    density: float = parameter(0.2, "share of the entries that survives trimming", at_least=0, at_most=1)
+    scale: float = parameter(0.3, "λ, the weight of the merged task vector")
+    mode: Literal["continual", "reference", "streaming"] = parameter(
+        "continual",
+        "the paper's recursion, the authors' code, or the batch method's state",
+        choices=("continual", "reference", "streaming"),
+    )
+    trim: Literal["model", "tensor"] = parameter(
+        "model", "whether entries compete over the whole model or per tensor", choices=("model", "tensor")
+    )
+
+    @property
+    def commutative(self) -> bool:
+        return self.mode == "streaming"
+
+    @property
+    def one_pass(self) -> bool:
+        return self.mode == "streaming"
+
+    def slots(self, t: int) -> tuple[str, ...]:
+        if self.mode == "streaming":
+            return ("positive", "negative", "positive_count", "negative_count")
+        return ("merged",)
+
+    def ranking(self, t: int) -> Ranking | None:
+        if t == 1 and self.mode != "streaming":
+            return None
+        names = ("delta",) if self.mode == "streaming" else ("delta", "merged")
+        return Ranking(names, self.density, self.trim)
+
+    def absorb(self, state: State | None, delta: Tensor, context: Context) -> Absorbed:
+        if self.mode == "streaming":
+            return self._add(state, trim(delta, context.thresholds["delta"]))
+        if state is None:
+            return Absorbed({"merged": delta * self.scale}, kept=delta)
+        trimmed = trim(delta, context.thresholds["delta"])
+        merged = trim(state["merged"], context.thresholds["merged"])
+        elected = (merged + trimmed).sign()
+        kept = trimmed.where(trimmed.sign() == elected, 0)
+        result = (merged.where(merged.sign() == elected, 0) + kept) * self.scale
+        if self.mode == "reference":
+            result += state["merged"]
+        return Absorbed({"merged": result}, kept)
+
+    def _add(self, state: State | None, trimmed: Tensor) -> Absorbed:
+        new = {
+            "positive": trimmed.clamp(min=0),
+            "negative": trimmed.clamp(max=0),
+            "positive_count": (trimmed > 0).to(trimmed.dtype),
+            "negative_count": (trimmed < 0).to(trimmed.dtype),
+        }
+        if state is not None:
+            new = {slot: state[slot] + value for slot, value in new.items()}
+        return Absorbed(new, kept=trimmed)
+
+    def direction(self, state: State, t: int) -> Tensor:
+        if self.mode != "streaming":
+            return state["merged"]
+        positive, negative = state["positive"], state["negative"]
+        mean_above = positive / state["positive_count"].clamp(min=1)
+        mean_below = negative / state["negative_count"].clamp(min=1)
+        return mean_above.where(positive + negative >= 0, mean_below)
+
+    def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
+        return self.scale if self.mode == "streaming" else 1.0
+
+
+def trim(x: Tensor, threshold: float) -> Tensor:
+    return x.where(x.abs() >= threshold, 0)

@@ -1,0 +1,57 @@
+"""Progress of long work: silent by default, bars on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Advance = Callable[[int], None]
+
+
+class Progress:
+    """Shows nothing. ``task`` gives a function that is told how many bytes are done."""
+
+    @contextmanager
+    def task(self, description: str, total: int) -> Iterator[Advance]:
+        yield lambda amount: None
+
+    def note(self, message: str) -> None:
+        """Something the user should know, and that is no error."""
+
+
+class TerminalProgress(Progress):
+    """Bars (rich) on standard error, and notes; without bars where nobody watches."""
+
+    def __init__(self, bars: bool = True) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        self._bars = bars and self._console.is_terminal
+
+    @contextmanager
+    def task(self, description: str, total: int) -> Iterator[Advance]:
+        if not self._bars:
+            yield lambda amount: None
+            return
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+        from rich.progress import Progress as Bars
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Bars(*columns, console=self._console, transient=True) as bars:
+            task = bars.add_task(description, total=total)
+            yield lambda amount: bars.advance(task, amount)
+
+    def note(self, message: str) -> None:
+        self._console.print(f"note: {message}", highlight=False, markup=False, soft_wrap=True)

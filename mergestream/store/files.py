@@ -1,0 +1,53 @@
+"""Small files that are either the old ones or the new ones, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mergestream.errors import MergestreamError
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames and new names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace a file at once: written beside, flushed to the disk, renamed."""
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".new")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise MergestreamError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise MergestreamError(f"{path} is damaged: it is not valid JSON") from error
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory that nothing refers to any more."""
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,101 @@
+"""What adding a model would do, as facts that a person or a pipeline can decide on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mergestream.digest import combined_digest
+from mergestream.step import Outcome, Totals, memory_of
+
+if TYPE_CHECKING:
+    from mergestream.deltas import TaskVector
+    from mergestream.store.store import Store
+
+
+@dataclass(frozen=True)
+class TensorInspection:
+    """One tensor: its role, what would happen to it, how much it moved and what would survive."""
+
+    role: str
+    fate: str
+    norm: float
+    relative_norm: float
+    """‖Δ‖ / ‖θ⁰‖ of this tensor"""
+    kept: float
+    protected: int | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The outcome of a step that was not taken."""
+
+    source: str
+    step: int
+    """The step it would be"""
+    duplicate_of: str | None
+    norm: float
+    relative_norm: float
+    """‖Δ‖ over the mean norm of the experts so far"""
+    kept: float
+    lambda_: float
+    distance: float
+    fates: Mapping[str, int]
+    seconds: float
+    """Measured: absorbing without writing the state"""
+    memory: int
+    """Bytes of RAM for tensors at the peak, with the engine's number of workers"""
+    disk: int
+    """Bytes that the new step takes"""
+    tensors: Mapping[str, TensorInspection]
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        vector: TaskVector,
+        outcomes: Mapping[str, Outcome],
+        totals: Totals,
+        digests: Mapping[str, str],
+        seconds: float,
+    ) -> Inspection:
+        digest = combined_digest(digests)
+        peaks = sorted(memory_of(store.method, vector).values(), reverse=True)
+        before = store.history[-1].mean_norm if store.history else 0.0
+        return cls(
+            source=vector.expert.source,
+            step=totals.t,
+            duplicate_of=next((e.name for e in store.history if e.digest == digest), None),
+            norm=totals.norm,
+            relative_norm=totals.norm / before if before else 1.0,
+            kept=totals.kept,
+            lambda_=1 / totals.scale if totals.scale else math.inf,
+            distance=totals.distance,
+            fates=dict(sorted(Counter(vector.fates.values()).items())),
+            seconds=round(seconds, 3),
+            memory=sum(peaks[: store.engine.workers]),
+            disk=sum(spec.nbytes for spec in store.layout(totals.t).values()),
+            tensors={name: _inspect_tensor(vector, name, outcomes[name]) for name in vector.names},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        data["lambda"] = data.pop("lambda_")
+        return data
+
+
+def _inspect_tensor(vector: TaskVector, name: str, outcome: Outcome) -> TensorInspection:
+    tensor = vector.model.tensors[name]
+    norm = math.sqrt(outcome.norm2)
+    return TensorInspection(
+        role=tensor.role,
+        fate=vector.fates[name],
+        norm=norm,
+        relative_norm=norm / tensor.norm if tensor.norm else 0.0,
+        kept=outcome.kept2 / outcome.norm2 if outcome.norm2 else 1.0,
+        protected=outcome.protected,
+    )

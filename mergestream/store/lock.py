@@ -1,0 +1,34 @@
+"""One writer at a time. The operating system drops the lock when its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mergestream.errors import MergestreamError, StoreBusyError
+
+
+@contextmanager
+def writer_lock(store: Path) -> Iterator[None]:
+    """Hold the store for writing, or fail at once with who holds it."""
+    try:
+        descriptor = os.open(store / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise MergestreamError(f"{store} cannot be written to: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            raise StoreBusyError(
+                f"{store} is being written to by another process{f' ({holder})' if holder else ''}; "
+                "wait until it is done"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()}".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,115 @@
+"""The manifest: all that a store is, but for the tensors. Replacing it is what makes a step real."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mergestream.base_model import BaseModel
+from mergestream.digest import text_digest
+from mergestream.errors import MergestreamError
+from mergestream.store.files import read_json, write_json
+
+FORMAT = 1
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One absorbed model, and the scalars of the store after it."""
+
+    name: str
+    source: str
+    digest: str
+    added: str
+    """When, in UTC."""
+    seconds: float
+    norm: float
+    """‖Δ_t‖, before any projection"""
+    kept: float
+    """The share of ‖Δ_t‖² that entered the state"""
+    scale: float
+    """1/λ_t: merged = θ⁰ + scale · direction"""
+    mean_norm: float
+    """n_t"""
+    direction_norm: float
+    distance: float
+    """‖merged − θ⁰‖"""
+    state: str
+    """Digest of the state after this step"""
+    record: str
+    """Digest of ``experts/NNNN/tensors.json``"""
+    fates: Mapping[str, int]
+    """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored"""
+    options: Mapping[str, Any]
+
+    @property
+    def lambda_(self) -> float:
+        return 1 / self.scale if self.scale else float("inf")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` holds; ``step`` is how many models have been absorbed."""
+
+    method: str
+    parameters: Mapping[str, Any]
+    base: BaseModel
+    keep: int
+    history: tuple[Expert, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return len(self.history)
+
+    def with_expert(self, expert: Expert) -> Manifest:
+        return dataclasses.replace(self, history=(*self.history, expert))
+
+    def without_last(self) -> Manifest:
+        return dataclasses.replace(self, history=self.history[:-1])
+
+    def save(self, store: Path) -> None:
+        data = {
+            "format": FORMAT,
+            "step": self.step,
+            "method": {"name": self.method, "parameters": dict(self.parameters)},
+            "keep": self.keep,
+            "base": self.base.to_json(),
+            "history": [dataclasses.asdict(expert) for expert in self.history],
+        }
+        write_json(store / NAME, {**data, "digest": text_digest(_canonical(data))})
+
+    @classmethod
+    def load(cls, store: Path) -> Manifest:
+        path = store / NAME
+        if not path.is_file():
+            raise MergestreamError(
+                f"{store} is not a mergestream store; make one with: mergestream init {store} --base MODEL"
+            )
+        data = read_json(path)
+        if not isinstance(data, dict) or not isinstance(data.get("format"), int):
+            raise MergestreamError(f"{path} is not the manifest of a mergestream store")
+        if data["format"] != FORMAT:
+            raise MergestreamError(
+                f"{path} has format {data['format']}, this version of mergestream reads {FORMAT}; upgrade mergestream"
+            )
+        digest = data.pop("digest", None)
+        if digest != text_digest(_canonical(data)):
+            raise MergestreamError(
+                f"{path} is damaged or was edited: its digest does not match; restore it from a backup"
+            )
+        return cls(
+            method=data["method"]["name"],
+            parameters=data["method"]["parameters"],
+            base=BaseModel.from_json(data["base"]),
+            keep=data["keep"],
+            history=tuple(Expert(**entry) for entry in data["history"]),
+        )
+
+
+def _canonical(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

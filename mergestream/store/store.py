@@ -1,0 +1,414 @@
+"""The store: absorb models one by one, read out the merged one, go back a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergestream.base_model import BaseModel
+from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint
+from mergestream.digest import combined_digest, tensor_digest, text_digest
+from mergestream.engine import LocalEngine
+from mergestream.errors import MergestreamError
+from mergestream.progress import Progress
+from mergestream.store.files import read_json, remove, write_json
+from mergestream.store.lock import writer_lock
+from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.steps import StepReader, StepWriter, slot_name, step_directory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mergestream.deltas import TaskVector
+    from mergestream.methods.base import Method
+    from mergestream.step import Outcome, Totals
+    from mergestream.store.inspection import Inspection
+
+ExpertSource = str | Path | Mapping[str, "Tensor"]
+
+OTHER_BASE = 0.7
+"""Two unrelated models are about 1.4 apart, relative to their norm; fine-tuning moves 0.1 at most."""
+
+
+class Store:
+    """A directory that keeps the merged state of all models absorbed so far::
+
+    store = Store.create("store", base="path/or/hub-id", method=OPCM(alpha=0.5))
+    store.add("expert-1")
+    store.export("merged")
+    """
+
+    def __init__(
+        self, path: str | Path, *, engine: LocalEngine | None = None, progress: Progress | None = None
+    ) -> None:
+        self.path = Path(path)
+        self.manifest = Manifest.load(self.path)
+        self.engine = engine or LocalEngine()
+        self.progress = progress or Progress()
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        base: ExpertSource,
+        method: Method | None = None,
+        *,
+        linear: Sequence[str] = (),
+        not_linear: Sequence[str] = (),
+        heads: Sequence[str] = (),
+        keep: int = 1,
+        engine: LocalEngine | None = None,
+        progress: Progress | None = None,
+    ) -> Store:
+        """Make an empty store for a base model.
+
+        ``linear``, ``not_linear`` and ``heads`` are globs over tensor names: which weights are (not)
+        to be projected, and which tensors stay with each expert. ``keep`` is how many earlier steps
+        are kept for ``undo``.
+        """
+        from mergestream.methods import OPCM
+
+        path, method = Path(path), method or OPCM()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise MergestreamError(f"{path} exists already and is not empty; choose another place for the store")
+        if keep < 0:
+            raise MergestreamError(f"keep={keep} must be at least 0")
+        with open_checkpoint(base) as checkpoint:
+            model = BaseModel.examine(
+                checkpoint,
+                linear=linear,
+                not_linear=not_linear,
+                heads=heads,
+                engine=engine,
+                progress=progress,
+            )
+        try:
+            (path / "steps").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MergestreamError(f"{path} cannot be made: {error.strerror}") from error
+        Manifest(method.name, method.parameters, model, keep).save(path)
+        return cls(path, engine=engine, progress=progress)
+
+    @property
+    def history(self) -> tuple[Expert, ...]:
+        """The absorbed models, in order."""
+        return self.manifest.history
+
+    @cached_property
+    def method(self) -> Method:
+        from mergestream.methods import make_method
+
+        return make_method(self.manifest.method, self.manifest.parameters)
+
+    def add(
+        self,
+        expert: ExpertSource,
+        name: str | None = None,
+        *,
+        partial: bool = False,
+        ignore: Sequence[str] = (),
+        allow_duplicate: bool = False,
+    ) -> Expert:
+        """Absorb a model as one durable step; if it fails or is interrupted, the store is as before.
+
+        An interrupted call is gone on with by the same call.
+        """
+        started = time.monotonic()
+        with writer_lock(self.path), ExitStack() as stack:
+            self.manifest = Manifest.load(self.path)
+            vector = self._task_vector(stack, expert, partial, ignore)
+            name = self._free_name(name, vector.expert.source)
+            writer = self._begin(vector, {"partial": partial, "ignore": list(ignore)})
+            try:
+                outcomes, digests = self._absorb(stack, vector, writer)
+                totals = self._total(vector, outcomes)
+                digest = combined_digest(digests)
+                if not allow_duplicate:
+                    self._refuse_duplicate(vector, digest, totals)
+                state = writer.finish(outcomes)
+                record = self._write_record(totals.t, vector, outcomes)
+            except MergestreamError:
+                writer.abandon()
+                raise
+            except BaseException:
+                writer.pause()
+                raise
+            self._warn_of_other_base(vector, outcomes)
+            absorbed = Expert(
+                name=name,
+                source=vector.expert.source,
+                digest=digest,
+                added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                seconds=round(time.monotonic() - started, 3),
+                norm=totals.norm,
+                kept=totals.kept,
+                scale=totals.scale,
+                mean_norm=totals.mean_norm,
+                direction_norm=totals.direction_norm,
+                distance=totals.distance,
+                state=state,
+                record=record,
+                fates=dict(sorted(Counter(vector.fates.values()).items())),
+                options={"partial": partial, "ignore": list(ignore)},
+            )
+            self._commit(self.manifest.with_expert(absorbed))
+            writer.tidy()
+            return absorbed
+
+    def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
+        """What adding a model would do; changes nothing."""
+        from mergestream.store.inspection import Inspection
+
+        started = time.monotonic()
+        with ExitStack() as stack:
+            vector = self._task_vector(stack, expert, partial, ignore)
+            outcomes, digests = self._absorb(stack, vector, None)
+            return Inspection.of(
+                self, vector, outcomes, self._total(vector, outcomes), digests, time.monotonic() - started
+            )
+
+    def export(self, out: str | Path, **options: Any) -> Path:
+        """Write the merged model as a Hugging Face directory; see ``mergestream.export.export``."""
+        from mergestream.export import export
+
+        return export(self, Path(out), **options)
+
+    def undo(self) -> Expert:
+        """Go back to before the last model; returns the entry that was taken back."""
+        with writer_lock(self.path):
+            self.manifest = Manifest.load(self.path)
+            if not self.history:
+                raise MergestreamError(f"{self.path} has absorbed nothing, there is nothing to undo")
+            step = self.manifest.step
+            if step > 1 and not step_directory(self.path, step - 1).is_dir():
+                raise MergestreamError(
+                    f"{self.path} keeps {self.manifest.keep} earlier step(s), and they are used up; "
+                    "a store made with a larger --keep can go back further"
+                )
+            undone = self.history[-1]
+            self._commit(self.manifest.without_last())
+            return undone
+
+    def verify(self) -> None:
+        """Recompute every digest: the base's, the kept steps' and the heads'; raises at the first fault."""
+        with self.open_base() as base:
+            self.manifest.base.check_digest(base, self.engine, self.progress)
+        for number, entry in enumerate(self.history, 1):
+            if not step_directory(self.path, number).is_dir():
+                if number == self.manifest.step:
+                    raise MergestreamError(
+                        f"{step_directory(self.path, number)} is missing; restore the store from a backup"
+                    )
+                continue
+            with (
+                closing(StepReader(self.path, number)) as reader,
+                self.progress.task(f"verifying step {number}", reader.nbytes) as advance,
+            ):
+                for size in reader.verify(entry.state):
+                    advance(size)
+        for number, entry in enumerate(self.history, 1):
+            self._verify_record(number, entry)
+
+    def relocate(self, base: str | Path) -> None:
+        """Refer to the base at another place, after its digest was checked."""
+        with writer_lock(self.path), open_checkpoint(base) as checkpoint:
+            self.manifest = Manifest.load(self.path)
+            self.manifest.base.check_digest(checkpoint, self.engine, self.progress)
+            moved = dataclasses.replace(self.manifest.base, source=checkpoint.source)
+            self._commit(dataclasses.replace(self.manifest, base=moved))
+
+    def open_base(self) -> Checkpoint:
+        """The base's files, checked by their headers."""
+        try:
+            checkpoint = open_checkpoint(self.manifest.base.source)
+        except MergestreamError as error:
+            raise MergestreamError(f"the base cannot be opened: {error}; if it has moved, pass --base PATH") from error
+        self.manifest.base.check(checkpoint)
+        return checkpoint
+
+    def open_step(self) -> StepReader:
+        """The state after the last model; a writer that commits meanwhile does no harm."""
+        while True:
+            try:
+                return StepReader(self.path, self.manifest.step)
+            except MergestreamError:
+                latest = Manifest.load(self.path)
+                if latest.step == self.manifest.step:
+                    raise
+                self.manifest = latest
+
+    def tensor_records(self, number: int) -> dict[str, dict[str, Any]]:
+        """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
+        records: dict[str, dict[str, Any]] = read_json(self._record(number) / "tensors.json")["tensors"]
+        return records
+
+    def open_heads(self, name: str) -> Checkpoint:
+        """The tensors that were kept for one expert."""
+        for number, entry in enumerate(self.history, 1):
+            if entry.name == name:
+                path = self._record(number) / "heads.safetensors"
+                if not path.is_file():
+                    raise MergestreamError(f"expert {name} has no head of its own; --heads GLOB at init keeps them")
+                return open_checkpoint(path)
+        known = ", ".join(entry.name for entry in self.history) or "none yet"
+        raise MergestreamError(f"no expert named {name} has been absorbed (there are: {known})")
+
+    def layout(self, t: int) -> dict[str, TensorSpec]:
+        """The tensors of the state after t models."""
+        return {
+            slot_name(slot, name): TensorSpec(tensor.state_dtype, tensor.shape)
+            for name, tensor in self.manifest.base.tensors.items()
+            if tensor.merges
+            for slot in self.method.slots(t)
+        }
+
+    def _task_vector(self, stack: ExitStack, expert: ExpertSource, partial: bool, ignore: Sequence[str]) -> TaskVector:
+        from mergestream.deltas import TaskVector
+
+        opened = stack.enter_context(open_checkpoint(expert))
+        base = stack.enter_context(self.open_base())
+        return TaskVector(self.manifest.base, base, opened, partial=partial, ignore=ignore)
+
+    def _begin(self, vector: TaskVector, options: Mapping[str, Any]) -> StepWriter:
+        step = self.manifest.step + 1
+        plan = {
+            "source": vector.expert.source,
+            "fingerprint": vector.expert.fingerprint,
+            "after": [entry.digest for entry in self.history],
+            **options,
+        }
+        return StepWriter(self.path, step, self.layout(step), plan)
+
+    def _absorb(
+        self, stack: ExitStack, vector: TaskVector, writer: StepWriter | None
+    ) -> tuple[dict[str, Outcome], dict[str, str]]:
+        """Absorb every tensor; returns what became of each, and the digests of the expert's tensors."""
+        from mergestream.step import Step, memory_of
+
+        def read_state(slot: str, name: str) -> Tensor:
+            return reader.read(slot, name)
+
+        def discard(slot: str, name: str, start: int, piece: Tensor) -> None:
+            pass
+
+        if self.manifest.step:
+            reader = stack.enter_context(closing(self.open_step()))
+        step = Step(self.method, self.manifest.step + 1, vector, read_state, self.engine.device)
+        done = writer.done if writer else {}
+        outcomes = {name: outcome for name, (outcome, _) in done.items()}
+        digests = {name: digest for name, (_, digest) in done.items() if digest is not None}
+        costs = {name: vector.numel(name) for name in vector.names if name not in done}
+        thresholds = step.thresholds(self.engine) if costs else None
+        write = writer.write if writer else discard
+        label = "absorbing" if writer else "inspecting"
+        with self.progress.task(f"{label} {Path(vector.expert.source).name}", sum(costs.values()) * 4) as advance:
+            for name, outcome in self.engine.run(
+                costs,
+                lambda name: step.absorb(name, thresholds(name) if thresholds else {}, write),
+                memory_of(self.method, vector),
+            ):
+                outcomes[name] = outcome
+                if writer:
+                    writer.record(name, outcome, vector.digests.get(name))
+                advance(costs[name] * 4)
+        for name in vector.heads:
+            vector.head(name)
+        return outcomes, {**digests, **vector.digests}
+
+    def _total(self, vector: TaskVector, outcomes: Mapping[str, Outcome]) -> Totals:
+        from mergestream.step import total
+
+        previous = self.history[-1].mean_norm if self.history else 0.0
+        return total(self.method, self.manifest.step + 1, previous, outcomes)
+
+    def _refuse_duplicate(self, vector: TaskVector, digest: str, totals: Totals) -> None:
+        for entry in self.history:
+            if entry.digest == digest:
+                raise MergestreamError(
+                    f"{vector.expert.source} has been absorbed already, as {entry.name}; "
+                    "pass --allow-duplicate to add it once more"
+                )
+        if totals.norm == 0:
+            raise MergestreamError(
+                f"{vector.expert.source} is identical to the base; pass --allow-duplicate to add it all the same"
+            )
+
+    def _warn_of_other_base(self, vector: TaskVector, outcomes: Mapping[str, Outcome]) -> None:
+        tensors = self.manifest.base.tensors
+        matrices = [name for name in outcomes if len(tensors[name].shape) >= 2 and tensors[name].norm]
+        distances = [math.sqrt(outcomes[name].norm2) / tensors[name].norm for name in matrices]
+        if distances and min(distances) > OTHER_BASE:
+            norm = math.sqrt(math.fsum(tensor.norm**2 for tensor in tensors.values()))
+            moved = math.sqrt(math.fsum(outcome.norm2 for outcome in outcomes.values()))
+            self.progress.note(
+                f"{vector.expert.source} was probably not fine-tuned from this base: not one matrix is close, "
+                f"the relative distance is {moved / norm:.2f}; take it back with undo"
+            )
+
+    def _free_name(self, name: str | None, source: str) -> str:
+        taken = {entry.name for entry in self.history}
+        if name is not None:
+            if name in taken:
+                raise MergestreamError(f"an expert named {name} has been absorbed already; choose another --name")
+            return name
+        path = Path(source.split("@")[0])
+        stem = path.stem if path.suffix in (".safetensors", ".bin", ".pt", ".pth") else path.name
+        candidates = (stem if i == 1 else f"{stem}-{i}" for i in range(1, len(taken) + 2))
+        return next(candidate for candidate in candidates if candidate not in taken)
+
+    def _record(self, number: int) -> Path:
+        return self.path / "experts" / f"{number:04d}"
+
+    def _write_record(self, number: int, vector: TaskVector, outcomes: Mapping[str, Outcome]) -> str:
+        """Keep what happened to each tensor, and the expert's heads; returns the record's digest."""
+        directory = self._record(number)
+        remove(directory)
+        directory.mkdir(parents=True)
+        tensors = {
+            name: {
+                "norm": math.sqrt(outcomes[name].norm2),
+                "kept": outcomes[name].kept2 / outcomes[name].norm2 if outcomes[name].norm2 else 1.0,
+                "protected": outcomes[name].protected,
+            }
+            for name in vector.names
+        }
+        if vector.heads:
+            layout = {name: vector.expert.tensors[name] for name in vector.heads}
+            with SafetensorsWriter(directory, layout, prefix="heads") as writer:
+                for name in vector.heads:
+                    writer.write(name, vector.expert.read(name))
+        record = {"heads": {name: vector.digests[name] for name in vector.heads}, "tensors": tensors}
+        write_json(directory / "tensors.json", record)
+        return text_digest((directory / "tensors.json").read_text(encoding="utf-8"))
+
+    def _verify_record(self, number: int, entry: Expert) -> None:
+        path = self._record(number) / "tensors.json"
+        record = read_json(path)
+        if text_digest(path.read_text(encoding="utf-8")) != entry.record:
+            raise MergestreamError(f"{path} is damaged: its digest does not match the manifest")
+        if not record["heads"]:
+            return
+        with self.open_heads(entry.name) as heads:
+            for name, digest in record["heads"].items():
+                if tensor_digest(heads.read(name)) != digest:
+                    raise MergestreamError(f"{path.parent} is damaged: the digest of head {name} does not match")
+
+    def _commit(self, manifest: Manifest) -> None:
+        """Make a manifest real, then remove what nothing refers to any more."""
+        manifest.save(self.path)
+        self.manifest = manifest
+        kept = {f"{number:04d}" for number in range(manifest.step - manifest.keep, manifest.step + 1)}
+        for directory in (self.path / "steps").glob("[0-9]*"):
+            if directory.name not in kept:
+                remove(directory)
+        for directory in (self.path / "experts").glob("[0-9]*"):
+            if int(directory.name) > manifest.step:
+                remove(directory)
