@@ -35,7 +35,7 @@ def download(hub_id: str) -> tuple[Path, str]:
         ) from error
     except utils.RevisionNotFoundError as error:
         raise MergestreamError(f"{hub_id}: the hub knows {repo}, but not the revision {revision}") from error
-    except utils.RepositoryNotFoundError as error:
+    except (utils.RepositoryNotFoundError, utils.HFValidationError) as error:
         raise MergestreamError(
             f"{hub_id} is neither a local path nor a repository that the hub shows you; "
             "check the spelling, or log in with `hf auth login` if it is private"
@@ -66,11 +66,9 @@ def _cached(hub_id: str, reason: Exception) -> Path:
     repo, _, revision = hub_id.partition("@")
     try:
         # No patterns, since the hub would count files as missing that were never wanted.
-        return Path(
-            hub.snapshot_download(repo, revision=revision or None, local_files_only=True, allow_patterns=[])
-        )
+        return Path(hub.snapshot_download(repo, revision=revision or None, local_files_only=True, allow_patterns=[]))
     except Exception as error:
         raise MergestreamError(
-            f"{hub_id} is no local path, it is not in the hub's cache, and the hub cannot be reached "
-            f"({type(reason).__name__})"
+            f"{hub_id} is no local path, is not in the hub's cache, and cannot be downloaded from the hub "
+            f"({(str(reason).splitlines() or [''])[0] or type(reason).__name__})"
         ) from error

@@ -31,9 +31,7 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
     path = Path(source).expanduser()
     if path.is_dir():
         return open_directory(path.resolve(), str(path.resolve()))
-    path = (
-        path.parent.resolve() / path.name
-    )  # a cache's link tells the format by its name, its target does not
+    path = path.parent.resolve() / path.name  # a cache's link tells the format by its name, its target does not
     if path.exists():
         return FileCheckpoint(str(path), None, [_open_file(path)])
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and not _is_weight_file(source):
@@ -41,9 +39,7 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
 
         directory, resolved = download(source)
         return open_directory(directory, resolved)
-    raise MergestreamError(
-        f"{source} does not exist: give a directory, a file, or a hub id org/name[@revision]"
-    )
+    raise MergestreamError(f"{source} does not exist: give a directory, a file, or a hub id org/name[@revision]")
 
 
 def open_directory(directory: Path, source: str) -> Checkpoint:
@@ -62,9 +58,7 @@ def open_directory(directory: Path, source: str) -> Checkpoint:
     weight_map = read_index(index)
     single = entry.removesuffix(".index.json")
     if single in names and single not in weight_map.values():
-        raise MergestreamError(
-            f"{source} holds both {single} and {entry}; remove the one that is out of date"
-        )
+        raise MergestreamError(f"{source} holds both {single} and {entry}; remove the one that is out of date")
     shards = [_open_shard(directory, name, index) for name in sorted(set(weight_map.values()))]
     _check_index(index, weight_map, shards)
     return FileCheckpoint(source, directory, shards)
@@ -81,9 +75,7 @@ def find_weights(names: Collection[str], source: str) -> str:
     safetensors = sorted(name for name in names if name.endswith(".safetensors"))
     shard = next((name for name in safetensors if (m := _SHARD.search(name)) and int(m[2]) > 1), None)
     if shard:
-        raise MergestreamError(
-            f"{source} holds the shard {shard}, but no index (such as {SAFETENSORS_INDEX})"
-        )
+        raise MergestreamError(f"{source} holds the shard {shard}, but no index (such as {SAFETENSORS_INDEX})")
     if len(safetensors) > 1:
         raise MergestreamError(
             f"{source} holds {len(safetensors)} .safetensors files and no index; "
@@ -124,9 +116,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 def _open_shard(directory: Path, name: str, index: Path) -> Shard:
     if not (directory / name).is_file():
-        raise MergestreamError(
-            f"{directory / name} is missing, although {index.name} names it; download it again"
-        )
+        raise MergestreamError(f"{directory / name} is missing, although {index.name} names it; download it again")
     return _open_file(directory / name)
 
 
@@ -148,9 +138,7 @@ def _open_file(path: Path) -> Shard:
     if not path.is_file():
         raise MergestreamError(f"{path} is no regular file")
     if _is_lfs_pointer(path):
-        raise MergestreamError(
-            f"{path} is only Git LFS's pointer to the file; fetch the file with `git lfs pull`"
-        )
+        raise MergestreamError(f"{path} is only Git LFS's pointer to the file; fetch the file with `git lfs pull`")
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in _TORCH_SUFFIXES:

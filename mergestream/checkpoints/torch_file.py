@@ -32,9 +32,7 @@ class TorchFile(Shard):
         for name, value in _unwrap(content, path).items():
             if not isinstance(name, str):
                 raise MergestreamError(f"{path} holds no state dict: its key {name!r} is not a name")
-            if name.endswith(
-                "_extra_state"
-            ):  # what modules keep beside their weights; no tensor of the model
+            if name.endswith("_extra_state"):  # what modules keep beside their weights; no tensor of the model
                 continue
             if not isinstance(value, torch.Tensor):
                 raise MergestreamError(
@@ -64,20 +62,14 @@ def _check_archive(path: Path) -> None:
             if "data.pkl" not in names:
                 raise MergestreamError(f"{path} is an archive, but not one that torch.save wrote")
             if "constants.pkl" in names:
-                raise MergestreamError(
-                    f"{path} is a TorchScript program; save the model's state_dict() alone"
-                )
+                raise MergestreamError(f"{path} is a TorchScript program; save the model's state_dict() alone")
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                raise MergestreamError(
-                    f"{path} is compressed, which torch.save never does; convert it to safetensors"
-                )
+                raise MergestreamError(f"{path} is compressed, which torch.save never does; convert it to safetensors")
             return
     except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise MergestreamError(f"{path} cannot be read or is corrupt ({error})") from error
     if start == b"PK":
-        raise MergestreamError(
-            f"{path} is truncated: the end of the archive is missing; download or copy it again"
-        )
+        raise MergestreamError(f"{path} is truncated: the end of the archive is missing; download or copy it again")
     if start[:1] == b"\x80":
         raise MergestreamError(
             f"{path} was saved in PyTorch's old format or is another pickle, which was not executed; "

@@ -68,9 +68,7 @@ class SafetensorsWriter:
                 if self.nbytes > shutil.disk_usage(self.directory).free:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             for plan in self._plans:
-                self._files.append(
-                    os.open(plan.path, os.O_RDWR | os.O_CLOEXEC) if self.resumed else _create(plan)
-                )
+                self._files.append(os.open(plan.path, os.O_RDWR | os.O_CLOEXEC) if self.resumed else _create(plan))
         except OSError as error:
             self.abandon()
             if not self.resumed:
@@ -265,7 +263,6 @@ def _write_error(path: Path, error: OSError, needed: int) -> MergestreamError:
     if error.errno in _FULL:
         free = shutil.disk_usage(path if path.is_dir() else path.parent).free
         return MergestreamError(
-            f"{path} cannot be written: {needed} bytes are needed and {free} are free; "
-            "make room and run it again"
+            f"{path} cannot be written: {needed} bytes are needed and {free} are free; make room and run it again"
         )
     return MergestreamError(f"{path} cannot be written: {error.strerror}")

@@ -136,9 +136,7 @@ def test_an_index_of_a_single_file_is_fine(tmp_path: Path) -> None:
 def test_several_files_without_an_index_are_ambiguous(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.safetensors"):
         save_file({"a": torch.ones(1)}, tmp_path / name)
-    refused(
-        tmp_path, "2 .safetensors files and no index; name the one you mean .a.safetensors, b.safetensors"
-    )
+    refused(tmp_path, "2 .safetensors files and no index; name the one you mean .a.safetensors, b.safetensors")
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:

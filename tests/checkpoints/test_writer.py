@@ -67,9 +67,7 @@ def test_every_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
     assert start % 8 == 0
 
 
-def test_shards_are_planned_in_the_order_of_the_layout(
-    tmp_path: Path, tensors: dict[str, torch.Tensor]
-) -> None:
+def test_shards_are_planned_in_the_order_of_the_layout(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     write_all(tmp_path, tensors, max_shard_size=800)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     shards = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -110,9 +108,7 @@ def test_many_threads_write_at_once(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((1000,), float(i)) for i in range(64)}
     with SafetensorsWriter(tmp_path, layout_of(tensors), max_shard_size=50_000) as writer:
         threads = [
-            threading.Thread(
-                target=lambda k=k: [writer.write(f"t{i}", tensors[f"t{i}"]) for i in range(k, 64, 4)]
-            )
+            threading.Thread(target=lambda k=k: [writer.write(f"t{i}", tensors[f"t{i}"]) for i in range(k, 64, 4)])
             for k in range(4)
         ]
         for thread in threads:
@@ -144,9 +140,7 @@ def test_what_the_layout_does_not_say_is_refused(tmp_path: Path) -> None:
 
 
 def test_close_misses_a_tensor_that_was_never_written(tmp_path: Path) -> None:
-    writer = SafetensorsWriter(
-        tmp_path, {"a": TensorSpec("F32", (2,)), "b": TensorSpec("F32", (2,))}, max_shard_size=8
-    )
+    writer = SafetensorsWriter(tmp_path, {"a": TensorSpec("F32", (2,)), "b": TensorSpec("F32", (2,))}, max_shard_size=8)
     writer.write("a", torch.ones(2))
     with pytest.raises(RuntimeError, match="1 tensors were never written, among them 'b'"):
         writer.close()
