@@ -1,0 +1,218 @@
+"""Hub ids, against a server on this machine that speaks as much of the hub's protocol as a download needs.
+
+Every download runs in a process of its own, since huggingface_hub reads its endpoint and its cache's place
+when it is imported.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import torch
+from safetensors.torch import save
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OTHER = "fedcba9876543210fedcba9876543210fedcba98"
+
+
+def torch_bytes(tensors: dict[str, torch.Tensor], directory: Path) -> bytes:
+    torch.save(tensors, directory / "t.bin")
+    return (directory / "t.bin").read_bytes()
+
+
+class Hub:
+    """Repositories by name, each with its files by revision; and what was asked of it."""
+
+    def __init__(self, scratch: Path) -> None:
+        weights = {"a": torch.ones(2)}
+        shards = {f"model-0000{i}-of-00002.safetensors": save({f"w{i}": torch.ones(i)}) for i in (1, 2)}
+        index = {"weight_map": {f"w{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}}
+        plain = {"config.json": b"{}", "tokenizer.json": b"{}", "evil.py": b"raise SystemExit", "logo.png": b"png"}
+        self.repositories: dict[str, dict[str, dict[str, bytes]]] = {
+            "org/both": {
+                COMMIT: {
+                    **plain,
+                    "model.safetensors": save(weights),
+                    "pytorch_model.bin": b"never wanted",
+                    "onnx/model.safetensors": b"never wanted",
+                },
+                OTHER: {"model.safetensors": save({"a": torch.ones(5)})},
+            },
+            "org/sharded": {
+                COMMIT: {
+                    **plain,
+                    **shards,
+                    "model.safetensors.index.json": json.dumps(index).encode(),
+                    "consolidated.safetensors": b"never wanted",
+                }
+            },
+            "org/torch": {COMMIT: {**plain, "pytorch_model.bin": torch_bytes(weights, scratch)}},
+            "org/gated": {COMMIT: {"model.safetensors": save(weights)}},
+            "org/empty": {COMMIT: plain},
+            "org/evil": {
+                COMMIT: {
+                    "model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}',
+                    "model.safetensors": b"",
+                }
+            },
+        }
+        self.endpoint = ""
+
+
+def handler_for(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def reply(self, status: int, body: bytes = b"", **headers: str) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            api = path.startswith("/api/models/")
+            parts = path.removeprefix("/api/models/").strip("/").split("/")
+            repo, rest = "/".join(parts[:2]), parts[2:]
+            if repo not in hub.repositories:
+                return self.reply(401 if api else 404, X_Error_Code="RepoNotFound")
+            revision = rest[1] if len(rest) > 1 else "main"
+            commit = {"main": COMMIT, "other": OTHER}.get(revision, revision)
+            if commit not in hub.repositories[repo]:
+                return self.reply(404, X_Error_Code="RevisionNotFound")
+            files = hub.repositories[repo][commit]
+            if api and rest[:1] == ["tree"]:
+                listing = [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in files.items()
+                ]
+                return self.reply(200, json.dumps(listing).encode())
+            if api:
+                info = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+                return self.reply(200, json.dumps(info).encode())
+            if repo == "org/gated":
+                return self.reply(403, X_Error_Code="GatedRepo")
+            name = "/".join(rest[2:])
+            if name not in files:
+                return self.reply(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+            etag = f'"{hashlib.sha1(files[name]).hexdigest()}"'
+            return self.reply(200, files[name], ETag=etag, X_Repo_Commit=commit)
+
+        do_HEAD = do_GET  # noqa: N815
+
+    return Handler
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    hub = Hub(tmp_path_factory.mktemp("scratch"))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_for(hub))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    yield hub
+    server.shutdown()
+    server.server_close()
+
+
+PROGRAM = """
+import json, sys
+from mergestream.checkpoints import open_checkpoint
+from mergestream.errors import MergestreamError
+for source in sys.argv[1:]:
+    try:
+        checkpoint = open_checkpoint(source)
+    except MergestreamError as error:
+        print(json.dumps({"error": str(error)}))
+    else:
+        shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+        files = sorted(path.name for path in checkpoint.directory.iterdir())
+        print(json.dumps({"source": checkpoint.source, "shapes": shapes, "files": files}))
+"""
+
+
+def run(
+    sources: list[str], endpoint: str, home: Path, program: str = PROGRAM, **environment: str
+) -> list[dict[str, Any]]:
+    """What opening each of the sources gives, in a process that knows the hub by ``endpoint``."""
+    clean = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and not k.startswith("HF_")}
+    clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", program, *sources],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def unused_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_what_is_needed_is_fetched_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
+    both, sharded, pickled = run(["org/both", "org/sharded", "org/torch"], hub.endpoint, tmp_path)
+    assert both["source"] == f"org/both@{COMMIT}" and both["shapes"] == {"a": [2]}
+    assert both["files"] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sharded["shapes"] == {"w1": [1], "w2": [2]} and "consolidated.safetensors" not in sharded["files"]
+    assert pickled["shapes"] == {"a": [2]} and "pytorch_model.bin" in pickled["files"]
+
+
+def test_a_revision_is_a_branch_or_a_commit(hub: Hub, tmp_path: Path) -> None:
+    for answer in run(["org/both@other", f"org/both@{OTHER}"], hub.endpoint, tmp_path):
+        assert answer["source"] == f"org/both@{OTHER}" and answer["shapes"] == {"a": [5]}
+
+
+def test_what_was_fetched_once_is_there_without_the_hub(hub: Hub, tmp_path: Path) -> None:
+    (online,) = run(["org/sharded"], hub.endpoint, tmp_path)
+    sources = ["org/sharded", online["source"]]
+    assert run(sources, unused_endpoint(), tmp_path) == [online, online]
+    assert run(sources, unused_endpoint(), tmp_path, HF_HUB_OFFLINE="1") == [online, online]
+
+
+def test_what_cannot_be_had_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
+    sentences = {
+        "org/absent": "neither a local path nor a repository",
+        "org/a--b": "neither a local path nor a repository",
+        "org/both@absent": "the hub knows org/both, but not the revision absent",
+        "org/gated": "gated: accept its terms",
+        "org/empty": "holds no checkpoint",
+        "org/evil": "'../../x.safetensors', which is no weight file beside it",
+        "org/name/more": "does not exist",
+        "./org/both": "does not exist",
+        "org/model.safetensors": "does not exist",
+    }
+    answers = run(list(sentences), hub.endpoint, tmp_path)
+    for sentence, answer in zip(sentences.values(), answers, strict=True):
+        assert sentence in answer["error"] and "\n" not in answer["error"]
+
+
+def test_an_unreachable_hub_is_one_sentence(tmp_path: Path) -> None:
+    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
+        (answer,) = run(["org/both"], unused_endpoint(), tmp_path, **environment)
+        assert "org/both is no local path" in answer["error"] and "cannot be downloaded" in answer["error"]
+        assert "\n" not in answer["error"]
+
+
+def test_a_missing_package_is_one_sentence(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['huggingface_hub'] = None\n" + PROGRAM
+    (answer,) = run(["org/both"], unused_endpoint(), tmp_path, program)
+    assert "pip install 'mergestream[hub]'" in answer["error"]
