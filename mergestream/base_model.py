@@ -27,6 +27,7 @@ class BaseTensor(TensorSpec):
     rule: str
     tied_to: str | None
     digest: str
+    """Empty where the base was not measured: then it is not verified either"""
     norm: float
     """0 for integers"""
 
@@ -59,14 +60,17 @@ class BaseModel:
         linear: Sequence[str] = (),
         not_linear: Sequence[str] = (),
         heads: Sequence[str] = (),
+        measure: bool = True,
         engine: LocalEngine | None = None,
         progress: Progress | None = None,
     ) -> BaseModel:
-        """Find out what each tensor is, and digest them all."""
+        """Find out what each tensor is, and measure them all; without ``measure`` no weight is read."""
         parts = anatomy(checkpoint, linear=linear, not_linear=not_linear, heads=heads)
         if not any(part.role in ("linear", "embedding", "other") for part in parts.values()):
             raise MergestreamError(f"{checkpoint.source} has no floating-point tensor to merge")
-        measured = measure_tensors(checkpoint, list(parts), engine or LocalEngine(), progress or Progress())
+        measured = dict.fromkeys(parts, Measured("", 0.0))
+        if measure:
+            measured = measure_tensors(checkpoint, list(parts), engine or LocalEngine(), progress or Progress())
         tensors = {
             name: BaseTensor(
                 info.dtype,

@@ -3,51 +3,76 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 
 if TYPE_CHECKING:
-    from mergestream.store import Store
+    from mergestream.store.manifest import Manifest
 
 
-def model_card(store: Store, *, task: str | None = None, command: str | None = None) -> str:
-    """A README.md with the metadata that the hub understands."""
-    manifest = store.manifest
-    last = manifest.history[-1]
-    base = manifest.base.source
-    hub_id = base.split("@")[0] if "/" in base and not base.startswith(("/", ".")) else None
+@dataclass(frozen=True)
+class CardRow:
+    """One merged model."""
+
+    name: str
+    digest: str
+    norm: float
+    kept: float
+    lambda_: float
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card tells."""
+
+    base: str
+    method: str
+    parameters: Mapping[str, Any]
+    experts: Sequence[CardRow]
+    distance: float
+    task: str | None = None
+    command: str | None = None
+
+    @classmethod
+    def of(cls, manifest: Manifest, task: str | None, command: str | None) -> CardFacts:
+        rows = [CardRow(e.name, e.digest, e.norm, e.kept, e.lambda_) for e in manifest.history]
+        distance = manifest.history[-1].distance
+        return cls(manifest.base.source, manifest.method, manifest.parameters, rows, distance, task, command)
+
+
+def model_card(facts: CardFacts, hub_id: str | None = None) -> str:
+    """A README.md with the metadata that the hub understands; ``hub_id`` is the base's, where it has one."""
     metadata = ["---", "library_name: transformers", "tags:", "- merge", "- mergestream"]
     if hub_id:
         metadata += ["base_model:", f"- {json.dumps(hub_id)}", "base_model_relation: merge"]
-    metadata.append("---")
-    parameters = ", ".join(f"{key} = {value}" for key, value in manifest.parameters.items()) or "none"
-    rows = [
-        f"| {number} | {_cell(entry.name)} | `{entry.digest}` | {entry.norm:.4g} | {entry.kept:.1%} | {entry.lambda_:.4g} |"
-        for number, entry in enumerate(manifest.history, 1)
-    ]
+    parameters = ", ".join(f"{key} = {value}" for key, value in facts.parameters.items()) or "none"
     lines = [
         *metadata,
+        "---",
         "",
-        f"# {manifest.step} models merged with {manifest.method}",
+        f"# {len(facts.experts)} models merged with {facts.method}",
         "",
         f"Merged one by one by mergestream {__version__}, without data or training.",
         "",
-        f"* Base: `{base}` (digest `{manifest.base.digest}`)",
-        f"* Method: `{manifest.method}`; parameters: {parameters}",
-        f"* λ = {last.lambda_:.6g}; distance to the base ‖merged − θ⁰‖ = {last.distance:.6g}",
-        *([f"* Head: the one of `{task}`"] if task else []),
+        f"* Base: `{facts.base}`",
+        f"* Method: `{facts.method}`; parameters: {parameters}",
+        f"* λ = {facts.experts[-1].lambda_:.6g}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
+        *([f"* Head: the one of `{facts.task}`"] if facts.task else []),
         "",
         "| step | expert | digest | ‖Δ‖ | kept | λ |",
         "|---|---|---|---|---|---|",
-        *rows,
+        *(_row(number, row) for number, row in enumerate(facts.experts, 1)),
         "",
         "kept: the share of the task vector's squared norm that the method let in.",
-        *(["", "Made with:", "", f"    {command}"] if command else []),
+        *(["", "Made with:", "", f"    {facts.command}"] if facts.command else []),
         "",
     ]
     return "\n".join(lines)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _row(number: int, row: CardRow) -> str:
+    name = row.name.replace("|", "\\|")
+    return f"| {number} | {name} | `{row.digest}` | {row.norm:.4g} | {row.kept:.1%} | {row.lambda_:.4g} |"

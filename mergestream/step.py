@@ -14,8 +14,8 @@ from torch import Tensor
 from mergestream.checkpoints import torch_dtype
 from mergestream.deltas import TaskVector
 from mergestream.digest import TensorHasher
-from mergestream.engine import LocalEngine, kth_magnitude
-from mergestream.engine.selection import Bracket, Tally, blocks, tally
+from mergestream.engine import LocalEngine
+from mergestream.engine.selection import Bracket, Tally, blocks, kth_magnitude, tally
 from mergestream.methods.base import Context, Method, Ranking, State
 from mergestream.pieces import PIECE, squared_norm
 

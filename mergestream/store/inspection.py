@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.digest import combined_digest
-from mergestream.step import Outcome, Totals, memory_of
+from mergestream.step import memory_of
 
 if TYPE_CHECKING:
     from mergestream.deltas import TaskVector
+    from mergestream.step import Outcome, Totals
     from mergestream.store.store import Store
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
 from functools import cached_property
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.base_model import BaseModel
 from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint
+from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import combined_digest, tensor_digest, text_digest
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError
@@ -175,11 +176,27 @@ class Store:
                 self, vector, outcomes, self._total(vector, outcomes), digests, time.monotonic() - started
             )
 
-    def export(self, out: str | Path, **options: Any) -> Path:
-        """Write the merged model as a Hugging Face directory; see ``mergestream.export.export``."""
-        from mergestream.export import export
+    def export(
+        self,
+        out: str | Path,
+        *,
+        dtype: str | None = None,
+        task: str | None = None,
+        max_shard_size: int = DEFAULT_SHARD_SIZE,
+        overwrite: bool = False,
+        command: str | None = None,
+    ) -> Path:
+        """Write the merged model as a Hugging Face directory.
 
-        return export(self, Path(out), **options)
+        ``dtype`` is the base's by default, ``task`` names the expert whose head to put in place of
+        the base's, ``command`` goes into the model card.
+        """
+        from mergestream.export import export
+        from mergestream.output import Output
+
+        output = Output(Path(out), dtype, max_shard_size, overwrite)
+        export(self, output, task=task, command=command)
+        return output.path
 
     def undo(self) -> Expert:
         """Go back to before the last model; returns the entry that was taken back."""
@@ -359,10 +376,7 @@ class Store:
             if name in taken:
                 raise MergestreamError(f"an expert named {name} has been absorbed already; choose another --name")
             return name
-        path = Path(source.split("@")[0])
-        stem = path.stem if path.suffix in (".safetensors", ".bin", ".pt", ".pth") else path.name
-        candidates = (stem if i == 1 else f"{stem}-{i}" for i in range(1, len(taken) + 2))
-        return next(candidate for candidate in candidates if candidate not in taken)
+        return expert_name(source, taken)
 
     def _record(self, number: int) -> Path:
         return self.path / "experts" / f"{number:04d}"
@@ -412,3 +426,11 @@ class Store:
         for directory in (self.path / "experts").glob("[0-9]*"):
             if int(directory.name) > manifest.step:
                 remove(directory)
+
+
+def expert_name(source: str, taken: Collection[str]) -> str:
+    """The last part of the path or hub id, numbered where another expert has that name."""
+    path = Path(source.split("@")[0])
+    stem = path.stem if path.suffix in (".safetensors", ".bin", ".pt", ".pth") else path.name
+    candidates = (stem if i == 1 else f"{stem}-{i}" for i in range(1, len(taken) + 2))
+    return next(candidate for candidate in candidates if candidate not in taken)

@@ -1,0 +1,5 @@
+import sys
+
+from mergestream.cli import main
+
+sys.exit(main())

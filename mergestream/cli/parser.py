@@ -1,0 +1,235 @@
+"""All commands and their options; what a command does is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib import import_module
+
+from mergestream import __version__
+from mergestream.errors import UsageError
+from mergestream.sizes import parse_size
+
+DESCRIPTION = """\
+Merge fine-tuned models into one model as they arrive.
+
+A store keeps the merged state of all models absorbed so far, at a size that does not grow:
+
+  mergestream init store --base path/to/base
+  mergestream add store expert-1 expert-2
+  mergestream export store merged
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints wrong usage like every other error, with exit code 2."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        self.exit(UsageError.exit_code, f"error: {message} (see: {self.prog} --help)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="mergestream", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"mergestream {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, help: str, examples: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = commands.add_parser(
+            name,
+            help=help,
+            description=help[0].upper() + help[1:] + ".",
+            epilog="examples:\n" + "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        return added
+
+    init = command(
+        "init",
+        "make an empty store for a base model",
+        """
+        mergestream init store --base path/to/base
+        mergestream init store --base org/model@main --method ties --set density=0.1 --set mode=streaming
+        mergestream init store --base bert --heads 'classifier.*' --not-linear '*.pooler.*'
+        """,
+    )
+    init.add_argument("store", metavar="STORE")
+    init.add_argument("--base", required=True, metavar="MODEL", help="directory, file, or hub id org/name[@revision]")
+    _method_options(init)
+    _role_options(init)
+    init.add_argument("--keep", type=int, default=1, metavar="N", help="earlier steps kept for undo (1)")
+    _running_options(init, device=False)
+    init.set_defaults(run=_lazy("mergestream.cli.store", "init"))
+
+    add = command(
+        "add",
+        "absorb experts, in the given order, each as a step of its own",
+        """
+        mergestream add store path/to/expert
+        mergestream add store experts/* --workers 4 --max-memory 8GB
+        mergestream add store path/to/expert --dry-run
+        """,
+    )
+    add.add_argument("store", metavar="STORE")
+    add.add_argument("experts", nargs="+", metavar="EXPERT", help="directory, file, or hub id org/name[@revision]")
+    add.add_argument("--name", help="how to call the expert (the last part of its path)")
+    _expert_options(add)
+    add.add_argument("--allow-duplicate", action="store_true", help="also one that was absorbed already, or the base")
+    add.add_argument("--dry-run", action="store_true", help="tell what would happen, change nothing (as inspect)")
+    add.add_argument("--json", action="store_true", help="print what was absorbed as JSON")
+    _base_option(add)
+    _running_options(add)
+    add.set_defaults(run=_lazy("mergestream.cli.store", "add"))
+
+    inspect = command(
+        "inspect",
+        "tell what adding an expert would do; changes nothing",
+        """
+        mergestream inspect store path/to/expert
+        mergestream inspect store path/to/expert --json
+        """,
+    )
+    inspect.add_argument("store", metavar="STORE")
+    inspect.add_argument("expert", metavar="EXPERT")
+    _expert_options(inspect)
+    inspect.add_argument("--json", action="store_true", help="all facts, as one JSON object")
+    _base_option(inspect)
+    _running_options(inspect)
+    inspect.set_defaults(run=_lazy("mergestream.cli.store", "inspect"))
+
+    status = command(
+        "status",
+        "show what a store holds, and what each tensor is",
+        """
+        mergestream status store
+        mergestream status store --tensors
+        mergestream status store --json
+        """,
+    )
+    status.add_argument("store", metavar="STORE")
+    status.add_argument("--tensors", action="store_true", help="list every tensor with its role and rule")
+    status.add_argument("--json", action="store_true", help="one JSON object")
+    status.set_defaults(run=_lazy("mergestream.cli.store", "status"))
+
+    log = command("log", "list the absorbed experts", "mergestream log store --json")
+    log.add_argument("store", metavar="STORE")
+    log.add_argument("--json", action="store_true", help="a JSON list, one object per expert")
+    log.set_defaults(run=_lazy("mergestream.cli.store", "log"))
+
+    verify = command("verify", "recompute every digest of a store and its base", "mergestream verify store")
+    verify.add_argument("store", metavar="STORE")
+    _base_option(verify)
+    _running_options(verify, device=False)
+    verify.set_defaults(run=_lazy("mergestream.cli.store", "verify"))
+
+    undo = command("undo", "go back to before the last expert", "mergestream undo store")
+    undo.add_argument("store", metavar="STORE")
+    undo.set_defaults(run=_lazy("mergestream.cli.store", "undo"))
+
+    export = command(
+        "export",
+        "write the merged model as a directory that from_pretrained loads",
+        """
+        mergestream export store merged
+        mergestream export store merged --dtype bfloat16 --max-shard-size 2GB --overwrite
+        mergestream export store merged-for-spam --task spam
+        """,
+    )
+    export.add_argument("store", metavar="STORE")
+    export.add_argument("out", metavar="OUT")
+    export.add_argument("--task", metavar="NAME", help="with the head of this expert")
+    _output_options(export)
+    _base_option(export)
+    _running_options(export, device=False)
+    export.set_defaults(run=_lazy("mergestream.cli.output", "export"))
+
+    merge = command(
+        "merge",
+        "merge experts that are all at hand, in one go",
+        """
+        mergestream merge --base base --method average expert-1 expert-2 expert-3 -o merged
+        mergestream merge --base base --method opcm --alpha 0.4 experts/* -o merged
+        """,
+    )
+    merge.add_argument("experts", nargs="+", metavar="EXPERT")
+    merge.add_argument("--base", required=True, metavar="MODEL", help="directory, file, or hub id org/name[@revision]")
+    _method_options(merge)
+    _role_options(merge, heads=False)
+    _expert_options(merge)
+    merge.add_argument("-o", "--out", required=True, metavar="OUT")
+    _output_options(merge)
+    _running_options(merge)
+    merge.set_defaults(run=_lazy("mergestream.cli.output", "merge"))
+
+    methods = command("methods", "list the methods and their parameters", "mergestream methods")
+    methods.add_argument("--json", action="store_true", help="as JSON")
+    methods.set_defaults(run=_lazy("mergestream.cli.methods", "methods"))
+    return parser
+
+
+def _lazy(module: str, function: str) -> Callable[[argparse.Namespace], int]:
+    def run(arguments: argparse.Namespace) -> int:
+        code: int = getattr(import_module(module), function)(arguments)
+        return code
+
+    return run
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+_positive.__name__ = "positive number"
+
+
+def _method_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--method", default="opcm", metavar="M", help="opcm, average, …: see mergestream methods (opcm)"
+    )
+    parser.add_argument("--alpha", type=float, help="OPCM's projection threshold, the same as --set alpha=…")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="parameters", help="a parameter of the method"
+    )
+
+
+def _role_options(parser: argparse.ArgumentParser, heads: bool = True) -> None:
+    add = parser.add_argument
+    add("--linear", action="append", default=[], metavar="GLOB", help="tensors to treat as linear weights")
+    add("--not-linear", action="append", default=[], metavar="GLOB", help="tensors not to treat as linear weights")
+    if heads:
+        add("--heads", action="append", default=[], metavar="GLOB", help="tensors kept per expert, not merged")
+
+
+def _expert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--partial", action="store_true", help="tensors missing from an expert count as unchanged")
+    parser.add_argument("--ignore", action="append", default=[], metavar="GLOB", help="leave these tensors out")
+
+
+def _base_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--base", metavar="MODEL", help="where the base is now, if it has moved (its digest is checked)"
+    )
+
+
+def _output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", help="float32, float16, bfloat16 or float64 (the base's own)")
+    parser.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="size of a file (5GB)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
+
+
+def _running_options(parser: argparse.ArgumentParser, device: bool = True) -> None:
+    parser.add_argument("--workers", type=_positive, metavar="N", help="tensors worked on at a time (all cores)")
+    if device:
+        parser.add_argument("--max-memory", type=_size, metavar="SIZE", help="budget for tensors in RAM, such as 4GB")
+        parser.add_argument("--device", default="cpu", help="where the arithmetic runs: cpu, cuda or cuda:N (cpu)")
+        parser.add_argument("--engine", choices=("local",), default="local", help="who runs the work (local)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")

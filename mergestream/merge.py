@@ -1,0 +1,151 @@
+"""Merge several models that are all at hand, in one go."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mergestream.base_model import BaseModel
+from mergestream.card import CardFacts, CardRow
+from mergestream.checkpoints import Checkpoint, open_checkpoint
+from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
+from mergestream.deltas import TaskVector
+from mergestream.digest import combined_digest
+from mergestream.engine import LocalEngine
+from mergestream.errors import MergestreamError
+from mergestream.export import export
+from mergestream.methods.base import Context, Method, State
+from mergestream.output import Output
+from mergestream.pieces import squared_norm
+from mergestream.progress import Progress
+from mergestream.readout import cast
+from mergestream.step import Step
+from mergestream.store import Store
+from mergestream.store.store import expert_name
+
+
+def merge(
+    base: str | Path,
+    experts: Sequence[str | Path],
+    out: str | Path,
+    method: Method,
+    *,
+    linear: Sequence[str] = (),
+    not_linear: Sequence[str] = (),
+    partial: bool = False,
+    ignore: Sequence[str] = (),
+    dtype: str | None = None,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+    engine: LocalEngine | None = None,
+    progress: Progress | None = None,
+    command: str | None = None,
+) -> None:
+    """Merge ``experts`` in their order and write the result to ``out``.
+
+    Where the method allows it, each tensor is carried through all models and written straight to the
+    output, so that every file is read once; otherwise the models pass through a temporary store.
+    """
+    output = Output(Path(out), dtype, max_shard_size, overwrite)
+    engine, progress = engine or LocalEngine(), progress or Progress()
+    if not method.one_pass:
+        place = output.path.absolute().parent
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{output.path.name}.store-", dir=place) as directory:
+            store = Store.create(
+                Path(directory) / "store",
+                base,
+                method,
+                linear=linear,
+                not_linear=not_linear,
+                keep=0,
+                engine=engine,
+                progress=progress,
+            )
+            for expert in experts:
+                store.add(expert, partial=partial, ignore=ignore)
+            export(store, output, command=command)
+        return
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_checkpoint(base))
+        model = BaseModel.examine(opened, linear=linear, not_linear=not_linear, measure=False)
+        checkpoints = [stack.enter_context(open_checkpoint(expert)) for expert in experts]
+        vectors = [TaskVector(model, opened, expert, partial=partial, ignore=ignore) for expert in checkpoints]
+        one_pass = OnePass(method, model, opened, vectors, engine)
+        draft = stack.enter_context(output.draft())
+        output.write_tensors(draft, model.tensors, one_pass.pieces, engine, progress)
+        output.write_companions(draft, opened, one_pass.card(command))
+
+
+@dataclass
+class OnePass:
+    """Carries each tensor through all task vectors at once."""
+
+    method: Method
+    model: BaseModel
+    base: Checkpoint
+    vectors: Sequence[TaskVector]
+    engine: LocalEngine
+    norm2: list[list[float]] = field(init=False)
+    kept2: list[list[float]] = field(init=False)
+    direction2: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.norm2 = [[] for _ in self.vectors]
+        self.kept2 = [[] for _ in self.vectors]
+        steps = [Step(self.method, t, vector, _no_state) for t, vector in enumerate(self.vectors, 1)]
+        self.thresholds = [step.thresholds(self.engine) for step in steps]
+        # One-pass methods need no norm for their scale.
+        self.scales = [self.method.readout_scale(step.t, math.nan, math.nan) for step in steps]
+
+    def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
+        """The merged tensor, piece by piece."""
+        tensor = self.model.tensors[self.model.tensors[name].tied_to or name]
+        name = self.model.tensors[name].tied_to or name
+        base = self.base.read(name).reshape(-1)
+        if not tensor.merges:
+            yield 0, cast(base, dtype, name) if tensor.is_float else base
+            return
+        linear = tensor.role == "linear"
+        contexts = [Context(t, linear, found(name)) for t, found in enumerate(self.thresholds, 1)]
+        for pieces in zip(*(vector.pieces(name) for vector in self.vectors), strict=True):
+            state: State | None = None
+            for number, (piece, context) in enumerate(zip(pieces, contexts, strict=True)):
+                absorbed = self.method.absorb(state, piece.delta, context)
+                state = absorbed.state
+                self.norm2[number].append(piece.norm2)
+                self.kept2[number].append(piece.norm2 if absorbed.kept is piece.delta else squared_norm(absorbed.kept))
+            assert state is not None
+            direction = self.method.direction(state, len(self.vectors))
+            self.direction2.append(squared_norm(direction))
+            start = pieces[0].start
+            own = base[start : start + direction.numel()].to(direction.dtype)
+            yield start, cast(torch.add(own, direction, alpha=self.scales[-1]), dtype, name)
+
+    def card(self, command: str | None) -> CardFacts:
+        rows: list[CardRow] = []
+        for vector, norm2, kept2, scale in zip(self.vectors, self.norm2, self.kept2, self.scales, strict=True):
+            total, kept = math.fsum(norm2), math.fsum(kept2)
+            digest = combined_digest(vector.digests)
+            same = next((row.name for row in rows if row.digest == digest), None)
+            if same is not None:
+                raise MergestreamError(f"{vector.expert.source} is the same model as {same}; name each expert once")
+            name = expert_name(vector.expert.source, {row.name for row in rows})
+            rows.append(
+                CardRow(
+                    name, digest, math.sqrt(total), kept / total if total else 1.0, 1 / scale if scale else math.inf
+                )
+            )
+        distance = self.scales[-1] * math.sqrt(math.fsum(self.direction2))
+        return CardFacts(self.base.source, self.method.name, self.method.parameters, rows, distance, command=command)
+
+
+def _no_state(slot: str, name: str) -> Tensor:
+    raise AssertionError("a one-pass method ranks task vectors only")

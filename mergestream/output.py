@@ -1,0 +1,136 @@
+"""Where and how a merged model is written: a directory that ``from_pretrained`` loads, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mergestream.card import CardFacts, model_card
+from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec
+from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
+from mergestream.engine import LocalEngine
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.progress import Progress
+from mergestream.store.files import sync_directory, write_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
+"""Configuration, tokenizer and generation files; weights and the base's own model card stay behind."""
+
+Pieces = Callable[[str, str], "Iterator[tuple[int, Tensor]]"]
+"""Tensor name and dtype to the tensor's pieces in order, each with the number of its first element."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A directory to be; all is written beside it and renamed, so there is never half a model, nor an old file."""
+
+    path: Path
+    dtype: str | None = None
+    """As torch names it; every tensor keeps the base's by default"""
+    max_shard_size: int = DEFAULT_SHARD_SIZE
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UsageError(f"--dtype {self.dtype} is not one of {', '.join(DTYPES)}")
+        if self.path.exists() and not self.path.is_dir():
+            raise MergestreamError(f"{self.path} is a file; choose another place")
+        if self.path.exists() and not self.overwrite:
+            raise MergestreamError(f"{self.path} exists already; pass --overwrite to replace it")
+
+    @contextmanager
+    def draft(self) -> Iterator[Path]:
+        """A directory beside the output that takes its place when all has gone well."""
+        place = self.path.absolute().parent
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            for left_behind in place.glob(f"{self._prefix}*"):  # by a killed export to the same place
+                shutil.rmtree(left_behind, ignore_errors=True)
+            draft = Path(tempfile.mkdtemp(prefix=self._prefix, dir=place))
+            draft.chmod(0o755)
+        except OSError as error:
+            raise MergestreamError(f"{self.path} cannot be written: {error.strerror}") from error
+        try:
+            yield draft
+            sync_directory(draft)
+            if self.path.exists():
+                old = Path(tempfile.mkdtemp(prefix=self._prefix, dir=place))
+                self.path.rename(old / "replaced")
+                draft.rename(self.path)
+                shutil.rmtree(old)
+            else:
+                draft.rename(self.path)
+            sync_directory(place)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+    @property
+    def _prefix(self) -> str:
+        return f".{self.path.name}.mergestream-"
+
+    def write_tensors(
+        self, draft: Path, forms: Mapping[str, TensorSpec], pieces: Pieces, engine: LocalEngine, progress: Progress
+    ) -> None:
+        """Stream every tensor to its place, several at a time."""
+        dtype = DTYPES.get(self.dtype or "")
+        layout = {
+            name: TensorSpec(dtype if dtype and form.is_float else form.dtype, form.shape)
+            for name, form in forms.items()
+        }
+
+        def write(name: str) -> None:
+            for start, piece in pieces(name, layout[name].dtype):
+                writer.write_piece(name, start, piece)
+
+        costs = {name: spec.nbytes for name, spec in layout.items()}
+        with (
+            SafetensorsWriter(draft, layout, max_shard_size=self.max_shard_size) as writer,
+            progress.task(f"writing {self.path.name}", sum(costs.values())) as advance,
+        ):
+            for name, _ in engine.run(costs, write):
+                advance(costs[name])
+
+    def write_companions(self, draft: Path, base: Checkpoint, card: CardFacts) -> None:
+        """Copy config, tokenizer and generation files from the base, and write the model card."""
+        if base.directory is not None:
+            for pattern in COMPANIONS:
+                for path in sorted(base.directory.glob(pattern)):
+                    if path.is_file() and not path.name.endswith(".index.json"):
+                        shutil.copyfile(path, draft / path.name)
+            if self.dtype is not None:
+                _set_config_dtype(draft / "config.json", self.dtype)
+        write_text(draft / "README.md", model_card(card, _hub_id(base)))
+
+
+def _set_config_dtype(path: Path, dtype: str) -> None:
+    """Make ``from_pretrained`` load what was written, not the base's type."""
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for key in {"dtype", "torch_dtype"} & config.keys():
+        config[key] = dtype
+    write_text(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _hub_id(base: Checkpoint) -> str | None:
+    """The base's id on the hub: as it was given, or as its config remembers it."""
+    source = base.source.split("@")[0]
+    if not Path(base.source).exists() and source.count("/") == 1:
+        return source
+    config = base.directory / "config.json" if base.directory else None
+    if config is None or not config.is_file():
+        return None
+    remembered = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path", "")
+    return remembered if remembered.count("/") == 1 and not remembered.startswith((".", "/")) else None
