@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.common import (
@@ -170,8 +171,8 @@ def _method(store: Store) -> str:
     return f"{store.manifest.method}({parameters})"
 
 
-def _counts(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in counts.most_common())
+def _counts(counts: Mapping[Any, int]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _entry(entry: Expert) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def _show(inspection: Inspection, as_json: bool) -> None:
     print(f"{inspection.source} would be step {inspection.step}")
     if inspection.duplicate_of:
         print(f"it has been absorbed already, as {inspection.duplicate_of}")
-    print(f"tensors: {_counts(Counter(inspection.fates))}")
+    print(f"tensors: {_counts(inspection.fates)}")
     print(f"‖Δ‖ {inspection.norm:.4g}, {inspection.relative_norm:.2f} × the mean of the experts so far")
     print(f"kept {inspection.kept:.1%}   λ {inspection.lambda_:.4g}   distance to the base {inspection.distance:.4g}")
     print(
