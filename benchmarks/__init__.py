@@ -1,0 +1,1 @@
+"""Benchmarks: mergestream, its peers and the limits, measured in one run on the same files."""

@@ -1,0 +1,38 @@
+"""The cost of a piece of work inside a process, without the imports before it.
+
+Every runner, ours and the peers', wraps what it is measured for in `with work():`. The seconds go to the file
+that the environment names in BENCHMARK_RESULT, where `benchmarks.measure` finds them. Standard library only:
+the peers' interpreter loads this file too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+RESULT = "BENCHMARK_RESULT"
+
+
+@contextmanager
+def work(**extra: Any) -> Iterator[dict[str, Any]]:
+    """Time the block; what the caller puts into the yielded dictionary is recorded beside the seconds."""
+    facts = dict(extra)
+    wall, cpu = time.perf_counter(), _cpu_seconds()
+    yield facts
+    facts = {"wall": time.perf_counter() - wall, "cpu": _cpu_seconds() - cpu, **facts}
+    if RESULT in os.environ:
+        Path(os.environ[RESULT]).write_text(json.dumps(facts))
+    else:
+        print(json.dumps(facts))
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process, all threads, and of the children it has waited for."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
