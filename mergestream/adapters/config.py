@@ -1,0 +1,155 @@
+"""``adapter_config.json``: how PEFT scales the factors, and what in it cannot be honoured."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mergestream.checkpoints.opening import read_json
+from mergestream.errors import MergestreamError
+
+CONFIG_NAME = "adapter_config.json"
+WAY_OUT = "merge the adapter into its model with PEFT's merge_and_unload, then add the checkpoint"
+
+# Fields that make of an adapter something else than W + s·B·A, and what.
+_REFUSED = {
+    "use_dora": "DoRA rescales the columns of the whole weight",
+    "lora_bias": "the factors have biases",
+    "use_qalora": "QALoRA pools the inputs of a quantised base",
+    "layer_replication": "the adapted model has other layers than its base",
+    "trainable_token_indices": "single rows of the embedding are trained beside the factors",
+    "target_parameters": "the factors belong to parameters instead of modules",
+    "alora_invocation_tokens": "the adapter is active for some tokens only and cannot be merged",
+    "arrow_config": "the adapter routes between others and cannot be merged",
+    "use_bdlora": "BD-LoRA's factors are block-diagonal",
+    "kasa_config": "KaSA changes the base's weights",
+    "monteclora_config": "MonteCLoRA's factors are random",
+}
+
+# Initialisations that also change the base's weights: what was trained is not relative to the base any more.
+_INITS_OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+# Fields that tell how an adapter was trained or where it belongs, but do not change W + s·B·A.
+_HARMLESS = {
+    "auto_mapping",
+    "bias",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "modules_to_save",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "velora_config",
+}
+_READ = {
+    "alpha_pattern",
+    "base_model_name_or_path",
+    "fan_in_fan_out",
+    "init_lora_weights",
+    "lora_alpha",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "use_rslora",
+}
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The fields of a LoRA configuration that matter for its weights."""
+
+    path: Path
+    base: str | None
+    r: int
+    alpha: float
+    rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    fan_in_fan_out: bool
+
+    def rank(self, module: str) -> int:
+        return self.rank_pattern.get(_matching(self.rank_pattern, module), self.r)
+
+    def scaling(self, module: str) -> float:
+        """s in W + s·B·A: lora_alpha/r, or lora_alpha/√r with ``use_rslora``."""
+        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, module), self.alpha)
+        rank = self.rank(module)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def read_config(directory: Path) -> AdapterConfig:
+    """Read and check the configuration of the adapter in ``directory``."""
+    path = directory / CONFIG_NAME
+    fields = read_json(path)
+    if fields.get("peft_type") != "LORA":
+        raise MergestreamError(f"{path}: peft_type={fields.get('peft_type')} is not LORA; {WAY_OUT}")
+    for name, value in fields.items():
+        if name in _HARMLESS | _READ or not value:
+            continue
+        reason = _REFUSED.get(name, "mergestream does not know the field")
+        raise MergestreamError(f"{path}: {name}={_short(value)} cannot be honoured ({reason}); {WAY_OUT}")
+    init = str(fields.get("init_lora_weights", True)).lower()
+    if init.startswith(_INITS_OF_THE_BASE):
+        raise MergestreamError(
+            f"{path}: init_lora_weights={init} cannot be honoured (it changes the base's weights); {WAY_OUT}"
+        )
+    base = fields.get("base_model_name_or_path")
+    config = AdapterConfig(
+        path,
+        str(base) if base else None,
+        _field(path, fields, "r", 8, int),
+        _field(path, fields, "lora_alpha", 8, (int, float)),
+        bool(fields.get("use_rslora")),
+        _pattern(path, fields, "rank_pattern", int),
+        _pattern(path, fields, "alpha_pattern", (int, float)),
+        bool(fields.get("fan_in_fan_out")),
+    )
+    if config.r < 1 or any(rank < 1 for rank in config.rank_pattern.values()):
+        raise MergestreamError(f"{path}: r and the ranks of rank_pattern must be at least 1")
+    return config
+
+
+def _matching(pattern: Mapping[str, Any], module: str) -> str:
+    """The first key that matches the end of the module's path, from a dot on, as PEFT does it."""
+    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", module)), "")
+
+
+def _field(path: Path, fields: Mapping[str, Any], name: str, default: Any, kind: Any) -> Any:
+    value = fields.get(name, default)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise MergestreamError(f"{path}: {name}={_short(value)} is not a number")
+    return value
+
+
+def _pattern(path: Path, fields: Mapping[str, Any], name: str, kind: Any) -> dict[str, Any]:
+    pattern = fields.get(name) or {}
+    try:
+        for key, value in pattern.items():
+            re.compile(key)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise TypeError
+    except (AttributeError, TypeError, re.error) as error:
+        raise MergestreamError(f"{path}: {name} is no table of names and numbers") from error
+    return dict(pattern)
+
+
+def _short(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
