@@ -28,6 +28,14 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
         from mergestream.checkpoints.memory import MemoryCheckpoint
 
         return MemoryCheckpoint(source)
+    try:
+        return _open_named(source)
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, a home that does not exist
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MergestreamError(f"{source} cannot be opened: {reason}") from error
+
+
+def _open_named(source: str | Path) -> Checkpoint:
     path = Path(source).expanduser()
     if path.is_dir():
         return open_directory(path.resolve(), str(path.resolve()))
@@ -153,11 +161,8 @@ def _open_file(path: Path) -> Shard:
 def _is_lfs_pointer(path: Path) -> bool:
     """Whether this is what a clone without Git LFS leaves in place of the weights."""
     start = b"version https://git-lfs.github.com"
-    try:
-        with path.open("rb") as file:
-            return file.read(len(start)) == start
-    except OSError as error:
-        raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
+    with path.open("rb") as file:
+        return file.read(len(start)) == start
 
 
 def _is_weight_file(name: str) -> bool:

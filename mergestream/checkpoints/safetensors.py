@@ -6,6 +6,7 @@ fault is told in a sentence, and a tensor is a view of the memory-mapped file in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -62,6 +63,7 @@ class SafetensorsFile(Shard):
         if self._map.size() != self._size:  # touching pages beyond the end would kill the process
             raise MergestreamError(f"{self.path} changed its size while {name!r} was being read; {_AGAIN}")
         begin = self._begin[name]
+        _read_ahead(self._map, begin, info.nbytes)
         if begin % item_size(info.dtype):  # legal in the format, but not for every vectorised kernel
             data = torch.frombuffer(self._map, dtype=torch.uint8, offset=begin, count=info.nbytes)
             return data.clone().view(dtype).reshape(info.shape)
@@ -69,6 +71,13 @@ class SafetensorsFile(Shard):
 
     def close(self) -> None:
         self._map = None  # tensors that look into the map hold on to it; torch would let it close under them
+
+
+def _read_ahead(file: mmap.mmap, begin: int, size: int) -> None:
+    """Have the kernel fetch the tensor as a whole: faster from a cold disk than one page fault after another."""
+    page = begin - begin % mmap.PAGESIZE
+    with contextlib.suppress(AttributeError, OSError):  # only a hint, and not every system takes it
+        file.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
 
 
 def _read_header(path: Path, read: Any, size: int) -> tuple[int, dict[str, Any]]:

@@ -223,6 +223,9 @@ def test_other_files_are_no_checkpoints(tmp_path: Path) -> None:
         assert str(tmp_path / name) in str(error.value)
     with pytest.raises(MergestreamError, match="does not exist"):
         open_checkpoint(tmp_path / "absent.safetensors")
+    for unusable in ("x" * 5000, "~no-such-user/x", "x\0y", ""):
+        with pytest.raises(MergestreamError):
+            open_checkpoint(unusable)
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(MergestreamError, match="no regular file"):
         open_checkpoint(tmp_path / "pipe.safetensors")
