@@ -22,7 +22,7 @@ def export(arguments: Namespace) -> int:
 
 
 def merge(arguments: Namespace) -> int:
-    from mergestream.merge import merge
+    from mergestream.one_shot import merge
 
     merge(
         arguments.base,

@@ -123,7 +123,7 @@ class StepWriter:
         self._writer.close()
         digests = {
             slot_name(slot, name): digest
-            for name, outcome in outcomes.items()
+            for name, outcome in sorted(outcomes.items())
             for slot, digest in outcome.slots.items()
         }
         write_json(self.directory / _DIGESTS, digests)

@@ -1,0 +1,122 @@
+"""The papers' formulas, written plainly in float64 over whole models: what every method must equal."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+Model = dict[str, Tensor]
+
+
+def deltas(base: Model, experts: list[Model]) -> list[Model]:
+    return [{name: expert[name].double() - base[name].double() for name in base} for expert in experts]
+
+
+def flat(delta: Model) -> Tensor:
+    return torch.cat([delta[name].reshape(-1) for name in sorted(delta)])
+
+
+def norm(delta: Model) -> float:
+    return float(flat(delta).norm())
+
+
+def average(base, experts):
+    vectors = deltas(base, experts)
+    return {name: sum(v[name] for v in vectors) / len(vectors) for name in base}
+
+
+def task_arithmetic(base, experts, scale=0.3):
+    vectors = deltas(base, experts)
+    return {name: scale * sum(v[name] for v in vectors) for name in base}
+
+
+def ema(base, experts, beta=0.9):
+    first, *rest = deltas(base, experts)
+    mean = dict(first)
+    for vector in rest:
+        mean = {name: beta * mean[name] + (1 - beta) * vector[name] for name in base}
+    return mean
+
+
+def lawa(base, experts, window=5):
+    latest = deltas(base, experts)[-window:]
+    return {name: sum(v[name] for v in latest) / len(latest) for name in base}
+
+
+def magmax(base, experts, scale=0.5):
+    vectors = deltas(base, experts)
+    merged = {}
+    for name in base:
+        stacked = torch.stack([v[name] for v in vectors])
+        merged[name] = scale * stacked.gather(0, stacked.abs().argmax(0, keepdim=True))[0]
+    return merged
+
+
+def _trim(delta: Model, density: float, trim: str) -> Model:
+    def threshold(values: Tensor) -> float:
+        return float(values.abs().sort(descending=True).values[int(density * values.numel()) - 1])
+
+    if trim == "model":
+        common = threshold(flat(delta))
+        return {name: x * (x.abs() >= common) for name, x in delta.items()}
+    return {name: x * (x.abs() >= threshold(x.reshape(-1))) for name, x in delta.items()}
+
+
+def ties(base, experts, density=0.2, scale=0.3, mode="continual", trim="model"):
+    vectors = deltas(base, experts)
+    if mode == "streaming":
+        trimmed = [_trim(v, density, trim) for v in vectors]
+        merged = {}
+        for name in base:
+            stacked = torch.stack([v[name] for v in trimmed])
+            elected = torch.where(stacked.sum(0) >= 0, 1.0, -1.0).double()
+            agree = (stacked.sign() == elected) & (stacked != 0)
+            merged[name] = scale * (stacked * agree).sum(0) / agree.sum(0).clamp(min=1)
+        return merged
+    merged = {name: scale * x for name, x in vectors[0].items()}
+    for vector in vectors[1:]:
+        pair = [_trim(merged, density, trim), _trim(vector, density, trim)]
+        for name in base:
+            elected = (pair[0][name] + pair[1][name]).sign()
+            ties_sum = sum(x[name] * (x[name].sign() == elected) for x in pair)
+            merged[name] = scale * ties_sum + (merged[name] if mode == "reference" else 0)
+    return merged
+
+
+def project(S: Tensor, delta: Tensor, alpha: float, projection: str) -> Tensor:
+    """The projection of design section 2, by a full SVD and a mask over the terms u_i v_jᵀ."""
+    U, sigma, Vh = torch.linalg.svd(S, full_matrices=True)
+    rank = int((sigma > 1e-6 * sigma[0]).sum()) if sigma[0] > 0 else 0
+    if rank == 0:
+        return delta
+    total = sigma[:rank].sum()
+    r_alpha = next(r for r in range(1, rank + 1) if sigma[:r].sum() >= alpha * total * (1 - 1e-12))
+    q = r_alpha - 1
+    coefficients = U.T @ delta @ Vh.T
+    i = torch.arange(coefficients.shape[0])[:, None]
+    j = torch.arange(coefficients.shape[1])[None, :]
+    if projection == "paper":
+        keep = (i >= q) & (j >= q)
+    else:
+        keep = ~((i < q) & (j < q))
+    if projection != "block":
+        keep = keep & ~((i == j) & (i < rank))
+    return U @ (coefficients * keep) @ Vh
+
+
+def opcm(base, experts, alpha=0.5, projection="reference", scaling="adaptive", linear=("a.weight", "b.weight")):
+    """Algorithm 1 of the paper, in its own recursive form."""
+    vectors = deltas(base, experts)
+    merged, scale, n = dict(vectors[0]), 1.0, norm(vectors[0])
+    for t, vector in enumerate(vectors[1:], 2):
+        before = {name: scale * x for name, x in merged.items()}
+        summed = {
+            name: before[name] + (project(before[name], x, alpha, projection) if name in linear else x)
+            for name, x in vector.items()
+        }
+        n = (t - 1) / t * n + norm(vector) / t
+        scale = norm(summed) / n if scaling == "adaptive" else math.sqrt(t)
+        merged = {name: x / scale for name, x in summed.items()}
+    return merged
