@@ -97,10 +97,7 @@ def project(S: Tensor, delta: Tensor, alpha: float, projection: str) -> Tensor:
     coefficients = U.T @ delta @ Vh.T
     i = torch.arange(coefficients.shape[0])[:, None]
     j = torch.arange(coefficients.shape[1])[None, :]
-    if projection == "paper":
-        keep = (i >= q) & (j >= q)
-    else:
-        keep = ~((i < q) & (j < q))
+    keep = (i >= q) & (j >= q) if projection == "paper" else ~((i < q) & (j < q))
     if projection != "block":
         keep = keep & ~((i == j) & (i < rank))
     return U @ (coefficients * keep) @ Vh

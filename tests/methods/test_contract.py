@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import formulas
 import pytest
 import torch
-from conftest import make_models
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mergestream import LocalEngine, Merger, Store, merge
 from mergestream.methods import EMA, LAWA, METHODS, OPCM, TIES, Average, MagMax, Method, TaskArithmetic
 from mergestream.step import Step
+from tests.methods import formulas
+from tests.methods.models import make_models
 
 METHOD_CASES = [
     OPCM(),

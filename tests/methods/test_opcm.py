@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-import formulas
 import pytest
 import torch
-from conftest import make_models
 
 from mergestream import Merger
 from mergestream.errors import UsageError
 from mergestream.methods import OPCM, Context, make_method
+from tests.methods import formulas
+from tests.methods.models import make_models
 
 SHAPES = [(12, 30), (30, 30), (30, 12), (1, 9), (9, 1), (1, 1)]
 PROJECTIONS = ["reference", "paper", "block"]
