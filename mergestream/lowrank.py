@@ -16,6 +16,7 @@ Blocks are float32 (float64 for a float64 model); the core and all intermediate 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -132,8 +133,29 @@ class LowRank:
 
     def dense(self) -> Tensor:
         """The tensor itself, in the factors' dtype."""
+        return self.elements()(0, self.shape.numel()).view(self.shape)
+
+    def to(self, device: str | torch.device) -> LowRank:
+        if torch.device(device) == self.core.device:
+            return self
+        left, right = (
+            Basis(basis.length, basis.dtype, tuple(block.to(device) for block in basis.blocks))
+            for basis in (self.left, self.right)
+        )
+        return LowRank(self.shape, left, self.core.to(device), right)
+
+    def elements(self) -> Callable[[int, int], Tensor]:
+        """A function that multiplies out consecutive elements of the flattened tensor, from one to another."""
+        width = max(self.right.length, 1)
         scaled = self.left.combine(self.core.T).to(self.dtype)
-        return (scaled.T @ self.right.rows().to(self.dtype)).reshape(self.shape)
+        right = self.right.rows().to(self.core.device, self.dtype)
+
+        def between(start: int, stop: int) -> Tensor:
+            first, last = start // width, -(-stop // width)
+            rows = (scaled[:, first:last].T @ right).view(-1)
+            return rows[start - first * width : stop - first * width]
+
+        return between
 
     def rebased(self, left: Basis, right: Basis) -> LowRank:
         """The same matrix in bases that start with these."""
@@ -196,7 +218,8 @@ Value = Tensor | LowRank
 
 def squared_norm(value: Value) -> float:
     """‖·‖² (Frobenius), summed in float64."""
-    return float((value.core if isinstance(value, LowRank) else value.double()).square().sum())
+    entries = value.core if isinstance(value, LowRank) else value
+    return float(torch.linalg.vector_norm(entries, dtype=torch.float64)) ** 2
 
 
 def dense(value: Value) -> Tensor:

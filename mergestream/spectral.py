@@ -87,6 +87,12 @@ def protected_directions(s: Tensor, alpha: float) -> int:
     return int(torch.searchsorted(sums, alpha * sums[-1]))
 
 
+@overload
+def project(delta: Tensor, svd: ThinSVD | FactoredSVD, q: int, projection: Projection) -> Tensor: ...
+@overload
+def project(delta: Value, svd: ThinSVD, q: int, projection: Projection) -> Tensor: ...
+@overload
+def project(delta: LowRank, svd: FactoredSVD, q: int, projection: Projection) -> LowRank: ...
 def project(delta: Value, svd: ThinSVD | FactoredSVD, q: int, projection: Projection) -> Value:
     """P(Δ) for the state that ``svd`` decomposes, with ``q`` protected directions; in Δ's dtype.
 

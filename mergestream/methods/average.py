@@ -21,6 +21,10 @@ class Average(Method):
     name = "average"
 
     @property
+    def factored(self) -> bool:
+        return True
+
+    @property
     def commutative(self) -> bool:
         return True
 

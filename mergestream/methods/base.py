@@ -102,6 +102,12 @@ class Method(ABC):
         return False
 
     @property
+    def factored(self) -> bool:
+        """Whether the method also works on factors: then Δ and the slots may be `LowRank` instead of tensors,
+        which have the same arithmetic (sums, differences, products with numbers)."""
+        return False
+
+    @property
     def one_pass(self) -> bool:
         """Whether a tensor can be carried through all models and read out without the others'
         states or norms; then a one-shot merge needs no store."""

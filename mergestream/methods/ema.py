@@ -22,6 +22,10 @@ class EMA(Method):
 
     beta: float = parameter(0.9, "β, the share that the models so far keep", at_least=0, at_most=1)
 
+    @property
+    def factored(self) -> bool:
+        return True
+
     def slots(self, t: int) -> tuple[str, ...]:
         return ("mean",)
 

@@ -24,6 +24,10 @@ class LAWA(Method):
 
     window: int = parameter(5, "k, how many of the latest models are averaged", at_least=1)
 
+    @property
+    def factored(self) -> bool:
+        return True
+
     def slots(self, t: int) -> tuple[str, ...]:
         return tuple(f"delta{i}" for i in range(min(t, self.window)))
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mergestream.lowrank import dense
 from mergestream.methods.base import Absorbed, Context, Method, State, parameter
 from mergestream.spectral import project, protected_directions, thin_svd
 
@@ -39,6 +40,10 @@ class OPCM(Method):
         return True
 
     @property
+    def factored(self) -> bool:
+        return True
+
+    @property
     def one_pass(self) -> bool:
         return False  # λ needs the norm of the whole S
 
@@ -54,6 +59,7 @@ class OPCM(Method):
         if not delta.any():
             return Absorbed({"sum": S}, kept=delta, protected=0)
         if delta.ndim == 3:
+            S, delta = dense(S), dense(delta)
             parts = [self._project(s, d) for s, d in zip(S, delta, strict=True)]
             kept = torch.stack([part for part, _ in parts])
             protected = sum(q for _, q in parts)
