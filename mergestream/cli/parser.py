@@ -160,6 +160,18 @@ def make_parser() -> argparse.ArgumentParser:
     _running_options(merge)
     merge.set_defaults(run=_lazy("mergestream.cli.output", "merge"))
 
+    watch = command(
+        "watch",
+        "absorb experts as they appear in a directory, until interrupted",
+        "mergestream watch store incoming/",
+    )
+    watch.add_argument("store", metavar="STORE")
+    watch.add_argument("directory", metavar="DIR", help="each file or directory in it is an expert")
+    watch.add_argument("--interval", type=float, default=10, metavar="SECONDS", help="between two looks (10)")
+    _base_option(watch)
+    _running_options(watch)
+    watch.set_defaults(run=_lazy("mergestream.cli.watch", "watch"))
+
     methods = command("methods", "list the methods and their parameters", "mergestream methods")
     methods.add_argument("--json", action="store_true", help="as JSON")
     methods.set_defaults(run=_lazy("mergestream.cli.methods", "methods"))

@@ -60,14 +60,18 @@ def add(arguments: Namespace) -> int:
         )
         absorbed.append(entry)
         if not arguments.json:
-            print(
-                f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  kept {entry.kept:.1%}  "
-                f"λ {entry.lambda_:.4g}  {entry.seconds:.1f} s",
-                flush=True,
-            )
+            print_step(store, entry)
     if arguments.json:
         print_json([_entry(entry) for entry in absorbed])
     return 0
+
+
+def print_step(store: Store, entry: Expert) -> None:
+    print(
+        f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  kept {entry.kept:.1%}  "
+        f"λ {entry.lambda_:.4g}  {entry.seconds:.1f} s",
+        flush=True,
+    )
 
 
 def inspect(arguments: Namespace) -> int:

@@ -1,0 +1,69 @@
+"""The watch command: absorb experts as they appear in a directory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from mergestream.cli.common import open_store
+from mergestream.cli.store import print_step
+from mergestream.errors import MergestreamError, StoreBusyError
+from mergestream.store import Store
+
+Signature = tuple[tuple[str, int, int], ...]
+
+
+def watch(arguments: Namespace) -> int:
+    """Look every few seconds; what has not changed between two looks is complete, and is added."""
+    directory = Path(arguments.directory)
+    if not directory.is_dir():
+        raise MergestreamError(f"{directory} is not a directory")
+    store = open_store(arguments)
+    watcher = Watcher(store, directory)
+    print(f"watching {directory} for {store.path}; stop with Ctrl-C", flush=True)
+    try:
+        while True:
+            watcher.look()
+            time.sleep(arguments.interval)
+    except KeyboardInterrupt:
+        return 0
+
+
+class Watcher:
+    """Remembers what it has seen, so that each version of an expert is tried once."""
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        self.store = store
+        self.directory = directory.resolve()
+        self._growing: dict[Path, Signature] = {}
+        self._tried: dict[Path, Signature] = {}
+
+    def look(self) -> None:
+        """Add what was there at the last look and has not changed since, oldest first."""
+        absorbed = {entry.source for entry in self.store.history}
+        for path in sorted(self.directory.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name)):
+            if path.name.startswith(".") or str(path) in absorbed:
+                continue
+            signature = _signature(path)
+            complete = signature and self._growing.get(path) == signature
+            self._growing[path] = signature
+            if complete and self._tried.get(path) != signature:
+                self._add(path, signature)
+
+    def _add(self, path: Path, signature: Signature) -> None:
+        try:
+            print_step(self.store, self.store.add(path))
+        except StoreBusyError:
+            return  # the next look tries again
+        except MergestreamError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        self._tried[path] = signature
+
+
+def _signature(path: Path) -> Signature:
+    """Names, sizes and times of a file or of all files in a directory."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    stats = [(file, file.stat()) for file in files]
+    return tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats)
