@@ -56,6 +56,7 @@ def anatomy(
     ties = [Tie(name, target, "shares storage with") for name, target in base.aliases.items()]
     ties += _ties_of_architecture(base, found, architecture)
     ties += _ties_by_bytes(base, found, architecture)
+    ties = [tie for tie in ties if found[tie.first].role != "copied"]
     overrides = _overrides(base, linear, not_linear)
     kept = {name: Part("head", f"--heads {glob}") for glob in heads for name in _matching(glob, found)}
     parts = found | overrides
@@ -67,29 +68,23 @@ def anatomy(
 def tied_names(base: Checkpoint, parts: Mapping[str, Part]) -> dict[str, str]:
     """Names that an expert may store and the base does not, because they are tied to one that it stores."""
     architecture = _architecture(base)
-    names: dict[str, str] = {}
     if isinstance(architecture, Architecture):
-        stored = {architecture.slot_of(name): parts[name].tied_to or name for name in parts}
-        for group in architecture.ties:
-            present = {stored[slot] for slot in group if slot in stored}
-            if len(present) == 1:  # two that are stored with different values are not tied
-                (name,) = present
-                spellings = {*group, *_usual_aliases(name)}
-                names |= {s: name for s in sorted(spellings - {*parts}) if architecture.slot_of(s) in group}
-    elif _config_ties_embeddings(base.directory):
-        words = [name for name, part in parts.items() if part.role == "embedding" and _usual_aliases(name)]
-        if len(words) == 1:
-            names = {alias: words[0] for alias in _usual_aliases(words[0]) if alias not in parts}
-    return names
+        return _absent_names(architecture, parts)
+    words = [name for name, part in parts.items() if part.role == "embedding" and _usual_aliases(name)]
+    if len(words) != 1 or not _config_ties_embeddings(base.directory):
+        return {}
+    return {alias: words[0] for alias in _usual_aliases(words[0]) if alias not in parts}
 
 
 # --- one tensor -------------------------------------------------------------------------------------------
 
 # The module that owns a weight is the last component of its name that is no number.
 _EMBEDDING = re.compile(
-    r"^(wte|wpe|shared|codebook|embed_(?!out$).*)$"
-    r"|(^|_)emb(s|ed|eds|edding|eddings)?(_table)?$"
-    r"|relative_(attention|position)_bias"
+    r"^(?!patch_)("  # patches are projected, not looked up
+    r"wte|wpe|shared|codebook|embed_(?!out$).*"  # embed_out is GPT-NeoX's head
+    r"|(.*_)?emb(s|ed|eds|edding|eddings)?(_table|_layers?|_\d+)?"
+    r"|.*relative_(attention|position)_bias.*"
+    r")$"
 )
 _NORM = re.compile(r"norm|(^|_)(ln|bn)(_|\d|$)", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|(^|[._])moe([._]|$)", re.IGNORECASE)
@@ -177,9 +172,7 @@ def _overrides(base: Checkpoint, linear: Sequence[str], not_linear: Sequence[str
 # --- tied tensors -----------------------------------------------------------------------------------------
 
 
-def _ties_of_architecture(
-    base: Checkpoint, found: dict[str, Part], architecture: Architecture | str
-) -> list[Tie]:
+def _ties_of_architecture(base: Checkpoint, found: dict[str, Part], architecture: Architecture | str) -> list[Tie]:
     """Ties that the model makes, where the stored values agree; where they do not, ``found`` is told."""
     if isinstance(architecture, str):
         return []
@@ -270,8 +263,7 @@ def _tied(
     if merged and len(merged) < len(group):
         head = next(name for name in group if name in kept)
         raise UsageError(
-            f"{kept[head].rule} matches {head}, which is tied to {merged[0]}, and that is merged: "
-            "match both or neither"
+            f"{kept[head].rule} matches {head}, which is tied to {merged[0]}, and that is merged: match both or neither"
         )
     said = {overrides[name].role: name for name in group if name in overrides}
     if len(said) > 1:
@@ -297,6 +289,23 @@ _TIED_TO = {
 }
 
 
+def _absent_names(architecture: Architecture, parts: Mapping[str, Part]) -> dict[str, str]:
+    """The names in the architecture's ties that ``parts`` lacks, each with the tensor that stands for it."""
+    slots, slot_of = architecture.slots, architecture.slot_of
+    stored = {slot_of(name): parts[name].tied_to or name for name in parts}
+    names: dict[str, str] = {}
+    for group in architecture.ties:
+        present = {stored[slot]: slots[slot].kind for slot in group if slot in stored}
+        spellings = {*group}.union(*map(_usual_aliases, present))
+        for spelling in sorted(spellings):
+            slot = slot_of(spelling)
+            if slot in group and slot not in stored:
+                # Stored with different values, head and embedding are two: the absent one is as its like.
+                like = [name for name, kind in present.items() if len(present) == 1 or kind == slots[slot].kind]
+                names |= {spelling: like[0]} if len(like) == 1 else {}
+    return names
+
+
 def _usual_aliases(name: str) -> list[str]:
     """The usual names of tensors tied to ``name``, at every level of the model above it."""
     *path, owner, leaf = ["", *name.split(".")]
@@ -309,7 +318,7 @@ def _config_ties_embeddings(directory: Path | None) -> bool:
         return False
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        settings = {**config.get("text_config", {}), **config}
+        settings = {**(config.get("text_config") or {}), **config}
         return settings.get("tie_word_embeddings") is True
     except (OSError, ValueError, AttributeError, TypeError):
         return False

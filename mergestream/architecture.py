@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +107,7 @@ def _name_matcher(model: Any, slots: Mapping[str, Slot]) -> Callable[[str], str 
     prefix = f"{model.base_model_prefix}."
     modernise = _modern_names(model)
 
+    @cache
     def slot_of(name: str) -> str | None:
         for candidate in (name, modernise(name)):
             for spelling in (candidate, prefix + candidate, candidate.removeprefix(prefix)):
@@ -138,7 +141,9 @@ def _quiet_and_offline(transformers: Any) -> Iterator[None]:
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     constants.HF_HUB_OFFLINE = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         transformers.logging.set_verbosity(verbosity)
         constants.HF_HUB_OFFLINE = offline

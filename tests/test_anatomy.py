@@ -86,11 +86,7 @@ def linear_layers(model: nn.Module) -> int:
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D)]
     count = sum(id(layer.weight) not in embeddings for layer in layers)
-    stacked = [
-        m
-        for m in model.modules()
-        if type(m).__name__ == "MixtralExperts" and not isinstance(m, nn.ModuleList)
-    ]
+    stacked = [m for m in model.modules() if type(m).__name__ == "MixtralExperts" and not isinstance(m, nn.ModuleList)]
     return count + len(stacked) * (3 * EXPERTS + 1)
 
 
@@ -130,9 +126,7 @@ def test_rules_read_well(tmp_path):
     parts = examine(save(gpt2(), tmp_path))
     assert parts["transformer.h.0.attn.c_attn.weight"] == Part("linear", "Conv1D in GPT2LMHeadModel")
     assert parts["transformer.wte.weight"] == Part("embedding", "torch.nn.Embedding in GPT2LMHeadModel")
-    assert parts["transformer.h.0.ln_1.bias"] == Part(
-        "other", "bias of torch.nn.LayerNorm in GPT2LMHeadModel"
-    )
+    assert parts["transformer.h.0.ln_1.bias"] == Part("other", "bias of torch.nn.LayerNorm in GPT2LMHeadModel")
     assert examine({"fc.weight": torch.ones(2, 2)}) == {"fc.weight": Part("linear", "2-D *.weight")}
 
 
@@ -317,9 +311,7 @@ def test_shared_storage_is_one_tensor_and_the_embedding_has_the_role():
         {"lm_head.weight": table, "embed_tokens.weight": table, "a.weight": table[:4], "b.weight": table[:4]}
     )
     assert parts["embed_tokens.weight"].role == "embedding"
-    assert parts["lm_head.weight"] == Part(
-        "tied", "shares storage with embed_tokens.weight", "embed_tokens.weight"
-    )
+    assert parts["lm_head.weight"] == Part("tied", "shares storage with embed_tokens.weight", "embed_tokens.weight")
     assert parts["a.weight"].role == "linear"
     assert parts["b.weight"] == Part("tied", "shares storage with a.weight", "a.weight")
 
@@ -373,6 +365,23 @@ def test_what_the_config_ties_but_the_file_does_not_is_independent(tmp_path):
         assert tied_names(base, parts) == {}
     assert (parts["lm_head.weight"].role, parts["model.embed_tokens.weight"].role) == ("linear", "embedding")
     assert "ties it, but the stored values differ" in parts["lm_head.weight"].rule
+
+
+def test_an_untied_head_leaves_the_embeddings_tied(tmp_path):
+    directory = save(t5(), tmp_path)  # stored as Flan-T5 is: a head of its own, one embedding for both halves
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["shared.weight"] + 1
+    save_file(tensors, directory / "model.safetensors")
+    with open_checkpoint(directory) as base:
+        parts = anatomy(base)
+        names = tied_names(base, parts)
+    assert parts["lm_head.weight"].role == "linear"
+    assert names == dict.fromkeys(["decoder.embed_tokens.weight", "encoder.embed_tokens.weight"], "shared.weight")
+
+
+def test_integers_are_copied_even_if_they_share_storage():
+    ids = torch.arange(4)
+    assert {part.role for part in examine({"a.position_ids": ids, "b.position_ids": ids}).values()} == {"copied"}
 
 
 def test_an_architecture_that_does_not_tie_is_believed_although_the_bytes_agree(tmp_path):
@@ -429,9 +438,7 @@ def test_overrides_and_heads_hold_for_a_tied_tensor_as_a_whole():
     assert parts["embed_tokens.weight"] == Part("linear", "--linear lm_head*")
     assert parts["lm_head.weight"].tied_to == "embed_tokens.weight"
     assert {part.role for part in examine(tensors, heads=["*.weight"]).values()} == {"head"}
-    with pytest.raises(
-        UsageError, match=r"--heads lm_head\* matches lm_head\.weight, which is tied to embed_tokens"
-    ):
+    with pytest.raises(UsageError, match=r"--heads lm_head\* matches lm_head\.weight, which is tied to embed_tokens"):
         examine(tensors, heads=["lm_head*"])
     with pytest.raises(UsageError, match="but they are tied"):
         examine(tensors, linear=["lm_head*"], not_linear=["embed*"])
@@ -456,7 +463,5 @@ def test_a_large_model_is_examined_at_once(tmp_path):
 def test_importing_it_imports_neither_torch_nor_transformers():
     import subprocess
 
-    code = (
-        "import sys, mergestream.anatomy; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
+    code = "import sys, mergestream.anatomy; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
