@@ -15,7 +15,7 @@ import struct
 import sys
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mergestream.checkpoints.base import Shard, TensorInfo, check_dtype, item_size, torch_dtype
 from mergestream.errors import MergestreamError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_HEADER = 100_000_000  # the format's own limit
+MAX_DIMENSIONS = 64  # torch's limit
 _AGAIN = "download or copy it again"
 # Python names this flag from 3.12 on only; without it a map larger than the RAM may be refused.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -38,7 +39,7 @@ class SafetensorsFile(Shard):
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                data_start, header = _read_header(path, file.read, size)
+                data_start, header = _read_header(path, file, size)
                 self.tensors, self._begin = _check_header(path, header, data_start, size)
                 # Private and writable: a stray write stays in memory, where a read-only map would crash.
                 self._map: mmap.mmap | None = mmap.mmap(
@@ -80,11 +81,11 @@ def _read_ahead(file: mmap.mmap, begin: int, size: int) -> None:
         file.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
 
 
-def _read_header(path: Path, read: Any, size: int) -> tuple[int, dict[str, Any]]:
+def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
     """Where the data starts, and the header."""
     if size < 8:
         raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {_AGAIN}")
-    (length,) = struct.unpack("<Q", read(8))
+    (length,) = struct.unpack("<Q", file.read(8))
     if length > MAX_HEADER:
         raise MergestreamError(f"{path} is no safetensors file: its header would have {length} bytes")
     if length > size - 8:
@@ -92,7 +93,7 @@ def _read_header(path: Path, read: Any, size: int) -> tuple[int, dict[str, Any]]
             f"{path} is truncated within its header, {length + 8 - size} bytes of it are missing; {_AGAIN}"
         )
     try:
-        header = json.loads(read(length).decode(), object_pairs_hook=_no_duplicates)
+        header = json.loads(file.read(length).decode(), object_pairs_hook=_no_duplicates)
         "".join(header).encode()  # half a surrogate pair is valid JSON, but no text
     except _DuplicateKeyError as error:
         raise MergestreamError(f"{path} has a corrupt header: {error.args[0]!r} is in it twice") from error
@@ -140,15 +141,16 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[i
     where = f"the tensor {name!r} in {path}"
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        valid = isinstance(dtype, str) and isinstance(shape, list)
-        valid = valid and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        valid = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
+        valid = valid and all(type(n) is int and 0 <= n < 2**60 for n in (*shape, begin, end))
+        valid = valid and math.prod(max(n, 1) for n in shape) < 2**60  # what torch can address, empty or not
     except (TypeError, KeyError, ValueError):
         valid = False
     if not valid:
         raise MergestreamError(f"{where} has a corrupt header entry; {_AGAIN}")
     check_dtype(dtype, where)
     info = TensorInfo(dtype, tuple(shape), path.name)
-    if info.nbytes != end - begin or math.prod(max(n, 1) for n in shape) >= 2**60:
+    if info.nbytes != end - begin:
         raise MergestreamError(
             f"{where} has a corrupt header entry: shape {shape} of {dtype} takes {info.nbytes} bytes, "
             f"its offsets span {end - begin}"
@@ -161,9 +163,8 @@ class _DuplicateKeyError(Exception):
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise _DuplicateKeyError(key)
-        table[key] = value
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DuplicateKeyError(next(key for key in keys if keys.count(key) > 1))
     return table
