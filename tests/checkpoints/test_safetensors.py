@@ -185,7 +185,7 @@ def test_random_damage_to_the_header_is_a_sentence_or_harmless(tmp_path: Path) -
     header = 8 + struct.unpack("<Q", whole[:8])[0]
     rng = random.Random(0)
     refused = 0
-    for _ in range(3000):
+    for _ in range(1000):
         damaged = bytearray(whole)
         for _ in range(rng.randint(1, 4)):
             damaged[rng.randrange(header)] = rng.randrange(256)
@@ -197,7 +197,7 @@ def test_random_damage_to_the_header_is_a_sentence_or_harmless(tmp_path: Path) -
             continue
         for name, info in checkpoint.tensors.items():  # a renamed tensor, say; still of the announced shape
             assert tuple(checkpoint.read(name).shape) == info.shape
-    assert 1500 < refused < 3000
+    assert 500 < refused < 1000
 
 
 def test_a_file_that_shrinks_while_it_is_open_does_not_crash(tmp_path: Path) -> None:

@@ -127,6 +127,25 @@ def test_a_tensor_can_be_written_in_pieces(tmp_path: Path) -> None:
     assert torch.equal(open_checkpoint(tmp_path).read("a"), tensor)
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells anonymous memory")
+def test_copying_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    def anonymous() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line)
+        return int(line.split()[1]) * 1024
+
+    layout = {f"t{i}": TensorSpec("BF16", (2**22,)) for i in range(8)}
+    tensor = torch.ones(2**22).bfloat16()
+    with SafetensorsWriter(tmp_path / "a", layout) as writer:
+        for name in layout:
+            writer.write(name, tensor)
+    before, peak = anonymous(), 0
+    with open_checkpoint(tmp_path / "a") as source, SafetensorsWriter(tmp_path / "b", source.tensors) as writer:
+        for name in source.tensors:
+            writer.write(name, source.read(name))
+            peak = max(peak, anonymous())
+    assert peak - before < 4 * 2**20  # half a tensor
+
+
 def test_what_the_layout_does_not_say_is_refused(tmp_path: Path) -> None:
     writer = SafetensorsWriter(tmp_path, {"a": TensorSpec("F32", (2, 3))})
     for wrong in (torch.ones(3, 2), torch.ones(6), torch.ones(2, 3).half()):
