@@ -245,11 +245,11 @@ def _groups(ties: Iterable[Tie], order: Iterable[str]) -> list[dict[str, str]]:
     """Connected names, each with the reason why it is in its group, in the base's order."""
     groups: dict[str, dict[str, str]] = {}
     for tie in ties:
-        joined = groups.get(tie.second, {tie.second: tie.reason})
-        other = groups.get(tie.first, {tie.first: tie.reason})
+        joined = groups.setdefault(tie.second, {tie.second: tie.reason})
+        other = groups.setdefault(tie.first, {tie.first: tie.reason})
         if joined is not other:
             joined |= other
-            groups |= dict.fromkeys(joined, joined)
+            groups |= dict.fromkeys(other, joined)
     rank = {name: position for position, name in enumerate(order)}
     unique = {id(group): group for group in groups.values()}.values()
     return [dict(sorted(group.items(), key=lambda item: rank[item[0]])) for group in unique]

@@ -155,6 +155,18 @@ def test_code_beside_the_config_is_never_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DetrForObjectDetection", "org/name"])
+def test_the_network_is_never_asked(architecture, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("socket.socket.connect", lambda _, address: asked.append(address))
+    monkeypatch.setattr("socket.getaddrinfo", lambda *address, **_: asked.append(address) or [])
+    save_file({"fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    pretrained = {"use_pretrained_backbone": True, "use_timm_backbone": True, "backbone": "resnet50"}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": "x"} | pretrained))
+    assert examine(tmp_path)["fc.weight"].role == "linear"
+    assert asked == []
+
+
 def test_a_model_class_of_somebody_else_falls_back_to_the_model_type(tmp_path):
     directory = save(tied_llama(), tmp_path)
     config = json.loads((directory / "config.json").read_text())
