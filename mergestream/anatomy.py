@@ -76,6 +76,15 @@ def tied_names(base: Checkpoint, parts: Mapping[str, Part]) -> dict[str, str]:
     return {alias: words[0] for alias in _usual_aliases(words[0]) if alias not in parts}
 
 
+def model_names(base: Checkpoint) -> dict[str, str]:
+    """The stored tensor for every name that the model's class has for it, where the two differ."""
+    architecture = _architecture(base)
+    if not isinstance(architecture, Architecture):
+        return {}
+    called = {architecture.slot_of(name): name for name in base.tensors}
+    return {slot: name for slot, name in called.items() if slot is not None and slot != name}
+
+
 # --- one tensor -------------------------------------------------------------------------------------------
 
 # The module that owns a weight is the last component of its name that is no number.

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from mergestream.anatomy import Role, anatomy, tied_names
+from mergestream.anatomy import Role, anatomy, model_names, tied_names
 from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import LocalEngine
@@ -51,6 +51,8 @@ class BaseModel:
     tied_names: Mapping[str, str]
     """Names that the base does not store but an expert may, because they are tied to another."""
     heads: tuple[str, ...]
+    spellings: Mapping[str, str]
+    """What the model's class calls a tensor, where it is stored under another name"""
 
     @classmethod
     def examine(
@@ -82,7 +84,7 @@ class BaseModel:
             )
             for name, info in checkpoint.tensors.items()
         }
-        return cls(checkpoint.source, tensors, tied_names(checkpoint, parts), tuple(heads))
+        return cls(checkpoint.source, tensors, tied_names(checkpoint, parts), tuple(heads), model_names(checkpoint))
 
     @cached_property
     def digest(self) -> str:
@@ -93,6 +95,11 @@ class BaseModel:
         """Every name that stands for another tensor, stored or not, and that tensor."""
         stored = {name: tensor.tied_to for name, tensor in self.tensors.items() if tensor.tied_to}
         return {**stored, **self.tied_names}
+
+    @cached_property
+    def conv1d(self) -> frozenset[str]:
+        """Weights that are stored input × output."""
+        return frozenset(name for name, tensor in self.tensors.items() if tensor.rule.startswith("Conv1D in "))
 
     def is_head(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.heads)
@@ -122,6 +129,7 @@ class BaseModel:
             "digest": self.digest,
             "heads": list(self.heads),
             "tied_names": dict(self.tied_names),
+            "spellings": dict(self.spellings),
             "tensors": {name: dataclasses.asdict(tensor) for name, tensor in self.tensors.items()},
         }
 
@@ -130,7 +138,7 @@ class BaseModel:
         tensors = {
             name: BaseTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for name, tensor in data["tensors"].items()
         }
-        return cls(data["source"], tensors, data["tied_names"], tuple(data["heads"]))
+        return cls(data["source"], tensors, data["tied_names"], tuple(data["heads"]), data["spellings"])
 
 
 def base_changed(name: str, checkpoint: Checkpoint) -> MergestreamError:

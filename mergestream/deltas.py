@@ -17,6 +17,8 @@ from mergestream.pieces import PIECE, squared_norm
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mergestream.lowrank import LowRank
+
 Fate = Literal["merged", "copied", "head", "tied", "unchanged", "ignored"]
 """What happens to a tensor; ``unchanged`` ones are missing from the expert."""
 
@@ -53,6 +55,14 @@ class TaskVector:
 
     def numel(self, name: str) -> int:
         return self.model.tensors[name].numel
+
+    def rank(self, name: str) -> int | None:
+        """A bound of the rank of Δ where it comes in factors; None where it is dense."""
+        return None
+
+    def factors(self, name: str) -> LowRank:
+        """Δ in factors, where ``rank`` is known."""
+        raise NotImplementedError
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         """A few elements of Δ, neither checked nor digested."""

@@ -15,13 +15,14 @@ Blocks are float32 (float64 for a float64 model); the core and all intermediate 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from mergestream.room import matrix_shape
 
 # What remains of a unit vector beside a basis counts as rounding noise below this many units of precision.
 _NOISE = 16
@@ -96,7 +97,7 @@ class LowRank:
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
-        rows, columns = (shape[0] if shape else 1), math.prod(shape[1:])
+        rows, columns = matrix_shape(tuple(shape))
         core = torch.zeros(0, 0, dtype=torch.float64)
         return cls(torch.Size(shape), Basis(rows, dtype), core, Basis(columns, dtype))
 
@@ -134,15 +135,6 @@ class LowRank:
     def dense(self) -> Tensor:
         """The tensor itself, in the factors' dtype."""
         return self.elements()(0, self.shape.numel()).view(self.shape)
-
-    def to(self, device: str | torch.device) -> LowRank:
-        if torch.device(device) == self.core.device:
-            return self
-        left, right = (
-            Basis(basis.length, basis.dtype, tuple(block.to(device) for block in basis.blocks))
-            for basis in (self.left, self.right)
-        )
-        return LowRank(self.shape, left, self.core.to(device), right)
 
     def elements(self) -> Callable[[int, int], Tensor]:
         """A function that multiplies out consecutive elements of the flattened tensor, from one to another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,21 @@ from mergestream.base_model import BaseModel
 from mergestream.checkpoints import open_checkpoint, torch_dtype
 from mergestream.deltas import TaskVector
 from mergestream.engine import LocalEngine
+from mergestream.lowrank import LowRank
 from mergestream.methods import OPCM
 from mergestream.methods.base import Method
 from mergestream.readout import Readout
 from mergestream.step import Step, Totals, total
+
+
+class _State(dict[tuple[str, str], Tensor]):
+    """Slots in memory, by slot and tensor name."""
+
+    def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
+        self[slot, name].view(-1)[start : start + piece.numel()] = piece
+
+    def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
+        raise NotImplementedError("state dicts are dense")
 
 
 class Merger:
@@ -31,25 +43,21 @@ class Merger:
         self._base = open_checkpoint(base)
         self._model = BaseModel.examine(self._base)
         self._engine = LocalEngine() if workers is None else LocalEngine(workers)
-        self._state: dict[tuple[str, str], Tensor] = {}
+        self._state = _State()
 
     def add(self, expert: Mapping[str, Tensor]) -> Totals:
         """Absorb the next model; returns the norms and λ after it."""
         t = len(self.history) + 1
         vector = TaskVector(self._model, self._base, open_checkpoint(expert))
         step = Step(self.method, t, vector, lambda slot, name: self._state[slot, name])
-        state: dict[tuple[str, str], Tensor] = {}
+        state = _State()
         for name in vector.names:
             tensor = self._model.tensors[name]
             for slot in self.method.slots(t):
                 state[slot, name] = torch.empty(tensor.shape, dtype=torch_dtype(tensor.state_dtype))
-
-        def write(slot: str, name: str, start: int, piece: Tensor) -> None:
-            state[slot, name].view(-1)[start : start + piece.numel()] = piece
-
         thresholds = step.thresholds(self._engine)
         costs = {name: vector.numel(name) for name in vector.names}
-        outcomes = dict(self._engine.run(costs, lambda name: step.absorb(name, thresholds(name), write)))
+        outcomes = dict(self._engine.run(costs, lambda name: step.absorb(name, thresholds(name), state)))
         totals = total(self.method, t, self.history[-1].mean_norm if self.history else 0.0, outcomes)
         self._state = state
         self.history.append(totals)

@@ -20,6 +20,7 @@ from mergestream.deltas import TaskVector
 from mergestream.digest import combined_digest
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError
+from mergestream.experts import open_expert, task_vector
 from mergestream.export import export
 from mergestream.methods.base import Context, Method, State
 from mergestream.output import Output
@@ -76,8 +77,11 @@ def merge(
     with ExitStack() as stack:
         opened = stack.enter_context(open_checkpoint(base))
         model = BaseModel.examine(opened, linear=linear, not_linear=not_linear, measure=False)
-        checkpoints = [stack.enter_context(open_checkpoint(expert)) for expert in experts]
-        vectors = [TaskVector(model, opened, expert, partial=partial, ignore=ignore) for expert in checkpoints]
+        vectors = []
+        for expert in experts:
+            found = open_expert(expert)
+            stack.callback(found.close)
+            vectors.append(task_vector(model, opened, found, partial=partial, ignore=ignore))
         one_pass = OnePass(method, model, opened, vectors, engine)
         draft = stack.enter_context(output.draft())
         output.write_tensors(draft, model.tensors, one_pass.pieces, engine, progress)

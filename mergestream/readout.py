@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast as cast_type
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from mergestream.base_model import BaseModel, base_changed
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher
 from mergestream.errors import MergestreamError
-from mergestream.methods.base import Method
+from mergestream.lowrank import LowRank, dense
+from mergestream.methods.base import Method, State
 from mergestream.pieces import PIECE
 from mergestream.step import ReadState
 
@@ -34,22 +36,27 @@ class Readout:
         base = self.base.read(name)
         hasher = TensorHasher(base.dtype, base.shape)
         base = base.reshape(-1)
-        state = {}
-        if tensor.merges:
-            state = {slot: self.read_state(slot, name).reshape(-1) for slot in self.method.slots(self.t)}
+        direction_of = self._direction(name) if tensor.merges else None
         for start in range(0, tensor.numel, PIECE):
             piece = base[start : start + PIECE]
             hasher.update(piece)
-            if state:
-                direction = self.method.direction(
-                    {slot: value[start : start + PIECE] for slot, value in state.items()}, self.t
-                )
+            if direction_of is not None:
+                direction = direction_of(start, start + piece.numel())
                 piece = torch.add(piece.to(direction.dtype), direction, alpha=self.scale)
             if piece.is_floating_point():
                 piece = cast(piece, dtype, name)
             yield start, piece
         if hasher.hexdigest() != tensor.digest:
             raise base_changed(name, self.base)
+
+    def _direction(self, name: str) -> Callable[[int, int], Tensor] | None:
+        """A function that gives consecutive elements of the direction; None where all of them are zero."""
+        values = {slot: self.read_state(slot, name) for slot in self.method.slots(self.t)}
+        if any(isinstance(value, LowRank) for value in values.values()):
+            direction = cast_type(LowRank, self.method.direction(cast_type(State, values), self.t))
+            return direction.elements() if direction.any() else None
+        flat = {slot: dense(value).reshape(-1) for slot, value in values.items()}
+        return lambda start, stop: self.method.direction({s: v[start:stop] for s, v in flat.items()}, self.t)
 
 
 def cast(piece: Tensor, dtype: str, name: str) -> Tensor:

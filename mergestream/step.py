@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -15,14 +16,34 @@ from mergestream.checkpoints import torch_dtype
 from mergestream.deltas import TaskVector
 from mergestream.digest import TensorHasher
 from mergestream.engine import LocalEngine
-from mergestream.engine.selection import Bracket, Tally, blocks, kth_magnitude, tally
-from mergestream.methods.base import Context, Method, Ranking, State
-from mergestream.pieces import PIECE, squared_norm
+from mergestream.engine.selection import Bracket, Tally, kth_magnitude, sample_ranges, tally
+from mergestream.lowrank import LowRank, Value, dense, squared_norm
+from mergestream.methods.base import Absorbed, Context, Method, Ranking, State
+from mergestream.pieces import PIECE
+from mergestream.room import Room
 
-ReadState = Callable[[str, str], Tensor]
+ReadState = Callable[[str, str], Value]
 """Slot and tensor name to the state before this step."""
-WriteState = Callable[[str, str, int, Tensor], None]
-"""Slot, tensor name, first element and the piece of the state after this step."""
+
+
+class StateWriter(Protocol):
+    """Takes the state after this step."""
+
+    def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
+        """Consecutive elements of a dense slot, from ``start`` on."""
+
+    def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
+        """All slots of a tensor in factors; returns what must be remembered of them."""
+
+
+class Discard:
+    """A writer for those who only want to know."""
+
+    def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
+        pass
+
+    def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -34,7 +55,11 @@ class Outcome:
     direction2: float
     protected: int | None
     slots: dict[str, str] = field(default_factory=dict)
-    """The digest of every slot of the new state."""
+    """The digest of every dense slot of the new state."""
+    factors: dict[str, Any] | None = None
+    """Where the slots are kept in factors: what the writer must remember of them."""
+    lost2: float = 0.0
+    """The energy that was cut off to bound the rank"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +77,8 @@ class Totals:
     """1/λ_t"""
     kept: float
     """The share of ‖Δ_t‖² that entered the state"""
+    lost: float = 0.0
+    """The share of the state's energy that was cut off to bound its rank"""
 
     @property
     def distance(self) -> float:
@@ -70,7 +97,9 @@ def total(method: Method, t: int, previous_mean: float, outcomes: Mapping[str, O
     mean_norm = ((t - 1) * previous_mean + norm) / t
     direction_norm = math.sqrt(math.fsum(outcome.direction2 for outcome in outcomes.values()))
     scale = method.readout_scale(t, mean_norm, direction_norm)
-    return Totals(t, norm, mean_norm, direction_norm, scale, kept2 / norm2 if norm2 else 1.0)
+    lost2 = math.fsum(outcome.lost2 for outcome in outcomes.values())
+    lost = lost2 / (lost2 + direction_norm**2) if lost2 else 0.0
+    return Totals(t, norm, mean_norm, direction_norm, scale, kept2 / norm2 if norm2 else 1.0, lost)
 
 
 @dataclass(frozen=True)
@@ -82,14 +111,20 @@ class Step:
     vector: TaskVector
     read_state: ReadState
     device: str = "cpu"
+    rooms: Mapping[str, Room] = field(default_factory=dict)
+    """The tensors whose state is kept in factors, and how much space there is for them."""
+    max_rank: int | None = None
 
-    def absorb(self, name: str, thresholds: Mapping[str, float], write: WriteState) -> Outcome:
-        """Absorb one tensor and hand the new state to ``write``, piece by piece."""
+    def absorb(self, name: str, thresholds: Mapping[str, float], writer: StateWriter) -> Outcome:
+        """Absorb one tensor and hand the new state to ``writer``, piece by piece."""
         tensor = self.vector.model.tensors[name]
         linear = tensor.role == "linear"
         context = Context(self.t, linear, thresholds)
+        if name in self.rooms:
+            return self._absorb_factors(name, context, writer)
         slots = self.method.slots(self.t)
-        before = self._state(name)
+        values = self._state(name)
+        before = {slot: dense(value) for slot, value in values.items()} if values else None
         dtype = torch_dtype(tensor.state_dtype)
         hashers = {slot: TensorHasher(dtype, tensor.shape) for slot in slots}
         norms, kept, directions, protected = [], [], [], None
@@ -105,7 +140,7 @@ class Step:
             for slot in slots:
                 value = absorbed.state[slot].cpu().contiguous()
                 hashers[slot].update(value)
-                write(slot, name, piece.start, value.reshape(-1))
+                writer.write(slot, name, piece.start, value.reshape(-1))
         return Outcome(
             math.fsum(norms),
             math.fsum(kept),
@@ -113,6 +148,33 @@ class Step:
             protected,
             {slot: hasher.hexdigest() for slot, hasher in hashers.items()},
         )
+
+    def _absorb_factors(self, name: str, context: Context, writer: StateWriter) -> Outcome:
+        """The same in factors, which are small: always on the CPU and in one piece."""
+        delta = self.vector.factors(name)
+        state = self._state(name)
+        absorbed = self.method.absorb(cast(State | None, state), cast(Tensor, delta), context)
+        slots, lost2 = self._bounded(absorbed)
+        direction = self.method.direction(cast(State, slots), self.t)
+        return Outcome(
+            squared_norm(delta),
+            squared_norm(absorbed.kept),
+            squared_norm(direction),
+            absorbed.protected,
+            factors=writer.write_factors(name, slots),
+            lost2=lost2,
+        )
+
+    def _bounded(self, absorbed: Absorbed) -> tuple[dict[str, LowRank], float]:
+        """The new slots, cut down to the rank that they may have, and the energy that this costs."""
+        slots, lost2 = {}, 0.0
+        for slot in self.method.slots(self.t):
+            value = cast(LowRank, absorbed.state[slot])
+            if self.max_rank is not None and max(value.left.rank, value.right.rank) > self.max_rank:
+                value, lost = value.truncate(self.max_rank)
+                lost2 += lost
+            slots[slot] = value
+        return slots, lost2
 
     def thresholds(self, engine: LocalEngine) -> Callable[[str], dict[str, float]]:
         """What the method asks to be ranked beforehand, per tensor name."""
@@ -134,7 +196,7 @@ class Step:
 
         def sample(stride: int) -> Iterator[Tensor]:
             for name in names:
-                for start, stop in blocks(sizes[name], stride):
+                for start, stop in sample_ranges(sizes[name], stride):
                     yield self._ranked(which, name, start, stop)
 
         def tally_tensor(bracket: Bracket) -> Callable[[str], list[Tally]]:
@@ -152,20 +214,24 @@ class Step:
     def _ranked(self, which: str, name: str, start: int, stop: int) -> Tensor:
         if which == "delta":
             return self.vector.slice(name, start, stop)
-        return self.read_state(which, name).reshape(-1)[start:stop]
+        value = self.read_state(which, name)
+        return value.elements()(start, stop) if isinstance(value, LowRank) else value.reshape(-1)[start:stop]
 
-    def _state(self, name: str) -> State | None:
+    def _state(self, name: str) -> dict[str, Value] | None:
         if self.t == 1:
             return None
         return {slot: self.read_state(slot, name) for slot in self.method.slots(self.t - 1)}
 
 
-def memory_of(method: Method, vector: TaskVector) -> dict[str, int]:
+def memory_of(method: Method, vector: TaskVector, rooms: Mapping[str, Room]) -> dict[str, int]:
     """Bytes that absorbing each tensor takes at its peak: matrices are held whole, with workspace
     for their decomposition; everything else goes by in small pieces."""
     sizes = {}
     for name in vector.names:
         tensor = vector.model.tensors[name]
+        if name in rooms:
+            sizes[name] = rooms[name].workspace
+            continue
         whole = tensor.role == "linear" and method.whole_linear
         held = tensor.numel if whole else min(PIECE, tensor.numel)
         sizes[name] = WORKSPACE * held * (8 if tensor.state_dtype == "F64" else 4)
@@ -176,7 +242,7 @@ WORKSPACE = 6
 """Copies of a matrix that live at the same time while it is projected."""
 
 
-def _cut(state: State | None, start: int, like: Tensor, device: str) -> State | None:
+def _cut(state: Mapping[str, Tensor] | None, start: int, like: Tensor, device: str) -> State | None:
     """The part of the state that belongs to a piece."""
     if state is None:
         return None

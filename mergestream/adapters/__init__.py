@@ -1,14 +1,5 @@
-"""PEFT adapters in and out (docs/adapters.md)."""
+"""PEFT adapters in (`reading`, `vector`) and out (`writing`); see docs/adapters.md."""
 
 from mergestream.adapters.reading import Adapter, BoundAdapter, is_adapter, open_adapter
-from mergestream.adapters.writing import AdaptedModule, Energy, write_adapter
 
-__all__ = [
-    "AdaptedModule",
-    "Adapter",
-    "BoundAdapter",
-    "Energy",
-    "is_adapter",
-    "open_adapter",
-    "write_adapter",
-]
+__all__ = ["Adapter", "BoundAdapter", "is_adapter", "open_adapter"]

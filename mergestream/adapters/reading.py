@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mergestream.adapters.config import CONFIG_NAME, WAY_OUT, AdapterConfig, read_config
 from mergestream.adapters.naming import translator
 from mergestream.checkpoints import Checkpoint, TensorSpec, open_checkpoint
+from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 
 if TYPE_CHECKING:
@@ -132,6 +133,11 @@ class Adapter:
     @property
     def file(self) -> Path:
         return self.directory / next(iter(self.weights.tensors.values())).file
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the configuration or the weights do."""
+        return text_digest(f"{self.weights.fingerprint} {self.config.path.read_text(encoding='utf-8')}")
 
     def close(self) -> None:
         self.weights.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
@@ -77,6 +77,8 @@ class Checkpoint(ABC):
     tensors: Mapping[str, TensorInfo]
     aliases: Mapping[str, str]
     fingerprint: str | None
+    has_weights: ClassVar[bool] = True
+    """Whether there is anything to read: of some bases only the configuration is known."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor:

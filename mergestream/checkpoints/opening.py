@@ -42,19 +42,24 @@ def _open_named(source: str | Path) -> Checkpoint:
     path = path.parent.resolve() / path.name  # a cache's link tells the format by its name, its target does not
     if path.exists():
         return FileCheckpoint(str(path), None, [_open_file(path)])
-    if isinstance(source, str) and _HUB_ID.fullmatch(source) and not _is_weight_file(source):
+    if is_hub_id(source):
         from mergestream.checkpoints.hub import download
 
-        directory, resolved = download(source)
+        directory, resolved = download(str(source))
         return open_directory(directory, resolved)
     raise MergestreamError(f"{source} does not exist: give a directory, a file, or a hub id org/name[@revision]")
+
+
+def is_hub_id(source: str | Path) -> bool:
+    """Whether a name that is no local path may be one on the hub."""
+    return isinstance(source, str) and bool(_HUB_ID.fullmatch(source)) and not _is_weight_file(source)
 
 
 def open_directory(directory: Path, source: str) -> Checkpoint:
     """Open the weights in a Hugging Face directory; ``source`` is how the user knows it."""
     names = {entry.name for entry in directory.iterdir()}
     if "adapter_config.json" in names:
-        raise MergestreamError(f"{source} is an adapter, not a full checkpoint; merge it into its base first")
+        raise MergestreamError(f"{source} is an adapter, and a full checkpoint is needed here")
     if "config.json" in names and read_json(directory / "config.json").get("quantization_config"):
         raise MergestreamError(
             f"{directory / 'config.json'} says that the checkpoint is quantised; dequantise it first"

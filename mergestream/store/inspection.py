@@ -14,6 +14,7 @@ from mergestream.step import memory_of
 
 if TYPE_CHECKING:
     from mergestream.deltas import TaskVector
+    from mergestream.room import Room
     from mergestream.step import Outcome, Totals
     from mergestream.store.store import Store
 
@@ -59,13 +60,14 @@ class Inspection:
         cls,
         store: Store,
         vector: TaskVector,
+        rooms: Mapping[str, Room],
         outcomes: Mapping[str, Outcome],
         totals: Totals,
         digests: Mapping[str, str],
         seconds: float,
     ) -> Inspection:
         digest = combined_digest(digests)
-        peaks = sorted(memory_of(store.method, vector).values(), reverse=True)
+        peaks = sorted(memory_of(store.method, vector, rooms).values(), reverse=True)
         before = store.history[-1].mean_norm if store.history else 0.0
         return cls(
             source=vector.expert.source,
@@ -79,7 +81,7 @@ class Inspection:
             fates=dict(sorted(Counter(vector.fates.values()).items())),
             seconds=round(seconds, 3),
             memory=sum(peaks[: store.engine.workers]),
-            disk=sum(spec.nbytes for spec in store.layout(totals.t).values()),
+            disk=sum(s.nbytes for s in (*store.layout(totals.t, rooms).values(), *store.blocks(rooms).values())),
             tensors={name: _inspect_tensor(vector, name, outcomes[name]) for name in vector.names},
         )
 

@@ -39,6 +39,10 @@ class Expert:
     direction_norm: float
     distance: float
     """‖merged − θ⁰‖"""
+    lost: float
+    """The share of the state's energy that was cut off to bound its rank"""
+    rank: int
+    """The largest rank that a tensor in factors may have now; 0 where all are dense"""
     state: str
     """Digest of the state after this step"""
     record: str
@@ -60,6 +64,8 @@ class Manifest:
     parameters: Mapping[str, Any]
     base: BaseModel
     keep: int
+    max_rank: int | None = None
+    """The largest rank of what is kept in factors"""
     history: tuple[Expert, ...] = ()
 
     @property
@@ -78,6 +84,7 @@ class Manifest:
             "step": self.step,
             "method": {"name": self.method, "parameters": dict(self.parameters)},
             "keep": self.keep,
+            "max_rank": self.max_rank,
             "base": self.base.to_json(),
             "history": [dataclasses.asdict(expert) for expert in self.history],
         }
@@ -107,6 +114,7 @@ class Manifest:
             parameters=data["method"]["parameters"],
             base=BaseModel.from_json(data["base"]),
             keep=data["keep"],
+            max_rank=data["max_rank"],
             history=tuple(Expert(**entry) for entry in data["history"]),
         )
 

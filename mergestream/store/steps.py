@@ -15,13 +15,15 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint
-from mergestream.digest import combined_digest, tensor_digest
+from mergestream.digest import combined_digest, tensor_digest, text_digest
 from mergestream.errors import MergestreamError
+from mergestream.store.factors import INDEX, FactorReader, FactorWriter, core_name, file_prefix, padded_to
 from mergestream.store.files import read_json, remove, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mergestream.lowrank import LowRank
     from mergestream.step import Outcome
 
 _PLAN, _JOURNAL, _DIGESTS = "plan.json", "journal.jsonl", "digests.json"
@@ -41,14 +43,28 @@ class StepReader:
 
     def __init__(self, store: Path, number: int) -> None:
         self._directory = step_directory(store, number)
-        self._checkpoint: Checkpoint = open_checkpoint(self._directory)
+        self.factors = FactorReader(self._directory)
+        self._checkpoint: Checkpoint | None = None
+        if not self.factors.index or any(self._directory.glob("model*.safetensors")):
+            self._checkpoint = open_checkpoint(self._directory)
 
     @property
     def nbytes(self) -> int:
-        return sum(info.nbytes for info in self._checkpoint.tensors.values())
+        return sum(size for _, size, _, _ in self._tensors())
 
-    def read(self, slot: str, name: str) -> Tensor:
-        return self._checkpoint.read(slot_name(slot, name))
+    def read(self, slot: str, name: str) -> Tensor | LowRank:
+        key = slot_name(slot, name)
+        if key in self.factors.index:
+            return self.factors.read(key, name, self._checkpoint)
+        assert self._checkpoint is not None
+        return self._checkpoint.read(key)
+
+    def _tensors(self) -> Iterator[tuple[str, int, Checkpoint, str]]:
+        """Every tensor on disk: its name in the digests, its bytes, where it is and its name there."""
+        if self._checkpoint is not None:
+            for name, info in self._checkpoint.tensors.items():
+                yield name, info.nbytes, self._checkpoint, name
+        yield from self.factors.tensors()
 
     def digests(self) -> dict[str, str]:
         digests: dict[str, str] = read_json(self._directory / _DIGESTS)
@@ -57,27 +73,43 @@ class StepReader:
     def verify(self, recorded: str) -> Iterator[int]:
         """Recompute every digest; yields the bytes done, raises at the first that does not match."""
         digests = self.digests()
-        if combined_digest(digests) != recorded or digests.keys() != self._checkpoint.tensors.keys():
+        tensors = list(self._tensors())
+        found = {name for name, *_ in tensors} | ({INDEX} if self.factors.index else set())
+        if combined_digest(digests) != recorded or digests.keys() != found:
             raise MergestreamError(f"{self._directory / _DIGESTS} is damaged: it does not match the manifest")
-        for name, info in self._checkpoint.tensors.items():
-            if tensor_digest(self._checkpoint.read(name)) != digests[name]:
+        if self.factors.index and _index_digest(self.factors.index) != digests[INDEX]:
+            raise MergestreamError(f"{self._directory / INDEX} is damaged: it does not match the manifest")
+        for name, size, checkpoint, stored in tensors:
+            if tensor_digest(checkpoint.read(stored)) != digests[name]:
                 raise MergestreamError(
-                    f"{self._directory / info.file} is damaged: the digest of {name} does not match; "
-                    "go back a step with undo, or restore the store from a backup"
+                    f"{self._directory / checkpoint.tensors[stored].file} is damaged: the digest of {name} does not "
+                    "match; go back a step with undo, or restore the store from a backup"
                 )
-            yield info.nbytes
+            yield size
 
     def close(self) -> None:
-        self._checkpoint.close()
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+        self.factors.close()
 
 
 class StepWriter:
     """A step in the making."""
 
-    def __init__(self, store: Path, number: int, layout: Mapping[str, TensorSpec], plan: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        store: Path,
+        number: int,
+        layout: Mapping[str, TensorSpec],
+        blocks: Mapping[str, TensorSpec],
+        before: StepReader | None,
+        plan: Mapping[str, Any],
+    ) -> None:
+        """``layout`` has the dense slots and the cores, ``blocks`` what the bases of factored slots may gain."""
         from mergestream.step import Outcome
 
-        self.directory = step_directory(store, number)
+        self.directory, self._before = step_directory(store, number), before
+        self._layout, self._number = layout, number
         self.done: dict[str, tuple[Outcome, str | None]] = {}
         """Tensors that an earlier, interrupted run has written, with the digest of the expert's."""
         self._lock = Lock()
@@ -86,16 +118,15 @@ class StepWriter:
         if not resumable:
             remove(self.directory)
             self.directory.mkdir(parents=True)
-        self._writer = SafetensorsWriter(self.directory, layout, resume=resumable)
-        if self._writer.resumed:
+        self._writer = SafetensorsWriter(self.directory, layout, resume=resumable) if layout else None
+        factors = before.factors if before else None
+        resumed = self._writer.resumed if self._writer else resumable
+        self._factors = FactorWriter(self.directory, number, blocks, factors, resumed)
+        if resumed and self._factors.resumed:
             for entry in _entries(self.directory / _JOURNAL):
                 outcome = Outcome(**entry["outcome"])
-                slots = [slot_name(slot, entry["tensor"]) for slot in outcome.slots]
-                written = {slot: tensor_digest(self._writer.read(slot)) for slot in slots}
-                if list(written.values()) == list(outcome.slots.values()):
+                if self._keep(stored_digests(entry["tensor"], outcome)):
                     self.done[entry["tensor"]] = outcome, entry["expert"]
-                    for slot in slots:
-                        self._writer.keep(slot)
         else:
             write_json(self.directory / _PLAN, plan)
         self._journal = (self.directory / _JOURNAL).open("a", encoding="utf-8")
@@ -107,8 +138,33 @@ class StepWriter:
         except MergestreamError:
             return False
 
+    def _keep(self, digests: Mapping[str, str]) -> bool:
+        """Keep what was written before, if it is still what was meant."""
+        owners = {key: self._writer if key in self._layout else self._factors for key in digests}
+        names = {key: key.partition("/")[2] if owner is self._factors else key for key, owner in owners.items()}
+        for key, owner in owners.items():
+            if owner is None or tensor_digest(owner.read(names[key])) != digests[key]:
+                return False
+        for key, owner in owners.items():
+            if owner is not None:
+                owner.keep(names[key])
+        return True
+
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
+        assert self._writer is not None
         self._writer.write_piece(slot_name(slot, name), start, piece)
+
+    def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
+        """Write all slots of a tensor that is kept in factors."""
+        values = {slot_name(slot, name): value for slot, value in state.items()}
+        index, digests = self._factors.write(name, values)
+        for slot, value in values.items():
+            spec = self._layout.get(core_name(slot))
+            if spec is not None and self._writer is not None:
+                core = padded_to(value.core, spec.shape).to(value.dtype)
+                self._writer.write(core_name(slot), core)
+                digests[core_name(slot)] = tensor_digest(core)
+        return {"index": index, "digests": digests}
 
     def record(self, name: str, outcome: Outcome, expert_digest: str | None) -> None:
         """Note a finished tensor, so that it need not be done again."""
@@ -120,12 +176,23 @@ class StepWriter:
     def finish(self, outcomes: Mapping[str, Outcome]) -> str:
         """Bring all to the disk; returns the digest of the state."""
         self._journal.close()
-        self._writer.close()
-        digests = {
-            slot_name(slot, name): digest
-            for name, outcome in sorted(outcomes.items())
-            for slot, digest in outcome.slots.items()
+        if self._writer:
+            self._writer.close()
+        digests = {k: d for name, outcome in sorted(outcomes.items()) for k, d in stored_digests(name, outcome).items()}
+        index = {
+            slot: entry
+            for _, outcome in sorted(outcomes.items())
+            if outcome.factors
+            for slot, entry in outcome.factors["index"].items()
         }
+        if index:
+            before = step_directory(self.directory.parent.parent, self._number - 1)
+            used = self._factors.finish(before, index)
+            if self._before:
+                prefixes = tuple(f"{file_prefix(step)}/" for step in used if step != self._number)
+                digests |= {k: d for k, d in self._before.digests().items() if k.startswith(prefixes)}
+            write_json(self.directory / INDEX, index)
+            digests[INDEX] = _index_digest(index)
         write_json(self.directory / _DIGESTS, digests)
         return combined_digest(digests)
 
@@ -137,11 +204,23 @@ class StepWriter:
     def pause(self) -> None:
         """Stop here; what is done will be found again."""
         self._journal.close()
-        self._writer.abandon()
+        if self._writer:
+            self._writer.abandon()
+        self._factors.abandon()
 
     def abandon(self) -> None:
         self.pause()
         remove(self.directory)
+
+
+def stored_digests(name: str, outcome: Outcome) -> dict[str, str]:
+    """The digest of everything that was written for one tensor."""
+    dense = {slot_name(slot, name): digest for slot, digest in outcome.slots.items()}
+    return dense | (outcome.factors["digests"] if outcome.factors else {})
+
+
+def _index_digest(index: Mapping[str, Any]) -> str:
+    return text_digest(json.dumps(index, sort_keys=True))
 
 
 def _entries(journal: Path) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,10 @@ from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import combined_digest, tensor_digest, text_digest
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError
+from mergestream.experts import ExpertSource, open_expert, task_vector
 from mergestream.progress import Progress
+from mergestream.room import Room
+from mergestream.store.factors import block_layout, core_layout
 from mergestream.store.files import read_json, remove, write_json
 from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Expert, Manifest
@@ -29,11 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.deltas import TaskVector
+    from mergestream.lowrank import LowRank
     from mergestream.methods.base import Method
     from mergestream.step import Outcome, Totals
     from mergestream.store.inspection import Inspection
-
-ExpertSource = str | Path | Mapping[str, "Tensor"]
 
 OTHER_BASE = 0.7
 """Two unrelated models are about 1.4 apart, relative to their norm; fine-tuning moves 0.1 at most."""
@@ -66,6 +68,7 @@ class Store:
         not_linear: Sequence[str] = (),
         heads: Sequence[str] = (),
         keep: int = 1,
+        max_rank: int | None = None,
         engine: LocalEngine | None = None,
         progress: Progress | None = None,
     ) -> Store:
@@ -73,7 +76,8 @@ class Store:
 
         ``linear``, ``not_linear`` and ``heads`` are globs over tensor names: which weights are (not)
         to be projected, and which tensors stay with each expert. ``keep`` is how many earlier steps
-        are kept for ``undo``.
+        are kept for ``undo``. ``max_rank`` bounds the rank of what is kept in factors (adapters only);
+        without it nothing is cut off.
         """
         from mergestream.methods import OPCM
 
@@ -82,6 +86,8 @@ class Store:
             raise MergestreamError(f"{path} exists already and is not empty; choose another place for the store")
         if keep < 0:
             raise MergestreamError(f"keep={keep} must be at least 0")
+        if max_rank is not None and max_rank < 1:
+            raise MergestreamError(f"max_rank={max_rank} must be at least 1")
         with open_checkpoint(base) as checkpoint:
             model = BaseModel.examine(
                 checkpoint,
@@ -95,7 +101,7 @@ class Store:
             (path / "steps").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MergestreamError(f"{path} cannot be made: {error.strerror}") from error
-        Manifest(method.name, method.parameters, model, keep).save(path)
+        Manifest(method.name, method.parameters, model, keep, max_rank).save(path)
         return cls(path, engine=engine, progress=progress)
 
     @property
@@ -127,9 +133,11 @@ class Store:
             self.manifest = Manifest.load(self.path)
             vector = self._task_vector(stack, expert, partial, ignore)
             name = self._free_name(name, vector.expert.source)
-            writer = self._begin(vector, {"partial": partial, "ignore": list(ignore)})
+            before = self._open_state(stack)
+            rooms = self._rooms(vector, before)
+            writer = self._begin(vector, before, rooms, {"partial": partial, "ignore": list(ignore)})
             try:
-                outcomes, digests = self._absorb(stack, vector, writer)
+                outcomes, digests = self._absorb(vector, before, rooms, writer)
                 totals = self._total(vector, outcomes)
                 digest = combined_digest(digests)
                 if not allow_duplicate:
@@ -155,6 +163,8 @@ class Store:
                 mean_norm=totals.mean_norm,
                 direction_norm=totals.direction_norm,
                 distance=totals.distance,
+                lost=totals.lost,
+                rank=max((max(room.core) for room in rooms.values()), default=0),
                 state=state,
                 record=record,
                 fates=dict(sorted(Counter(vector.fates.values()).items())),
@@ -171,9 +181,11 @@ class Store:
         started = time.monotonic()
         with ExitStack() as stack:
             vector = self._task_vector(stack, expert, partial, ignore)
-            outcomes, digests = self._absorb(stack, vector, None)
+            before = self._open_state(stack)
+            rooms = self._rooms(vector, before)
+            outcomes, digests = self._absorb(vector, before, rooms, None)
             return Inspection.of(
-                self, vector, outcomes, self._total(vector, outcomes), digests, time.monotonic() - started
+                self, vector, rooms, outcomes, self._total(vector, outcomes), digests, time.monotonic() - started
             )
 
     def export(
@@ -278,23 +290,56 @@ class Store:
         known = ", ".join(entry.name for entry in self.history) or "none yet"
         raise MergestreamError(f"no expert named {name} has been absorbed (there are: {known})")
 
-    def layout(self, t: int) -> dict[str, TensorSpec]:
-        """The tensors of the state after t models."""
-        return {
-            slot_name(slot, name): TensorSpec(tensor.state_dtype, tensor.shape)
-            for name, tensor in self.manifest.base.tensors.items()
-            if tensor.merges
-            for slot in self.method.slots(t)
-        }
+    def layout(self, t: int, rooms: Mapping[str, Room]) -> dict[str, TensorSpec]:
+        """The tensors of the state after t models: dense slots, and the cores of those in factors."""
+        layout: dict[str, TensorSpec] = {}
+        for name, tensor in self.manifest.base.tensors.items():
+            for slot in self.method.slots(t) if tensor.merges else ():
+                spec, key = TensorSpec(tensor.state_dtype, tensor.shape), slot_name(slot, name)
+                layout |= core_layout(rooms[name], spec, key) if name in rooms else {key: spec}
+        return layout
+
+    def blocks(self, rooms: Mapping[str, Room]) -> dict[str, TensorSpec]:
+        """What a step may add to the bases of the slots in factors."""
+        layout: dict[str, TensorSpec] = {}
+        for name, room in rooms.items():
+            tensor = self.manifest.base.tensors[name]
+            layout |= block_layout(room, TensorSpec(tensor.state_dtype, tensor.shape), name)
+        return layout
 
     def _task_vector(self, stack: ExitStack, expert: ExpertSource, partial: bool, ignore: Sequence[str]) -> TaskVector:
-        from mergestream.deltas import TaskVector
-
-        opened = stack.enter_context(open_checkpoint(expert))
+        opened = open_expert(expert)
+        stack.callback(opened.close)
         base = stack.enter_context(self.open_base())
-        return TaskVector(self.manifest.base, base, opened, partial=partial, ignore=ignore)
+        return task_vector(self.manifest.base, base, opened, partial=partial, ignore=ignore)
 
-    def _begin(self, vector: TaskVector, options: Mapping[str, Any]) -> StepWriter:
+    def _open_state(self, stack: ExitStack) -> StepReader | None:
+        return stack.enter_context(closing(self.open_step())) if self.manifest.step else None
+
+    def _rooms(self, vector: TaskVector, before: StepReader | None) -> dict[str, Room]:
+        """The tensors whose state is in factors and stays so, with the space that they may take.
+
+        A tensor leaves them for good when a dense task vector comes, when the method needs it dense,
+        or when its factors would take as much as the dense tensor.
+        """
+        rooms: dict[str, Room] = {}
+        if not self.method.factored:
+            return rooms
+        slots = self.method.slots(self.manifest.step)
+        for name in vector.names:
+            rank = vector.rank(name)
+            keys = [slot_name(slot, name) for slot in slots] if before else []
+            if rank is None or (before and not all(key in before.factors.index for key in keys)):
+                continue
+            ranks = [before.factors.ranks(key) for key in keys] if before else []
+            room = Room.after(vector.model.tensors[name].shape, ranks, rank, self.manifest.max_rank)
+            if room is not None:
+                rooms[name] = room
+        return rooms
+
+    def _begin(
+        self, vector: TaskVector, before: StepReader | None, rooms: Mapping[str, Room], options: Mapping[str, Any]
+    ) -> StepWriter:
         step = self.manifest.step + 1
         plan = {
             "source": vector.expert.source,
@@ -302,35 +347,39 @@ class Store:
             "after": [entry.digest for entry in self.history],
             **options,
         }
-        return StepWriter(self.path, step, self.layout(step), plan)
+        return StepWriter(self.path, step, self.layout(step, rooms), self.blocks(rooms), before, plan)
 
     def _absorb(
-        self, stack: ExitStack, vector: TaskVector, writer: StepWriter | None
+        self, vector: TaskVector, before: StepReader | None, rooms: Mapping[str, Room], writer: StepWriter | None
     ) -> tuple[dict[str, Outcome], dict[str, str]]:
         """Absorb every tensor; returns what became of each, and the digests of the expert's tensors."""
-        from mergestream.step import Step, memory_of
+        from mergestream.step import Discard, Step, memory_of
 
-        def read_state(slot: str, name: str) -> Tensor:
-            return reader.read(slot, name)
+        def read_state(slot: str, name: str) -> Tensor | LowRank:
+            assert before is not None
+            return before.read(slot, name)
 
-        def discard(slot: str, name: str, start: int, piece: Tensor) -> None:
-            pass
-
-        if self.manifest.step:
-            reader = stack.enter_context(closing(self.open_step()))
-        step = Step(self.method, self.manifest.step + 1, vector, read_state, self.engine.device)
+        step = Step(
+            self.method,
+            self.manifest.step + 1,
+            vector,
+            read_state,
+            self.engine.device,
+            rooms,
+            self.manifest.max_rank,
+        )
         done = writer.done if writer else {}
         outcomes = {name: outcome for name, (outcome, _) in done.items()}
         digests = {name: digest for name, (_, digest) in done.items() if digest is not None}
         costs = {name: vector.numel(name) for name in vector.names if name not in done}
         thresholds = step.thresholds(self.engine) if costs else None
-        write = writer.write if writer else discard
+        target = writer or Discard()
         label = "absorbing" if writer else "inspecting"
         with self.progress.task(f"{label} {Path(vector.expert.source).name}", sum(costs.values()) * 4) as advance:
             for name, outcome in self.engine.run(
                 costs,
-                lambda name: step.absorb(name, thresholds(name) if thresholds else {}, write),
-                memory_of(self.method, vector),
+                lambda name: step.absorb(name, thresholds(name) if thresholds else {}, target),
+                memory_of(self.method, vector, rooms),
             ):
                 outcomes[name] = outcome
                 if writer:

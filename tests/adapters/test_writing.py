@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from mergestream.adapters import AdaptedModule, write_adapter
+from mergestream.adapters.writing import AdaptedModule, write_adapter
 from mergestream.checkpoints import TensorSpec, open_checkpoint
 from mergestream.lowrank import dense
 

@@ -1,0 +1,214 @@
+"""Factored slots on disk.
+
+A slot that is kept as M = Lᵀ C R (mergestream/lowrank.py) has its core in the step's own file, rewritten at
+every step like a dense slot. Its bases only grow: the blocks that a step adds lie in ``factors-NNNN``, and
+the steps after it hold a link to that same file instead of a copy. ``factors.json`` says for every factored
+slot which blocks make up its bases::
+
+    {"sum:NAME": {"dtype": "F32", "shape": [m, n], "left": [[step, rows], …], "right": [[step, rows], …]}}
+
+Files are laid out before the arithmetic, when only bounds of the ranks are known: a block may have fewer
+``rows`` than its tensor, the core fewer rows and columns, and the rest is zero.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergestream.checkpoints import (
+    Checkpoint,
+    SafetensorsWriter,
+    TensorSpec,
+    dtype_name,
+    open_checkpoint,
+    torch_dtype,
+)
+from mergestream.digest import tensor_digest
+from mergestream.room import Room, matrix_shape
+from mergestream.store.files import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mergestream.lowrank import LowRank
+
+INDEX = "factors.json"
+SIDES = ("left", "right")
+
+
+def core_layout(room: Room, spec: TensorSpec, slot: str) -> dict[str, TensorSpec]:
+    return {core_name(slot): TensorSpec(spec.dtype, room.core)} if all(room.core) else {}
+
+
+def block_layout(room: Room, spec: TensorSpec, name: str) -> dict[str, TensorSpec]:
+    return {
+        block_name(side, name): TensorSpec(spec.dtype, (rows, length))
+        for side, rows, length in zip(SIDES, room.new, matrix_shape(spec.shape), strict=True)
+        if rows
+    }
+
+
+def core_name(slot: str) -> str:
+    return f"{slot}:core"
+
+
+def block_name(side: str, name: str) -> str:
+    return f"{side}:{name}"
+
+
+def file_prefix(step: int) -> str:
+    return f"factors-{step:04d}"
+
+
+class FactorReader:
+    """The factored slots of one step."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / INDEX
+        self.index: dict[str, dict[str, Any]] = read_json(path) if path.is_file() else {}
+        self.files: dict[int, Checkpoint] = {
+            step: open_checkpoint(directory / f"{file_prefix(step)}.safetensors") for step in used_steps(self.index)
+        }
+        self._blocks: dict[tuple[str, int], Tensor] = {}
+        self._origin: dict[int, list[int]] = {}
+
+    def ranks(self, slot: str) -> tuple[int, int]:
+        """Of the left and of the right basis."""
+        left, right = (sum(rows for _, rows in self.index[slot][side]) for side in SIDES)
+        return left, right
+
+    def read(self, slot: str, name: str, state: Checkpoint | None) -> LowRank:
+        """A factored slot of the tensor ``name``; ``state`` holds its core."""
+        import torch
+
+        from mergestream.lowrank import Basis, LowRank
+
+        entry = self.index[slot]
+        shape, dtype = tuple(entry["shape"]), torch_dtype(entry["dtype"])
+        empty = LowRank.zeros(shape, dtype)
+        left, right = (
+            Basis(basis.length, dtype, tuple(self._block(block_name(side, name), *ref) for ref in entry[side]))
+            for side, basis in zip(SIDES, (empty.left, empty.right), strict=True)
+        )
+        core = torch.zeros(left.rank, right.rank, dtype=torch.float64)
+        if core.numel() and state is not None:
+            core.copy_(state.read(core_name(slot))[: left.rank, : right.rank])
+        return LowRank(empty.shape, left, core, right)
+
+    def origin(self, block: Tensor) -> list[int] | None:
+        """[step, rows] of a block that was read here."""
+        return self._origin.get(id(block))
+
+    def _block(self, name: str, step: int, rows: int) -> Tensor:
+        # The same tensor for every reader: a basis is known to extend another by the identity of its blocks.
+        if (name, step) not in self._blocks:
+            block = self._blocks.setdefault((name, step), self.files[step].read(name)[:rows])
+            self._origin[id(block)] = [step, rows]
+        return self._blocks[name, step]
+
+    def tensors(self) -> Iterator[tuple[str, int, Checkpoint, str]]:
+        """Every block in the files: its name in the digests, its bytes, the file and its name there."""
+        for step, file in self.files.items():
+            for name, info in file.tensors.items():
+                yield f"{file_prefix(step)}/{name}", info.nbytes, file, name
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+
+class FactorWriter:
+    """The blocks that a step adds, and the index of all that it uses."""
+
+    def __init__(
+        self, directory: Path, step: int, layout: Mapping[str, TensorSpec], before: FactorReader | None, resume: bool
+    ) -> None:
+        self._directory, self._step, self._layout, self._before = directory, step, layout, before
+        self._writer = (
+            SafetensorsWriter(directory, layout, prefix=file_prefix(step), max_shard_size=2**62, resume=resume)
+            if layout
+            else None
+        )
+        self.resumed = self._writer.resumed if self._writer else resume
+
+    def write(self, name: str, values: Mapping[str, LowRank]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Write what the slots of tensor ``name`` add; returns their entries in the index, and digests."""
+        index: dict[str, dict[str, Any]] = {
+            slot: {"dtype": dtype_name(value.dtype), "shape": list(value.shape)} for slot, value in values.items()
+        }
+        digests: dict[str, str] = {}
+        for side in SIDES:
+            added: Tensor | None = None
+            for slot, value in values.items():
+                blocks = index[slot][side] = []
+                for block in getattr(value, side).blocks:
+                    origin = self._before.origin(block) if self._before else None
+                    if origin is None:
+                        assert added is None or added is block, "a step adds one block to a basis"
+                        added, origin = block, [self._step, block.shape[0]]
+                    blocks.append(origin)
+            self._write_block(block_name(side, name), added, digests)
+        return index, digests
+
+    def _write_block(self, name: str, block: Tensor | None, digests: dict[str, str]) -> None:
+        """What was laid out for the new block: zeros, where nothing new has come."""
+        import torch
+
+        spec = self._layout.get(name)
+        if spec is None or self._writer is None:
+            assert block is None
+            return
+        if block is None:
+            block = torch.zeros(0, spec.shape[1], dtype=torch_dtype(spec.dtype))
+        padded = padded_to(block, spec.shape)
+        self._writer.write(name, padded)
+        digests[f"{file_prefix(self._step)}/{name}"] = tensor_digest(padded)
+
+    def read(self, name: str) -> Tensor:
+        assert self._writer is not None
+        return self._writer.read(name)
+
+    def keep(self, name: str) -> None:
+        assert self._writer is not None
+        self._writer.keep(name)
+
+    def finish(self, previous: Path, index: Mapping[str, Mapping[str, Any]]) -> list[int]:
+        """Close the new file, and take over the files of earlier steps; returns the steps whose files are used."""
+        if self._writer:
+            self._writer.close()
+        used = used_steps(index)
+        for step in used:
+            file = f"{file_prefix(step)}.safetensors"
+            if step != self._step:
+                link(previous / file, self._directory / file)
+        return used
+
+    def abandon(self) -> None:
+        if self._writer:
+            self._writer.abandon()
+
+
+def used_steps(index: Mapping[str, Mapping[str, Any]]) -> list[int]:
+    return sorted({step for entry in index.values() for side in SIDES for step, _ in entry[side]})
+
+
+def padded_to(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+    """The matrix in the upper left corner of zeros."""
+    from torch.nn.functional import pad
+
+    return pad(matrix, (0, shape[1] - matrix.shape[1], 0, shape[0] - matrix.shape[0]))
+
+
+def link(source: Path, target: Path) -> None:
+    """The same file under another name; a copy where the file system has no links."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
