@@ -1,25 +1,34 @@
 """The exact k-th largest magnitude of data that is too large to sort, or even to hold.
 
-A sample brackets the value; one pass counts what lies above the bracket and collects what lies
-inside, which is a few thousandths of the data; sorting that gives the exact answer. Should the
-bracket have missed, it is widened on the side of the miss, and the pass repeated.
+A sample brackets the value. One pass counts what lies above the bracket and on its two ends, and
+collects what lies strictly inside: about a hundredth of the data, however often single values
+repeat (in bfloat16 models a few values make up most of a task vector; such values end up on the
+ends). Sorting that gives the exact answer. Should the bracket have missed, it is widened on the
+side of the miss, and the pass repeated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-SAMPLE_BLOCK = 512
-SAMPLE_SIZE = 1 << 20
-_CROWDED = 0.05  # share of a piece from which on repeated values are counted instead of listed
+SMALLEST_SAMPLE, LARGEST_SAMPLE = 1 << 15, 1 << 20
+_BLOCK = 512
 
 Bracket = tuple[float, float]
-Tally = tuple[int, Tensor, Tensor]
-"""How many magnitudes lie above the bracket; the distinct ones inside; how often each occurs."""
+
+
+class Tally(NamedTuple):
+    """Where the magnitudes of some data lie, relative to a bracket."""
+
+    above: int
+    at_high: int
+    inside: Tensor
+    at_low: int
 
 
 def kth_magnitude(
@@ -30,25 +39,33 @@ def kth_magnitude(
 ) -> float:
     """The ``count``-th largest of ``total`` magnitudes.
 
-    ``sample(stride)`` yields blocks of about every stride-th entry, ``tallies(bracket)`` yields
+    ``sample(stride)`` yields about every stride-th entry, ``tallies(bracket)`` yields
     ``tally(piece, bracket)`` for all pieces of the data, in any order.
     """
     if count <= 0:
         return math.inf
     if count >= total:
         return 0.0
-    magnitudes = torch.cat([block.abs() for block in sample(max(1, total // SAMPLE_SIZE))])
-    bracket = _first_bracket(magnitudes.sort(descending=True).values, count / total)
+    size = min(max(total // 64, SMALLEST_SAMPLE), LARGEST_SAMPLE)
+    stride = max(1, total // size)
+    ranked = torch.cat([block.abs() for block in sample(stride)]).sort(descending=True).values
+    if stride == 1:
+        return float(ranked[count - 1])
+    bracket = _first_bracket(ranked, count / total)
     while True:
-        above, values, counts = _add_up(tallies(bracket))
-        inside = int(counts.sum())
-        if count <= above:
-            bracket = (bracket[1], math.inf)
-        elif count > above + inside:
-            bracket = (0.0, bracket[0])
+        low, high = bracket
+        found = _add_up(tallies(bracket))
+        rank = count - found.above
+        if rank <= 0:
+            bracket = (high, math.inf)
+        elif rank <= found.at_high:
+            return high
+        elif rank <= found.at_high + len(found.inside):
+            return float(found.inside.sort(descending=True).values[rank - found.at_high - 1])
+        elif rank <= found.at_high + len(found.inside) + found.at_low:
+            return low
         else:
-            rank = torch.searchsorted(counts.cumsum(0), torch.tensor(count - above))
-            return float(values[rank])
+            bracket = (0.0, low)
 
 
 def tally(piece: Tensor, bracket: Bracket) -> Tally:
@@ -56,36 +73,38 @@ def tally(piece: Tensor, bracket: Bracket) -> Tally:
     low, high = bracket
     magnitude = piece.abs()
     above = int(torch.count_nonzero(magnitude > high))
-    inside = magnitude[(magnitude >= low) & (magnitude <= high)]
-    if len(inside) > _CROWDED * len(magnitude):
-        values, counts = inside.unique(return_counts=True)
-        return above, values, counts
-    return above, inside, torch.ones(len(inside), dtype=torch.long)
+    from_high = int(torch.count_nonzero(magnitude >= high))
+    from_low = int(torch.count_nonzero(magnitude >= low)) if low < high else from_high
+    inside = magnitude[:0]
+    if from_low > from_high:
+        inside = magnitude[(magnitude > low) & (magnitude < high)]
+    return Tally(above, from_high - above, inside, from_low - from_high - len(inside))
 
 
-def blocks(numel: int, stride: int) -> Iterator[tuple[int, int]]:
+def sample_ranges(numel: int, stride: int) -> Iterator[tuple[int, int]]:
     """Ranges that hold about every ``stride``-th of ``numel`` entries, in blocks that share pages."""
-    for start in range(0, numel, SAMPLE_BLOCK * stride):
-        yield start, min(start + SAMPLE_BLOCK, numel)
+    if stride == 1:
+        yield 0, numel
+        return
+    for start in range(0, numel, _BLOCK * stride):
+        yield start, min(start + _BLOCK, numel)
 
 
-def _first_bracket(descending: Tensor, share: float) -> Bracket:
-    n = len(descending)
-    # Blocks are correlated, so the margin is far wider than the 4σ of independent draws.
-    margin = 16 * math.sqrt(share * (1 - share) * n) + 16
+def _first_bracket(ranked: Tensor, share: float) -> Bracket:
+    n = len(ranked)
+    # Neighbours are correlated, so the margin is wider than the 4σ of independent draws.
+    margin = 8 * math.sqrt(share * (1 - share) * n) + 8
     first, last = int(share * n - margin), int(share * n + margin)
-    high = float(descending[first]) if first >= 0 else math.inf
-    low = float(descending[last]) if last < n else 0.0
+    high = float(ranked[first]) if first >= 0 else math.inf
+    low = float(ranked[last]) if last < n else 0.0
     return low, high
 
 
 def _add_up(tallies: Iterable[Tally]) -> Tally:
-    """All tallies as one, its values descending."""
-    above, values, counts = 0, [], []
-    for over, inside, times in tallies:
-        above += over
-        values.append(inside)
-        counts.append(times)
-    distinct, where = torch.cat(values).unique(return_inverse=True)
-    summed = torch.zeros(len(distinct), dtype=torch.long).index_add_(0, where, torch.cat(counts))
-    return above, distinct.flip(0), summed.flip(0)
+    parts = list(tallies)
+    return Tally(
+        sum(part.above for part in parts),
+        sum(part.at_high for part in parts),
+        torch.cat([part.inside for part in parts]),
+        sum(part.at_low for part in parts),
+    )
