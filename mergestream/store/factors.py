@@ -64,6 +64,10 @@ def file_prefix(step: int) -> str:
     return f"factors-{step:04d}"
 
 
+def file_name(step: int) -> str:
+    return f"{file_prefix(step)}.safetensors"
+
+
 class FactorReader:
     """The factored slots of one step."""
 
@@ -71,7 +75,7 @@ class FactorReader:
         path = directory / INDEX
         self.index: dict[str, dict[str, Any]] = read_json(path) if path.is_file() else {}
         self.files: dict[int, Checkpoint] = {
-            step: open_checkpoint(directory / f"{file_prefix(step)}.safetensors") for step in used_steps(self.index)
+            step: open_checkpoint(directory / file_name(step)) for step in used_steps(self.index)
         }
         self._blocks: dict[tuple[str, int], Tensor] = {}
         self._origin: dict[int, list[int]] = {}
@@ -176,16 +180,15 @@ class FactorWriter:
         assert self._writer is not None
         self._writer.keep(name)
 
-    def finish(self, previous: Path, index: Mapping[str, Mapping[str, Any]]) -> list[int]:
-        """Close the new file, and take over the files of earlier steps; returns the steps whose files are used."""
+    def finish(self, previous: Path, used: Sequence[int]) -> None:
+        """Close the new file, or drop it where nothing uses it, and take over those of earlier steps."""
         if self._writer:
             self._writer.close()
-        used = used_steps(index)
+        if self._step not in used:
+            (self._directory / file_name(self._step)).unlink(missing_ok=True)
         for step in used:
-            file = f"{file_prefix(step)}.safetensors"
             if step != self._step:
-                link(previous / file, self._directory / file)
-        return used
+                link(previous / file_name(step), self._directory / file_name(step))
 
     def abandon(self) -> None:
         if self._writer:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint
 from mergestream.digest import combined_digest, tensor_digest, text_digest
 from mergestream.errors import MergestreamError
-from mergestream.store.factors import INDEX, FactorReader, FactorWriter, core_name, file_prefix, padded_to
+from mergestream.store.factors import INDEX, FactorReader, FactorWriter, core_name, file_prefix, padded_to, used_steps
 from mergestream.store.files import read_json, remove, write_json
 
 if TYPE_CHECKING:
@@ -186,11 +186,13 @@ class StepWriter:
             for slot, entry in outcome.factors["index"].items()
         }
         if index:
-            before = step_directory(self.directory.parent.parent, self._number - 1)
-            used = self._factors.finish(before, index)
-            if self._before:
-                prefixes = tuple(f"{file_prefix(step)}/" for step in used if step != self._number)
-                digests |= {k: d for k, d in self._before.digests().items() if k.startswith(prefixes)}
+            used = used_steps(index)
+            self._factors.finish(step_directory(self.directory.parent.parent, self._number - 1), used)
+            own = f"{file_prefix(self._number)}/"
+            older = self._before.digests() if self._before else {}
+            taken_over = tuple(f"{file_prefix(step)}/" for step in used if step != self._number)
+            digests = {k: d for k, d in digests.items() if self._number in used or not k.startswith(own)}
+            digests |= {k: d for k, d in older.items() if k.startswith(taken_over)}
             write_json(self.directory / INDEX, index)
             digests[INDEX] = _index_digest(index)
         write_json(self.directory / _DIGESTS, digests)
