@@ -1,0 +1,177 @@
+"""The benchmark: every method, every order, each a stream through a store, scored after each step."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mergestream import __version__
+from mergestream.errors import UsageError
+from mergestream.evaluation.results import Results, Run
+from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row, Sweep
+from mergestream.evaluation.streams import Stream, run_stream, score_individual
+from mergestream.evaluation.suites.base import Suite
+from mergestream.evaluation.workers import run_parallel
+
+OnProgress = Callable[[str, int, int], None]  # what, done, in all
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``full_orders``: for how many of the orders the whole accuracy matrix is measured; ACC and BWT need only
+    its diagonal and its last row. ``finetune_orders``: how many orders continual fine-tuning is trained in."""
+
+    rows: Sequence[Row]
+    orders: int = 10
+    seed: int = 0
+    full_orders: int = 3
+    finetune_orders: int = 1
+    workers: int = 2
+
+    def order(self, tasks: Sequence[str], index: int) -> tuple[str, ...]:
+        """The ``index``-th order of arrival; its seed is ``seed + index``."""
+        shuffled = list(tasks)
+        random.Random(self.seed + index).shuffle(shuffled)
+        return tuple(shuffled)
+
+    def streams(self, tasks: Sequence[str]) -> list[Stream]:
+        return [
+            Stream(row, self.order(tasks, index), self.seed + index, "all" if index < self.full_orders else "ends")
+            for index in range(self.orders)
+            for row in self.rows
+            if row.name != CONTINUAL_FINE_TUNING or index < self.finetune_orders
+        ]
+
+
+def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, command: str = "") -> Results:
+    """Run the plan, write the results to ``output``; what is there already is not computed again."""
+    if plan.orders < 1:
+        raise UsageError("a benchmark needs at least one order")
+    suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
+    pretrained, fine_tuned = score_individuals(suite, plan.workers, on_progress)
+    streams = plan.streams(suite.tasks)
+    found = run_streams(suite, streams, output / "streams", plan.workers, on_progress)
+    results = Results(
+        suite=suite.name,
+        model=suite.model_name,
+        tasks=list(suite.tasks),
+        pretrained=pretrained,
+        fine_tuned=fine_tuned,
+        runs=found,
+        cosines=cosines(suite, on_progress),
+        model_bytes=sum(file.stat().st_size for file in suite.base().glob("*.safetensors")),
+        settings={
+            "command": command,
+            "orders": plan.orders,
+            "seeds": [plan.seed + index for index in range(plan.orders)],
+            "full_orders": plan.full_orders,
+            "finetune_orders": plan.finetune_orders,
+            "protocol": suite.protocol(),
+            "machine": machine(),
+        },
+    )
+    results.save(output)
+    return results
+
+
+def run_sweep(
+    suite: Suite, plan: Plan, sweep: Sweep, output: Path, on_progress: OnProgress
+) -> dict[str, dict[str, Any]]:
+    """ACC after the last model for every value of one parameter: {method: {value: {mean, std, count}}}."""
+    from mergestream.evaluation.metrics import Spread, average_accuracy
+
+    suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
+    table: dict[str, dict[str, Any]] = {}
+    streams = [
+        Stream(row, plan.order(suite.tasks, index), plan.seed + index, "last")
+        for row in sweep.rows(list(plan.rows))
+        for index in range(plan.orders)
+    ]
+    runs = run_streams(suite, streams, output / "streams", plan.workers, on_progress)
+    for row in sweep.rows(list(plan.rows)):
+        spread = Spread.of([average_accuracy(run.matrix) for run in runs if run.method == row.key])
+        rest = Row(row.name, {key: value for key, value in row.parameters.items() if key != sweep.parameter})
+        table.setdefault(rest.key, {})[row.parameters[sweep.parameter]] = asdict(spread) if spread else None
+    return table
+
+
+def score_individuals(suite: Suite, workers: int, on_progress: OnProgress) -> tuple[dict[str, float], dict[str, float]]:
+    total = 2 * len(suite.tasks)
+    with counted("scoring the base and the experts", total, on_progress) as count:
+        scored = list(run_parallel(score_individual, [(suite, task) for task in suite.tasks], workers, count))
+    return {task: base for task, base, _ in sorted(scored)}, {task: expert for task, _, expert in sorted(scored)}
+
+
+def run_streams(
+    suite: Suite, streams: Sequence[Stream], directory: Path, workers: int, on_progress: OnProgress
+) -> list[Run]:
+    """All streams, side by side; the result is in the order of ``streams``."""
+    found = {}
+    with counted("streams", sum(stream.measurements for stream in streams), on_progress) as count:
+        calls = [(suite, stream, directory / stream.key(suite)) for stream in streams]
+        for result in run_parallel(run_stream, calls, workers, count):
+            found[result["method"], result["seed"]] = result
+    return [Run(**found[stream.row.key, stream.seed]) for stream in streams]
+
+
+@contextmanager
+def counted(what: str, total: int, on_progress: OnProgress) -> Iterator[Callable[..., None]]:
+    """A handler for ("done", n) events that adds them up."""
+    done = 0
+
+    def count(_: str, amount: int) -> None:
+        nonlocal done
+        done += amount
+        on_progress(what, min(done, total), total)
+
+    on_progress(what, 0, total)
+    yield count
+    on_progress(what, total, total)
+
+
+def cosines(suite: Suite, on_progress: OnProgress) -> list[list[float]]:
+    """Cosine similarity of the experts' task vectors, one tensor of all experts in memory at a time."""
+    import torch
+
+    from mergestream.checkpoints import open_checkpoint
+
+    base = open_checkpoint(suite.base())
+    experts = [open_checkpoint(suite.expert(task)) for task in suite.tasks]
+    products = torch.zeros(len(experts), len(experts), dtype=torch.float64)
+    names = [name for name, info in base.tensors.items() if info.is_float]
+    for done, name in enumerate(names, 1):
+        start = base.read(name).double().flatten()
+        deltas = torch.stack([expert.read(name).double().flatten() - start for expert in experts])
+        products += deltas @ deltas.T
+        on_progress("cosine similarities", done, len(names))
+    for checkpoint in (base, *experts):
+        checkpoint.close()
+    norms = products.diagonal().clamp_min(1e-300).sqrt()
+    table: list[list[float]] = (products / norms[:, None] / norms).tolist()
+    return [[0.0 if math.isnan(value) else value for value in row] for row in table]
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were made on."""
+    import torch
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        processor = platform.processor() or platform.machine()
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mergestream": __version__,
+    }

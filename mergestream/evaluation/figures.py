@@ -1,0 +1,189 @@
+"""The paper's figures, drawn from results: PNG to look at, SVG to print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergestream.errors import MergestreamError
+from mergestream.evaluation.metrics import Spread, seen_means
+from mergestream.evaluation.results import Results
+from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GIGABYTE = 1e9
+
+
+@contextmanager
+def figure(directory: Path, name: str, size: tuple[float, float] = (6.4, 4.2), columns: int = 1) -> Iterator[Any]:
+    """Axes to draw on; saved as ``name.png`` and ``name.svg``."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MergestreamError("figures need the package matplotlib: pip install 'mergestream[evaluate]'") from None
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "mergestream"  # the same results give the same file
+    import matplotlib.pyplot as plt
+
+    drawn, axes = plt.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
+    try:
+        yield axes[0, 0] if columns == 1 else list(axes[0])
+        directory.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(directory / f"{name}.png", dpi=150)
+        drawn.savefig(directory / f"{name}.svg", metadata={"Date": None})
+    finally:
+        plt.close(drawn)
+
+
+def draw_all(results: Results, directory: Path) -> list[str]:
+    """Every figure that the results allow; returns their names."""
+    drawn = []
+    for name, draw in (
+        ("accuracy-matrices", accuracy_matrices),
+        ("accuracy-over-tasks", accuracy_over_tasks),
+        ("lambda", scaling_factor),
+        ("cosine-similarity", cosine_similarity),
+        ("memory", memory),
+    ):
+        if draw(results, directory, name):
+            drawn.append(name)
+    return drawn
+
+
+def heatmap(axes: Axes, values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str],
+            low: float, high: float, text: str) -> Any:  # fmt: skip
+    import numpy as np
+
+    array = np.array([[math.nan if value is None else value for value in row] for row in values], float)
+    image = axes.imshow(array, vmin=low, vmax=high, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(columns)), columns, rotation=60, ha="right", fontsize=7)
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    size = max(3.5, 8 - len(rows) / 4)
+    for i, row in enumerate(array):
+        for j, value in enumerate(row):
+            if not math.isnan(value):
+                colour = "black" if value > (low + high) / 2 else "white"
+                axes.text(j, i, format(value, text), ha="center", va="center", fontsize=size, color=colour)
+    return image
+
+
+def accuracy_matrices(results: Results, directory: Path, name: str) -> bool:
+    """A[i][j] of the first order, for each method."""
+    first = {
+        method: runs[0]
+        for method, runs in results.methods.items()
+        if all(value is not None for row in runs[0].matrix for value in row)
+    }
+    for method, run in first.items():
+        side = 2.2 + 0.42 * len(results.tasks)
+        with figure(directory, f"{name}-{_file_name(method)}", (side + 0.8, side)) as axes:
+            values = [[100 * value if value is not None else None for value in row] for row in run.matrix]
+            steps = [f"{step + 1}: {task}" for step, task in enumerate(run.order)]
+            image = heatmap(axes, values, steps, run.order, 0, 100, ".0f")
+            axes.figure.colorbar(image, ax=axes, label="accuracy (%)")
+            axes.set(title=results.label(method), xlabel="task", ylabel="models absorbed (the last one named)")
+    return bool(first)
+
+
+def _file_name(method: str) -> str:
+    return method.replace(":", "-").replace("=", "-")
+
+
+def accuracy_over_tasks(results: Results, directory: Path, name: str) -> bool:
+    """Mean accuracy over the tasks seen so far, with a band of one standard deviation over the orders."""
+    curves = {}
+    for method, runs in results.methods.items():
+        complete = [means for means in (seen_means(run.matrix) for run in runs) if None not in means]
+        if complete:
+            curves[method] = [Spread.of(column) for column in zip(*complete, strict=True)]
+    if not curves:
+        return False
+    with figure(directory, name, (8, 4.6)) as axes:
+        for method, spreads in curves.items():
+            known = [spread for spread in spreads if spread is not None]
+            steps = range(1, len(known) + 1)
+            centre = [100 * spread.mean for spread in known]
+            band = [100 * (spread.std or 0) for spread in known]
+            bold = 2.4 if Row.parse(method).key == "opcm" else 1.3
+            (line,) = axes.plot(steps, centre, marker="o", markersize=3, linewidth=bold, label=results.label(method))
+            low = [value - width for value, width in zip(centre, band, strict=True)]
+            high = [value + width for value, width in zip(centre, band, strict=True)]
+            axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+        base = 100 * sum(results.pretrained.values()) / len(results.pretrained)
+        axes.axhline(base, color="grey", linestyle=":", label="Pre-Trained (all tasks)")
+        axes.set(xlabel="number of tasks", ylabel="mean accuracy on the tasks seen (%)", title=results.model)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return True
+
+
+def scaling_factor(results: Results, directory: Path, name: str) -> bool:
+    """λ_t against √t for OPCM (the paper's figure of the adaptive scaling factor)."""
+    adaptive = {
+        method: runs
+        for method, runs in results.methods.items()
+        if method.startswith("opcm") and "scaling=sqrt" not in method
+    }
+    if not adaptive:
+        return False
+    with figure(directory, name) as axes:
+        count = len(results.tasks)
+        steps = range(1, count + 1)
+        for method, runs in adaptive.items():
+            spreads = [Spread.of([run.steps[step]["lambda"] for run in runs]) for step in range(count)]
+            known = [spread for spread in spreads if spread is not None]
+            centre, band = [spread.mean for spread in known], [spread.std or 0 for spread in known]
+            axes.errorbar(steps, centre, yerr=band, marker="o", markersize=3, capsize=2, label=results.label(method))
+        axes.plot(steps, [math.sqrt(step) for step in steps], "k--", label="√t")
+        axes.set(xlabel="step t", ylabel="λ_t", title="Adaptive scaling factor")
+        axes.legend(fontsize=8)
+    return True
+
+
+def cosine_similarity(results: Results, directory: Path, name: str) -> bool:
+    side = 2.2 + 0.42 * len(results.tasks)
+    with figure(directory, name, (side + 0.8, side)) as axes:
+        image = heatmap(axes, results.cosines, results.tasks, results.tasks, 0, 1, ".2f")
+        axes.figure.colorbar(image, ax=axes, label="cosine similarity")
+        axes.set(title=f"Task vectors, {results.model}")
+    return True
+
+
+def memory(results: Results, directory: Path, name: str) -> bool:
+    """What must be kept to go on merging: all models in batch, the base and a state of fixed size in a stream."""
+    steps = range(1, len(results.tasks) + 1)
+    streams = {method: runs[0] for method, runs in results.methods.items() if method != CONTINUAL_FINE_TUNING}
+    if not streams:
+        return False
+    with figure(directory, name, (7.4, 4.2)) as axes:
+        batch = [(step + 1) * results.model_bytes / GIGABYTE for step in steps]
+        axes.plot(steps, batch, "k--", label="batch: base and all models")
+        drawn: dict[tuple[float, ...], list[str]] = {}
+        for method, run in streams.items():
+            kept = tuple((results.model_bytes + step["state_bytes"]) / GIGABYTE for step in run.steps)
+            drawn.setdefault(tuple(round(value, 3) for value in kept), []).append(method)
+        for kept, methods in drawn.items():
+            label = ", ".join(dict.fromkeys(Row.parse(method).name for method in methods))
+            axes.plot(steps, kept, marker="o", markersize=3, label=f"stream: {label}")
+        axes.set(xlabel="models merged", ylabel="kept on disk (GB, measured)", ylim=(0, None), title=results.model)
+        axes.legend(fontsize=7)
+    return True
+
+
+def draw_sweep(table: dict[str, dict[str, Any]], parameter: str, directory: Path) -> str:
+    """ACC against one parameter."""
+    name = f"sweep-{parameter}"
+    with figure(directory, name) as axes:
+        for method, values in table.items():
+            known = {float(value): spread for value, spread in values.items() if spread}
+            centre = [100 * spread["mean"] for spread in known.values()]
+            band = [100 * (spread["std"] or 0) for spread in known.values()]
+            label = Row.parse(method).label
+            axes.errorbar(list(known), centre, yerr=band, marker="o", markersize=3, capsize=2, label=label)
+        axes.set(xlabel=parameter, ylabel="ACC (%)", title=f"ACC against {parameter}")
+        axes.legend(fontsize=8)
+    return name

@@ -1,0 +1,117 @@
+"""The results of a benchmark: one JSON file that says everything, and the same measurements as a Parquet table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mergestream.errors import MergestreamError
+from mergestream.evaluation import metrics
+from mergestream.evaluation.cache import write_json, written_whole
+from mergestream.evaluation.metrics import Spread
+from mergestream.evaluation.rows import Row
+
+
+@dataclass(frozen=True)
+class Run:
+    """One stream. ``steps[i]`` holds the accuracies after i + 1 models, and what the store recorded."""
+
+    method: str
+    seed: int
+    order: list[str]
+    steps: list[dict[str, Any]]
+
+    @property
+    def matrix(self) -> list[list[float | None]]:
+        return [[step["accuracies"].get(task) for task in self.order] for step in self.steps]
+
+    @property
+    def final(self) -> dict[str, float]:
+        accuracies: dict[str, float] = self.steps[-1]["accuracies"]
+        return accuracies
+
+
+@dataclass(frozen=True)
+class Results:
+    suite: str
+    model: str
+    tasks: list[str]
+    pretrained: dict[str, float]
+    fine_tuned: dict[str, float]
+    runs: list[Run]
+    cosines: list[list[float]]
+    model_bytes: int
+    settings: dict[str, Any] = field(default_factory=dict)  # command, seeds, protocol, machine, versions
+
+    @cached_property
+    def methods(self) -> dict[str, list[Run]]:
+        grouped: dict[str, list[Run]] = {}
+        for run in self.runs:
+            grouped.setdefault(run.method, []).append(run)
+        return grouped
+
+    def label(self, method: str) -> str:
+        return Row.parse(method).label
+
+    def spread(self, method: str, metric: Callable[[Run], float | None]) -> Spread | None:
+        return Spread.of([metric(run) for run in self.methods[method]])
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """For each method: every metric of section 5 as mean and standard deviation over the orders."""
+        columns: Mapping[str, Callable[[Run], float | None]] = {
+            "acc": lambda run: metrics.average_accuracy(run.matrix),
+            "bwt": lambda run: metrics.backward_transfer(run.matrix),
+            "worst": lambda run: metrics.worst_task(run.matrix),
+            "retention": lambda run: metrics.retention(run.matrix, [self.pretrained[task] for task in run.order]),
+        }
+        table: dict[str, dict[str, Any]] = {}
+        for method in self.methods:
+            spreads = {name: self.spread(method, metric) for name, metric in columns.items()}
+            table[method] = {name: asdict(spread) if spread else None for name, spread in spreads.items()}
+        return table
+
+    def save(self, directory: Path) -> None:
+        content = {**asdict(self), "summary": self.summary()}
+        write_json(directory / "results.json", content)
+        self._write_parquet(directory / "results.parquet")
+
+    def _write_parquet(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = [
+            {
+                "suite": self.suite,
+                "model": self.model,
+                "method": run.method,
+                "seed": run.seed,
+                "step": step + 1,
+                "arrived": entry["task"],
+                "task": task,
+                "position": run.order.index(task) + 1,
+                "accuracy": accuracy,
+                "lambda": entry.get("lambda"),
+            }
+            for run in self.runs
+            for step, entry in enumerate(run.steps)
+            for task, accuracy in entry["accuracies"].items()
+        ]
+        with written_whole(path) as draft:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
+
+    @staticmethod
+    def load(directory: Path) -> Results:
+        path = directory / "results.json"
+        try:
+            content = json.loads(path.read_text("utf-8"))
+        except FileNotFoundError:
+            raise MergestreamError(
+                f"{directory} has no results.json; run mergestream bench with -o {directory}"
+            ) from None
+        content.pop("summary")
+        content["runs"] = [Run(**run) for run in content["runs"]]
+        return Results(**content)

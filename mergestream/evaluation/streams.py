@@ -1,0 +1,195 @@
+"""One stream: the experts arrive in one order, a store absorbs them, and each merged model is scored.
+
+A stream leaves a file for every step that was scored and the store itself, so a killed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mergestream.digest import combined_digest, tensor_digest
+from mergestream.evaluation.cache import cache_directory, key_of, write_json
+from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
+from mergestream.evaluation.workers import report
+
+if TYPE_CHECKING:
+    from mergestream.evaluation.suites.base import Suite
+
+Entries = Literal["all", "ends", "last"]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A row of the table in one order. ``entries`` of the accuracy matrix: all of it; the diagonal and the last
+    row, which is all that ACC and BWT need; or the last row."""
+
+    row: Row
+    order: tuple[str, ...]
+    seed: int
+    entries: Entries
+
+    def key(self, suite: Suite) -> str:
+        """Of all that decides the outcome: a directory of that name holds no other stream."""
+        tasks = [(task, suite.expert(task).name, suite.evaluation_key(task)) for task in self.order]
+        return key_of(self.row.key, self.entries, suite.base().name, tasks)
+
+    def wanted(self, step: int) -> range:
+        """Which tasks, by order of arrival, are scored after step ``step`` (counted from 0)."""
+        count = len(self.order)
+        if self.entries == "all" or step == count - 1:
+            return range(count)
+        return range(step, step + 1) if self.entries == "ends" else range(0)
+
+    @property
+    def measurements(self) -> int:
+        return sum(len(self.wanted(step)) for step in range(len(self.order)))
+
+
+def model_digest(directory: Path) -> str:
+    """The digest of a model's tensors, however they are sharded."""
+    from mergestream.checkpoints import open_checkpoint
+
+    with open_checkpoint(directory) as checkpoint:
+        return combined_digest({name: tensor_digest(checkpoint.read(name)) for name in checkpoint.tensors})
+
+
+def score(suite: Suite, model: Path, digest: str, task: str) -> float:
+    """Accuracy of a model on a task, measured once for every content of both."""
+    path = _score_path(suite, digest, task)
+    if not path.is_file():
+        write_json(path, {"task": task, "accuracy": suite.accuracy(model, task)})
+    accuracy: float = json.loads(path.read_text("utf-8"))["accuracy"]
+    return accuracy
+
+
+def _score_path(suite: Suite, digest: str, task: str) -> Path:
+    return cache_directory() / "evaluations" / suite.name / digest / f"{suite.evaluation_key(task)}.json"
+
+
+def run_stream(suite: Suite, stream: Stream, directory: Path) -> dict[str, Any]:
+    """Run (or go on with) a stream in ``directory``; returns its steps."""
+    finished = directory / "stream.json"
+    if finished.is_file():
+        report("done", stream.measurements)
+        kept: dict[str, Any] = json.loads(finished.read_text("utf-8"))
+        return kept
+    run = _fine_tuned if stream.row.name == CONTINUAL_FINE_TUNING else _merged
+    steps = run(suite, stream, directory)
+    result = {"method": stream.row.key, "seed": stream.seed, "order": list(stream.order), "steps": steps}
+    write_json(finished, result)
+    shutil.rmtree(directory / "work", ignore_errors=True)
+    return result
+
+
+def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any]]:
+    from mergestream.engine import LocalEngine
+    from mergestream.store import Store
+
+    method, engine = stream.row.method(), LocalEngine(1)
+    path = directory / "work" / "store"
+    if (path / "manifest.json").is_file():
+        store = Store(path, engine=engine)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store = Store.create(path, base=suite.base(), method=method, keep=0, engine=engine)
+    steps = []
+    for step, task in enumerate(stream.order):
+        record = directory / "work" / f"step-{step:02d}.json"
+        if not record.is_file():
+            started = time.monotonic()
+            if len(store.history) == step:
+                store.add(suite.expert(task), name=task)
+            seconds = time.monotonic() - started
+            entry = store.history[step]
+            known = directory.parent / "known" / f"{_identity(suite, stream, step)}.txt" if method.commutative else None
+            accuracies = _score_step(suite, stream, step, store, known)
+            state = sum(file.stat().st_size for file in (path / "steps").rglob("*") if file.is_file())
+            content = {
+                "task": task,
+                "accuracies": accuracies,
+                "norm": entry.norm,
+                "kept": entry.kept,
+                "lambda": 1 / entry.scale if entry.scale else None,
+                "distance": entry.distance,
+                "state_bytes": state,
+                "absorb_seconds": round(seconds, 3),
+            }
+            write_json(record, content)
+        else:
+            report("done", len(stream.wanted(step)))
+        steps.append(json.loads(record.read_text("utf-8")))
+    return steps
+
+
+def _identity(suite: Suite, stream: Stream, step: int) -> str:
+    """Of a model that does not depend on the order in which its experts came."""
+    return key_of(
+        stream.row.key, suite.base().name, sorted(suite.expert(task).name for task in stream.order[: step + 1])
+    )
+
+
+def _score_step(suite: Suite, stream: Stream, step: int, store: Any, known: Path | None) -> dict[str, float]:
+    """Scores of the store's merged model. ``known`` remembers, for methods whose result does not depend on the
+    order, the model that stands for all orders: they differ in rounding only, and one is enough to score."""
+    wanted = [stream.order[index] for index in stream.wanted(step)]
+    if not wanted:
+        return {}
+    scores: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(dir=store.path.parent) as directory:
+        model = Path(directory) / "model"
+        digest = known.read_text() if known and known.is_file() else ""
+        paths = {task: _score_path(suite, digest, task) for task in wanted}
+        if not digest or not all(path.is_file() for path in paths.values()):
+            store.export(model)
+            digest = model_digest(model)
+            if known:
+                known.parent.mkdir(exist_ok=True)
+                known.write_text(digest)
+        for task in wanted:
+            scores[task] = score(suite, model, digest, task)
+            report("done", 1)
+    return scores
+
+
+def _fine_tuned(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any]]:
+    """Continual fine-tuning: θ^(t) is θ^(t−1) fine-tuned on task t with the experts' recipe."""
+    work = directory / "work"
+    model, steps = suite.base(), []
+    for step, task in enumerate(stream.order):
+        record, trained = work / f"step-{step:02d}.json", work / f"model-{step:02d}"
+        if not record.is_file():
+            if not trained.is_dir():
+                draft = work / "draft"
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir(parents=True)
+                suite.fine_tune(model, task, draft)
+                draft.replace(trained)
+            digest = model_digest(trained)
+            scores = {}
+            for index in stream.wanted(step):
+                scores[stream.order[index]] = score(suite, trained, digest, stream.order[index])
+                report("done", 1)
+            write_json(record, {"task": task, "accuracies": scores})
+        else:
+            report("done", len(stream.wanted(step)))
+        if step:
+            shutil.rmtree(work / f"model-{step - 1:02d}", ignore_errors=True)
+        model = trained
+        steps.append(json.loads(record.read_text("utf-8")))
+    return steps
+
+
+def score_individual(suite: Suite, task: str) -> tuple[str, float, float]:
+    """Accuracy of the base and of the task's own expert."""
+    base, expert = suite.base(), suite.expert(task)
+    pretrained = score(suite, base, model_digest(base), task)
+    fine_tuned = score(suite, expert, model_digest(expert), task)
+    report("done", 2)
+    return task, pretrained, fine_tuned

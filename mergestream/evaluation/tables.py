@@ -1,0 +1,140 @@
+"""Tables in the layout of the paper: Table 1 (ACC and BWT) and the accuracy of the last model by task."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergestream.evaluation.cache import written_whole
+from mergestream.evaluation.metrics import Spread, mean
+from mergestream.evaluation.paper import table1_value
+from mergestream.evaluation.results import Results
+
+PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text in groups; in LaTeX and Markdown the best cells of a group stand out in bold."""
+
+    caption: str
+    header: tuple[str, ...]
+    groups: tuple[tuple[tuple[str, ...], ...], ...]
+    best: frozenset[tuple[int, int, int]] = frozenset()  # group, row, column
+
+    def markdown(self) -> str:
+        lines = ["| " + " | ".join(self.header) + " |", "|" + "|".join("---" for _ in self.header) + "|"]
+        for g, group in enumerate(self.groups):
+            for r, row in enumerate(group):
+                cells = [f"**{cell}**" if (g, r, c) in self.best else cell for c, cell in enumerate(row)]
+                lines.append("| " + " | ".join(cells) + " |")
+        return f"{self.caption}\n\n" + "\n".join(lines) + "\n"
+
+    def latex(self) -> str:
+        lines = [r"\begin{table}[t]", r"  \centering", f"  \\caption{{{_escape(self.caption)}}}"]
+        lines += [f"  \\begin{{tabular}}{{ll{'c' * (len(self.header) - 2)}}}", r"    \toprule"]
+        lines.append("    " + " & ".join(map(_escape, self.header)) + r" \\")
+        for g, group in enumerate(self.groups):
+            lines.append(r"    \midrule")
+            for r, row in enumerate(group):
+                cells = [
+                    f"\\textbf{{{_escape(cell)}}}" if (g, r, c) in self.best else _escape(cell)
+                    for c, cell in enumerate(row)
+                ]
+                lines.append("    " + " & ".join(cells) + r" \\")
+        return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}", r"\end{table}", ""])
+
+    def csv(self) -> str:
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(self.header)
+        writer.writerows(row for group in self.groups for row in group)
+        return stream.getvalue()
+
+    def write(self, directory: Path, name: str) -> None:
+        for suffix, text in (("md", self.markdown()), ("tex", self.latex()), ("csv", self.csv())):
+            with written_whole(directory / f"{name}.{suffix}") as draft:
+                draft.write_text(text, encoding="utf-8")
+
+
+def _escape(text: str) -> str:
+    for plain, escaped in (("%", r"\%"), ("_", r"\_"), ("&", r"\&"), ("±", r"$\pm$"), ("↑", r"$\uparrow$"),
+                           ("λ", r"$\lambda$"), ("α", r"$\alpha$"), ("β", r"$\beta$")):  # fmt: skip
+        text = text.replace(plain, escaped)
+    return text
+
+
+def percent(spread: Spread | None) -> str:
+    if spread is None:
+        return "–"
+    return f"{100 * spread.mean:.1f}" + (f"±{100 * spread.std:.1f}" if spread.std is not None else "")
+
+
+def table1(results: Results) -> Table:
+    """The layout of the paper's Table 1: single models, then ACC, then BWT, each with mean±std over the orders.
+
+    Where the suite is the paper's, its printed numbers stand beside ours in a column of their own.
+    """
+    column = f"{results.model}, {len(results.tasks)} tasks"
+    has_paper = table1_value("acc", PRETRAINED, results.model, len(results.tasks)) is not None
+    header = ("", "Method", column, *(("paper (not ours)",) if has_paper else ()))
+
+    def row(metric: str, shown: str, label: str, cell: str) -> tuple[str, ...]:
+        if not has_paper:
+            return shown, label, cell
+        value = table1_value(metric, label, results.model, len(results.tasks))
+        if value is None:
+            return shown, label, cell, "–"
+        return shown, label, cell, f"{value[0]:.1f}" + (f"±{value[1]:.1f}" if value[1] is not None else "")
+
+    single = [
+        row("acc", "", label, percent(Spread.of([mean(list(accuracies.values()))])))
+        for label, accuracies in ((PRETRAINED, results.pretrained), (FINE_TUNED, results.fine_tuned))
+    ]
+    groups, best = [tuple(single)], set()
+    summary = results.summary()
+    for metric, shown in (("acc", "ACC↑"), ("bwt", "BWT↑"), ("worst", "worst↑"), ("retention", "retention↑")):
+        known = {method: values[metric] for method, values in summary.items() if values[metric]}
+        if not known:
+            continue
+        rows = [row(metric, shown, results.label(method), percent(Spread(**value))) for method, value in known.items()]
+        best.add((len(groups), _argmax([value["mean"] for value in known.values()]), 2))
+        groups.append(tuple(rows))
+    orders = results.settings.get("orders", "?")
+    caption = (
+        f"Continual merging of {len(results.tasks)} experts of {results.model} (suite {results.suite}), mean±std over "
+        f"{orders} orders of arrival, in percent. ACC: mean over all tasks after the last model; BWT: change since a "
+        "task's own model was absorbed; worst: the worst task; retention: tasks not merged yet, against the base."
+    )
+    return Table(caption, header, tuple(groups), frozenset(best))
+
+
+def _argmax(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=lambda index: values[index])
+
+
+def per_task_table(results: Results) -> Table:
+    """The layout of the paper's per-task table: the last model's accuracy on each task, mean over the orders."""
+    rows: list[tuple[str, list[float]]] = []
+    for method, runs in results.methods.items():
+        means = [Spread.of([run.final.get(task) for run in runs]) for task in results.tasks]
+        rows.append((results.label(method), [spread.mean if spread else float("nan") for spread in means]))
+    single = [
+        (PRETRAINED, [results.pretrained[task] for task in results.tasks]),
+        (FINE_TUNED, [results.fine_tuned[task] for task in results.tasks]),
+    ]
+
+    def cells(label: str, values: list[float]) -> tuple[str, ...]:
+        return label, *(f"{100 * value:.1f}" for value in values), f"{100 * sum(values) / len(values):.1f}"
+
+    best = {(1, _argmax([values[column] for _, values in rows]), column + 1) for column in range(len(results.tasks))}
+    best.add((1, _argmax([sum(values) for _, values in rows]), len(results.tasks) + 1))
+    caption = (
+        f"Accuracy (percent) on each task after the last model, {results.model}, suite {results.suite}, "
+        "mean over the orders of arrival."
+    )
+    groups = (tuple(cells(*row) for row in single), tuple(cells(*row) for row in rows))
+    return Table(caption, ("Model", *results.tasks, "mean"), groups, frozenset(best))

@@ -1,0 +1,86 @@
+"""Independent work in processes of one thread each: experts are trained, streams are run, side by side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mergestream.evaluation.suites.base import TrainedSuite
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start_worker(queue: Any) -> None:
+    """One thread a process: the same result whatever else runs, and no contention for the cores."""
+    import torch
+
+    torch.set_num_threads(1)
+    global _queue
+    _queue = queue
+
+
+_queue: Any = None
+
+
+def report(*event: Any) -> None:
+    """Send an event from a worker to whoever iterates ``run_parallel``."""
+    if _queue is not None:
+        _queue.put(event)
+
+
+def run_parallel(
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    workers: int,
+    on_event: Callable[..., None] = lambda *_: None,
+) -> Iterator[Any]:
+    """``function(*call)`` for every call, results as they come; events sent by ``report`` reach ``on_event``."""
+    if not calls:
+        return
+    context = multiprocessing.get_context("spawn")  # a forked torch may deadlock
+    with context.Manager() as manager:
+        queue = manager.Queue()
+        pool = ProcessPoolExecutor(min(workers, len(calls)), context, _start_worker, (queue,))
+        try:
+            waiting = [pool.submit(function, *call) for call in calls]
+            while waiting:
+                _wait_a_little(waiting)
+                while not queue.empty():
+                    on_event(*queue.get())
+                for future in [future for future in waiting if future.done()]:
+                    waiting.remove(future)
+                    yield future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _wait_a_little(futures: Sequence[Any]) -> None:
+    from concurrent.futures import FIRST_COMPLETED, wait
+
+    wait(futures, timeout=0.25, return_when=FIRST_COMPLETED)
+
+
+def train_experts(
+    suite: TrainedSuite, tasks: Sequence[str], on_event: Callable[[str, int, int], None], workers: int
+) -> None:
+    for _ in run_parallel(_train, [(suite, task) for task in tasks], workers, on_event):
+        pass
+
+
+def _train(suite: TrainedSuite, task: str) -> None:
+    total = suite.recipe.steps(len(suite.data(task).train_items))
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        report(task, done, total)
+
+    report(task, 0, total)
+    suite.train(task, step)
