@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -98,6 +98,14 @@ class TensorSketch:
                 self.buckets[there].addcmul_(flat[here], signs[sign : sign + here.stop - here.start], value=drawn.sign)
             flat = flat[count:]
             start += count
+
+
+def sketch_elements(name: str, numel: int, elements: Callable[[int, int], Tensor]) -> TensorSketch:
+    """The sketch of a tensor whose elements, from one to another, are made when they are asked for."""
+    sketched = TensorSketch(name, numel)
+    for start in range(0, numel, CHUNK):
+        sketched.update(start, elements(start, min(start + CHUNK, numel)))
+    return sketched
 
 
 class Draw(NamedTuple):

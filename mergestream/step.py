@@ -21,6 +21,7 @@ from mergestream.lowrank import LowRank, Value, dense, squared_norm
 from mergestream.methods.base import Absorbed, Context, Method, Ranking, State
 from mergestream.pieces import PIECE
 from mergestream.room import Room
+from mergestream.sketch import Sketch, TensorSketch, sketch_elements
 
 ReadState = Callable[[str, str], Value]
 """Slot and tensor name to the state before this step."""
@@ -114,6 +115,8 @@ class Step:
     rooms: Mapping[str, Room] = field(default_factory=dict)
     """The tensors whose state is kept in factors, and how much space there is for them."""
     max_rank: int | None = None
+    sketch: Sketch | None = None
+    """Takes the task vector as it goes by, where it is to be remembered."""
 
     def absorb(self, name: str, thresholds: Mapping[str, float], writer: StateWriter) -> Outcome:
         """Absorb one tensor and hand the new state to ``writer``, piece by piece."""
@@ -128,8 +131,11 @@ class Step:
         dtype = torch_dtype(tensor.state_dtype)
         hashers = {slot: TensorHasher(dtype, tensor.shape) for slot in slots}
         norms, kept, directions, protected = [], [], [], None
+        sketched = TensorSketch(name, tensor.numel) if self.sketch else None
         for piece in self.vector.pieces(name, whole=linear and self.method.whole_linear):
             state = _cut(before, piece.start, piece.delta, self.device)
+            if sketched:
+                sketched.update(piece.start, piece.delta)
             delta = piece.delta.to(self.device)
             absorbed = self.method.absorb(state, delta, context)
             norms.append(piece.norm2)
@@ -141,6 +147,8 @@ class Step:
                 value = absorbed.state[slot].cpu().contiguous()
                 hashers[slot].update(value)
                 writer.write(slot, name, piece.start, value.reshape(-1))
+        if self.sketch and sketched:
+            self.sketch.add(sketched)
         return Outcome(
             math.fsum(norms),
             math.fsum(kept),
@@ -152,6 +160,8 @@ class Step:
     def _absorb_factors(self, name: str, context: Context, writer: StateWriter) -> Outcome:
         """The same in factors, which are small: always on the CPU and in one piece."""
         delta = self.vector.factors(name)
+        if self.sketch and delta.any():
+            self.sketch.add(sketch_elements(name, self.vector.numel(name), delta.elements()))
         state = self._state(name)
         absorbed = self.method.absorb(cast(State | None, state), cast(Tensor, delta), context)
         slots, lost2 = self._bounded(absorbed)

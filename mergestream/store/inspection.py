@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.digest import combined_digest
+from mergestream.report.diagnostics import cosines_to, layer_of
 from mergestream.step import memory_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mergestream.deltas import TaskVector
     from mergestream.room import Room
     from mergestream.step import Outcome, Totals
@@ -43,6 +46,8 @@ class Inspection:
     norm: float
     relative_norm: float
     """‖Δ‖ over the mean norm of the experts so far"""
+    cosines: Mapping[str, float | None]
+    """The cosine to each expert so far, from their sketches; None where one did not move at all"""
     kept: float
     lambda_: float
     distance: float
@@ -63,6 +68,7 @@ class Inspection:
         rooms: Mapping[str, Room],
         outcomes: Mapping[str, Outcome],
         totals: Totals,
+        sketch: Tensor,
         digests: Mapping[str, str],
         seconds: float,
     ) -> Inspection:
@@ -75,6 +81,7 @@ class Inspection:
             duplicate_of=next((e.name for e in store.history if e.digest == digest), None),
             norm=totals.norm,
             relative_norm=totals.norm / before if before else 1.0,
+            cosines=cosines_to(store, sketch),
             kept=totals.kept,
             lambda_=1 / totals.scale if totals.scale else math.inf,
             distance=totals.distance,
@@ -85,8 +92,19 @@ class Inspection:
             tensors={name: _inspect_tensor(vector, name, outcomes[name]) for name in vector.names},
         )
 
+    @property
+    def layers(self) -> dict[str, float]:
+        """The share of each layer's ‖Δ‖² that would enter the state, the layers with the most interference first."""
+        energy: Counter[str] = Counter()
+        entered: Counter[str] = Counter()
+        for name, tensor in self.tensors.items():
+            energy[layer_of(name)] += tensor.norm**2  # type: ignore[assignment]
+            entered[layer_of(name)] += tensor.kept * tensor.norm**2  # type: ignore[assignment]
+        shares = {layer: entered[layer] / whole for layer, whole in energy.items() if whole}
+        return dict(sorted(shares.items(), key=lambda item: (item[1], item[0])))
+
     def to_json(self) -> dict[str, Any]:
-        data = dataclasses.asdict(self)
+        data = {**dataclasses.asdict(self), "layers": self.layers}
         data["lambda"] = data.pop("lambda_")
         return data
 

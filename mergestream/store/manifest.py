@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,10 @@ class Expert:
     fates: Mapping[str, int]
     """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored"""
     options: Mapping[str, Any]
+    gates: Sequence[Mapping[str, Any]] = ()
+    """The gates that it passed, each with the value that was found"""
+    evaluation: Mapping[str, Any] | None = None
+    """The command that evaluated it before it was absorbed, and the score"""
 
     @property
     def lambda_(self) -> float:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from mergestream.deltas import TaskVector
     from mergestream.lowrank import LowRank
     from mergestream.methods.base import Method
+    from mergestream.report.diagnostics import Similarity, Survival
+    from mergestream.report.scores import Scores
+    from mergestream.sketch import Sketch
     from mergestream.step import Outcome, Totals
     from mergestream.store.inspection import Inspection
 
@@ -123,12 +126,19 @@ class Store:
         partial: bool = False,
         ignore: Sequence[str] = (),
         allow_duplicate: bool = False,
+        gates: Sequence[str] = (),
+        evaluate: str | None = None,
     ) -> Expert:
         """Absorb a model as one durable step; if it fails or is interrupted, the store is as before.
 
-        An interrupted call is gone on with by the same call.
+        An interrupted call is gone on with by the same call. ``gates`` are conditions such as ``kept>=0.6``;
+        ``evaluate`` is a command that is run on the merged model before it counts, with ``{model}`` for its
+        directory, and the last number that it prints is ``score``.
         """
+        from mergestream.report.gates import Gatekeeper
+
         started = time.monotonic()
+        gatekeeper = Gatekeeper.of(gates, evaluate)
         with writer_lock(self.path), ExitStack() as stack:
             self.manifest = Manifest.load(self.path)
             vector = self._task_vector(stack, expert, partial, ignore)
@@ -137,39 +147,44 @@ class Store:
             rooms = self._rooms(vector, before)
             writer = self._begin(vector, before, rooms, {"partial": partial, "ignore": list(ignore)})
             try:
-                outcomes, digests = self._absorb(vector, before, rooms, writer)
+                sketch = self._sketch()
+                outcomes, digests = self._absorb(vector, before, rooms, sketch, writer)
                 totals = self._total(vector, outcomes)
                 digest = combined_digest(digests)
                 if not allow_duplicate:
                     self._refuse_duplicate(vector, digest, totals)
-                state = writer.finish(outcomes)
-                record = self._write_record(totals.t, vector, outcomes)
+                values = sketch.values()
+                passed = gatekeeper.check(self, totals, values, vector.expert.source)
+                absorbed = Expert(
+                    name=name,
+                    source=vector.expert.source,
+                    digest=digest,
+                    added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                    seconds=round(time.monotonic() - started, 3),
+                    norm=totals.norm,
+                    kept=totals.kept,
+                    scale=totals.scale,
+                    mean_norm=totals.mean_norm,
+                    direction_norm=totals.direction_norm,
+                    distance=totals.distance,
+                    lost=totals.lost,
+                    rank=max((max(room.core) for room in rooms.values()), default=0),
+                    state=writer.finish(outcomes),
+                    record=self._write_record(totals.t, vector, outcomes, values),
+                    fates=dict(sorted(Counter(vector.fates.values()).items())),
+                    options={"partial": partial, "ignore": list(ignore)},
+                    gates=passed,
+                )
+                absorbed = gatekeeper.evaluate(self, absorbed)
             except MergestreamError:
                 writer.abandon()
+                remove(self.record_directory(self.manifest.step + 1))
                 raise
             except BaseException:
                 writer.pause()
                 raise
             self._warn_of_other_base(vector, outcomes)
-            absorbed = Expert(
-                name=name,
-                source=vector.expert.source,
-                digest=digest,
-                added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                seconds=round(time.monotonic() - started, 3),
-                norm=totals.norm,
-                kept=totals.kept,
-                scale=totals.scale,
-                mean_norm=totals.mean_norm,
-                direction_norm=totals.direction_norm,
-                distance=totals.distance,
-                lost=totals.lost,
-                rank=max((max(room.core) for room in rooms.values()), default=0),
-                state=state,
-                record=record,
-                fates=dict(sorted(Counter(vector.fates.values()).items())),
-                options={"partial": partial, "ignore": list(ignore)},
-            )
+            self._warn_of_size(vector, totals)
             self._commit(self.manifest.with_expert(absorbed))
             writer.tidy()
             return absorbed
@@ -183,10 +198,11 @@ class Store:
             vector = self._task_vector(stack, expert, partial, ignore)
             before = self._open_state(stack)
             rooms = self._rooms(vector, before)
-            outcomes, digests = self._absorb(vector, before, rooms, None)
-            return Inspection.of(
-                self, vector, rooms, outcomes, self._total(vector, outcomes), digests, time.monotonic() - started
-            )
+            sketch = self._sketch()
+            outcomes, digests = self._absorb(vector, before, rooms, sketch, None)
+            totals, values = self._total(vector, outcomes), sketch.values()
+            seconds = time.monotonic() - started
+            return Inspection.of(self, vector, rooms, outcomes, totals, values, digests, seconds)
 
     def export(
         self,
@@ -274,16 +290,57 @@ class Store:
                     raise
                 self.manifest = latest
 
+    def similarity(self) -> Similarity:
+        """Cosines of all task vectors, from their sketches."""
+        from mergestream.report.diagnostics import similarity
+
+        return similarity(self)
+
+    def survival(self) -> Survival:
+        """How much of each expert entered the state, and how many directions were protected, per tensor."""
+        from mergestream.report.diagnostics import survival
+
+        return survival(self)
+
+    @property
+    def scores(self) -> Scores | None:
+        """The evaluation that is attached to the present history, if there is one."""
+        from mergestream.report.scores import attached
+
+        return attached(self)
+
+    def attach_scores(
+        self,
+        tasks: Sequence[str],
+        matrix: Sequence[Sequence[float | None]],
+        *,
+        base: Sequence[float | None] | None = None,
+        experts: Sequence[float | None] | None = None,
+        metric: str = "accuracy",
+    ) -> Scores:
+        """Keep an evaluation: ``matrix[i][j]`` is the score on task j of the model after i + 1 steps.
+
+        Tasks are in the order in which their experts came; ``base`` and ``experts`` are the scores of the
+        base, and of each expert on its own task.
+        """
+        from mergestream.report.scores import Scores, attach
+
+        scores = Scores.of(tasks, matrix, base=base, experts=experts, metric=metric)
+        with writer_lock(self.path):
+            self.manifest = Manifest.load(self.path)
+            attach(self, scores)
+        return scores
+
     def tensor_records(self, number: int) -> dict[str, dict[str, Any]]:
         """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
-        records: dict[str, dict[str, Any]] = read_json(self._record(number) / "tensors.json")["tensors"]
+        records: dict[str, dict[str, Any]] = read_json(self.record_directory(number) / "tensors.json")["tensors"]
         return records
 
     def open_heads(self, name: str) -> Checkpoint:
         """The tensors that were kept for one expert."""
         for number, entry in enumerate(self.history, 1):
             if entry.name == name:
-                path = self._record(number) / "heads.safetensors"
+                path = self.record_directory(number) / "heads.safetensors"
                 if not path.is_file():
                     raise MergestreamError(f"expert {name} has no head of its own; --heads GLOB at init keeps them")
                 return open_checkpoint(path)
@@ -306,6 +363,11 @@ class Store:
             tensor = self.manifest.base.tensors[name]
             layout |= block_layout(room, TensorSpec(tensor.state_dtype, tensor.shape), name)
         return layout
+
+    def _sketch(self) -> Sketch:
+        from mergestream.sketch import Sketch
+
+        return Sketch(math.sqrt(math.fsum(tensor.norm**2 for tensor in self.manifest.base.tensors.values())))
 
     def _task_vector(self, stack: ExitStack, expert: ExpertSource, partial: bool, ignore: Sequence[str]) -> TaskVector:
         opened = open_expert(expert)
@@ -350,9 +412,15 @@ class Store:
         return StepWriter(self.path, step, self.layout(step, rooms), self.blocks(rooms), before, plan)
 
     def _absorb(
-        self, vector: TaskVector, before: StepReader | None, rooms: Mapping[str, Room], writer: StepWriter | None
+        self,
+        vector: TaskVector,
+        before: StepReader | None,
+        rooms: Mapping[str, Room],
+        sketch: Sketch,
+        writer: StepWriter | None,
     ) -> tuple[dict[str, Outcome], dict[str, str]]:
         """Absorb every tensor; returns what became of each, and the digests of the expert's tensors."""
+        from mergestream.sketch import sketch_elements
         from mergestream.step import Discard, Step, memory_of
 
         def read_state(slot: str, name: str) -> Tensor | LowRank:
@@ -367,6 +435,7 @@ class Store:
             self.engine.device,
             rooms,
             self.manifest.max_rank,
+            sketch,
         )
         done = writer.done if writer else {}
         outcomes = {name: outcome for name, (outcome, _) in done.items()}
@@ -385,6 +454,11 @@ class Store:
                 if writer:
                     writer.record(name, outcome, vector.digests.get(name))
                 advance(costs[name] * 4)
+        for _, sketched in self.engine.run(
+            {name: vector.numel(name) for name in done},
+            lambda name: sketch_elements(name, vector.numel(name), vector.elements(name)),
+        ):
+            sketch.add(sketched)
         for name in vector.heads:
             vector.head(name)
         return outcomes, {**digests, **vector.digests}
@@ -419,6 +493,16 @@ class Store:
                 f"the relative distance is {moved / norm:.2f}; take it back with undo"
             )
 
+    def _warn_of_size(self, vector: TaskVector, totals: Totals) -> None:
+        from mergestream.report.diagnostics import LARGE
+
+        mean = self.history[-1].mean_norm if self.history else 0.0
+        if mean and totals.norm >= LARGE * mean:
+            self.progress.note(
+                f"{vector.expert.source} has moved {totals.norm / mean:.1f} times as far as the experts before it "
+                "in the mean and outweighs them; take it back with undo if that is not meant"
+            )
+
     def _free_name(self, name: str | None, source: str) -> str:
         taken = {entry.name for entry in self.history}
         if name is not None:
@@ -427,12 +511,15 @@ class Store:
             return name
         return expert_name(source, taken)
 
-    def _record(self, number: int) -> Path:
+    def record_directory(self, number: int) -> Path:
+        """Where the store keeps what it must know of the expert of a step, beside the state."""
         return self.path / "experts" / f"{number:04d}"
 
-    def _write_record(self, number: int, vector: TaskVector, outcomes: Mapping[str, Outcome]) -> str:
-        """Keep what happened to each tensor, and the expert's heads; returns the record's digest."""
-        directory = self._record(number)
+    def _write_record(self, number: int, vector: TaskVector, outcomes: Mapping[str, Outcome], sketch: Tensor) -> str:
+        """Keep what happened to each tensor, the sketch and the expert's heads; returns the record's digest."""
+        from mergestream.sketch import write_sketch
+
+        directory = self.record_directory(number)
         remove(directory)
         directory.mkdir(parents=True)
         tensors = {
@@ -448,15 +535,22 @@ class Store:
             with SafetensorsWriter(directory, layout, prefix="heads") as writer:
                 for name in vector.heads:
                     writer.write(name, vector.expert.read(name))
-        record = {"heads": {name: vector.digests[name] for name in vector.heads}, "tensors": tensors}
+        record = {
+            "sketch": write_sketch(directory, sketch),
+            "heads": {name: vector.digests[name] for name in vector.heads},
+            "tensors": tensors,
+        }
         write_json(directory / "tensors.json", record)
         return text_digest((directory / "tensors.json").read_text(encoding="utf-8"))
 
     def _verify_record(self, number: int, entry: Expert) -> None:
-        path = self._record(number) / "tensors.json"
+        path = self.record_directory(number) / "tensors.json"
         record = read_json(path)
         if text_digest(path.read_text(encoding="utf-8")) != entry.record:
             raise MergestreamError(f"{path} is damaged: its digest does not match the manifest")
+        with open_checkpoint(path.with_name("sketch.safetensors")) as sketch:
+            if tensor_digest(sketch.read("sketch")) != record["sketch"]:
+                raise MergestreamError(f"{path.parent} is damaged: the digest of the sketch does not match")
         if not record["heads"]:
             return
         with self.open_heads(entry.name) as heads:

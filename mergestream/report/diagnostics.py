@@ -1,0 +1,123 @@
+"""How similar the experts are, and how much of each one entered the merged state."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mergestream.sketch import STANDARD_ERROR, cosine, read_sketch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from mergestream.store import Store
+
+LARGE = 5.0
+"""An expert whose norm is this many times the others' mean deserves a warning: it would drown them."""
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Cosines of the task vectors, estimated from their sketches."""
+
+    experts: tuple[str, ...]
+    cosines: tuple[tuple[float | None, ...], ...]
+    """None where an expert has no sketch or did not move at all"""
+    standard_error: float = STANDARD_ERROR
+    """Of a cosine near zero; those of similar experts are better known"""
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What became of each expert's task vector, tensor by tensor (or layer by layer)."""
+
+    experts: tuple[str, ...]
+    parts: tuple[str, ...]
+    """Names of the tensors or layers"""
+    norm: tuple[tuple[float, ...], ...]
+    """‖Δ‖, expert × part"""
+    kept: tuple[tuple[float, ...], ...]
+    """The share of ‖Δ‖² that entered the state, expert × part"""
+    protected: tuple[tuple[float | None, ...], ...]
+    """q, expert × part; for a layer the mean over its projected weights; None where nothing is projected"""
+
+    @cached_property
+    def projected(self) -> tuple[bool, ...]:
+        """Which parts are ever projected."""
+        return tuple(any(row[i] is not None for row in self.protected) for i in range(len(self.parts)))
+
+    def select(self, wanted: Sequence[bool]) -> Survival:
+        """Only the parts for which ``wanted`` is true."""
+
+        def chosen(row: Sequence) -> tuple:
+            return tuple(value for value, want in zip(row, wanted, strict=True) if want)
+
+        return Survival(
+            self.experts,
+            chosen(self.parts),
+            tuple(map(chosen, self.norm)),
+            tuple(map(chosen, self.kept)),
+            tuple(map(chosen, self.protected)),
+        )
+
+    def by_layer(self) -> Survival:
+        """The tensors of a layer taken together: energies added up, q averaged over the projected weights."""
+        members: dict[str, list[int]] = {}
+        for i, name in enumerate(self.parts):
+            members.setdefault(layer_of(name), []).append(i)
+        norm, kept, protected = [], [], []
+        for norms, shares, ranks in zip(self.norm, self.kept, self.protected, strict=True):
+            energy = [math.fsum(norms[i] ** 2 for i in group) for group in members.values()]
+            entered = [math.fsum(shares[i] * norms[i] ** 2 for i in group) for group in members.values()]
+            known = [[rank for i in group if (rank := ranks[i]) is not None] for group in members.values()]
+            norm.append(tuple(map(math.sqrt, energy)))
+            kept.append(tuple(part / whole if whole else 1.0 for part, whole in zip(entered, energy, strict=True)))
+            protected.append(tuple(math.fsum(group) / len(group) if group else None for group in known))
+        return Survival(self.experts, tuple(members), tuple(norm), tuple(kept), tuple(protected))
+
+
+def similarity(store: Store) -> Similarity:
+    sketches = [sketch_of(store, number) for number in range(1, store.manifest.step + 1)]
+    cosines = [[cosine(a, b) for b in sketches] for a in sketches]
+    return Similarity(tuple(entry.name for entry in store.history), tuple(map(tuple, cosines)))
+
+
+def survival(store: Store) -> Survival:
+    parts = tuple(name for name, tensor in store.manifest.base.tensors.items() if tensor.merges)
+    records = [store.tensor_records(number) for number in range(1, store.manifest.step + 1)]
+    return Survival(
+        tuple(entry.name for entry in store.history),
+        parts,
+        *(
+            tuple(tuple(record[name][what] for name in parts) for record in records)
+            for what in ("norm", "kept", "protected")
+        ),
+    )
+
+
+def sketch_of(store: Store, number: int) -> np.ndarray | None:
+    """The sketch of the expert of a step."""
+    return read_sketch(store.record_directory(number))
+
+
+def cosines_to(store: Store, sketch: Tensor) -> dict[str, float | None]:
+    """A new expert's cosine to each absorbed one, by name."""
+    new = sketch.float().numpy()
+    return {entry.name: cosine(new, sketch_of(store, number)) for number, entry in enumerate(store.history, 1)}
+
+
+_NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
+
+
+def layer_of(tensor: str) -> str:
+    """The layer that a tensor belongs to: ``encoder.layer.3`` of ``encoder.layer.3.attention.query.weight``.
+
+    Where no part of the name is a number, the module: ``pooler.dense`` of ``pooler.dense.bias``.
+    """
+    numbered = _NUMBERED.match(tensor)
+    return numbered.group() if numbered else tensor.rpartition(".")[0] or tensor

@@ -1,0 +1,150 @@
+"""All that a report tells, whatever form it takes."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from mergestream import __version__
+from mergestream.report.diagnostics import LARGE, Similarity, Survival, similarity, survival
+from mergestream.report.scores import Scores, attached
+
+if TYPE_CHECKING:
+    from mergestream.base_model import BaseTensor
+    from mergestream.store import Expert, Store
+
+SIMILAR = 0.5
+"""A cosine above this is no coincidence: unrelated task vectors have nearly none."""
+LITTLE = 0.5
+"""An expert of which less than this enters the state is hardly merged."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The state of a store and how it came to be."""
+
+    store: str
+    method: str
+    parameters: Mapping[str, Any]
+    base: str
+    base_digest: str
+    tensors: Mapping[str, BaseTensor]
+    history: tuple[Expert, ...]
+    similarity: Similarity
+    survival: Survival
+    scores: Scores | None
+    commands: tuple[str, ...]
+
+    @classmethod
+    def of(cls, store: Store) -> Facts:
+        manifest = store.manifest
+        return cls(
+            store=str(store.path),
+            method=manifest.method,
+            parameters=manifest.parameters,
+            base=manifest.base.source,
+            base_digest=manifest.base.digest,
+            tensors=manifest.base.tensors,
+            history=manifest.history,
+            similarity=similarity(store),
+            survival=survival(store),
+            scores=attached(store),
+            commands=tuple(_commands(store)),
+        )
+
+    def nearest(self, number: int) -> tuple[str, float] | None:
+        """The other expert with the largest cosine to the one of a step, and that cosine."""
+        row = self.similarity.cosines[number - 1]
+        known = [(value, i) for i, value in enumerate(row) if value is not None and i != number - 1]
+        if not known:
+            return None
+        value, i = max(known)
+        return self.history[i].name, value
+
+    def relative_norm(self, number: int) -> float:
+        """The norm of a step's task vector over the mean of the others'."""
+        others = [entry.norm for i, entry in enumerate(self.history, 1) if i != number]
+        mean = math.fsum(others) / len(others) if others else 0.0
+        return self.history[number - 1].norm / mean if mean else 1.0
+
+    def findings(self) -> list[str]:
+        """What deserves a look, in sentences."""
+        found = []
+        for number, entry in enumerate(self.history, 1):
+            relative = self.relative_norm(number)
+            if relative >= LARGE:
+                found.append(f"{entry.name} is {relative:.1f} times as large as the others in the mean.")
+            if entry.kept < LITTLE:
+                found.append(f"Only {entry.kept:.0%} of {entry.name} entered the merged state.")
+            for earlier, value in enumerate(self.similarity.cosines[number - 1][: number - 1]):
+                if value is not None and value >= SIMILAR:
+                    found.append(f"{entry.name} and {self.history[earlier].name} are similar (cosine {value:.2f}).")
+        if self.scores and self.scores.bwt is not None and self.scores.bwt < -0.05:
+            found.append(f"Tasks have lost {-self.scores.bwt:.1%} in the mean since their experts came.")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; the same store gives the same report, to the byte."""
+        layers = self.survival.by_layer()
+        return {
+            "mergestream": __version__,
+            "store": self.store,
+            "method": {"name": self.method, "parameters": dict(self.parameters)},
+            "base": {"source": self.base, "digest": self.base_digest},
+            "experts": [
+                {
+                    "step": number,
+                    **{key: value for key, value in asdict(entry).items() if key not in ("scale", "fates")},
+                    "lambda": finite(entry.lambda_),
+                    "sqrt_t": math.sqrt(number),
+                    "relative_norm": self.relative_norm(number),
+                    "tensors": dict(entry.fates),
+                }
+                for number, entry in enumerate(self.history, 1)
+            ],
+            "findings": self.findings(),
+            "similarity": asdict(self.similarity),
+            "layers": asdict(layers),
+            "survival": asdict(self.survival),
+            "scores": {**asdict(self.scores), "ACC": self.scores.acc, "BWT": self.scores.bwt} if self.scores else None,
+            "tensors": [
+                {
+                    "name": name,
+                    "role": tensor.role,
+                    "rule": tensor.rule,
+                    "dtype": tensor.dtype,
+                    "shape": list(tensor.shape),
+                    "norm": tensor.norm,
+                    "digest": tensor.digest,
+                }
+                for name, tensor in self.tensors.items()
+            ],
+            "commands": list(self.commands),
+        }
+
+
+def finite(value: float) -> float | None:
+    """JSON knows no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _commands(store: Store) -> Iterator[str]:
+    """The command lines that make this store again."""
+    manifest, path = store.manifest, str(store.path)
+    rules = dict.fromkeys(tensor.rule for tensor in manifest.base.tensors.values())
+    overrides = [rule.split(" ", 1) for rule in rules if rule.startswith(("--linear ", "--not-linear "))]
+    init = ["init", path, "--base", manifest.base.source, "--method", manifest.method]
+    init += [part for key, value in manifest.parameters.items() for part in ("--set", f"{key}={value}")]
+    init += [part for override in overrides for part in override]
+    init += [part for glob in manifest.base.heads for part in ("--heads", glob)]
+    yield shlex.join(["mergestream", *init, "--keep", str(manifest.keep)])
+    for entry in manifest.history:
+        add = ["add", path, entry.source, "--name", entry.name]
+        add += ["--partial"] if entry.options.get("partial") else []
+        add += [part for glob in entry.options.get("ignore", ()) for part in ("--ignore", glob)]
+        add += [part for gate in entry.gates for part in ("--gate", gate["gate"])]
+        add += ["--evaluate", entry.evaluation["command"]] if entry.evaluation else []
+        yield shlex.join(["mergestream", *add])

@@ -1,0 +1,214 @@
+"""The report's figures as plotly figure objects, for the page and for notebooks::
+
+figures.similarity(store.similarity()).show()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mergestream.errors import MergestreamError
+from mergestream.report.diagnostics import Similarity, Survival
+from mergestream.report.facts import finite
+from mergestream.report.scores import Scores
+
+try:
+    import plotly.graph_objects as go
+except ImportError as error:
+    raise MergestreamError("figures need the package plotly; pip install 'mergestream[report]'") from error
+
+if TYPE_CHECKING:
+    from mergestream.store import Expert
+
+BLUE, ORANGE, GREY = "#2f6fde", "#d9730d", "#8a94a3"
+SEQUENTIAL = ["#eef3fb", "#b9d0f5", "#7ba7ea", "#3f7ad6", "#1d4fa5", "#0c2d6b"]
+DIVERGING = ["#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5"]
+MOST_LABELLED = 12
+"""Cells carry their values up to this many in a row."""
+
+
+def scaling(history: Sequence[Expert]) -> go.Figure:
+    """λ_t against √t (the paper's adaptive scaling factors)."""
+    steps, names = list(range(1, len(history) + 1)), [entry.name for entry in history]
+    figure = go.Figure()
+    figure.add_scatter(
+        x=steps,
+        y=[math.sqrt(t) for t in steps],
+        name="√t",
+        mode="lines",
+        line={"color": GREY, "dash": "dash", "width": 2},
+        hovertemplate="√%{x} = %{y:.4f}<extra></extra>",
+    )
+    figure.add_scatter(
+        x=steps,
+        y=[finite(entry.lambda_) for entry in history],
+        name="λ",
+        customdata=names,
+        mode="lines+markers",
+        line={"color": BLUE, "width": 2.5},
+        marker={"size": 8},
+        hovertemplate="step %{x}: %{customdata}<br>λ = %{y:.4f}<extra></extra>",
+    )
+    return _steps(figure, len(steps), "scaling factor")
+
+
+def norms(history: Sequence[Expert]) -> go.Figure:
+    """‖Δ_t‖, its running mean n_t, and ‖merged − base‖ after each step."""
+    steps, names = list(range(1, len(history) + 1)), [entry.name for entry in history]
+    figure = go.Figure()
+    figure.add_bar(
+        x=steps,
+        y=[entry.norm for entry in history],
+        name="‖Δ‖ of the expert",
+        customdata=names,
+        marker={"color": "#a9c4f2", "line": {"width": 0}},
+        hovertemplate="step %{x}: %{customdata}<br>‖Δ‖ = %{y:.5g}<extra></extra>",
+    )
+    lines: tuple[tuple[str, list[float], dict[str, Any], str], ...] = (
+        ("n, their mean", [e.mean_norm for e in history], {"color": GREY, "dash": "dash"}, "n"),
+        ("‖merged − base‖", [e.distance for e in history], {"color": ORANGE}, "‖merged − base‖"),
+    )
+    for name, values, line, symbol in lines:
+        figure.add_scatter(
+            x=steps,
+            y=values,
+            name=name,
+            mode="lines+markers",
+            line={"width": 2.5, **line},
+            marker={"size": 7},
+            hovertemplate=f"after step %{{x}}<br>{symbol} = %{{y:.5g}}<extra></extra>",
+        )
+    figure.update_layout(bargap=0.35)
+    return _steps(figure, len(steps), "norm").update_yaxes(rangemode="tozero")
+
+
+def similarity(similarity: Similarity) -> go.Figure:
+    """The cosine matrix. Colours are for the cosines between different experts; the diagonal is one."""
+    names, count = list(similarity.experts), len(similarity.experts)
+    others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(similarity.cosines)]
+    largest = max((abs(value) for row in others for value in row if value is not None), default=0.0)
+    limit = max(0.05, largest)
+    figure = go.Figure(
+        go.Heatmap(
+            x=names,
+            y=names,
+            z=others,
+            zmin=-limit,
+            zmax=limit,
+            colorscale=DIVERGING,
+            colorbar={"title": {"text": "cosine"}, "thickness": 12, "outlinewidth": 0},
+            text=_labels(similarity.cosines, "{:.2f}") if count <= MOST_LABELLED else None,
+            texttemplate="%{text}" if count <= MOST_LABELLED else None,
+            hovertemplate="%{y} · %{x}<br>cosine %{z:.4f}<extra></extra>",
+            hoverongaps=False,
+            xgap=1,
+            ygap=1,
+            meta="diverging",
+        )
+    )
+    return _matrix(figure, count, square=True)
+
+
+def survival(survival: Survival) -> go.Figure:
+    """The share of each expert that entered the state: experts × layers (or tensors), and in all."""
+    totals = []
+    for norm, kept in zip(survival.norm, survival.kept, strict=True):
+        energy = [value**2 for value in norm]
+        whole = math.fsum(energy)
+        totals.append(math.fsum(e * k for e, k in zip(energy, kept, strict=True)) / whole if whole else 1.0)
+    z = [[total, None, *kept] for total, kept in zip(totals, survival.kept, strict=True)]
+    figure = _parts(survival, z, ("in all", " "), "share kept", "%{y}, %{x}<br>%{z:.1%} entered<extra></extra>")
+    figure.update_traces(zmin=min(0.5, *(v for row in z for v in row if v is not None)), zmax=1)
+    return figure.update_traces(colorbar={"tickformat": ".0%"})
+
+
+def protected(survival: Survival) -> go.Figure:
+    """The number of protected directions q when each expert came: experts × layers (or tensors)."""
+    return _parts(
+        survival, survival.protected, (), "q", "%{y}, %{x}<br>%{z:.1f} directions protected<extra></extra>"
+    ).update_traces(zmin=0)
+
+
+def scores(scores: Scores) -> go.Figure:
+    """The accuracy matrix: the score on each task after each step. Below the diagonal are tasks seen before."""
+    rows = [f"after step {i}" for i in range(1, len(scores.matrix) + 1)]
+    matrix = [list(row) for row in scores.matrix]
+    if scores.base:
+        rows.insert(0, "base")
+        matrix.insert(0, list(scores.base))
+    if scores.experts:
+        rows.append("experts alone")
+        matrix.append(list(scores.experts))
+    shares = all(value is None or 0 <= value <= 1 for row in matrix for value in row)
+    form = ".1%" if shares else ".4g"
+    labelled = len(scores.tasks) <= MOST_LABELLED
+    figure = go.Figure(
+        go.Heatmap(
+            x=list(scores.tasks),
+            y=rows,
+            z=matrix,
+            colorscale=SEQUENTIAL,
+            colorbar={"title": {"text": scores.metric}, "thickness": 12, "outlinewidth": 0, "tickformat": form},
+            text=_labels(matrix, "{:.0%}" if shares else "{:.3g}") if labelled else None,
+            texttemplate="%{text}" if labelled else None,
+            hovertemplate=f"%{{x}}, %{{y}}<br>{scores.metric} %{{z:{form}}}<extra></extra>",
+            hoverongaps=False,
+            xgap=1,
+            ygap=1,
+            meta="sequential",
+        )
+    )
+    return _matrix(figure, len(rows))
+
+
+def _parts(survival: Survival, z: Any, before: tuple[str, ...], title: str, hover: str) -> go.Figure:
+    """Experts × parts of the model; ``before`` names the columns that come first."""
+    figure = go.Figure(
+        go.Heatmap(
+            x=[*before, *short_names(survival.parts)],
+            y=list(survival.experts),
+            z=z,
+            colorscale=SEQUENTIAL,
+            colorbar={"title": {"text": title}, "thickness": 12, "outlinewidth": 0},
+            hovertemplate=hover,
+            hoverongaps=False,
+            xgap=1 if len(survival.parts) <= 80 else 0,
+            ygap=1,
+            meta="sequential",
+        )
+    )
+    return _matrix(figure, len(survival.experts))
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Without the path that all have in common."""
+    split = [name.split(".") for name in names]
+    common = 0
+    while len(names) > 1 and all(len(parts) > common + 1 and parts[common] == split[0][common] for parts in split):
+        common += 1
+    return [".".join(parts[common:]) for parts in split]
+
+
+def _labels(matrix: Sequence[Sequence[float | None]], form: str) -> list[list[str]]:
+    return [["" if value is None else form.format(value) for value in row] for row in matrix]
+
+
+def _steps(figure: go.Figure, steps: int, title: str) -> go.Figure:
+    figure.update_xaxes(title="experts absorbed, t", dtick=1 if steps <= 20 else None, zeroline=False)
+    figure.update_yaxes(title=title, zeroline=False)
+    return figure.update_layout(
+        height=360,
+        margin={"l": 64, "r": 16, "t": 24, "b": 56},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+    )
+
+
+def _matrix(figure: go.Figure, rows: int, square: bool = False) -> go.Figure:
+    figure.update_xaxes(type="category", tickangle=-45, automargin=True, showgrid=False, zeroline=False)
+    figure.update_yaxes(type="category", autorange="reversed", automargin=True, showgrid=False, zeroline=False)
+    if square:
+        figure.update_xaxes(constrain="domain").update_yaxes(scaleanchor="x", constrain="domain")
+    height = (36 if square else 26) * max(rows, 3) + 190
+    return figure.update_layout(height=height, margin={"l": 16, "r": 16, "t": 16, "b": 16})

@@ -1,0 +1,166 @@
+"""Gates: conditions on the numbers of a step. A step that fails one is not taken."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.report.diagnostics import cosines_to
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mergestream.step import Totals
+    from mergestream.store import Expert, Store
+
+QUANTITIES = {
+    "kept": "the share of the expert that enters the merged state",
+    "max_cosine": "the largest cosine to an expert in the store",
+    "relative_norm": "the expert's norm over the mean norm of the experts in the store",
+    "norm": "the norm of the expert's task vector",
+    "lambda": "the scaling factor λ after the step",
+    "distance": "the distance of the merged model to the base",
+    "score": "the number that the --evaluate command prints last",
+}
+_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({_NUMBER})\s*")
+_STANDALONE_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}(?![\w])")
+MODEL = "{model}"
+
+
+class GateError(MergestreamError):
+    """One or more gates failed; the message has one sentence, on one line, for each."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A condition such as ``kept>=0.6``."""
+
+    quantity: str
+    comparison: str
+    bound: float
+
+    @classmethod
+    def parse(cls, text: str) -> Gate:
+        match = _GATE.fullmatch(text)
+        if not match or match[1] not in QUANTITIES:
+            raise UsageError(
+                f"gate {text!r} is not a condition such as 'kept>=0.6' (it can be on: {', '.join(QUANTITIES)})"
+            )
+        return cls(match[1], match[2], float(match[3]))
+
+    def __str__(self) -> str:
+        return f"{self.quantity}{self.comparison}{self.bound:g}"
+
+    def holds(self, value: float | None) -> bool:
+        """None is a comparison with nothing, as for the first expert, and holds; an unknown value (NaN) does not."""
+        return value is None or _COMPARISONS[self.comparison](value, self.bound)
+
+
+@dataclass(frozen=True)
+class Gatekeeper:
+    """The gates of one ``add``, and the command that gives the score."""
+
+    gates: tuple[Gate, ...] = ()
+    command: str | None = None
+
+    @classmethod
+    def of(cls, gates: Sequence[str], command: str | None) -> Gatekeeper:
+        """Refuses what cannot be meant, before any work is done."""
+        parsed = tuple(Gate.parse(text) for text in gates)
+        if command is not None:
+            check_command(command)
+        elif any(gate.quantity == "score" for gate in parsed):
+            raise UsageError("a gate on the score needs a command that gives it; pass --evaluate CMD")
+        return cls(parsed, command)
+
+    def check(self, store: Store, totals: Totals, sketch: Tensor, source: str) -> list[dict[str, Any]]:
+        """Hold the numbers of a step that is not finished yet against the gates; the score comes later."""
+        gates = [gate for gate in self.gates if gate.quantity != "score"]
+        if not gates:
+            return []
+        values: dict[str, float | None] = {
+            "kept": totals.kept,
+            "max_cosine": None,
+            "relative_norm": None,
+            "norm": totals.norm,
+            "lambda": 1 / totals.scale if totals.scale else math.inf,
+            "distance": totals.distance,
+        }
+        if store.history:
+            cosines = [value for value in cosines_to(store, sketch).values() if value is not None]
+            mean = store.history[-1].mean_norm
+            values["max_cosine"] = max(cosines, default=math.nan)
+            values["relative_norm"] = totals.norm / mean if mean else math.nan
+        return check(gates, values, source)
+
+    def evaluate(self, store: Store, expert: Expert) -> Expert:
+        """Run the command on the model that the store would give with ``expert``, whose state is on disk already.
+
+        Returns the expert with the score and what it was held against.
+        """
+        if self.command is None:
+            return expert
+        candidate = copy(store)
+        candidate.manifest = store.manifest.with_expert(expert)
+        with tempfile.TemporaryDirectory(prefix="candidate-", dir=store.path) as directory:
+            score = evaluate(self.command, candidate.export(Path(directory) / "model"))
+        gates = [gate for gate in self.gates if gate.quantity == "score"]
+        passed = check(gates, {"score": score}, expert.source)
+        evaluation = {"command": self.command, "score": score}
+        return replace(expert, gates=[*expert.gates, *passed], evaluation=evaluation)
+
+
+def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[dict[str, Any]]:
+    """What goes into the history: each gate with its value. Raises if one fails."""
+    failed = [gate for gate in gates if not gate.holds(values[gate.quantity])]
+    if failed:
+        raise GateError("\n".join(_sentence(gate, values[gate.quantity], source) for gate in failed))
+    return [{"gate": str(gate), "value": values[gate.quantity]} for gate in gates]
+
+
+def _sentence(gate: Gate, value: float | None, source: str) -> str:
+    found = "is not known" if value is None or math.isnan(value) else f"is {value:.4g}"
+    what = QUANTITIES[gate.quantity]
+    return f"{source} was not added: {what} {found}, and the gate asks for {gate}"
+
+
+def check_command(command: str) -> None:
+    """Refuse a command line that cannot be meant, before any work is done."""
+    try:
+        parts = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--evaluate {command!r} is not a command line: {error}") from None
+    if not any(MODEL in part for part in parts):
+        raise UsageError(f"--evaluate {command!r} does not say where the model goes; write {MODEL} in its place")
+
+
+def evaluate(command: str, model: Path) -> float:
+    """Run a user's command on a model directory; returns the last number that it prints. No shell is involved."""
+    arguments = [part.replace(MODEL, str(model)) for part in shlex.split(command)]
+    try:
+        run = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise MergestreamError(f"{arguments[0]} of --evaluate cannot be run: {error.strerror}") from error
+    if run.returncode:
+        raise MergestreamError(f"{arguments[0]} of --evaluate ended with code {run.returncode}; nothing was added")
+    numbers = _STANDALONE_NUMBER.findall(run.stdout)
+    if not numbers:
+        raise MergestreamError(f"{arguments[0]} of --evaluate printed no number; nothing was added")
+    return float(numbers[-1])

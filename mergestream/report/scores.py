@@ -1,0 +1,121 @@
+"""Evaluations that are attached to a store: A[i][j], the score on task j after i models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mergestream.digest import text_digest
+from mergestream.errors import MergestreamError
+from mergestream.store.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from mergestream.store import Store
+
+NAME = "scores.json"
+Row = Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the merged model after each step; tasks in the order in which their experts came."""
+
+    tasks: tuple[str, ...]
+    matrix: tuple[tuple[float | None, ...], ...]
+    """One row per step, one entry per task; None where it was not measured"""
+    metric: str = "accuracy"
+    base: tuple[float | None, ...] | None = None
+    """The base model's own"""
+    experts: tuple[float | None, ...] | None = None
+    """Each expert's, on its own task"""
+
+    @classmethod
+    def of(
+        cls,
+        tasks: Sequence[str],
+        matrix: Sequence[Row],
+        *,
+        base: Row | None = None,
+        experts: Row | None = None,
+        metric: str = "accuracy",
+    ) -> Scores:
+        """From any sequences, such as lists or the rows of an array."""
+
+        def entries(row: Row) -> tuple[float | None, ...]:
+            return tuple(None if value is None else float(value) for value in row)
+
+        return cls(
+            tuple(tasks),
+            tuple(map(entries, matrix)),
+            metric,
+            None if base is None else entries(base),
+            None if experts is None else entries(experts),
+        )
+
+    @property
+    def acc(self) -> float | None:
+        """ACC: the mean over all tasks after the last step."""
+        from mergestream.evaluation.metrics import average_accuracy
+
+        return average_accuracy(self.matrix)
+
+    @property
+    def bwt(self) -> float | None:
+        """BWT: what the tasks lost, in the mean, since their own experts came; needs two steps."""
+        from mergestream.evaluation.metrics import backward_transfer
+
+        return backward_transfer(self.matrix) if len(self.matrix) > 1 else None
+
+
+def attach(store: Store, scores: Scores) -> None:
+    """Keep scores in the store; they replace earlier ones."""
+    if not scores.matrix or len(scores.matrix) > store.manifest.step:
+        raise MergestreamError(
+            f"{len(scores.matrix)} rows of scores do not fit {store.path}, which has taken {store.manifest.step} steps"
+        )
+    if len(scores.tasks) < len(scores.matrix):
+        raise MergestreamError(
+            f"there are {len(scores.matrix)} rows of scores and {len(scores.tasks)} tasks; "
+            "name at least one task per step, in the order of the steps"
+        )
+    for row in (*scores.matrix, scores.base, scores.experts):
+        if row is not None and len(row) != len(scores.tasks):
+            raise MergestreamError(f"a row of scores has {len(row)} entries for {len(scores.tasks)} tasks")
+        if row is not None and not all(value is None or math.isfinite(value) for value in row):
+            raise MergestreamError("scores must be finite numbers, or None where they were not measured")
+    data = {
+        "metric": scores.metric,
+        "tasks": scores.tasks,
+        "matrix": scores.matrix,
+        "base": scores.base,
+        "experts": scores.experts,
+        # Scores belong to a state: after an undo and another add, they must not be shown for the new one.
+        "states": [entry.state for entry in store.history[: len(scores.matrix)]],
+    }
+    write_json(store.path / NAME, {**data, "digest": _digest(data)})
+
+
+def attached(store: Store) -> Scores | None:
+    """The scores of the store's present history, or None."""
+    path = store.path / NAME
+    if not path.is_file():
+        return None
+    data = read_json(path)
+    if not isinstance(data, dict) or data.pop("digest", None) != _digest(data):
+        raise MergestreamError(f"{path} is damaged: its digest does not match; attach the scores once more")
+    valid = 0
+    for state, entry in zip(data["states"], store.history, strict=False):
+        if state != entry.state:
+            break
+        valid += 1
+    if not valid:
+        return None
+    rows = data["matrix"][:valid]
+    return Scores.of(data["tasks"], rows, base=data["base"], experts=data["experts"], metric=data["metric"])
+
+
+def _digest(data: object) -> str:
+    return text_digest(json.dumps(data, sort_keys=True))
