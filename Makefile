@@ -1,10 +1,11 @@
 # make demo   sets up and runs the main job on something real
 # make test   sets up, lints, type-checks and runs the tests
+# make bench  measures us, our peers and the limits on the same files (bench-quick: under three minutes)
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench bench-quick wheel clean
+.PHONY: demo test lint bench bench-quick peers wheel clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -21,6 +22,21 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Peers are measured in an environment of their own: they need more, and other versions, than we do.
+.venv-peers/installed: benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements.txt
+	touch $@
+
+peers: .venv-peers/installed
+
+bench: .venv/installed .venv-peers/installed
+	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.growth
+
+bench-quick: .venv/installed .venv-peers/installed
+	$(BIN)/python -m benchmarks --quick
 
 wheel: .venv/installed
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .

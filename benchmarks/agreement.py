@@ -1,0 +1,71 @@
+"""Do the fast ways give the same results as the peers, and as the formula written out in float64?"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.checkpoints import Family
+from mergestream.checkpoints import Checkpoint, open_checkpoint
+from mergestream.methods import OPCM
+from mergestream.methods.base import Context
+
+NOT_MERGED_BY_FUSIONBENCH = "class_embedding"
+"""It sits on a module that is no leaf, and FusionBench walks the leaves only."""
+
+
+def with_fusionbench(family: Family, ours: Path, our_lambda: float, theirs: Path, their_lambda: float) -> float:
+    """‖S_ours − S_theirs‖ / ‖S_theirs‖ with S = λ·(merged − base), over all that FusionBench merges."""
+    difference, norm = 0.0, 0.0
+    with open_checkpoint(family.base) as base, open_checkpoint(ours) as a, open_checkpoint(theirs) as b:
+        for name in base.tensors:
+            if not name.endswith(NOT_MERGED_BY_FUSIONBENCH):
+                reference = _task_vector(b, base, name) * their_lambda
+                difference += float((_task_vector(a, base, name) * our_lambda - reference).square().sum())
+                norm += float(reference.square().sum())
+    return math.sqrt(difference / norm)
+
+
+def with_mergekit(family: Family, ours: Path, theirs: Path) -> float:
+    """‖merged_ours − merged_theirs‖ / ‖merged_theirs − base‖ over all tensors."""
+    difference, norm = 0.0, 0.0
+    with open_checkpoint(family.base) as base, open_checkpoint(ours) as a, open_checkpoint(theirs) as b:
+        for name in base.tensors:
+            reference = _task_vector(b, base, name)
+            difference += float((_task_vector(a, base, name) - reference).square().sum())
+            norm += float(reference.square().sum())
+    return math.sqrt(difference / norm)
+
+
+def with_float64_svd(family: Family, layer: str) -> dict[str, float]:
+    """‖P(Δ) − exact‖ / ‖exact‖ for every matrix of one layer: our kernel against a full SVD in float64."""
+    errors = {}
+    with (
+        open_checkpoint(family.base) as base,
+        open_checkpoint(family.experts[0]) as first,
+        open_checkpoint(family.experts[1]) as second,
+    ):
+        for name, info in base.tensors.items():
+            if layer in name and len(info.shape) == 2:
+                S, delta = first.read(name) - base.read(name), second.read(name) - base.read(name)
+                ours = OPCM(alpha=0.5).absorb({"sum": S}, delta, Context(2, linear=True)).kept
+                exact = reference_projection(S.double(), delta.double(), alpha=0.5)
+                errors[name] = float((ours - exact).norm() / exact.norm())
+    return errors
+
+
+def reference_projection(S: Tensor, delta: Tensor, alpha: float) -> Tensor:
+    """The formula as it stands: Δ in the full bases of S, the diagonal and the leading q×q block zeroed."""
+    u, s, vh = torch.linalg.svd(S, full_matrices=True)
+    q = int((s.cumsum(0) < alpha * s.sum()).sum())
+    core = u.T @ delta @ vh.T
+    core.diagonal().zero_()
+    core[:q, :q] = 0
+    return u @ core @ vh
+
+
+def _task_vector(checkpoint: Checkpoint, base: Checkpoint, name: str) -> Tensor:
+    return checkpoint.read(name).double() - base.read(name).double()

@@ -1,0 +1,135 @@
+"""What is measured: the commands of every case, ours beside the peers' and the limits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.checkpoints import CACHE, Family
+from benchmarks.measure import ROOT, Cost, run
+from mergestream.methods.base import Method
+from mergestream.store import Store
+
+OUT = CACHE / "out"
+Command = tuple[str | Path, ...]
+PYTHON: Command = (sys.executable, "-m")
+PEERS: Command = (ROOT / ".venv-peers" / "bin" / "python", "-m")
+CLI = Path(sys.executable).with_name("mergestream")
+
+OURS, COMMAND, FLOOR, KERNELS = "mergestream", "mergestream (command)", "floor", "bare kernels"
+FUSIONBENCH, MERGEKIT = "FusionBench", "mergekit"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work of a case."""
+
+    name: str
+    command: Command
+    prepare: Callable[[], object] = lambda: None
+
+    @property
+    def is_peer(self) -> bool:
+        return self.name.split(",")[0] in (FUSIONBENCH, MERGEKIT)
+
+
+@dataclass(frozen=True)
+class Case:
+    title: str
+    contenders: tuple[Contender, ...]
+
+    def measure(self, repetitions: int, peer_repetitions: int) -> dict[str, list[Cost]]:
+        """Interleaved: every round runs all contenders, so that a busy minute hits them alike."""
+        costs: dict[str, list[Cost]] = {contender.name: [] for contender in self.contenders}
+        for number in range(max(repetitions, peer_repetitions)):
+            for contender in self.contenders:
+                if number < (peer_repetitions if contender.is_peer else repetitions):
+                    contender.prepare()
+                    cost = run(contender.command)
+                    costs[contender.name].append(cost)
+                    print(f"{self.title}: {contender.name}: {_line(cost)}", file=sys.stderr, flush=True)
+        return costs
+
+
+def _line(cost: Cost) -> str:
+    inside = f", of which work {cost.work['wall']:.2f} s / {cost.work['cpu']:.2f} s" if cost.work else ""
+    return f"{cost.wall:.2f} s wall, {cost.cpu:.2f} s CPU{inside}, {cost.anonymous / 1e6:.0f} MB"
+
+
+def fresh(path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    return path
+
+
+def store_with(path: Path, family: Family, method: Method, experts: int) -> Path:
+    """A store that has absorbed the first `experts` experts."""
+    store = Store.create(fresh(path), family.base, method)
+    for expert in family.experts[:experts]:
+        store.add(expert)
+    return path
+
+
+def back_to(store: Path, step: int) -> None:
+    """Undo what an earlier round has added."""
+    opened = Store(store)
+    while opened.manifest.step > step:
+        opened.undo()
+
+
+def previous_state(store: Path, step: int) -> Path:
+    return store / "steps" / f"{step:04d}"
+
+
+def floor(read: Sequence[Path], copy: Path) -> Contender:
+    output = OUT / "floor"
+    command: Command = (*PYTHON, "benchmarks.floor", "--read", *read, "--copy", copy, "--output", output)
+    return Contender(FLOOR, command, lambda: fresh(output))
+
+
+def add(store: Path, expert: Path, step: int) -> Contender:
+    """One model into a store that holds `step` models."""
+    return Contender(OURS, (*PYTHON, "benchmarks.ours", "add", store, expert), lambda: back_to(store, step))
+
+
+def add_command(store: Path, expert: Path, step: int) -> Contender:
+    """The same as a shell command: the start of Python and the imports count."""
+    return Contender(COMMAND, (CLI, "add", store, expert, "--quiet"), lambda: back_to(store, step))
+
+
+def kernels(family: Family) -> Contender:
+    """The decompositions and products of one OPCM step alone, on all cores, with the matrices in memory."""
+    return Contender(KERNELS, (*PYTHON, "benchmarks.kernels", "--base", family.base, "--experts", *family.experts))
+
+
+def export(store: Path, out: Path) -> Contender:
+    return Contender(OURS, (*PYTHON, "benchmarks.ours", "export", store, out))
+
+
+def merge(family: Family, method: str, *parameters: str, label: str = OURS, out: Path = OUT / "merged") -> Contender:
+    settings = [part for parameter in parameters for part in ("--set", parameter)]
+    command: Command = (*PYTHON, "benchmarks.ours", "merge", "--base", family.base, "--method", method, *settings)
+    return Contender(label, (*command, out, *family.experts))
+
+
+def mergekit(
+    family: Family, method: str, *, dtype: str = "bfloat16", label: str = MERGEKIT, out: Path = OUT / "mergekit"
+) -> Contender:
+    command = (*PEERS, "benchmarks.peers.mergekit_merge", method, "--base", family.base, "--dtype", dtype)
+    return Contender(label, (*command, "--output", out, "--experts", *family.experts), lambda: fresh(out))
+
+
+def fusionbench(family: Family, method: str, *, out: Path = OUT / "fusionbench") -> Contender:
+    command = (*PEERS, "benchmarks.peers.fusionbench_merge", method, "--base", family.base, "--output", out)
+    return Contender(FUSIONBENCH, (*command, "--experts", *family.experts), lambda: fresh(out))
+
+
+def have_peers() -> bool:
+    return Path(PEERS[0]).exists()
+
+
+def workers() -> int:
+    return os.cpu_count() or 1

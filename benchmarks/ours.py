@@ -1,0 +1,49 @@
+"""Run mergestream through its Python API, as `benchmarks.stopwatch` work (the imports are not measured).
+
+python -m benchmarks.ours add STORE EXPERT
+python -m benchmarks.ours export STORE OUT
+python -m benchmarks.ours merge --base B --method ties --set mode=streaming OUT E1 E2 E3
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch  # noqa: F401 (imported here so that the work does not pay for it)
+
+from benchmarks.stopwatch import work
+from mergestream.methods import make_method
+from mergestream.one_shot import merge
+from mergestream.store import Store
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("add", "export"):
+        command = commands.add_parser(name)
+        command.add_argument("store", type=Path)
+        command.add_argument("path", type=Path)
+    command = commands.add_parser("merge")
+    command.add_argument("--base", type=Path, required=True)
+    command.add_argument("--method", required=True)
+    command.add_argument("--set", action="append", default=[], dest="parameters")
+    command.add_argument("path", type=Path)
+    command.add_argument("experts", type=Path, nargs="+")
+    arguments = parser.parse_args()
+
+    if arguments.command == "merge":
+        method = make_method(arguments.method, dict(item.split("=") for item in arguments.parameters))
+        with work():
+            merge(arguments.base, arguments.experts, arguments.path, method, overwrite=True)
+    elif arguments.command == "add":
+        with work() as facts:
+            facts["lambda"] = 1 / Store(arguments.store).add(arguments.path).scale
+    else:
+        with work():
+            Store(arguments.store).export(arguments.path, overwrite=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The cases of `make bench`, and what the issue demands of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import agreement, cases
+from benchmarks.cases import CLI, COMMAND, FLOOR, FUSIONBENCH, KERNELS, MERGEKIT, OURS, OUT, PEERS, Case, Contender
+from benchmarks.checkpoints import CACHE, MODELS, family
+from benchmarks.measure import Cost, run
+from mergestream.methods import OPCM, Average
+from mergestream.store import Store
+
+STORES = CACHE / "stores"
+MEGABYTE = 10**6
+
+
+@dataclass(frozen=True)
+class Target:
+    """One line of the issue's table, as measured."""
+
+    work: str
+    measured: str
+    target: str
+    reached: bool | None
+    """None where there is nothing to judge: a figure for the record"""
+
+
+@dataclass
+class Suite:
+    repetitions: int
+    peer_repetitions: int
+    measured: dict[str, dict[str, list[Cost]]] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+
+    def opcm(self, model: str) -> None:
+        """One OPCM step: the second expert meets the first, as in the middle of a continual merge."""
+        experts = family(model, 2)
+        store = cases.store_with(STORES / f"{model}-opcm", experts, OPCM(alpha=0.5, projection="reference"), 1)
+        second = experts.experts[1]
+        title = f"one OPCM step, {model}"
+        self._measure(
+            title,
+            cases.add(store, second, 1),
+            cases.add_command(store, second, 1),
+            cases.kernels(experts),
+            *([cases.fusionbench(experts, "opcm")] if cases.have_peers() else []),
+        )
+        step = self._median(title, OURS, lambda cost: cost.work["wall"])
+        command = self._median(title, COMMAND, lambda cost: cost.wall)
+        kernels = self._median(title, KERNELS, lambda cost: cost.work["wall"])
+        self._judge_above(f"{title} against the bare kernels, all cores (wall)", step, kernels, 1.3)
+        if cases.have_peers():
+            theirs = self._median(title, FUSIONBENCH, lambda cost: cost.work["steps"][-1])
+            self._judge_faster(
+                f"{title}, our `add` with all its reads and writes against FusionBench's arithmetic alone (wall)",
+                theirs,
+                step,
+                6,
+            )
+            self._judge_faster(f"{title}, the whole command `mergestream add` against the same", theirs, command, 6)
+            self._agree_with_fusionbench(model, store)
+        errors = agreement.with_float64_svd(experts, ".layers.0.")
+        self._note(
+            f"{model}: P(Δ) of a layer's matrices against a float64 full SVD, largest relative error",
+            max(errors.values()),
+            1e-5,
+        )
+        self._judge_memory(title, model, OURS)
+
+    def _agree_with_fusionbench(self, model: str, store: Path) -> None:
+        title, merged = f"one OPCM step, {model}", OUT / "opcm"
+        opened = Store(store)
+        opened.export(merged, overwrite=True)
+        theirs = self.measured[title][FUSIONBENCH][-1].work["lambda"]
+        difference = agreement.with_fusionbench(
+            family(model, 2), merged, 1 / opened.history[-1].scale, OUT / "fusionbench", theirs
+        )
+        self._note(f"{model}: our S₂ against FusionBench's (its SVD is float32), relative difference", difference, 1e-3)
+
+    def sums(self, model: str) -> None:
+        """What should cost no more than reading and writing: add, export, and one-shot merges of three."""
+        experts = family(model, 3)
+        base, third = experts.base, experts.experts[2]
+        store = cases.store_with(STORES / f"{model}-average", experts, Average(), 2)
+        adding, exporting = f"average, add, {model}", f"average, export, {model}"
+        before = cases.previous_state(store, 2)
+        self._measure(adding, cases.floor((base, third, before), before), cases.add(store, third, 2))
+        after = cases.previous_state(store, 3)
+        self._measure(exporting, cases.floor((base, after), base), cases.export(store, OUT / "exported"))
+        ours, floor = (
+            sum(self._median(title, name, lambda cost: cost.work["cpu"]) for title in (adding, exporting))
+            for name in (OURS, FLOOR)
+        )
+        self._judge_above(f"average, `add` + `export` of one model, {model}, against the floor (CPU)", ours, floor, 1.5)
+        for title in (adding, exporting):
+            self._record_ratio(f"{title}, against its floor (CPU)", title, OURS, FLOOR)
+            self._judge_memory(title, model, OURS)
+
+        title = f"merge of 3 experts, {model}"
+        ties = ("mode=streaming", "density=0.2", "scale=1")
+        merges = {
+            f"{OURS}, task arithmetic": ("task_arithmetic", "scale=0.3"),
+            f"{OURS}, TIES per tensor": ("ties", *ties, "trim=tensor"),
+            f"{OURS}, TIES over the model": ("ties", *ties, "trim=model"),
+        }
+        peers = {f"{MERGEKIT}, task arithmetic": "task_arithmetic", f"{MERGEKIT}, TIES": "ties"}
+        self._measure(
+            title,
+            cases.floor((base, *experts.experts), base),
+            *(cases.merge(experts, *method, label=label) for label, method in merges.items()),
+            *(cases.mergekit(experts, method, label=label) for label, method in peers.items() if cases.have_peers()),
+        )
+        floor = self._median(title, FLOOR, lambda cost: cost.work["cpu"])
+        for name in self.measured[title]:
+            cpu = self._median(title, name, lambda cost: cost.work["cpu"])
+            work = f"{title}: {name}, against the floor (CPU)"
+            if name in merges:
+                self._judge_above(work, cpu, floor, 1.5 if "arithmetic" in name else 3)
+                self._judge_memory(title, model, name)
+            elif name in peers:
+                self.targets.append(Target(work, _ratio(cpu, floor), "", None))
+
+    def agreement_with_mergekit(self) -> None:
+        """TIES where the trimming is defined alike: per tensor, in float32, on a model small enough to compare."""
+        experts = family("llama-tiny", 3)
+        ties = ("mode=streaming", "trim=tensor", "density=0.2", "scale=1")
+        run(cases.merge(experts, "ties", *ties, out=OUT / "ties").command)
+        peer = cases.mergekit(experts, "ties", dtype="float32")
+        peer.prepare()
+        run(peer.command)
+        difference = agreement.with_mergekit(experts, OUT / "ties", OUT / "mergekit")
+        self._note("TIES of 3 experts against mergekit's, relative difference of the task vectors", difference, 1e-5)
+
+    def startup(self) -> None:
+        """The commands that a user types most often must not wait for torch."""
+        store = STORES / "vit-b-32-opcm"
+        commands: dict[str, cases.Command] = {
+            "mergestream --help": (CLI, "--help"),
+            "mergestream status": (CLI, "status", store),
+        }
+        if cases.have_peers():
+            commands["mergekit-yaml --help"] = (Path(PEERS[0]).with_name("mergekit-yaml"), "--help")
+        for title, command in commands.items():
+            self._measure(title, Contender(MERGEKIT if "mergekit" in title else OURS, command))
+            (name,) = self.measured[title]
+            wall = self._median(title, name, lambda cost: cost.wall)
+            ours = name == OURS
+            self.targets.append(Target(title, f"{wall:.2f} s", "< 0.5 s" if ours else "", wall < 0.5 if ours else None))
+
+    def _measure(self, title: str, *contenders: Contender) -> None:
+        self.measured[title] = Case(title, contenders).measure(self.repetitions, self.peer_repetitions)
+
+    def _median(self, title: str, name: str, figure: Callable[[Cost], float]) -> float:
+        return statistics.median(figure(cost) for cost in self.measured[title][name])
+
+    def _judge_above(self, work: str, ours: float, limit: float, most: float) -> None:
+        self.targets.append(Target(work, _ratio(ours, limit), f"≤ {most}×", ours <= most * limit))
+
+    def _judge_faster(self, work: str, theirs: float, ours: float, least: float) -> None:
+        measured = f"{theirs / ours:.1f}× faster ({theirs:.2f} s / {ours:.2f} s)"
+        self.targets.append(Target(work, measured, f"≥ {least}×", theirs >= least * ours))
+
+    def _record_ratio(self, work: str, title: str, ours: str, limit: str) -> None:
+        a, b = (self._median(title, name, lambda cost: cost.work["cpu"]) for name in (ours, limit))
+        self.targets.append(Target(work, _ratio(a, b), "", None))
+
+    def _note(self, work: str, error: float, most: float) -> None:
+        self.targets.append(Target(work, f"{error:.1e}", f"≤ {most:.0e}", error <= most))
+
+    def _judge_memory(self, title: str, model: str, name: str) -> None:
+        """≤ 400 MB + 6 × the largest tensor in float32 × workers."""
+        largest = 4 * max(map(math.prod, MODELS[model].tensors.values()))
+        allowed = 400 * MEGABYTE + 6 * largest * cases.workers()
+        peak = max(cost.anonymous for cost in self.measured[title][name])
+        self.targets.append(
+            Target(
+                f"{title}: {name}, peak anonymous memory",
+                f"{peak / MEGABYTE:.0f} MB",
+                f"≤ {allowed / MEGABYTE:.0f} MB",
+                peak <= allowed,
+            )
+        )
+
+
+def _ratio(ours: float, limit: float) -> str:
+    return f"{ours / limit:.2f}× ({ours:.2f} s / {limit:.2f} s)"
+
+
+def announce(text: str) -> None:
+    print(f"── {text}", file=sys.stderr, flush=True)
+
+
+def as_json(suite: Suite) -> dict[str, Any]:
+    return {
+        "measurements": {
+            title: {name: [vars(cost) for cost in costs] for name, costs in contenders.items()}
+            for title, contenders in suite.measured.items()
+        },
+        "targets": [vars(target) for target in suite.targets],
+    }
