@@ -19,14 +19,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mergestream.lapack import eigh_upper
 from mergestream.lowrank import Basis, LowRank, Value, dense
 
 Projection = Literal["reference", "paper", "block"]
 
-# A singular value counts when it exceeds this share of the largest one. Rounding a state to float32 moves
-# singular values by about 1e-7·σ₁, and what the Gram matrix in float64 resolves ends at 1e-8·σ₁: 1e-6 is
-# safely above both. In float64 nothing is squared, and rounding noise is near 1e-16·√n.
-RANK_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+# A singular value counts when it exceeds this share of the largest one. Rounding a state to float32 moves its
+# singular values by about 1e-8·σ₁, and a Gram matrix in float64 resolves as much: at 1e-5·σ₁ a pair of singular
+# vectors is still a property of the matrix, to three digits. In float64 nothing is squared.
+RANK_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+# Below this share of σ₁, S·v is computed in float64: in float32 it errs by 1e-7·σ₁, which is too much of σᵢ.
+SMALL_SINGULAR_VALUE = 3e-4
+
+GRAM_BLOCK = 192
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,9 @@ class ThinSVD:
     @property
     def rank(self) -> int:
         return self.s.numel()
+
+    def transposed(self) -> ThinSVD:
+        return ThinSVD(self.v, self.s, self.u)
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,7 @@ def thin_svd(matrix: Value) -> ThinSVD | FactoredSVD:
         return FactoredSVD(matrix.left, decompose(matrix.core, tolerance), matrix.right)
     if matrix.dtype == torch.float64:
         return _direct_svd(matrix, tolerance)
-    svd = _gram_svd(matrix.double(), tolerance)
-    return ThinSVD(svd.u.to(matrix.dtype), svd.s, svd.v.to(matrix.dtype))
+    return _gram_svd(matrix, tolerance)
 
 
 def protected_directions(s: Tensor, alpha: float) -> int:
@@ -114,20 +122,20 @@ def _project_factors(delta: LowRank, svd: FactoredSVD, q: int, projection: Proje
 
 
 def _project_dense(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) -> Tensor:
+    if delta.shape[0] < delta.shape[1]:  # so that the rows below are the shorter ones
+        return _project_dense(delta.T, svd.transposed(), q, projection).T
     u, v = svd.u, svd.v
     if projection == "block":
         u, v = u[:, :q], v[:, :q]
-    left = u.T @ delta
-    core = left[:q] @ v[:, :q]
-    diagonal = torch.linalg.vecdot(left[q:], v[:, q:].T)
-    removed = torch.empty_like(left)  # in the basis u
-    removed[q:] = diagonal[:, None] * v[:, q:].T
+    rows = u.T @ delta  # first Δ, then what is removed from it, in the basis u
+    core = rows[:q] @ v[:, :q]
+    diagonal = torch.linalg.vecdot(rows[q:], v[:, q:].T)
+    torch.mul(diagonal[:, None], v[:, q:].T, out=rows[q:])
     if projection == "paper":
-        removed[:q] = left[:q]
         delta = delta - (delta @ v[:, :q] - u[:, :q] @ core) @ v[:, :q].T
     else:
-        removed[:q] = core @ v[:, :q].T
-    return torch.addmm(delta, u, removed, alpha=-1)
+        torch.mm(core, v[:, :q].T, out=rows[:q])
+    return torch.addmm(delta, u, rows, alpha=-1, out=torch.empty_like(delta))
 
 
 def _direct_svd(matrix: Tensor, tolerance: float) -> ThinSVD:
@@ -137,15 +145,33 @@ def _direct_svd(matrix: Tensor, tolerance: float) -> ThinSVD:
 
 
 def _gram_svd(matrix: Tensor, tolerance: float) -> ThinSVD:
-    """By the Gram matrix of the smaller side: for a float64 matrix with entries no better than float32."""
+    """SᵀS = V Σ² Vᵀ in float64 (SSᵀ for a wide S), then U = S V Σ⁻¹: for entries no better than float32.
+
+    The Gram matrix squares the condition, hence float64; V and U are good enough in the matrix's own dtype.
+    Where uᵢ loses orthogonality because σᵢ is small, ⟨P(Δ), S⟩ = 0 still holds: with uᵢ = S vᵢ / σᵢ the removed
+    diagonal is Σ dᵢ uᵢᵀ S vᵢ = Σ (S vᵢ)ᵀ Δ vᵢ = ⟨Δ, S⟩ for any orthonormal V.
+    """
     if matrix.shape[0] < matrix.shape[1]:
-        transposed = _gram_svd(matrix.T, tolerance)
-        return ThinSVD(transposed.v, transposed.s, transposed.u)
-    eigenvalues, vectors = torch.linalg.eigh(matrix.T @ matrix)
+        return _gram_svd(matrix.T, tolerance).transposed()
+    eigenvalues, vectors = eigh_upper(_gram(matrix), matrix.dtype)
     s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
-    rank = _numerical_rank(s, tolerance)
+    rank, large = _numerical_rank(s, tolerance), _numerical_rank(s, SMALL_SINGULAR_VALUE)
     s, v = s[:rank], vectors.flip(1)[:, :rank]
-    return ThinSVD((matrix @ v) / s, s, v)
+    u = matrix @ (v / s).to(matrix.dtype)
+    if large < rank:
+        u[:, large:] = matrix.double() @ (v[:, large:] / s[large:])
+    return ThinSVD(u, s, v)
+
+
+def _gram(matrix: Tensor) -> Tensor:
+    """The upper triangle of SᵀS in float64, by blocks of rows: little more than half of the full product."""
+    wide = matrix.double()
+    n = matrix.shape[1]
+    gram = wide.new_empty(n, n)
+    for start in range(0, n, GRAM_BLOCK):
+        stop = min(start + GRAM_BLOCK, n)
+        torch.mm(wide[:, start:stop].T, wide[:, start:], out=gram[start:stop, start:])
+    return gram
 
 
 def _numerical_rank(s: Tensor, tolerance: float) -> int:

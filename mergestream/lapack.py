@@ -1,0 +1,91 @@
+"""The eigendecomposition of a symmetric float64 matrix, with the last and longest step in lower precision.
+
+``eigh`` is three steps: A = Q T Qᵀ with T tridiagonal, T = Z Λ Zᵀ, and the vectors Q Z. The eigenvalues and Z need
+float64, the last product does not, and it is the longest. torch offers only the three together in one precision,
+so the first two are called in the LAPACK that NumPy's wheels bring along and have loaded already. That is 1.5
+times as fast (docs/performance.md). NumPy built in another way does not have these names: then torch does it all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_char_p, c_int64, c_size_t, c_void_p
+from functools import cache
+
+import numpy.linalg
+import torch
+from torch import Tensor
+
+_LENGTH_OF_A_LETTER = c_size_t(1)  # Fortran passes the length of every string behind the arguments
+
+
+def eigh_upper(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(values, vectors) of the symmetric n×n float64 matrix whose upper triangle is given; it is overwritten.
+
+    The values are float64 and ascend; the vectors, one per column, have the given dtype.
+    """
+    lapack = _lapack() if matrix.device.type == "cpu" and matrix.shape[0] > 1 else None
+    if lapack is None:
+        values, vectors = torch.linalg.eigh(matrix, UPLO="U")
+        return values, vectors.to(dtype)
+    reflectors, tau, values, off_diagonal = _tridiagonalize(lapack, matrix)
+    vectors = _tridiagonal_vectors(lapack, values, off_diagonal).to(dtype).T
+    # Q = H₁ … Hₙ₋₁ leaves the first coordinate alone: what remains is the Q of a QR decomposition.
+    vectors[1:] = torch.ormqr(reflectors.to(dtype).T[1:, :-1], tau[:-1].to(dtype), vectors[1:])
+    return values, vectors
+
+
+@cache
+def _lapack() -> ctypes.CDLL | None:
+    """NumPy's own OpenBLAS (64-bit integers), kept to one thread like torch in every worker; None elsewhere."""
+    try:
+        library = ctypes.CDLL(numpy.linalg._umath_linalg.__file__)
+        _ = library.scipy_dsytrd_64_, library.scipy_dstedc_64_
+        library.scipy_openblas_set_num_threads64_(1)
+    except (AttributeError, OSError):
+        return None
+    return library
+
+
+def _tridiagonalize(lapack: ctypes.CDLL, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dsytrd: Householder reflectors (in place of the matrix) with their factors, T's diagonal and off-diagonal.
+
+    LAPACK counts along columns, so that the upper triangle here is the lower one there.
+    """
+    n = matrix.shape[0]
+    tau, diagonal, off_diagonal = matrix.new_empty(3, n)
+    work = matrix.new_empty(64 * n)
+    _call(
+        lapack.scipy_dsytrd_64_,
+        "L", n, matrix, n, diagonal, off_diagonal, tau, work, work.numel(),
+    )  # fmt: skip
+    return matrix, tau, diagonal, off_diagonal
+
+
+def _tridiagonal_vectors(lapack: ctypes.CDLL, diagonal: Tensor, off_diagonal: Tensor) -> Tensor:
+    """dstedc: divide and conquer. The diagonal becomes the eigenvalues; the rows returned are the eigenvectors."""
+    n = diagonal.numel()
+    vectors = diagonal.new_empty(n, n)
+    work = diagonal.new_empty(1 + 4 * n + n * n)
+    integer_work = torch.empty(3 + 5 * n, dtype=torch.int64)
+    _call(
+        lapack.scipy_dstedc_64_,
+        "I", n, diagonal, off_diagonal, vectors, n, work, work.numel(), integer_work, integer_work.numel(),
+    )  # fmt: skip
+    return vectors
+
+
+def _call(routine: ctypes._FuncPtr, *arguments: str | int | Tensor) -> None:  # type: ignore[name-defined]
+    """Calls a LAPACK routine (all by reference, INFO last); ctypes releases the GIL meanwhile."""
+    info = c_int64(0)
+    passed: list[object] = []
+    for argument in arguments:
+        if isinstance(argument, str):
+            passed.append(c_char_p(argument.encode()))
+        elif isinstance(argument, int):
+            passed.append(byref(c_int64(argument)))
+        else:
+            passed.append(c_void_p(argument.data_ptr()))
+    routine(*passed, byref(info), _LENGTH_OF_A_LETTER)
+    if info.value != 0:
+        raise RuntimeError(f"LAPACK's {routine.__name__} failed with INFO = {info.value}.")
