@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergestream.checkpoints import TensorSpec, dtype_name
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -26,6 +28,7 @@ class Slot:
 
     owner: str  # the class of the module that has it
     kind: str  # "linear" or "embedding" weight, else "torch" or "custom": who wrote the owner's class
+    spec: TensorSpec | None  # its form where checkpoints hold it; None for buffers that are computed
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ def _describe(model: Any) -> Architecture:
         for leaf, tensor in own:
             name = f"{path}.{leaf}" if path else leaf
             owner = _class_name(module) if leaf == "weight" else f"{leaf} of {_class_name(module)}"
-            slots[name] = Slot(owner, _kind(module, leaf))
+            computed = leaf in module._non_persistent_buffers_set
+            spec = None if computed else TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
+            slots[name] = Slot(owner, _kind(module, leaf), spec)
             names_of.setdefault(id(tensor), []).append(name)
     ties = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
     return Architecture(type(model).__name__, slots, ties, _name_matcher(model, slots))

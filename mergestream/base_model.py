@@ -87,6 +87,11 @@ class BaseModel:
         return cls(checkpoint.source, tensors, tied_names(checkpoint, parts), tuple(heads), model_names(checkpoint))
 
     @cached_property
+    def measured(self) -> bool:
+        """Whether the weights have been read: without them there are no digests to check."""
+        return all(tensor.digest for tensor in self.tensors.values())
+
+    @cached_property
     def digest(self) -> str:
         return combined_digest({name: tensor.digest for name, tensor in self.tensors.items()})
 
@@ -106,8 +111,9 @@ class BaseModel:
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint that, by its headers, is not this base."""
-        found = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
-        known = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
+        # What is only known by its configuration may be stored in any dtype.
+        found = {name: (info.dtype if self.measured else "", info.shape) for name, info in checkpoint.tensors.items()}
+        known = {name: (tensor.dtype if self.measured else "", tensor.shape) for name, tensor in self.tensors.items()}
         if found != known:
             name = min(name for name in found.keys() | known.keys() if found.get(name) != known.get(name))
             raise MergestreamError(
@@ -122,6 +128,21 @@ class BaseModel:
         for name, tensor in self.tensors.items():
             if measured[name].digest != tensor.digest:
                 raise base_changed(name, checkpoint)
+
+    def with_weights(self, checkpoint: Checkpoint, engine: LocalEngine, progress: Progress) -> BaseModel:
+        """The same base, now that its weights are there: measured, and with the dtypes that are stored."""
+        self.check(checkpoint)
+        measured = measure_tensors(checkpoint, list(self.tensors), engine, progress)
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            dtype = checkpoint.tensors[name].dtype
+            found = dataclasses.replace(tensor, dtype=dtype, digest=measured[name].digest, norm=measured[name].norm)
+            if found.state_dtype != tensor.state_dtype:
+                raise MergestreamError(
+                    f"{checkpoint.source} holds {name} as {dtype}, but the store was made for {tensor.dtype}"
+                )
+            tensors[name] = found
+        return dataclasses.replace(self, source=checkpoint.source, tensors=tensors)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mergestream.adapters.reading import Adapter, BoundAdapter
 from mergestream.base_model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorInfo, torch_dtype
-from mergestream.deltas import Piece, TaskVector
+from mergestream.deltas import BasePieces, Piece, TaskVector
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.lowrank import LowRank, squared_norm
@@ -56,9 +55,6 @@ class AdapterVector(TaskVector):
             model.conv1d,
         )
         super().__init__(model, base, AdaptedTensors(self.adapter), partial=True, ignore=ignore)
-        self._elements: Callable[[str], Callable[[int, int], Tensor]] = lru_cache(maxsize=64)(
-            lambda name: self.factors(name).elements()
-        )
 
     def rank(self, name: str) -> int | None:
         if name in self.adapter.whole and self._reads(name):
@@ -74,14 +70,12 @@ class AdapterVector(TaskVector):
         self.digests[name] = self._digest(name)
         return self.adapter.delta(name, dtype)
 
-    def slice(self, name: str, start: int, stop: int) -> Tensor:
-        if self._in_factors(name):
-            return self._elements(name)(start, stop)
-        return super().slice(name, start, stop)
+    def elements(self, name: str) -> Callable[[int, int], Tensor]:
+        return self.factors(name).elements() if self._in_factors(name) else super().elements(name)
 
-    def _pieces(self, name: str) -> Iterator[Piece]:
+    def _pieces(self, name: str, shared: BasePieces | None = None) -> Iterator[Piece]:
         if not self._in_factors(name):
-            yield from super()._pieces(name)
+            yield from super()._pieces(name, shared)
             return
         elements = self.factors(name).elements()
         numel = self.model.tensors[name].numel

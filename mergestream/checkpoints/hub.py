@@ -11,8 +11,11 @@ from mergestream.errors import MergestreamError
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
-def download(hub_id: str) -> tuple[Path, str]:
-    """The local snapshot of ``org/name[@revision]``, and its exact identity ``org/name@commit``."""
+def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
+    """The local snapshot of ``org/name[@revision]``, and its exact identity ``org/name@commit``.
+
+    Without ``weights`` only the configuration and its companions are fetched.
+    """
     repo, _, revision = hub_id.partition("@")
     try:
         import huggingface_hub as hub
@@ -25,7 +28,7 @@ def download(hub_id: str) -> tuple[Path, str]:
     try:
         info = hub.model_info(repo, revision=revision or None)
         files = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
-        wanted = _weights(hub_id, files) + [name for name in files if name.endswith(_COMPANIONS)]
+        wanted = (_weights(hub_id, files) if weights else []) + [name for name in files if name.endswith(_COMPANIONS)]
         snapshot = Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=wanted))
     except MergestreamError:
         raise
