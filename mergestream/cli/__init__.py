@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = parsed.run(parsed)
         return code
     except MergestreamError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for sentence in str(error).splitlines():
+            print(f"error: {sentence}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("error: interrupted; the store is as it was, the same command goes on from here", file=sys.stderr)

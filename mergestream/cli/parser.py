@@ -67,6 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
         mergestream add store path/to/expert
         mergestream add store experts/* --workers 4 --max-memory 8GB
         mergestream add store path/to/expert --dry-run
+        mergestream add store path/to/expert --gate 'kept>=0.6' --gate 'max_cosine<=0.5'
+        mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate 'score>=0.8'
         """,
     )
     add.add_argument("store", metavar="STORE")
@@ -75,6 +77,19 @@ def make_parser() -> argparse.ArgumentParser:
     _expert_options(add)
     add.add_argument("--allow-duplicate", action="store_true", help="also one that was absorbed already, or the base")
     add.add_argument("--dry-run", action="store_true", help="tell what would happen, change nothing (as inspect)")
+    add.add_argument(
+        "--gate",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="refuse an expert that fails it; on kept, max_cosine, relative_norm, norm, lambda, distance or score",
+    )
+    add.add_argument(
+        "--evaluate",
+        metavar="CMD",
+        help="run this on the merged model before it counts, with {model} for its directory; "
+        "score is the last number it prints",
+    )
     add.add_argument("--json", action="store_true", help="print what was absorbed as JSON")
     _base_option(add)
     _running_options(add)
@@ -124,6 +139,37 @@ def make_parser() -> argparse.ArgumentParser:
     undo = command("undo", "go back to before the last expert", "mergestream undo store")
     undo.add_argument("store", metavar="STORE")
     undo.set_defaults(run=_lazy("mergestream.cli.store", "undo"))
+
+    report = command(
+        "report",
+        "write a page with the figures and facts of a store",
+        """
+        mergestream report store -o report.html
+        mergestream report store --format md
+        mergestream report store -o report.json
+        """,
+    )
+    report.add_argument("store", metavar="STORE")
+    report.add_argument("-o", "--out", metavar="FILE", help="where to (md and json: standard output)")
+    report.add_argument("--format", choices=("html", "md", "json"), help="what to write (by FILE's ending, or html)")
+    report.set_defaults(run=_lazy("mergestream.report.command", "report"))
+
+    diff = command(
+        "diff",
+        "compare two steps of a store, or a step and a checkpoint",
+        """
+        mergestream diff store 3 4
+        mergestream diff store 0 4
+        mergestream diff store 4 path/to/expert
+        """,
+    )
+    diff.add_argument("store", metavar="STORE")
+    for side in ("A", "B"):
+        diff.add_argument(side.lower(), metavar=side, help="number of a step (0 is the base), or a checkpoint")
+    diff.add_argument("--json", action="store_true", help="one JSON object, with every layer and tensor")
+    _base_option(diff)
+    _running_options(diff, device=False)
+    diff.set_defaults(run=_lazy("mergestream.report.command", "diff"))
 
     export = command(
         "export",

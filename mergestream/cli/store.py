@@ -57,6 +57,8 @@ def add(arguments: Namespace) -> int:
             partial=arguments.partial,
             ignore=arguments.ignore,
             allow_duplicate=arguments.allow_duplicate,
+            gates=arguments.gate,
+            evaluate=arguments.evaluate,
         )
         absorbed.append(entry)
         if not arguments.json:
@@ -193,6 +195,8 @@ def _entry(entry: Expert) -> dict[str, Any]:
         "distance": entry.distance,
         "tensors": dict(entry.fates),
         "options": dict(entry.options),
+        "gates": [dict(gate) for gate in entry.gates],
+        "evaluation": entry.evaluation,
     }
 
 
@@ -205,11 +209,26 @@ def _show(inspection: Inspection, as_json: bool) -> None:
         print(f"it has been absorbed already, as {inspection.duplicate_of}")
     print(f"tensors: {_counts(inspection.fates)}")
     print(f"‖Δ‖ {inspection.norm:.4g}, {inspection.relative_norm:.2f} × the mean of the experts so far")
+    if inspection.large:
+        print("warning: it is so much larger than they are that it would outweigh them")
     print(f"kept {inspection.kept:.1%}   λ {inspection.lambda_:.4g}   distance to the base {inspection.distance:.4g}")
     print(
         f"time about {inspection.seconds:.1f} s   RAM for tensors {format_size(inspection.memory)}   "
         f"disk {format_size(inspection.disk)}"
     )
+    if inspection.cosines:
+        print("\ncosine to each expert, largest first:")
+        known = {name: value for name, value in inspection.cosines.items() if value is not None}
+        print_table(
+            ("expert", "cosine"),
+            ((name, f"{known[name]:.3f}") for name in sorted(known, key=lambda name: -known[name])),
+        )
+    if inspection.kept < 1:
+        print("\nlayers with the most interference:")
+        print_table(
+            ("layer", "kept"),
+            ((layer, f"{share:.1%}") for layer, share in list(inspection.layers.items())[:5]),
+        )
     linear = {name: tensor for name, tensor in inspection.tensors.items() if tensor.role == "linear"}
     if linear:
         print("\nlinear weights by what survives, least first:")

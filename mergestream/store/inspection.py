@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.digest import combined_digest
-from mergestream.report.diagnostics import cosines_to, layer_of
+from mergestream.report.diagnostics import LARGE, cosines_to, layer_of
 from mergestream.step import memory_of
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class Inspection:
             disk=sum(s.nbytes for s in (*store.layout(totals.t, rooms).values(), *store.blocks(rooms).values())),
             tensors={name: _inspect_tensor(vector, name, outcomes[name]) for name in vector.names},
         )
+
+    @property
+    def large(self) -> bool:
+        """Whether it is so much larger than the experts so far that it deserves a warning."""
+        return self.relative_norm >= LARGE
 
     @property
     def layers(self) -> dict[str, float]:
