@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from mergestream.cli.parser import make_parser
 from mergestream.errors import MergestreamError
@@ -13,9 +15,13 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 done, 1 the input or the store is at fault, 2 wrong usage, 3 the store is busy."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show λ is no reason to fail
     parsed = make_parser().parse_args(arguments)
     try:
         code: int = parsed.run(parsed)
+        sys.stdout.flush()
         return code
     except MergestreamError as error:
         for sentence in str(error).splitlines():
@@ -24,6 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; the store is as it was, the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()
+    except BrokenPipeError:  # nobody reads on; nothing that is still buffered may complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        where = f"{error.filename} cannot be used: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return MergestreamError.exit_code
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        print("error: out of memory; allow less with --max-memory, or use fewer --workers", file=sys.stderr)
+        return MergestreamError.exit_code

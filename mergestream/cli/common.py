@@ -21,7 +21,7 @@ def make_engine(arguments: Namespace) -> LocalEngine:
     options: dict[str, Any] = {}
     if arguments.workers:
         options["workers"] = arguments.workers
-    if getattr(arguments, "max_memory", None):
+    if getattr(arguments, "max_memory", None) is not None:
         options["max_memory"] = arguments.max_memory
     if getattr(arguments, "device", "cpu") != "cpu":
         options["device"] = _checked_device(arguments.device)

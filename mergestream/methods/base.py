@@ -9,6 +9,7 @@ devices or threads; of the whole model it sees only the few scalars that it asks
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -82,6 +83,8 @@ class Method(ABC):
             value, limits = getattr(self, item.name), item.metadata
             if limits["choices"] and value not in limits["choices"]:
                 raise UsageError(f"{self.name}: {item.name}={value} is not one of {', '.join(limits['choices'])}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{self.name}: {item.name}={value} must be finite")
             low, high = limits["at_least"], limits["at_most"]
             if (low is not None and not value >= low) or (high is not None and not value <= high):
                 bounds = f"at least {low}" if high is None else f"between {low} and {high}"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from mergestream.errors import MergestreamError
+
+BESIDE = ".new"
+"""What the name of a file ends in until it is whole"""
 
 
 def sync_directory(directory: Path) -> None:
@@ -26,7 +31,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".new")
+    beside = path.with_name(path.name + BESIDE)
     try:
         with beside.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -49,5 +54,18 @@ def read_json(path: Path) -> Any:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory that nothing refers to any more."""
-    shutil.rmtree(directory, ignore_errors=True)
+    """Remove a directory that nothing refers to any more; renamed first, so that nobody ever finds half of it."""
+    doomed = directory.with_name(f".{directory.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_all_but(parent: Path, kept: Collection[str]) -> None:
+    """Remove the directories in ``parent`` that are not to be kept, and what a killed removal has left."""
+    for directory in sorted(parent.iterdir()) if parent.is_dir() else ():
+        if directory.name.endswith(".removed"):
+            shutil.rmtree(directory, ignore_errors=True)
+        elif directory.name.isdigit() and directory.name not in kept:
+            remove(directory)

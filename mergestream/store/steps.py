@@ -1,7 +1,7 @@
 """Steps on disk: ``steps/NNNN`` holds the state after NNNN models.
 
 A step is written into its place and counts only when the manifest says so. Until then its
-``plan.json`` says what it is to become and ``journal.jsonl`` which tensors are done, each with the
+``plan.json`` says what it is to become and ``journal`` which tensors are done, each with the
 digests of what was written; a step that was cut short is gone on with after checking them.
 """
 
@@ -18,7 +18,7 @@ from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, o
 from mergestream.digest import combined_digest, tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.store.factors import INDEX, FactorReader, FactorWriter, core_name, file_prefix, padded_to, used_steps
-from mergestream.store.files import read_json, remove, write_json
+from mergestream.store.files import read_json, remove, sync_directory, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mergestream.lowrank import LowRank
     from mergestream.step import Outcome
 
-_PLAN, _JOURNAL, _DIGESTS = "plan.json", "journal.jsonl", "digests.json"
+_PLAN, _JOURNAL, _DIGESTS = "plan.json", "journal", "digests.json"
 
 
 def step_directory(store: Path, number: int) -> Path:
@@ -36,6 +36,12 @@ def step_directory(store: Path, number: int) -> Path:
 def slot_name(slot: str, name: str) -> str:
     """How the state names a slot of a tensor: ``sum:encoder.layer.0.weight``."""
     return f"{slot}:{name}"
+
+
+def tidy(store: Path, number: int) -> None:
+    """Remove what a step is resumed with: it is real now."""
+    for name in (_PLAN, _JOURNAL):
+        (step_directory(store, number) / name).unlink(missing_ok=True)
 
 
 class StepReader:
@@ -129,7 +135,7 @@ class StepWriter:
                     self.done[entry["tensor"]] = outcome, entry["expert"]
         else:
             write_json(self.directory / _PLAN, plan)
-        self._journal = (self.directory / _JOURNAL).open("a", encoding="utf-8")
+        self._journal = (self.directory / _JOURNAL).open("ab", buffering=0)
 
     def _is_planned(self, plan: Mapping[str, Any]) -> bool:
         path = self.directory / _PLAN
@@ -169,9 +175,12 @@ class StepWriter:
     def record(self, name: str, outcome: Outcome, expert_digest: str | None) -> None:
         """Note a finished tensor, so that it need not be done again."""
         entry = {"tensor": name, "outcome": dataclasses.asdict(outcome), "expert": expert_digest}
+        text = json.dumps(entry)
         with self._lock:
-            self._journal.write(json.dumps(entry) + "\n")
-            self._journal.flush()
+            try:
+                self._journal.write(f"\n{text_digest(text)} {text}".encode())
+            except OSError as error:
+                raise MergestreamError(f"{self.directory / _JOURNAL} cannot be written: {error.strerror}") from error
 
     def finish(self, outcomes: Mapping[str, Outcome]) -> str:
         """Bring all to the disk; returns the digest of the state."""
@@ -196,12 +205,8 @@ class StepWriter:
             write_json(self.directory / INDEX, index)
             digests[INDEX] = _index_digest(index)
         write_json(self.directory / _DIGESTS, digests)
+        sync_directory(self.directory.parent)
         return combined_digest(digests)
-
-    def tidy(self) -> None:
-        """The step is real now: nothing is left to resume."""
-        for name in (_PLAN, _JOURNAL):
-            (self.directory / name).unlink(missing_ok=True)
 
     def pause(self) -> None:
         """Stop here; what is done will be found again."""
@@ -226,13 +231,10 @@ def _index_digest(index: Mapping[str, Any]) -> str:
 
 
 def _entries(journal: Path) -> Iterator[dict[str, Any]]:
-    """The journal's lines; the last one may have been cut short."""
-    try:
-        lines = journal.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
+    """The journal's lines, each after its digest: one that was cut short does not count."""
+    if not journal.is_file():
         return
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+    for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
+        digest, _, text = line.partition(" ")
+        if digest == text_digest(text):
+            yield json.loads(text)

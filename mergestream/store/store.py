@@ -18,15 +18,15 @@ from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, o
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import combined_digest, tensor_digest, text_digest
 from mergestream.engine import LocalEngine
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts import ExpertSource, open_expert, task_vector
 from mergestream.progress import Progress
 from mergestream.room import Room
 from mergestream.store.factors import block_layout, core_layout
-from mergestream.store.files import read_json, remove, write_json
+from mergestream.store.files import BESIDE, read_json, remove, remove_all_but, sync_directory, write_json
 from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.steps import StepReader, StepWriter, slot_name, step_directory
+from mergestream.store.steps import StepReader, StepWriter, slot_name, step_directory, tidy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,12 +85,14 @@ class Store:
         from mergestream.methods import OPCM
 
         path, method = Path(path), method or OPCM()
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if isinstance(base, Mapping):
+            raise UsageError("a store refers to its base by path or hub id: save the base first, or use a Merger")
+        if path.exists() and not (path.is_dir() and all(entry.name.endswith(BESIDE) for entry in path.iterdir())):
             raise MergestreamError(f"{path} exists already and is not empty; choose another place for the store")
         if keep < 0:
-            raise MergestreamError(f"keep={keep} must be at least 0")
+            raise UsageError(f"keep={keep} must be at least 0")
         if max_rank is not None and max_rank < 1:
-            raise MergestreamError(f"max_rank={max_rank} must be at least 1")
+            raise UsageError(f"max_rank={max_rank} must be at least 1")
         with open_checkpoint(base) as checkpoint:
             model = BaseModel.examine(
                 checkpoint,
@@ -101,7 +103,7 @@ class Store:
                 progress=progress,
             )
         try:
-            (path / "steps").mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MergestreamError(f"{path} cannot be made: {error.strerror}") from error
         Manifest(method.name, method.parameters, model, keep, max_rank).save(path)
@@ -186,7 +188,6 @@ class Store:
             self._warn_of_other_base(vector, outcomes)
             self._warn_of_size(vector, totals)
             self._commit(self.manifest.with_expert(absorbed))
-            writer.tidy()
             return absorbed
 
     def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
@@ -244,6 +245,16 @@ class Store:
 
     def verify(self) -> None:
         """Recompute every digest: the base's, the kept steps' and the heads'; raises at the first fault."""
+        while True:
+            manifest = self.manifest
+            try:
+                return self._verify()
+            except (MergestreamError, OSError):
+                self.manifest = Manifest.load(self.path)
+                if self.manifest == manifest:  # else a writer has removed what was being verified
+                    raise
+
+    def _verify(self) -> None:
         with self.open_base() as base:
             self.manifest.base.check_digest(base, self.engine, self.progress)
         for number, entry in enumerate(self.history, 1):
@@ -280,15 +291,27 @@ class Store:
         return checkpoint
 
     def open_step(self) -> StepReader:
-        """The state after the last model; a writer that commits meanwhile does no harm."""
+        """The state after the last model, and the manifest that belongs to it.
+
+        A writer may commit meanwhile, take steps back and write others in their place: what was opened
+        counts only if the manifest is the same before and after.
+        """
         while True:
+            manifest = self.manifest
+            if not manifest.history:
+                raise MergestreamError(f"{self.path} has absorbed nothing yet; add an expert first")
+            reader, fault = None, None
             try:
-                return StepReader(self.path, self.manifest.step)
-            except MergestreamError:
-                latest = Manifest.load(self.path)
-                if latest.step == self.manifest.step:
-                    raise
-                self.manifest = latest
+                reader = StepReader(self.path, manifest.step)
+            except (MergestreamError, OSError) as error:
+                fault = error
+            self.manifest = Manifest.load(self.path)
+            if self.manifest == manifest:
+                if reader is None:
+                    raise MergestreamError(f"the state of step {manifest.step} cannot be read: {fault}") from fault
+                return reader
+            if reader is not None:
+                reader.close()
 
     def similarity(self) -> Similarity:
         """Cosines of all task vectors, from their sketches."""
@@ -541,6 +564,7 @@ class Store:
             "tensors": tensors,
         }
         write_json(directory / "tensors.json", record)
+        sync_directory(directory.parent)
         return text_digest((directory / "tensors.json").read_text(encoding="utf-8"))
 
     def _verify_record(self, number: int, entry: Expert) -> None:
@@ -555,20 +579,18 @@ class Store:
             return
         with self.open_heads(entry.name) as heads:
             for name, digest in record["heads"].items():
-                if tensor_digest(heads.read(name)) != digest:
+                if name not in heads.tensors or tensor_digest(heads.read(name)) != digest:
                     raise MergestreamError(f"{path.parent} is damaged: the digest of head {name} does not match")
 
     def _commit(self, manifest: Manifest) -> None:
         """Make a manifest real, then remove what nothing refers to any more."""
         manifest.save(self.path)
         self.manifest = manifest
-        kept = {f"{number:04d}" for number in range(manifest.step - manifest.keep, manifest.step + 1)}
-        for directory in (self.path / "steps").glob("[0-9]*"):
-            if directory.name not in kept:
-                remove(directory)
-        for directory in (self.path / "experts").glob("[0-9]*"):
-            if int(directory.name) > manifest.step:
-                remove(directory)
+        kept = range(max(1, manifest.step - manifest.keep), manifest.step + 1)
+        remove_all_but(self.path / "steps", {f"{number:04d}" for number in kept})
+        for number in kept:
+            tidy(self.path, number)
+        remove_all_but(self.path / "experts", {f"{number:04d}" for number in range(1, manifest.step + 1)})
 
 
 def expert_name(source: str, taken: Collection[str]) -> str:
