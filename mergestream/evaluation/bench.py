@@ -112,13 +112,17 @@ def score_individuals(suite: Suite, workers: int, on_progress: OnProgress) -> tu
 def run_streams(
     suite: Suite, streams: Sequence[Stream], directory: Path, workers: int, on_progress: OnProgress
 ) -> list[Run]:
-    """All streams, side by side; the result is in the order of ``streams``."""
+    """All streams, side by side; the result is in the order of ``streams``. Seeds may give the same order."""
+    calls = {_outcome(stream): (suite, stream, directory / stream.key(suite)) for stream in streams}
     found = {}
-    with counted("streams", sum(stream.measurements for stream in streams), on_progress) as count:
-        calls = [(suite, stream, directory / stream.key(suite)) for stream in streams]
-        for result in run_parallel(run_stream, calls, workers, count):
-            found[result["method"], result["seed"]] = result
-    return [Run(**found[stream.row.key, stream.seed]) for stream in streams]
+    with counted("streams", sum(call[1].measurements for call in calls.values()), on_progress) as count:
+        for result in run_parallel(run_stream, list(calls.values()), workers, count):
+            found[result["method"], tuple(result["order"]), result["entries"]] = result["steps"]
+    return [Run(stream.row.key, stream.seed, list(stream.order), found[_outcome(stream)]) for stream in streams]
+
+
+def _outcome(stream: Stream) -> tuple[str, tuple[str, ...], str]:
+    return stream.row.key, stream.order, stream.entries
 
 
 @contextmanager

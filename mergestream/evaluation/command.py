@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--finetune-orders", type=int, default=1, metavar="N", help="orders of continual fine-tuning, which trains (1)"
     )
-    parser.add_argument("--test-limit", type=int, default=500, metavar="N", help="test samples a task (500)")
+    parser.add_argument("--test-limit", type=int, metavar="N", help="test samples a task (500; clip: all)")
     parser.add_argument("--model", default="vit-b-32", help="of the clip suite: vit-b-32, vit-b-16 or vit-l-14")
     parser.add_argument(
         "--evaluate",

@@ -81,7 +81,7 @@ def run_stream(suite: Suite, stream: Stream, directory: Path) -> dict[str, Any]:
         return kept
     run = _fine_tuned if stream.row.name == CONTINUAL_FINE_TUNING else _merged
     steps = run(suite, stream, directory)
-    result = {"method": stream.row.key, "seed": stream.seed, "order": list(stream.order), "steps": steps}
+    result = {"method": stream.row.key, "order": list(stream.order), "entries": stream.entries, "steps": steps}
     write_json(finished, result)
     shutil.rmtree(directory / "work", ignore_errors=True)
     return result

@@ -12,7 +12,7 @@ def open_suite(
     name: str,
     *,
     tasks: int | None = None,
-    test_limit: int = 500,
+    test_limit: int | None = None,
     model: str = "vit-b-32",
     evaluate: str | None = None,
 ) -> Suite:
@@ -26,11 +26,11 @@ def open_suite(
     if name == "text":
         from mergestream.evaluation.suites.text import text_suite
 
-        return text_suite(tasks or 8, test_limit)
+        return text_suite(tasks or 8, test_limit or 500)
     if name == "vision":
         from mergestream.evaluation.suites.vision import vision_suite
 
-        return vision_suite(tasks or 8, test_limit)
+        return vision_suite(tasks or 8, test_limit or 500)
     if name == "clip":
         from mergestream.evaluation.suites.clip import clip_suite
 

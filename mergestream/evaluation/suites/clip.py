@@ -1,0 +1,318 @@
+"""The ``clip`` suite: the paper's own models, experts and data sets, from the hub.
+
+Only the vision tower is merged. The text tower and both projections stay the base's; a class is the mean of the
+text embeddings of its prompts, and logits are exp(logit_scale)·cosine. Data is read from the Parquet files that
+the hub keeps of every data set, so no code of a data set is ever run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.evaluation.backbones import load_pretrained
+from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
+from mergestream.evaluation.suites.base import Suite
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mergestream.evaluation.heads import Head
+
+SIZES = {  # size: the paper's name, base
+    "vit-b-32": ("ViT-B/32", "openai/clip-vit-base-patch32"),
+    "vit-b-16": ("ViT-B/16", "openai/clip-vit-base-patch16"),
+    "vit-l-14": ("ViT-L/14", "openai/clip-vit-large-patch14"),
+}
+PARQUET_REVISION = "refs/convert/parquet"
+
+PHOTO = ("a photo of a {}.", "a picture of the {}.", "a close-up photo of a {}.", "a low resolution photo of a {}.")
+SATELLITE = ("a satellite photo of {}.", "an aerial view of {}.", "a centered satellite photo of {}.")
+DIGIT = ('a photo of the number "{}".', "the digit {}.", "a handwritten or printed number {}.")
+LETTER = ("the handwritten character {}.", 'a photo of the letter "{}".')
+FACE = ("a photo of a {} looking face.", "a face that looks {}.", "a photo of a person who is {}.")
+TEXTURE = ("a photo of a {} texture.", "a photo of a {} pattern.", "a photo of a {} thing.")
+SIGN = ('a photo of a "{}" traffic sign.', "a close-up photo of a {} road sign.")
+
+DIGITS = tuple("0123456789")
+EMOTIONS = ("angry", "disgusted", "fearful", "happy", "neutral", "sad", "surprised")
+TRAFFIC_SIGNS = (
+    *(f"{speed} km/h speed limit" for speed in (20, 30, 50, 60, 70, 80)),
+    "end of 80 km/h speed limit", "100 km/h speed limit", "120 km/h speed limit", "no passing",
+    "no passing for trucks", "priority at the next crossing", "priority road", "yield", "stop", "no vehicles",
+    "no trucks", "no entry", "general danger", "dangerous curve to the left", "dangerous curve to the right",
+    "double curve", "bumpy road", "slippery road", "road narrows on the right", "road works", "traffic light ahead",
+    "pedestrian crossing", "children crossing", "bicycle crossing", "ice and snow", "wild animals crossing",
+    "end of all limits", "turn right ahead", "turn left ahead", "ahead only", "go straight or right",
+    "go straight or left", "keep right", "keep left", "roundabout", "end of no passing",
+    "end of no passing for trucks",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ClipTask:
+    """A data set of the hub: where its test split is, which columns it has, and how its classes are called."""
+
+    key: str
+    title: str  # in the paper
+    dataset: str
+    prompts: tuple[str, ...] = PHOTO
+    classes: tuple[str, ...] = ()  # where the data set's own names are missing or say nothing
+    config: str = "default"
+    split: str = "test"
+    image: str = "image"
+    label: str = "label"
+
+
+TASKS = (
+    ClipTask("sun397", "SUN397", "tanganke/sun397"),
+    ClipTask("stanford-cars", "Cars", "tanganke/stanford_cars"),
+    ClipTask("resisc45", "RESISC45", "tanganke/resisc45", SATELLITE),
+    ClipTask("eurosat", "EuroSAT", "tanganke/eurosat", SATELLITE),
+    ClipTask("svhn", "SVHN", "ufldl-stanford/svhn", DIGIT, DIGITS, config="cropped_digits"),
+    ClipTask("gtsrb", "GTSRB", "tanganke/gtsrb", SIGN, TRAFFIC_SIGNS),
+    ClipTask("mnist", "MNIST", "ylecun/mnist", DIGIT, DIGITS, config="mnist"),
+    ClipTask("dtd", "DTD", "tanganke/dtd", TEXTURE),
+    ClipTask("oxford_flowers102", "Flowers102", "dpdl-benchmark/oxford_flowers102"),
+    ClipTask("pcam", "PCAM", "1aurent/PatchCamelyon", ("a histopathology photo of {}.", "tissue with {}."),
+             ("a healthy lymph node", "a lymph node with metastatic tumor tissue")),
+    ClipTask("fer2013", "FER2013", "clip-benchmark/wds_fer2013", FACE, EMOTIONS, image="jpg", label="cls"),
+    ClipTask("oxford-iiit-pet", "OxfordIIITPet", "timm/oxford-iiit-pet"),
+    ClipTask("stl10", "STL10", "tanganke/stl10"),
+    ClipTask("cifar100", "CIFAR100", "tanganke/cifar100", label="fine_label"),
+    ClipTask("cifar10", "CIFAR10", "tanganke/cifar10"),
+    ClipTask("food101", "Food101", "ethz/food101", split="validation"),
+    ClipTask("fashion_mnist", "FashionMNIST", "zalando-datasets/fashion_mnist", config="fashion_mnist"),
+    ClipTask("emnist_letters", "EMNIST", "tanganke/emnist_letters", LETTER, tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")),
+    ClipTask("kmnist", "KMNIST", "tanganke/kmnist", LETTER,
+             ("お o", "き ki", "す su", "つ tsu", "な na", "は ha", "ま ma", "や ya", "れ re", "を wo")),
+    ClipTask("rendered-sst2", "RenderedSST2", "nateraw/rendered-sst2", ("a {} review of a movie.",),
+             ("negative", "positive")),
+)  # fmt: skip
+
+
+class ClipSuite(Suite):
+    """``test_limit`` None: the whole test sets."""
+
+    name = "clip"
+
+    def __init__(self, size: str, tasks: Sequence[ClipTask], test_limit: int | None) -> None:
+        self.size, self.test_limit = size, test_limit
+        self.model_name, self.base_id = SIZES[size]
+        self._tasks = {task.title: task for task in tasks}
+        self.tasks = tuple(self._tasks)
+        self._model: tuple[Path, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "whole_base"} | {"_model": None}
+
+    def base(self) -> Path:
+        return vision_tower(self.base_id)
+
+    def expert(self, task: str) -> Path:
+        return vision_tower(f"tanganke/{self.base_id.split('/')[1]}_{self._tasks[task].key}")
+
+    @cached_property
+    def whole_base(self) -> Path:
+        """The base with its text tower and tokenizer."""
+        from mergestream.checkpoints.hub import download
+
+        return download(self.base_id)[0]
+
+    def accuracy(self, model: Path, task: str) -> float:
+        import torch
+
+        if self._model is None or self._model[0] != model:
+            self._model = (model, self._image_encoder(model))
+        encoder, head = self._model[1], self.head(task)
+        right = total = 0
+        for images, labels in self._batches(task):
+            with torch.inference_mode():
+                right += int((head(encoder(images)).argmax(1) == labels).sum())
+            total += len(labels)
+        if not total:
+            raise MergestreamError(f"the test split of {self._tasks[task].dataset} is empty")
+        return right / total
+
+    def _image_encoder(self, model: Path) -> Any:
+        """The merged vision tower below the base's projection, on the GPU if there is one."""
+        import torch
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        whole = load_pretrained("CLIPVisionModelWithProjection", self.whole_base)
+        tower = load_pretrained("CLIPVisionModel", model)
+        whole.vision_model.load_state_dict(_tower_state(tower))  # type: ignore[union-attr]
+        whole.to(device)
+        side: int = whole.config.image_size  # type: ignore[union-attr, assignment]
+
+        def encode(images: Sequence[bytes]) -> Tensor:
+            with ThreadPoolExecutor() as pool:
+                pixels = torch.stack(list(pool.map(lambda image: preprocess(image, side), images)))
+            embeds: Tensor = whole(pixel_values=pixels.to(device)).image_embeds.cpu()
+            return embeds
+
+        return encode
+
+    def _batches(self, task: str, size: int = 64) -> Iterator[tuple[list[bytes], Tensor]]:
+        import pyarrow.parquet
+        import torch
+
+        known, left = self._tasks[task], self.test_limit
+        for path in parquet_files(known):
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(size, columns=[known.image, known.label]):
+                rows = batch.to_pylist()[:left]
+                if left is not None:
+                    left -= len(rows)
+                if rows:
+                    yield [row[known.image]["bytes"] for row in rows], torch.tensor([row[known.label] for row in rows])
+
+    def head(self, task: str) -> Head:
+        from mergestream.evaluation.heads import Head
+
+        path = cache_directory() / "heads" / "clip" / f"{self.size}-{self._head_key(task)}.safetensors"
+        if not path.is_file():
+            head = self._make_head(self._tasks[task])
+            with written_whole(path) as draft:
+                head.save(draft)
+        return Head.load(path)
+
+    def _head_key(self, task: str) -> str:
+        known = self._tasks[task]
+        return key_of(known.key, known.prompts, class_names(known), self.whole_base.name)
+
+    def _make_head(self, task: ClipTask) -> Head:
+        """Per class: embed every prompt, normalise, average (and normalise again, which the cosine does)."""
+        import torch
+        from torch.nn.functional import normalize
+
+        from mergestream.evaluation.heads import Head
+
+        tokenizer = load_tokenizer(self.whole_base)
+        text = load_pretrained("CLIPTextModelWithProjection", self.whole_base)
+        rows = []
+        with torch.inference_mode():
+            for name in class_names(task):
+                encoded = tokenizer.encode_batch([prompt.format(name) for prompt in task.prompts])
+                ids, mask = torch.tensor([e.ids for e in encoded]), torch.tensor([e.attention_mask for e in encoded])
+                embeds = text(input_ids=ids, attention_mask=mask).text_embeds
+                rows.append(normalize(embeds, dim=1).mean(0))
+        weight = normalize(torch.stack(rows), dim=1)
+        scale = float(_read_tensor(self.whole_base, "logit_scale").exp())
+        return Head(weight, torch.zeros(weight.shape[1]), torch.ones(weight.shape[1]), scale)
+
+    def evaluation_key(self, task: str) -> str:
+        known = self._tasks[task]
+        files = [path.resolve().name for path in parquet_files(known)]  # in the hub's cache: digests of the content
+        return key_of(self._head_key(task), files, self.test_limit, known.image, known.label)
+
+    def protocol(self) -> dict[str, Any]:
+        return {
+            "head": "prompts, by the base's text tower",
+            "test_limit": self.test_limit,
+            "data_sets": {title: task.dataset for title, task in self._tasks.items()},
+        }
+
+
+def clip_suite(size: str = "vit-b-32", tasks: int = 8, test_limit: int | None = None) -> ClipSuite:
+    if size not in SIZES:
+        raise UsageError(f"there is no CLIP model {size!r}; there are {', '.join(SIZES)}")
+    if not 2 <= tasks <= len(TASKS):
+        raise UsageError(f"the clip suite has between 2 and {len(TASKS)} tasks (8, 14 or 20), not {tasks}")
+    return ClipSuite(size, TASKS[:tasks], test_limit)
+
+
+def vision_tower(hub_id: str) -> Path:
+    """The vision tower of a CLIP model of the hub, as a checkpoint of its own (whole models hold it beside others)."""
+    from mergestream.checkpoints.hub import download
+
+    snapshot, identity = download(hub_id)
+    target = cache_directory() / "towers" / identity.replace("/", "--")
+
+    def make(directory: Path) -> None:
+        load_pretrained("CLIPVisionModel", snapshot).save_pretrained(directory)  # type: ignore[operator]
+
+    return cached_directory(target, make)
+
+
+def _tower_state(tower: Any) -> dict[str, Tensor]:
+    """The tower's tensors, whether or not this version of transformers nests them below ``vision_model``."""
+    return {name.removeprefix("vision_model."): tensor for name, tensor in tower.state_dict().items()}
+
+
+def _read_tensor(directory: Path, name: str) -> Tensor:
+    from mergestream.checkpoints import open_checkpoint
+
+    with open_checkpoint(directory) as checkpoint:
+        return checkpoint.read(name).clone().float()
+
+
+def load_tokenizer(directory: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise MergestreamError(f"{directory} has no tokenizer.json, which the classes' prompts need")
+    tokenizer = Tokenizer.from_file(str(path))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    tokenizer.enable_truncation(77)
+    tokenizer.enable_padding(pad_id=end, pad_token="<|endoftext|>")
+    return tokenizer
+
+
+def preprocess(image: bytes, side: int) -> Tensor:
+    """CLIP's own: the shorter side to ``side`` (bicubic), the middle square, its mean and deviation."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    with Image.open(io.BytesIO(image)) as opened:
+        picture = opened.convert("RGB")
+    scale = side / min(picture.size)
+    width, height = (max(side, round(length * scale)) for length in picture.size)
+    picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - side) // 2, (height - side) // 2
+    pixels = np.asarray(picture.crop((left, top, left + side, top + side)), dtype=np.float32) / 255
+    mean, deviation = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+    return torch.from_numpy(((pixels - mean) / deviation).astype(np.float32).transpose(2, 0, 1))
+
+
+def parquet_files(task: ClipTask) -> list[Path]:
+    """The test split's Parquet files, in the hub's cache."""
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        raise MergestreamError("the clip suite needs the hub: pip install 'mergestream[clip]'") from None
+    folder = f"{task.config}/{task.split}/"
+    try:
+        snapshot = hub.snapshot_download(
+            task.dataset, repo_type="dataset", revision=PARQUET_REVISION, allow_patterns=f"{folder}*.parquet"
+        )
+    except Exception as error:  # each client library has its own types
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise MergestreamError(f"the data set {task.dataset} cannot be had from the hub ({reason})") from error
+    files = sorted((Path(snapshot) / folder).glob("*.parquet"))
+    if not files:
+        raise MergestreamError(f"the data set {task.dataset} has no Parquet files for {folder.rstrip('/')} on the hub")
+    return files
+
+
+def class_names(task: ClipTask) -> list[str]:
+    """Ours where given, else the data set's own, which its Parquet files carry."""
+    if task.classes:
+        return list(task.classes)
+    import pyarrow.parquet
+
+    metadata = pyarrow.parquet.read_schema(parquet_files(task)[0]).metadata or {}
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        names = features[task.label]["names"]
+    except (KeyError, ValueError):
+        raise MergestreamError(f"the data set {task.dataset} does not name the classes of {task.label}") from None
+    return [str(name).replace("_", " ") for name in names]

@@ -1,0 +1,182 @@
+"""The benchmark end to end on a suite of tiny tasks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mergestream.errors import UsageError
+from mergestream.evaluation import streams
+from mergestream.evaluation.bench import Plan, run_bench, run_sweep
+from mergestream.evaluation.command import add_arguments, run
+from mergestream.evaluation.results import Results
+from mergestream.evaluation.rows import Row, Sweep, parse_rows
+from mergestream.evaluation.streams import Stream, run_stream
+from mergestream.evaluation.suites.custom import load_suite
+
+
+def bench(suite: Path, output: Path, *options: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args([str(suite), "-o", str(output), "--workers", "1", *options]))
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams run one after the other, without the seconds that a new process takes to start."""
+    monkeypatch.setattr(
+        "mergestream.evaluation.bench.run_parallel", lambda function, calls, *_: (function(*call) for call in calls)
+    )
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+@pytest.mark.slow
+def test_one_command_writes_results_tables_and_figures(tiny_suite, tmp_path, capsys):
+    output = tmp_path / "out"
+    assert bench(tiny_suite, output, "--methods", "opcm,average", "--orders", "2") == 0
+    for name in (
+        "results.json",
+        "results.parquet",
+        *(f"{table}.{form}" for table in ("table1", "per-task") for form in ("md", "tex", "csv")),
+        *(
+            f"{figure}.{form}"
+            for figure in ("accuracy-matrices-opcm", "accuracy-over-tasks", "lambda", "cosine-similarity", "memory")
+            for form in ("png", "svg")
+        ),
+    ):
+        assert (output / name).stat().st_size > 0, name
+    table = (output / "table1.md").read_text()
+    assert "| ACC↑ | Average (SWA) |" in table and "Pre-Trained" in table and "Fine-Tuned" in table
+    results = Results.load(output)
+    assert set(results.fine_tuned.values()) == {1.0}
+    assert len(results.runs) == 4
+    assert results.settings["seeds"] == [0, 1]
+    assert "--methods opcm,average" in results.settings["command"]
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(output / "results.parquet").to_pylist()
+    assert len(rows) == 2 * 2 * 9
+    assert "table1" in capsys.readouterr().out
+
+
+def test_the_same_seed_gives_the_same_results(tiny_suite, tmp_path, in_this_process, monkeypatch):
+    rows = parse_rows("opcm")
+    found = []
+    for attempt in ("a", "b"):
+        monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / attempt))  # nothing is taken from the first attempt
+        found.append(run_bench(load_suite(tiny_suite), Plan(rows, orders=2), tmp_path / f"out-{attempt}", silent))
+    first, second = ([(run.method, run.order, run.matrix) for run in results.runs] for results in found)
+    assert first == second
+    other = run_bench(load_suite(tiny_suite), Plan(rows, orders=2, seed=7), tmp_path / "out-c", silent)
+    assert [run.order for run in other.runs] != [run.order for run in found[0].runs]
+
+
+def test_nothing_is_scored_twice(tiny_suite, tmp_path, in_this_process, monkeypatch):
+    scored: list[tuple[str, str]] = []
+    suite = load_suite(tiny_suite)
+    accuracy = type(suite).accuracy
+    monkeypatch.setattr(
+        type(suite), "accuracy", lambda self, model, task: scored.append(task) or accuracy(self, model, task)
+    )
+    plan = Plan(parse_rows("average"), orders=4, full_orders=0)
+    run_bench(suite, plan, tmp_path / "out", silent)
+    # base and experts: 6; the last model of all orders is one: 3; the others by diagonal, at most one of each
+    assert len(scored) <= 6 + 3 + 2 * 4
+    count = len(scored)
+    run_bench(suite, plan, tmp_path / "out", silent)
+    run_bench(suite, plan, tmp_path / "elsewhere", silent)
+    assert len(scored) == count
+
+
+def test_a_commutative_method_ends_at_the_same_accuracy_in_every_order(tiny_suite, tmp_path, in_this_process):
+    results = run_bench(load_suite(tiny_suite), Plan(parse_rows("average"), orders=3), tmp_path / "out", silent)
+    assert len({tuple(sorted(run.final.items())) for run in results.runs}) == 1
+    assert results.summary()["average"]["acc"]["std"] == 0
+
+
+def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite, tmp_path, in_this_process):
+    plan = Plan(parse_rows("opcm"), orders=2, full_orders=1)
+    results = run_bench(load_suite(tiny_suite), plan, tmp_path / "out", silent)
+    full, ends = (run.matrix for run in results.runs)
+    assert all(value is not None for row in full for value in row)
+    assert [[value is not None for value in row] for row in ends] == [[1, 0, 0], [0, 1, 0], [1, 1, 1]]
+    assert results.summary()["opcm"]["bwt"]["count"] == 2
+
+
+def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeypatch):
+    suite = load_suite(tiny_suite)
+    stream = Stream(Row.parse("opcm"), ("red", "green", "blue"), 0, "all")
+    whole = run_stream(suite, stream, tmp_path / "whole")
+    monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / "second-cache"))
+    calls = []
+    original = streams.score
+
+    def interrupted(suite, model, digest, task):
+        calls.append(task)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return original(suite, model, digest, task)
+
+    monkeypatch.setattr(streams, "score", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_stream(suite, stream, tmp_path / "cut")
+    resumed = run_stream(suite, stream, tmp_path / "cut")
+    assert [step["accuracies"] for step in resumed["steps"]] == [step["accuracies"] for step in whole["steps"]]
+    assert [step["lambda"] for step in resumed["steps"]] == [step["lambda"] for step in whole["steps"]]
+    assert len(calls) == 5 + 6  # the first step's three scores were kept; steps two and three have six
+    assert not (tmp_path / "cut" / "work").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_benchmark_is_finished_by_the_same_command(tiny_suite, tmp_path):
+    output = tmp_path / "out"
+    command = [sys.executable, "-c", "import sys; from mergestream.cli import main; sys.exit(main())", "bench"]
+    command += [str(tiny_suite), "-o", str(output), "--methods", "opcm,ema", "--orders", "3", "--workers", "1"]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(output.glob("streams/*/stream.json")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = {path: path.stat().st_mtime_ns for path in output.glob("streams/*/stream.json")}
+    assert finished and not (output / "results.json").exists()
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 0
+    assert len(json.loads((output / "results.json").read_text())["runs"]) == 6
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+
+
+def test_a_sweep_reports_acc_for_every_value(tiny_suite, tmp_path, in_this_process):
+    plan = Plan(parse_rows("opcm,task_arithmetic,average"), orders=2)
+    table = run_sweep(load_suite(tiny_suite), plan, Sweep.parse("scale=0:1:0.5"), tmp_path / "out", silent)
+    assert set(table) == {"task_arithmetic"}
+    assert list(table["task_arithmetic"]) == ["0", "0.5", "1"]
+    base = run_bench(load_suite(tiny_suite), plan, tmp_path / "out", silent).pretrained
+    assert table["task_arithmetic"]["0"]["mean"] == pytest.approx(sum(base.values()) / 3)
+
+
+def test_wrong_requests_are_told_before_any_work():
+    for text in ("opcm:alpha", "nothing", "opcm:colour=red", "", "continual_finetuning:alpha=1"):
+        with pytest.raises(UsageError):
+            parse_rows(text)
+    for text in ("alpha", "alpha=1", "alpha=0.1:1", "alpha=1:0:0.5", "alpha=0:1:0"):
+        with pytest.raises(UsageError):
+            Sweep.parse(text)
+    with pytest.raises(UsageError, match="none of the methods has a parameter"):
+        Sweep.parse("alpha=0:1:1").rows(parse_rows("average"))
+
+
+def test_all_stands_for_every_method():
+    from mergestream.methods import METHODS
+
+    assert {row.name for row in parse_rows("all")} == {*METHODS, "continual_finetuning"}
