@@ -8,6 +8,7 @@ from importlib import import_module
 
 from mergestream import __version__
 from mergestream.errors import UsageError
+from mergestream.evaluation.command import add_arguments as add_bench_arguments
 from mergestream.sizes import parse_size
 
 DESCRIPTION = """\
@@ -217,6 +218,19 @@ def make_parser() -> argparse.ArgumentParser:
     _base_option(watch)
     _running_options(watch)
     watch.set_defaults(run=_lazy("mergestream.cli.watch", "watch"))
+
+    bench = command(
+        "bench",
+        "merge a suite's experts in shuffled orders with several methods, and score every task after each step",
+        """
+        mergestream bench vision --tasks 8 --orders 10 -o results
+        mergestream bench text --methods opcm --orders 3 --sweep alpha=0.1:1.0:0.1 -o results
+        mergestream bench clip --model vit-b-32 --tasks 8 --orders 10 -o results
+        mergestream bench my-suite.yaml --methods opcm,average --evaluate 'python score.py {model} {task}' -o results
+        """,
+    )
+    add_bench_arguments(bench)
+    bench.set_defaults(run=_lazy("mergestream.evaluation.command", "run"))
 
     methods = command("methods", "list the methods and their parameters", "mergestream methods")
     methods.add_argument("--json", action="store_true", help="as JSON")
