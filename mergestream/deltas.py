@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +15,7 @@ from mergestream.errors import MergestreamError
 from mergestream.pieces import PIECE, squared_norm
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from mergestream.lowrank import LowRank
@@ -30,6 +31,26 @@ class Piece:
     start: int
     delta: Tensor
     norm2: float
+
+
+class BasePieces:
+    """The pieces of a tensor of the base in the state's type, digested in passing; each may be asked for again."""
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        self._hasher = TensorHasher(tensor.dtype, tensor.shape)
+        self._flat = tensor.reshape(-1)
+        self._dtype = dtype
+        self._start = -1
+
+    def at(self, start: int) -> Tensor:
+        if start != self._start:
+            stored = self._flat[start : start + PIECE]
+            self._hasher.update(stored)
+            self._start, self._piece = start, stored.to(self._dtype)
+        return self._piece
+
+    def digest(self) -> str:
+        return self._hasher.hexdigest()
 
 
 class TaskVector:
@@ -64,23 +85,29 @@ class TaskVector:
         """Δ in factors, where ``rank`` is known."""
         raise NotImplementedError
 
-    def slice(self, name: str, start: int, stop: int) -> Tensor:
-        """A few elements of Δ, neither checked nor digested."""
+    def elements(self, name: str) -> Callable[[int, int], Tensor]:
+        """Any range of Δ, neither checked nor digested."""
         import torch
 
         dtype = torch_dtype(self.model.tensors[name].state_dtype)
         if not self._reads(name):
-            return torch.zeros(stop - start, dtype=dtype)
-        expert = self.expert.read(self._stored(name)).reshape(-1)[start:stop]
-        return expert.to(dtype) - self.base.read(name).reshape(-1)[start:stop].to(dtype)
+            return lambda start, stop: torch.zeros(stop - start, dtype=dtype)
+        base, expert = self.base.read(name).reshape(-1), self.expert.read(self._stored(name)).reshape(-1)
+        return lambda start, stop: expert[start:stop].to(dtype) - base[start:stop].to(dtype)
 
-    def pieces(self, name: str, *, whole: bool = False) -> Iterator[Piece]:
-        """All of Δ in order, or in one piece of the tensor's shape; base and expert are verified."""
+    def base_pieces(self, name: str) -> BasePieces:
+        return BasePieces(self.base.read(name), torch_dtype(self.model.tensors[name].state_dtype))
+
+    def pieces(self, name: str, *, whole: bool = False, base: BasePieces | None = None) -> Iterator[Piece]:
+        """All of Δ in order, or in one piece of the tensor's shape; base and expert are verified.
+
+        Task vectors that go side by side may share the pieces of the ``base``.
+        """
         import torch
 
         tensor = self.model.tensors[name]
         if not whole:
-            yield from self._pieces(name)
+            yield from self._pieces(name, base)
             return
         delta = torch.empty(tensor.shape, dtype=torch_dtype(tensor.state_dtype))
         flat, norms = delta.view(-1), []
@@ -89,7 +116,7 @@ class TaskVector:
             norms.append(piece.norm2)
         yield Piece(0, delta, math.fsum(norms))
 
-    def _pieces(self, name: str) -> Iterator[Piece]:
+    def _pieces(self, name: str, shared: BasePieces | None = None) -> Iterator[Piece]:
         import torch
 
         tensor = self.model.tensors[name]
@@ -98,24 +125,21 @@ class TaskVector:
             for start in range(0, tensor.numel, PIECE):
                 yield Piece(start, torch.zeros(min(PIECE, tensor.numel - start), dtype=dtype), 0.0)
             return
-        base = self.base.read(name)
+        base = shared or self.base_pieces(name)
         expert = self.expert.read(self._stored(name))
-        base_hasher = TensorHasher(base.dtype, base.shape)
-        expert_hasher = TensorHasher(expert.dtype, expert.shape)
-        base, expert = base.reshape(-1), expert.reshape(-1)
+        hasher = TensorHasher(expert.dtype, expert.shape)
+        expert = expert.reshape(-1)
         for start in range(0, tensor.numel, PIECE):
-            ours, theirs = base[start : start + PIECE], expert[start : start + PIECE]
-            if tensor.digest:
-                base_hasher.update(ours)
-            expert_hasher.update(theirs)
-            delta = theirs.to(dtype) - ours.to(dtype)
+            theirs = expert[start : start + PIECE]
+            hasher.update(theirs)
+            delta = theirs.to(dtype) - base.at(start)
             norm2 = squared_norm(delta)
             if not math.isfinite(norm2):
-                self._refuse_non_finite(name, ours)
+                self._refuse_non_finite(name, base.at(start))
             yield Piece(start, delta, norm2)
-        if tensor.digest and base_hasher.hexdigest() != tensor.digest:
+        if tensor.digest and base.digest() != tensor.digest:
             raise base_changed(name, self.base)
-        self.digests[name] = expert_hasher.hexdigest()
+        self.digests[name] = hasher.hexdigest()
         self._check_ties(name)
 
     def head(self, name: str) -> Tensor:

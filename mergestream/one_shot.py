@@ -113,13 +113,14 @@ class OnePass:
         """The merged tensor, piece by piece."""
         tensor = self.model.tensors[self.model.tensors[name].tied_to or name]
         name = self.model.tensors[name].tied_to or name
-        base = self.base.read(name).reshape(-1)
         if not tensor.merges:
-            yield 0, cast(base, dtype, name) if tensor.is_float else base
+            stored = self.base.read(name).reshape(-1)
+            yield 0, cast(stored, dtype, name) if tensor.is_float else stored
             return
+        base = self.vectors[0].base_pieces(name)
         linear = tensor.role == "linear"
         contexts = [Context(t, linear, found(name)) for t, found in enumerate(self.thresholds, 1)]
-        for pieces in zip(*(vector.pieces(name) for vector in self.vectors), strict=True):
+        for pieces in zip(*(vector.pieces(name, base=base) for vector in self.vectors), strict=True):
             state: State | None = None
             for number, (piece, context) in enumerate(zip(pieces, contexts, strict=True)):
                 absorbed = self.method.absorb(state, piece.delta, context)
@@ -130,8 +131,7 @@ class OnePass:
             direction = self.method.direction(state, len(self.vectors))
             self.direction2.append(squared_norm(direction))
             start = pieces[0].start
-            own = base[start : start + direction.numel()].to(direction.dtype)
-            yield start, cast(torch.add(own, direction, alpha=self.scales[-1]), dtype, name)
+            yield start, cast(torch.add(base.at(start), direction, alpha=self.scales[-1]), dtype, name)
 
     def card(self, command: str | None) -> CardFacts:
         rows: list[CardRow] = []

@@ -206,14 +206,16 @@ class Step:
 
         def sample(stride: int) -> Iterator[Tensor]:
             for name in names:
+                ranked = self._ranked(which, name)
                 for start, stop in sample_ranges(sizes[name], stride):
-                    yield self._ranked(which, name, start, stop)
+                    yield ranked(start, stop)
 
         def tally_tensor(bracket: Bracket) -> Callable[[str], list[Tally]]:
-            return lambda name: [
-                tally(self._ranked(which, name, start, min(start + PIECE, sizes[name])), bracket)
-                for start in range(0, sizes[name], PIECE)
-            ]
+            def work(name: str) -> list[Tally]:
+                ranked, size = self._ranked(which, name), sizes[name]
+                return [tally(ranked(i, min(i + PIECE, size)), bracket) for i in range(0, size, PIECE)]
+
+            return work
 
         def tallies(bracket: Bracket) -> Iterable[Tally]:
             for _, results in engine.run(sizes, tally_tensor(bracket)):
@@ -221,11 +223,15 @@ class Step:
 
         return kth_magnitude(int(ranking.density * total), total, sample, tallies)
 
-    def _ranked(self, which: str, name: str, start: int, stop: int) -> Tensor:
+    def _ranked(self, which: str, name: str) -> Callable[[int, int], Tensor]:
+        """Any range of what is to be ranked."""
         if which == "delta":
-            return self.vector.slice(name, start, stop)
-        value = self.read_state(which, name)
-        return value.elements()(start, stop) if isinstance(value, LowRank) else value.reshape(-1)[start:stop]
+            return self.vector.elements(name)
+        state = self.read_state(which, name)
+        if isinstance(state, LowRank):
+            return state.elements()
+        flat = state.reshape(-1)
+        return lambda start, stop: flat[start:stop]
 
     def _state(self, name: str) -> dict[str, Value] | None:
         if self.t == 1:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
 from mergestream.methods.base import Absorbed, Context, Method, Ranking, State, parameter
 
@@ -63,34 +65,47 @@ class TIES(Method):
         trimmed = trim(delta, context.thresholds["delta"])
         merged = trim(state["merged"], context.thresholds["merged"])
         elected = (merged + trimmed).sign()
-        kept = trimmed.where(trimmed.sign() == elected, 0)
-        result = (merged.where(merged.sign() == elected, 0) + kept) * self.scale
+        kept = trimmed * agreement(trimmed, elected)
+        result = (merged * agreement(merged, elected) + kept) * self.scale
         if self.mode == "reference":
             result += state["merged"]
         return Absorbed({"merged": result}, kept)
 
     def _add(self, state: State | None, trimmed: Tensor) -> Absorbed:
+        sign = trimmed.sign()
         new = {
             "positive": trimmed.clamp(min=0),
             "negative": trimmed.clamp(max=0),
-            "positive_count": (trimmed > 0).to(trimmed.dtype),
-            "negative_count": (trimmed < 0).to(trimmed.dtype),
+            "positive_count": sign.clamp(min=0),
+            "negative_count": sign.clamp(max=0).neg_(),
         }
         if state is not None:
-            new = {slot: state[slot] + value for slot, value in new.items()}
+            for slot, value in new.items():
+                value += state[slot]
         return Absorbed(new, kept=trimmed)
 
     def direction(self, state: State, t: int) -> Tensor:
         if self.mode != "streaming":
             return state["merged"]
         positive, negative = state["positive"], state["negative"]
+        elected = ((positive + negative).sign() + 0.5).sign()  # a sum of zero elects the positive side
         mean_above = positive / state["positive_count"].clamp(min=1)
         mean_below = negative / state["negative_count"].clamp(min=1)
-        return mean_above.where(positive + negative >= 0, mean_below)
+        return mean_above * elected.clamp(min=0) - mean_below * elected.clamp(max=0)
 
     def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
         return self.scale if self.mode == "streaming" else 1.0
 
 
+# Masks and torch.where are many times slower than arithmetic on signs (docs/performance.md).
+
+
 def trim(x: Tensor, threshold: float) -> Tensor:
-    return x.where(x.abs() >= threshold, 0)
+    """x where |x| ≥ threshold, else 0."""
+    below = torch.nextafter(torch.tensor(threshold, dtype=x.dtype), torch.tensor(-torch.inf, dtype=x.dtype))
+    return hardshrink(x, float(below))
+
+
+def agreement(x: Tensor, elected: Tensor) -> Tensor:
+    """1 where x has the elected sign, else 0."""
+    return (x.sign() * elected).clamp_(min=0)
