@@ -37,6 +37,8 @@ def export(store: Store, output: Output, *, task: str | None = None, command: st
             else:
                 yield from readout.pieces(manifest.base.tensors[name].tied_to or name, dtype)
 
+        output.spare(store.path, manifest.base.source)
         draft = stack.enter_context(output.draft())
         output.write_tensors(draft, forms, pieces, store.engine, store.progress)
-        output.write_companions(draft, base, CardFacts.of(manifest, task, command))
+        config = store.head_config(task) if task is not None else None
+        output.write_companions(draft, base, CardFacts.of(manifest, task, command), config)

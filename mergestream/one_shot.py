@@ -42,6 +42,7 @@ def merge(
     not_linear: Sequence[str] = (),
     partial: bool = False,
     ignore: Sequence[str] = (),
+    allow_duplicate: bool = False,
     dtype: str | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
@@ -55,6 +56,7 @@ def merge(
     output, so that every file is read once; otherwise the models pass through a temporary store.
     """
     output = Output(Path(out), dtype, max_shard_size, overwrite)
+    output.spare(base, *experts)
     engine, progress = engine or LocalEngine(), progress or Progress()
     if not method.one_pass:
         place = output.path.absolute().parent
@@ -71,7 +73,7 @@ def merge(
                 progress=progress,
             )
             for expert in experts:
-                store.add(expert, partial=partial, ignore=ignore)
+                store.add(expert, partial=partial, ignore=ignore, allow_duplicate=allow_duplicate)
             export(store, output, command=command)
         return
     with ExitStack() as stack:
@@ -85,7 +87,7 @@ def merge(
         one_pass = OnePass(method, model, opened, vectors, engine)
         draft = stack.enter_context(output.draft())
         output.write_tensors(draft, model.tensors, one_pass.pieces, engine, progress)
-        output.write_companions(draft, opened, one_pass.card(command))
+        output.write_companions(draft, opened, one_pass.card(command, allow_duplicate))
 
 
 @dataclass
@@ -133,14 +135,16 @@ class OnePass:
             start = pieces[0].start
             yield start, cast(torch.add(base.at(start), direction, alpha=self.scales[-1]), dtype, name)
 
-    def card(self, command: str | None) -> CardFacts:
+    def card(self, command: str | None, allow_duplicate: bool) -> CardFacts:
         rows: list[CardRow] = []
         for vector, norm2, kept2, scale in zip(self.vectors, self.norm2, self.kept2, self.scales, strict=True):
             total, kept = math.fsum(norm2), math.fsum(kept2)
             digest = combined_digest(vector.digests)
-            same = next((row.name for row in rows if row.digest == digest), None)
-            if same is not None:
-                raise MergestreamError(f"{vector.expert.source} is the same model as {same}; name each expert once")
+            same = "the base" if total == 0 else next((row.name for row in rows if row.digest == digest), None)
+            if same is not None and not allow_duplicate:
+                raise MergestreamError(
+                    f"{vector.expert.source} is the same model as {same}; pass --allow-duplicate to merge it again"
+                )
             name = expert_name(vector.expert.source, {row.name for row in rows})
             rows.append(
                 CardRow(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mergestream.card import CardFacts, model_card
 from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec
@@ -48,6 +48,15 @@ class Output:
             raise MergestreamError(f"{self.path} is a file; choose another place")
         if self.path.exists() and not self.overwrite:
             raise MergestreamError(f"{self.path} exists already; pass --overwrite to replace it")
+
+    def spare(self, *sources: str | Path) -> None:
+        """Refuse to replace what is being read."""
+        place = self.path.resolve()
+        for source in map(Path, sources):
+            if self.path.exists() and (place == source.resolve() or place in source.resolve().parents):
+                raise MergestreamError(
+                    f"{self.path} would replace {source}, which is being merged; choose another place"
+                )
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
@@ -102,25 +111,43 @@ class Output:
             for name, _ in engine.run(costs, write):
                 advance(costs[name])
 
-    def write_companions(self, draft: Path, base: Checkpoint, card: CardFacts) -> None:
-        """Copy config, tokenizer and generation files from the base, and write the model card."""
+    def write_companions(
+        self, draft: Path, base: Checkpoint, card: CardFacts, config: Mapping[str, Any] | None = None
+    ) -> None:
+        """Copy config, tokenizer and generation files from the base, and write the model card.
+
+        ``config`` is that of the expert whose head is put in place, with labels of its own.
+        """
         if base.directory is not None:
             for pattern in COMPANIONS:
                 for path in sorted(base.directory.glob(pattern)):
                     if path.is_file() and not path.name.endswith(".index.json"):
                         shutil.copyfile(path, draft / path.name)
-            if self.dtype is not None:
-                _set_config_dtype(draft / "config.json", self.dtype)
+        if config is not None:
+            _put_config(draft / "config.json", config)
+        if self.dtype is not None:
+            _set_config_dtype(draft / "config.json", self.dtype)
         write_text(draft / "README.md", model_card(card, _hub_id(base)))
+
+
+_DTYPE_KEYS = {"dtype", "torch_dtype"}
+
+
+def _put_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Put an expert's config in place of the base's; the tensors still have the base's type."""
+    base = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    theirs = {key: value for key, value in config.items() if key not in _DTYPE_KEYS}
+    _write_config(path, theirs | {key: base[key] for key in sorted(_DTYPE_KEYS & base.keys())})
 
 
 def _set_config_dtype(path: Path, dtype: str) -> None:
     """Make ``from_pretrained`` load what was written, not the base's type."""
-    if not path.is_file():
-        return
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for key in {"dtype", "torch_dtype"} & config.keys():
-        config[key] = dtype
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        _write_config(path, config | dict.fromkeys(sorted(_DTYPE_KEYS & config.keys()), dtype))
+
+
+def _write_config(path: Path, config: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -132,5 +159,5 @@ def _hub_id(base: Checkpoint) -> str | None:
     config = base.directory / "config.json" if base.directory else None
     if config is None or not config.is_file():
         return None
-    remembered = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path", "")
+    remembered = str(json.loads(config.read_text(encoding="utf-8")).get("_name_or_path"))
     return remembered if remembered.count("/") == 1 and not remembered.startswith((".", "/")) else None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from mergestream.cli.parser import make_parser
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError
 
 INTERRUPTED = 130
 
@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that cannot show λ is no reason to fail
     parsed = make_parser().parse_args(arguments)
     try:
+        _check_text(sys.argv[1:] if arguments is None else arguments)
         code: int = parsed.run(parsed)
         sys.stdout.flush()
         return code
@@ -42,3 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print("error: out of memory; allow less with --max-memory, or use fewer --workers", file=sys.stderr)
         return MergestreamError.exit_code
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """Names end up in JSON and in model cards, which are text."""
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise UsageError(f"{argument!r} is not valid UTF-8; rename the file")

@@ -33,6 +33,7 @@ def merge(arguments: Namespace) -> int:
         not_linear=arguments.not_linear,
         partial=arguments.partial,
         ignore=arguments.ignore,
+        allow_duplicate=arguments.allow_duplicate,
         dtype=arguments.dtype,
         max_shard_size=arguments.max_shard_size,
         overwrite=arguments.overwrite,

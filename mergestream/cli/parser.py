@@ -76,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add.add_argument("experts", nargs="+", metavar="EXPERT", help="directory, file, or hub id org/name[@revision]")
     add.add_argument("--name", help="how to call the expert (the last part of its path)")
     _expert_options(add)
-    add.add_argument("--allow-duplicate", action="store_true", help="also one that was absorbed already, or the base")
+    _duplicate_option(add)
     add.add_argument("--dry-run", action="store_true", help="tell what would happen, change nothing (as inspect)")
     add.add_argument(
         "--gate",
@@ -202,6 +202,7 @@ def make_parser() -> argparse.ArgumentParser:
     _method_options(merge)
     _role_options(merge, heads=False)
     _expert_options(merge)
+    _duplicate_option(merge)
     merge.add_argument("-o", "--out", required=True, metavar="OUT")
     _output_options(merge)
     _running_options(merge)
@@ -284,6 +285,12 @@ def _role_options(parser: argparse.ArgumentParser, heads: bool = True) -> None:
 def _expert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--partial", action="store_true", help="tensors missing from an expert count as unchanged")
     parser.add_argument("--ignore", action="append", default=[], metavar="GLOB", help="leave these tensors out")
+
+
+def _duplicate_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-duplicate", action="store_true", help="also one that was absorbed already, or the base itself"
+    )
 
 
 def _base_option(parser: argparse.ArgumentParser) -> None:

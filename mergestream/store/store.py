@@ -361,12 +361,20 @@ class Store:
 
     def open_heads(self, name: str) -> Checkpoint:
         """The tensors that were kept for one expert."""
+        path = self.record_directory(self._number(name)) / "heads.safetensors"
+        if not path.is_file():
+            raise MergestreamError(f"expert {name} has no head of its own; --heads GLOB at init keeps them")
+        return open_checkpoint(path)
+
+    def head_config(self, name: str) -> dict[str, Any] | None:
+        """The config of an expert with a head of its own, for the labels are in it; None where it had none."""
+        config: dict[str, Any] | None = read_json(self.record_directory(self._number(name)) / "tensors.json")["config"]
+        return config
+
+    def _number(self, name: str) -> int:
         for number, entry in enumerate(self.history, 1):
             if entry.name == name:
-                path = self.record_directory(number) / "heads.safetensors"
-                if not path.is_file():
-                    raise MergestreamError(f"expert {name} has no head of its own; --heads GLOB at init keeps them")
-                return open_checkpoint(path)
+                return number
         known = ", ".join(entry.name for entry in self.history) or "none yet"
         raise MergestreamError(f"no expert named {name} has been absorbed (there are: {known})")
 
@@ -553,7 +561,10 @@ class Store:
             }
             for name in vector.names
         }
+        config = None
         if vector.heads:
+            source = vector.expert.directory / "config.json" if vector.expert.directory else None
+            config = read_json(source) if source and source.is_file() else None
             layout = {name: vector.expert.tensors[name] for name in vector.heads}
             with SafetensorsWriter(directory, layout, prefix="heads") as writer:
                 for name in vector.heads:
@@ -561,6 +572,7 @@ class Store:
         record = {
             "sketch": write_sketch(directory, sketch),
             "heads": {name: vector.digests[name] for name in vector.heads},
+            "config": config,
             "tensors": tensors,
         }
         write_json(directory / "tensors.json", record)
@@ -573,7 +585,7 @@ class Store:
         if text_digest(path.read_text(encoding="utf-8")) != entry.record:
             raise MergestreamError(f"{path} is damaged: its digest does not match the manifest")
         with open_checkpoint(path.with_name("sketch.safetensors")) as sketch:
-            if tensor_digest(sketch.read("sketch")) != record["sketch"]:
+            if "sketch" not in sketch.tensors or tensor_digest(sketch.read("sketch")) != record["sketch"]:
                 raise MergestreamError(f"{path.parent} is damaged: the digest of the sketch does not match")
         if not record["heads"]:
             return
