@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SMALLEST_SAMPLE, LARGEST_SAMPLE = 1 << 15, 1 << 20
 _BLOCK = 512
 
+Array = NDArray[Any]
 Bracket = tuple[float, float]
 
 
@@ -28,7 +29,7 @@ class Tally(NamedTuple):
 
     above: int
     at_high: int
-    inside: Tensor
+    inside: Array
     at_low: int
 
 
@@ -49,10 +50,10 @@ def kth_magnitude(
         return 0.0
     size = min(max(total // 64, SMALLEST_SAMPLE), LARGEST_SAMPLE)
     stride = max(1, total // size)
-    ranked = torch.cat([block.abs() for block in sample(stride)]).sort(descending=True).values
+    sampled = np.concatenate([np.abs(block.numpy()) for block in sample(stride)])
     if stride == 1:
-        return float(ranked[count - 1])
-    bracket = _first_bracket(ranked, count / total)
+        return _largest(sampled, count)
+    bracket = _first_bracket(sampled, count / total)
     while True:
         low, high = bracket
         found = _add_up(tallies(bracket))
@@ -62,7 +63,7 @@ def kth_magnitude(
         elif rank <= found.at_high:
             return high
         elif rank <= found.at_high + len(found.inside):
-            return float(found.inside.sort(descending=True).values[rank - found.at_high - 1])
+            return _largest(found.inside, rank - found.at_high)
         elif rank <= found.at_high + len(found.inside) + found.at_low:
             return low
         else:
@@ -72,12 +73,12 @@ def kth_magnitude(
 def tally(piece: Tensor, bracket: Bracket) -> Tally:
     """Count and collect one piece of the data."""
     low, high = bracket
-    magnitude = np.abs(piece.numpy())  # numpy compares and selects ten times faster than torch
-    above = np.count_nonzero(magnitude > high)
-    from_high = np.count_nonzero(magnitude >= high)
-    from_low = np.count_nonzero(magnitude >= low) if low < high else from_high
+    magnitude = np.abs(piece.numpy())  # numpy compares, selects and sorts ten times faster than torch
+    above = int(np.count_nonzero(magnitude > high))
+    from_high = int(np.count_nonzero(magnitude >= high))
+    from_low = int(np.count_nonzero(magnitude >= low)) if low < high else from_high
     inside = magnitude[(magnitude > low) & (magnitude < high)]
-    return Tally(above, from_high - above, torch.from_numpy(inside), from_low - from_high - len(inside))
+    return Tally(above, from_high - above, inside, from_low - from_high - len(inside))
 
 
 def sample_ranges(numel: int, stride: int) -> Iterator[tuple[int, int]]:
@@ -89,13 +90,19 @@ def sample_ranges(numel: int, stride: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + _BLOCK, numel)
 
 
-def _first_bracket(ranked: Tensor, share: float) -> Bracket:
-    n = len(ranked)
-    # Neighbours are correlated, so the margin is wider than the 4σ of independent draws.
-    margin = 8 * math.sqrt(share * (1 - share) * n) + 8
-    first, last = int(share * n - margin), int(share * n + margin)
-    high = float(ranked[first]) if first >= 0 else math.inf
-    low = float(ranked[last]) if last < n else 0.0
+def _largest(values: Array, rank: int) -> float:
+    """The ``rank``-th largest value, counted from 1."""
+    place = len(values) - rank
+    return float(np.partition(values, place)[place])
+
+
+def _first_bracket(sampled: Array, share: float) -> Bracket:
+    n = len(sampled)
+    # Neighbours are correlated, so the margin is far wider than the 4σ of independent draws.
+    margin = 16 * math.sqrt(share * (1 - share) * n) + 16
+    above, below = int(share * n - margin), int(share * n + margin)
+    high = _largest(sampled, above) if above >= 1 else math.inf
+    low = _largest(sampled, below) if below <= n else 0.0
     return low, high
 
 
@@ -104,6 +111,6 @@ def _add_up(tallies: Iterable[Tally]) -> Tally:
     return Tally(
         sum(part.above for part in parts),
         sum(part.at_high for part in parts),
-        torch.cat([part.inside for part in parts]),
+        np.concatenate([part.inside for part in parts]),
         sum(part.at_low for part in parts),
     )
