@@ -43,9 +43,9 @@ class CardFacts:
         return cls(manifest.base.source, manifest.method, manifest.parameters, rows, distance, task, command)
 
 
-def model_card(facts: CardFacts, hub_id: str | None = None) -> str:
+def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "transformers") -> str:
     """A README.md with the metadata that the hub understands; ``hub_id`` is the base's, where it has one."""
-    metadata = ["---", "library_name: transformers", "tags:", "- merge", "- mergestream"]
+    metadata = ["---", f"library_name: {library}", "tags:", "- merge", "- mergestream"]
     if hub_id:
         metadata += ["base_model:", f"- {json.dumps(hub_id)}", "base_model_relation: merge"]
     parameters = ", ".join(f"{key} = {value}" for key, value in facts.parameters.items()) or "none"

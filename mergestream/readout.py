@@ -13,7 +13,7 @@ from mergestream.base_model import BaseModel, base_changed
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher
 from mergestream.errors import MergestreamError
-from mergestream.lowrank import LowRank, dense
+from mergestream.lowrank import LowRank, Value, dense
 from mergestream.methods.base import Method, State
 from mergestream.pieces import PIECE
 from mergestream.step import ReadState
@@ -51,12 +51,19 @@ class Readout:
 
     def direction(self, name: str) -> Callable[[int, int], Tensor] | None:
         """A function that gives consecutive elements of the direction; None where all of them are zero."""
-        values = {slot: self.read_state(slot, name) for slot in self.method.slots(self.t)}
+        values = self._state(name)
         if any(isinstance(value, LowRank) for value in values.values()):
-            direction = cast_type(LowRank, self.method.direction(cast_type(State, values), self.t))
-            return direction.elements() if direction.any() else None
+            factors = cast_type(LowRank, self.direction_of(name))
+            return factors.elements() if factors.any() else None
         flat = {slot: dense(value).reshape(-1) for slot, value in values.items()}
         return lambda start, stop: self.method.direction({s: v[start:stop] for s, v in flat.items()}, self.t)
+
+    def direction_of(self, name: str) -> Value:
+        """The direction of a whole tensor, in factors where the state is."""
+        return self.method.direction(cast_type(State, self._state(name)), self.t)
+
+    def _state(self, name: str) -> dict[str, Value]:
+        return {slot: self.read_state(slot, name) for slot in self.method.slots(self.t)}
 
 
 def cast(piece: Tensor, dtype: str, name: str) -> Tensor:

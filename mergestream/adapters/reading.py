@@ -189,6 +189,12 @@ class BoundAdapter:
         return tensor
 
 
+def same_model(one: str, other: str) -> bool:
+    """Whether two paths or hub ids may mean the same model: paths differ between machines, names do not."""
+    first, second = (name.split("@")[0].rstrip("/").rpartition("/")[2].lower() for name in (one, other))
+    return first == second
+
+
 def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG_NAME).is_file()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,7 +84,9 @@ def write_adapter(
         for module in modules.values()
         for factor, shape in module.factor_shapes.items()
     }
-    layout |= {PREFIX + name: spec for name, spec in whole.items()}
+    paths = {module.path for module in modules.values()}
+    keys = {name: PREFIX + _parameter_in(paths, name) for name in whole}
+    layout |= {keys[name]: spec for name, spec in whole.items()}
     totals, losses = [], []
     with SafetensorsWriter(directory, layout, prefix="adapter_model", max_shard_size=2**62) as writer:
         for name, module in modules.items():
@@ -101,14 +103,22 @@ def write_adapter(
             losses.append(lost)
             advance(name)
         for name in whole:
-            writer.write(PREFIX + name, read_whole(name))
+            writer.write(keys[name], read_whole(name))
             advance(name)
     write_json(directory / CONFIG_NAME, _config(list(modules.values()), list(whole), base))
     return Energy(math.fsum(totals), math.fsum(losses))
 
 
+def _parameter_in(paths: Collection[str], name: str) -> str:
+    """What PEFT calls a parameter: modules with factors are wrapped."""
+    module, _, leaf = name.rpartition(".")
+    return f"{module}.base_layer.{leaf}" if module in paths else name
+
+
 def _config(modules: list[AdaptedModule], whole: list[str], base: str) -> dict[str, Any]:
     """The fields that PEFT needs; it fills in the rest."""
+    paths = {module.path for module in modules}
+    apart = {name.rpartition(".")[0] for name in whole}
     common = Counter(module.rank for module in modules).most_common(1)
     rank = common[0][0] if common else 1
     others = {f"^{re.escape(module.path)}": module.rank for module in modules if module.rank != rank}
@@ -120,8 +130,8 @@ def _config(modules: list[AdaptedModule], whole: list[str], base: str) -> dict[s
         "lora_alpha": rank,
         "rank_pattern": others,
         "alpha_pattern": others,
-        "bias": "none",
+        "bias": "lora_only" if apart & paths else "none",
         "fan_in_fan_out": any(module.kind == "conv1d" for module in modules),
         "target_modules": [module.path for module in modules],
-        "modules_to_save": sorted({name.rpartition(".")[0] for name in whole}) or None,
+        "modules_to_save": sorted(apart - paths) or None,
     }

@@ -51,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         mergestream init store --base path/to/base
         mergestream init store --base org/model@main --method ties --set density=0.1 --set mode=streaming
         mergestream init store --base bert --heads 'classifier.*' --not-linear '*.pooler.*'
+        mergestream init store --base org/model --config-only --max-rank 64    (adapters only)
         """,
     )
     init.add_argument("store", metavar="STORE")
@@ -58,6 +59,12 @@ def make_parser() -> argparse.ArgumentParser:
     _method_options(init)
     _role_options(init)
     init.add_argument("--keep", type=int, default=1, metavar="N", help="earlier steps kept for undo (1)")
+    init.add_argument(
+        "--config-only", action="store_true", help="fetch and read the base's weights only when they are needed"
+    )
+    init.add_argument(
+        "--max-rank", type=_positive, metavar="K", help="bound the rank of what adapters add up to (exact without)"
+    )
     _running_options(init, device=False)
     init.set_defaults(run=_lazy("mergestream.cli.store", "init"))
 
@@ -179,11 +186,14 @@ def make_parser() -> argparse.ArgumentParser:
         mergestream export store merged
         mergestream export store merged --dtype bfloat16 --max-shard-size 2GB --overwrite
         mergestream export store merged-for-spam --task spam
+        mergestream export store merged-adapter --format lora --rank 32
         """,
     )
     export.add_argument("store", metavar="STORE")
     export.add_argument("out", metavar="OUT")
     export.add_argument("--task", metavar="NAME", help="with the head of this expert")
+    export.add_argument("--format", choices=("full", "lora"), default="full", help="a model, or a PEFT adapter (full)")
+    export.add_argument("--rank", type=_positive, metavar="K", help="the adapter's rank (exact without)")
     _output_options(export)
     _base_option(export)
     _running_options(export, device=False)

@@ -32,6 +32,8 @@ def init(arguments: Namespace) -> int:
         not_linear=arguments.not_linear,
         heads=arguments.heads,
         keep=arguments.keep,
+        max_rank=arguments.max_rank,
+        config_only=arguments.config_only,
         engine=make_engine(arguments),
         progress=make_progress(arguments),
     )
@@ -95,6 +97,8 @@ def status(arguments: Namespace) -> int:
     if last:
         print(f"λ {last.lambda_:.6g}   n {last.mean_norm:.6g}   distance to the base {last.distance:.6g}")
         print(f"last: {last.name} ({last.added})")
+        if last.rank or last.lost:
+            print(_ranks(store))
     if arguments.tensors:
         print()
         print_table(
@@ -123,6 +127,9 @@ def status_of(store: Store) -> dict[str, Any]:
         "distance": last.distance if last else 0.0,
         "experts": [entry.name for entry in manifest.history],
         "keep": manifest.keep,
+        "max_rank": manifest.max_rank,
+        "rank": last.rank if last else 0,
+        "lost": [entry.lost for entry in manifest.history],
         "heads": list(manifest.base.heads),
         "counts": dict(sorted(Counter(tensor.role for tensor in tensors.values()).items())),
         "tensors": [
@@ -148,9 +155,12 @@ def log(arguments: Namespace) -> int:
         print(f"{store.path} has absorbed nothing yet")
         return 0
     print_table(
-        ("expert", "added", "digest", "step", "‖Δ‖", "kept", "λ"),
+        ("expert", "added", "digest", "step", "‖Δ‖", "kept", "λ", "rank", "dropped"),
         (
-            (e.name, e.added, e.digest[:12], number, f"{e.norm:.4g}", f"{e.kept:.1%}", f"{e.lambda_:.4g}")
+            (
+                *(e.name, e.added, e.digest[:12], number, f"{e.norm:.4g}", f"{e.kept:.1%}", f"{e.lambda_:.4g}"),
+                *(e.rank or "-", f"{e.lost:.2%}" if e.lost else "-"),
+            )
             for number, e in enumerate(store.history, 1)
         ),
         left=3,
@@ -170,6 +180,14 @@ def undo(arguments: Namespace) -> int:
     undone = store.undo()
     print(f"{undone.name} taken back; {store.path} is at step {store.manifest.step}")
     return 0
+
+
+def _ranks(store: Store) -> str:
+    """How large the factors are, and what bounding them has cost so far."""
+    bound = f", bounded by {store.manifest.max_rank}" if store.manifest.max_rank else ""
+    lost = [entry for entry in store.history if entry.lost]
+    cost = f"; {len(lost)} steps dropped up to {max(e.lost for e in lost):.2%} of the energy" if lost else ""
+    return f"in factors of rank {store.history[-1].rank} at most{bound}{cost}"
 
 
 def _method(store: Store) -> str:
@@ -193,6 +211,8 @@ def _entry(entry: Expert) -> dict[str, Any]:
         "seconds": entry.seconds,
         "mean_norm": entry.mean_norm,
         "distance": entry.distance,
+        "rank": entry.rank,
+        "lost": entry.lost,
         "tensors": dict(entry.fates),
         "options": dict(entry.options),
         "gates": [dict(gate) for gate in entry.gates],

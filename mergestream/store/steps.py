@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,14 @@ class StepReader:
             return self.factors.read(key, name, self._checkpoint)
         assert self._checkpoint is not None
         return self._checkpoint.read(key)
+
+    def rank_bound(self, slots: Sequence[str], name: str) -> int | None:
+        """A bound of the rank of any combination of these slots; None where they are dense."""
+        keys = [slot_name(slot, name) for slot in slots]
+        if not all(key in self.factors.index for key in keys):
+            return None
+        ranks = [self.factors.ranks(key) for key in keys]
+        return min(sum(left for left, _ in ranks), sum(right for _, right in ranks))
 
     def _tensors(self) -> Iterator[tuple[str, int, Checkpoint, str]]:
         """Every tensor on disk: its name in the digests, its bytes, where it is and its name there."""

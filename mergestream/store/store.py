@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergestream.adapters import Adapter, same_model
 from mergestream.base_model import BaseModel
 from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
@@ -22,6 +23,7 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts import ExpertSource, open_expert, task_vector
 from mergestream.progress import Progress
 from mergestream.room import Room
+from mergestream.skeleton import Skeleton, open_base
 from mergestream.store.factors import block_layout, core_layout
 from mergestream.store.files import BESIDE, read_json, remove, remove_all_but, sync_directory, write_json
 from mergestream.store.lock import writer_lock
@@ -31,6 +33,7 @@ from mergestream.store.steps import StepReader, StepWriter, slot_name, step_dire
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mergestream.adapters.writing import Energy
     from mergestream.deltas import TaskVector
     from mergestream.lowrank import LowRank
     from mergestream.methods.base import Method
@@ -72,6 +75,7 @@ class Store:
         heads: Sequence[str] = (),
         keep: int = 1,
         max_rank: int | None = None,
+        config_only: bool = False,
         engine: LocalEngine | None = None,
         progress: Progress | None = None,
     ) -> Store:
@@ -80,7 +84,8 @@ class Store:
         ``linear``, ``not_linear`` and ``heads`` are globs over tensor names: which weights are (not)
         to be projected, and which tensors stay with each expert. ``keep`` is how many earlier steps
         are kept for ``undo``. ``max_rank`` bounds the rank of what is kept in factors (adapters only);
-        without it nothing is cut off.
+        without it nothing is cut off. With ``config_only`` the base's weights are neither fetched nor read
+        before a full export or a full checkpoint needs them; so it is for a base that has no weights.
         """
         from mergestream.methods import OPCM
 
@@ -93,12 +98,17 @@ class Store:
             raise UsageError(f"keep={keep} must be at least 0")
         if max_rank is not None and max_rank < 1:
             raise UsageError(f"max_rank={max_rank} must be at least 1")
-        with open_checkpoint(base) as checkpoint:
+        with (
+            open_checkpoint(base)
+            if isinstance(base, Mapping)
+            else open_base(base, config_only=config_only) as checkpoint
+        ):
             model = BaseModel.examine(
                 checkpoint,
                 linear=linear,
                 not_linear=not_linear,
                 heads=heads,
+                measure=checkpoint.has_weights and not config_only,
                 engine=engine,
                 progress=progress,
             )
@@ -187,7 +197,7 @@ class Store:
                 raise
             self._warn_of_other_base(vector, outcomes)
             self._warn_of_size(vector, totals)
-            self._commit(self.manifest.with_expert(absorbed))
+            self._commit(dataclasses.replace(self.manifest, base=vector.model).with_expert(absorbed))
             return absorbed
 
     def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
@@ -227,6 +237,22 @@ class Store:
         export(self, output, task=task, command=command)
         return output.path
 
+    def export_adapter(
+        self,
+        out: str | Path,
+        *,
+        rank: int | None = None,
+        dtype: str | None = None,
+        overwrite: bool = False,
+        command: str | None = None,
+    ) -> Energy:
+        """Write the merged task vector as a PEFT adapter of the base, exactly or cut down to ``rank``;
+        returns how much of it was left out."""
+        from mergestream.adapters.export import export_adapter
+        from mergestream.output import Output
+
+        return export_adapter(self, Output(Path(out), dtype, overwrite=overwrite), rank=rank, command=command)
+
     def undo(self) -> Expert:
         """Go back to before the last model; returns the entry that was taken back."""
         with writer_lock(self.path):
@@ -255,8 +281,9 @@ class Store:
                     raise
 
     def _verify(self) -> None:
-        with self.open_base() as base:
-            self.manifest.base.check_digest(base, self.engine, self.progress)
+        if self.manifest.base.measured:
+            with self.open_base() as base:
+                self.manifest.base.check_digest(base, self.engine, self.progress)
         for number, entry in enumerate(self.history, 1):
             if not step_directory(self.path, number).is_dir():
                 if number == self.manifest.step:
@@ -277,8 +304,12 @@ class Store:
         """Refer to the base at another place, after its digest was checked."""
         with writer_lock(self.path), open_checkpoint(base) as checkpoint:
             self.manifest = Manifest.load(self.path)
-            self.manifest.base.check_digest(checkpoint, self.engine, self.progress)
-            moved = dataclasses.replace(self.manifest.base, source=checkpoint.source)
+            moved = self.manifest.base
+            if moved.measured:
+                moved.check_digest(checkpoint, self.engine, self.progress)
+                moved = dataclasses.replace(moved, source=checkpoint.source)
+            else:
+                moved = moved.with_weights(checkpoint, self.engine, self.progress)
             self._commit(dataclasses.replace(self.manifest, base=moved))
 
     def open_base(self) -> Checkpoint:
@@ -403,8 +434,27 @@ class Store:
     def _task_vector(self, stack: ExitStack, expert: ExpertSource, partial: bool, ignore: Sequence[str]) -> TaskVector:
         opened = open_expert(expert)
         stack.callback(opened.close)
-        base = stack.enter_context(self.open_base())
-        return task_vector(self.manifest.base, base, opened, partial=partial, ignore=ignore)
+        base: Checkpoint
+        model = self.manifest.base
+        if not model.measured and isinstance(opened, Adapter) and not opened.whole:
+            base = Skeleton(model.source, None, model.tensors)
+        else:
+            base = stack.enter_context(self.open_base())
+            if not model.measured:  # from now on it must stay what it is
+                model = model.with_weights(base, self.engine, self.progress)
+        if isinstance(opened, Adapter):
+            self._note_on_adapter(opened)
+        return task_vector(model, base, opened, partial=partial, ignore=ignore)
+
+    def _note_on_adapter(self, adapter: Adapter) -> None:
+        named = adapter.config.base
+        if named is not None and not same_model(named, self.manifest.base.source):
+            self.progress.note(
+                f"{adapter.source} says that it was made for {named}, and the base of this store is "
+                f"{self.manifest.base.source}; take it back with undo if they are not the same model"
+            )
+        if not self.method.factored:
+            self.progress.note(f"{self.method.name} needs dense tensors: the adapter is multiplied out, one by one")
 
     def _open_state(self, stack: ExitStack) -> StepReader | None:
         return stack.enter_context(closing(self.open_step())) if self.manifest.step else None
