@@ -138,7 +138,6 @@ MODELS = {
     "llama-tiny": llama(2, hidden=512, wide=1408, heads=8, vocabulary=4000, dtype=torch.float32),
     "llama-200mb": llama(1),
     "llama-1gb": llama(10),
-    "llama-2gb": llama(21),
     "llama-4gb": llama(44),
 }
 

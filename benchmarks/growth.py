@@ -27,7 +27,7 @@ from mergestream.methods.base import Method
 
 RESULTS = ROOT / "docs" / "results" / "performance"
 MANY = 20
-SIZES = ("llama-200mb", "llama-1gb", "llama-2gb", "llama-4gb")
+SIZES = ("llama-200mb", "llama-1gb", "llama-4gb")
 
 
 @dataclass(frozen=True)

