@@ -1,0 +1,520 @@
+"""What a store promises beside surviving a kill: the rest of the durable path."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mergestream import OPCM, TIES, Average, LocalEngine, MergestreamError, Store
+from mergestream.errors import StoreBusyError, UsageError
+from mergestream.progress import Progress
+from mergestream.store.lock import writer_lock
+from tests.conftest import Toys, files, save_model, toy_base, toy_expert
+
+
+@pytest.fixture
+def store(tmp_path: Path, toys: Toys) -> Store:
+    """A store that has absorbed two experts."""
+    store = Store.create(tmp_path / "store", toys.base)
+    store.add(toys.experts[0])
+    store.add(toys.experts[1])
+    return store
+
+
+def steps(store: Store) -> list[int]:
+    return sorted(int(path.name) for path in (store.path / "steps").iterdir())
+
+
+# --- same inputs, same bytes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [OPCM(), TIES(density=0.4)], ids=["opcm", "ties"])
+def test_one_worker_and_many_give_the_same_bytes(method, tmp_path, toys):
+    results = []
+    for workers in (1, 2, 5):
+        store = Store.create(tmp_path / f"store-{workers}", toys.base, method, engine=LocalEngine(workers))
+        for expert in toys.experts[:3]:
+            store.add(expert)
+        store.export(tmp_path / f"model-{workers}")
+        results.append((files(store.path, ".safetensors"), files(tmp_path / f"model-{workers}", ".safetensors")))
+        scalars = [(e.norm, e.kept, e.scale, e.mean_norm, e.distance, e.state, e.digest) for e in store.history]
+        results[-1] += (scalars,)
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_digest_does_not_depend_on_how_a_checkpoint_is_stored(tmp_path, toys):
+    tensors = toy_expert(1)
+    torch.save(tensors, tmp_path / "expert.bin")
+    digests = set()
+    for number, expert in enumerate((toys.experts[0], tmp_path / "expert.bin", tensors)):
+        digests.add(Store.create(tmp_path / f"store-{number}", toys.base, Average()).add(expert).digest)
+    assert len(digests) == 1
+
+
+# --- undo and keep -----------------------------------------------------------------------------------------
+
+
+def test_undo_takes_back_the_last_expert_and_its_bytes(tmp_path, toys):
+    store = Store.create(tmp_path / "store", toys.base)
+    store.add(toys.experts[0])
+    before = files(store.path, ".safetensors", ".json")
+    store.add(toys.experts[1])
+    assert store.undo().name == "expert-2"
+    assert files(store.path, ".safetensors", ".json") == before
+    assert store.undo().name == "expert-1"
+    assert store.manifest.step == 0
+    with pytest.raises(MergestreamError, match="nothing to undo"):
+        store.undo()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_keep_says_how_far_undo_can_go(keep, tmp_path, toys):
+    store = Store.create(tmp_path / "store", toys.base, Average(), keep=keep)
+    for expert in toys.experts:
+        store.add(expert)
+    assert steps(store) == list(range(max(1, 4 - keep), 5))
+    for _ in range(keep):
+        store.undo()
+        store.verify()
+    if keep == 3:
+        assert store.undo().name == "expert-1", "the empty store needs no state"
+    else:
+        with pytest.raises(MergestreamError, match="used up"):
+            store.undo()
+    store.verify()
+
+
+def test_undone_experts_can_come_again(store, toys):
+    bytes_before = files(store.path / "steps" / "0002", ".safetensors")
+    store.undo()
+    store.add(toys.experts[1])
+    assert files(store.path / "steps" / "0002", ".safetensors") == bytes_before
+
+
+# --- one writer, many readers ------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_turned_away(store, toys):
+    with writer_lock(store.path):
+        for write in (lambda: store.add(toys.experts[2]), store.undo, lambda: store.relocate(toys.base)):
+            with pytest.raises(StoreBusyError, match="another process"):
+                write()
+        store.verify()
+    store.add(toys.experts[2])
+
+
+def test_a_second_process_exits_with_3_and_says_who_is_writing(store, toys):
+    with writer_lock(store.path):
+        command = [sys.executable, "-m", "mergestream", "undo", store.path]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 3
+    assert result.stderr.startswith("error: ") and f"process {os.getpid()}" in result.stderr
+
+
+def test_readers_are_unharmed_while_a_writer_adds_and_undoes(tmp_path, toys):
+    """Every export is the model of one of the steps that were committed, whatever happens meanwhile."""
+    models: dict[int, list[dict[str, bytes]]] = {}
+    writer = Store.create(tmp_path / "store", toys.base)
+    writer.add(toys.experts[0])
+    for number, expert in ((1, None), (2, toys.experts[1]), (2, toys.experts[2])):
+        if expert:
+            writer.add(expert)
+        writer.export(tmp_path / "model", overwrite=True)
+        models.setdefault(number, []).append(files(tmp_path / "model", ".safetensors"))
+        if expert:
+            writer.undo()
+    stop = threading.Event()
+
+    def write() -> None:
+        turn = 0
+        while not stop.is_set():
+            writer.add(toys.experts[1 + turn % 2])
+            writer.undo()
+            turn += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for turn in range(12):
+            reader = Store(writer.path, engine=LocalEngine(workers=1))
+            reader.export(tmp_path / "model", overwrite=True)
+            exported = files(tmp_path / "model", ".safetensors")
+            assert exported in models[reader.manifest.step], turn
+            reader.verify()
+    finally:
+        stop.set()
+        thread.join()
+    writer.verify()
+
+
+# --- damage ------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, position: int, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def meaning(path: Path) -> object:
+    """What a file says: a flipped bit may write an exponent's e as E, or hit the free text in a header."""
+    data = path.read_bytes()
+    try:
+        if path.suffix == ".json":
+            return json.loads(data)
+        header = 8 + int.from_bytes(data[:8], "little")
+        return {**json.loads(data[8:header]), "__metadata__": None}, data[header:]
+    except ValueError:
+        return None
+
+
+def test_verify_finds_one_flipped_bit_in_every_file(tmp_path):
+    base = save_model(tmp_path / "base", toy_base() | {"head.weight": torch.ones(2, 3)})
+    expert = save_model(tmp_path / "expert", toy_expert(1) | {"head.weight": torch.zeros(2, 3)})
+    store = Store.create(tmp_path / "store", base, heads=["head.*"], engine=LocalEngine(workers=1))
+    store.add(expert)
+    generator = torch.Generator().manual_seed(0)
+    names, found = set(), 0
+    for path in [*sorted(store.path.rglob("*")), base / "model.safetensors"]:
+        if not path.is_file() or path.name == "lock":
+            continue
+        names.add(path.name)
+        whole, meant = path.read_bytes(), meaning(path)
+        header = 8 + int.from_bytes(whole[:8], "little") if path.suffix == ".safetensors" else len(whole)
+        anywhere = torch.randint(len(whole), (8,), generator=generator).tolist()
+        for position in [*anywhere, *torch.randint(header, (8,), generator=generator).tolist()]:
+            flip(path, position, position % 8)
+            if meaning(path) != meant:
+                found += 1
+                with pytest.raises(MergestreamError):
+                    Store(store.path).verify()
+            path.write_bytes(whole)
+    assert found > 60
+    assert {"manifest.json", "model.safetensors", "digests.json", "tensors.json", "heads.safetensors"} <= names
+    store.verify()
+
+
+@pytest.mark.parametrize(
+    "lost", ["steps/0002", "steps/0002/digests.json", "experts/0001", "steps/0002/model.safetensors"]
+)
+def test_verify_finds_what_is_missing(lost, store):
+    path = store.path / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(MergestreamError, match=Path(lost).parts[0]):
+        Store(store.path).verify()
+
+
+def test_an_edited_manifest_is_refused(store):
+    path = store.path / "manifest.json"
+    path.write_text(path.read_text().replace('"alpha": 0.5', '"alpha": 0.4'))
+    with pytest.raises(MergestreamError, match="edited"):
+        Store(store.path)
+
+
+def test_a_newer_format_is_refused(store):
+    path = store.path / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(MergestreamError, match="upgrade"):
+        Store(store.path)
+
+
+# --- the base ----------------------------------------------------------------------------------------------
+
+
+def test_a_base_that_moved_is_found_again(tmp_path, toys):
+    old = shutil.copytree(toys.base, tmp_path / "old")
+    store = Store.create(tmp_path / "store", old)
+    store.add(toys.experts[0])
+    new = old.rename(tmp_path / "new")
+    with pytest.raises(MergestreamError, match="--base"):
+        Store(store.path).add(toys.experts[1])
+    with pytest.raises(MergestreamError, match="--base"):
+        Store(store.path).verify()
+    Store(store.path).relocate(new)
+    again = Store(store.path)
+    assert again.manifest.base.source == str(new)
+    again.add(toys.experts[1])
+    again.verify()
+
+
+def test_another_model_is_not_taken_for_the_base(store, toys, tmp_path):
+    other = save_model(tmp_path / "other", {"other": torch.ones(2)})
+    with pytest.raises(MergestreamError, match="is not the base of this store"):
+        store.relocate(other)
+    with pytest.raises(MergestreamError, match=r"the base has changed.*tensor double.weight"):
+        store.relocate(toys.experts[0])
+    assert Store(store.path).manifest.base.source == str(toys.base)
+
+
+def test_a_base_that_changes_under_the_store_is_noticed(tmp_path, toys):
+    base = shutil.copytree(toys.base, tmp_path / "base")
+    store = Store.create(tmp_path / "store", base, Average())
+    store.add(toys.experts[0])
+    before = files(store.path, ".safetensors", ".json")
+    changed = toy_base()
+    changed["layers.0.q.weight"][2, 2] += 1e-6
+    save_model(base, changed)
+    for use in (
+        lambda: store.add(toys.experts[1]),
+        lambda: store.inspect(toys.experts[1]),
+        lambda: store.export(tmp_path / "model"),
+        store.verify,
+    ):
+        with pytest.raises(MergestreamError, match=r"the base has changed .*: tensor layers.0.q.weight in"):
+            use()
+    assert files(store.path, ".safetensors", ".json") == before
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_store_wants_a_base_that_can_be_found_again(tmp_path):
+    with pytest.raises(UsageError, match="save the base first"):
+        Store.create(tmp_path / "store", toy_base())
+
+
+# --- what may not come in ----------------------------------------------------------------------------------
+
+
+def unchanged(store: Store, refused: Callable[[], object], match: str) -> None:
+    """The step is abandoned, the store is as it was, and the sentence says why."""
+    before = files(store.path, ".safetensors", ".json")
+    with pytest.raises(MergestreamError, match=match) as caught:
+        refused()
+    assert "\n" not in str(caught.value)
+    assert files(store.path, ".safetensors", ".json") == before
+    assert steps(store) == [1, 2]
+    store.verify()
+
+
+def test_duplicates_are_refused_unless_allowed(store, toys):
+    unchanged(store, lambda: store.add(toys.experts[0]), "absorbed already, as expert-1")
+    assert store.add(toys.experts[0], allow_duplicate=True).name == "expert-1-2"
+
+
+def test_an_expert_identical_to_the_base_is_refused_unless_allowed(store, toys):
+    unchanged(store, lambda: store.add(toys.base), "identical to the base")
+    assert store.add(toys.base, allow_duplicate=True).norm == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_inf_are_refused_with_file_and_tensor(value, store, tmp_path):
+    tensors = toy_expert(3)
+    tensors["layers.0.up.weight"][3, 4] = value
+    expert = save_model(tmp_path / "bad", tensors)
+    unchanged(
+        store, lambda: store.add(expert), r"tensor layers.0.up.weight in model.safetensors of \S*bad holds NaN or Inf"
+    )
+
+
+def test_a_base_with_nan_makes_no_store(tmp_path):
+    tensors = toy_base()
+    tensors["layers.0.norm.weight"][0] = float("nan")
+    with pytest.raises(MergestreamError, match=r"layers.0.norm.weight in model.safetensors .* holds NaN"):
+        Store.create(tmp_path / "store", save_model(tmp_path / "base", tensors))
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_expert_of_another_base_is_absorbed_with_a_warning(tmp_path, toys):
+    notes: list[str] = []
+
+    class Notes(Progress):
+        def note(self, message: str) -> None:
+            notes.append(message)
+
+    torch.manual_seed(99)
+    stranger = {name: (torch.randn(t.shape) * 0.1).to(t.dtype) for name, t in toy_base().items()}
+    store = Store.create(tmp_path / "store", toys.base, progress=Notes())
+    store.add(toys.experts[0])
+    assert not notes
+    store.add(save_model(tmp_path / "stranger", stranger))
+    assert "probably not fine-tuned from this base" in notes[0] and "relative distance is 1." in notes[0]
+
+
+def test_partial_experts_count_as_unchanged_where_they_lack_tensors(tmp_path, toys):
+    expert = toy_expert(1)
+    adapted = {name: tensor for name, tensor in expert.items() if name.startswith("layers.0.q")}
+    store = Store.create(tmp_path / "store", toys.base, Average())
+    with pytest.raises(MergestreamError, match=r"lacks 10 tensors \(.*, …\) of the base.*--partial"):
+        store.add(save_model(tmp_path / "part", adapted))
+    entry = store.add(tmp_path / "part", partial=True)
+    assert entry.fates == {"copied": 2, "merged": 1, "unchanged": 10}
+    store.export(tmp_path / "model")
+    merged, base = load_file(tmp_path / "model" / "model.safetensors"), toy_base()
+    for name, tensor in base.items():
+        assert torch.equal(merged[name], adapted.get(name, tensor)), name
+
+
+def test_ignored_tensors_are_left_out(tmp_path, toys):
+    expert = toy_expert(1) | {"embed_tokens.weight": torch.ones(30, 8), "extra.weight": torch.ones(2)}
+    path = save_model(tmp_path / "expert", expert)
+    store = Store.create(tmp_path / "store", toys.base, Average())
+    with pytest.raises(MergestreamError, match="matches no tensor"):
+        store.add(path, ignore=["nothing.*"])
+    entry = store.add(path, ignore=["embed_tokens.*", "extra.*"])
+    assert entry.fates == {"copied": 2, "ignored": 2, "merged": 10}
+    store.export(tmp_path / "model")
+    merged = load_file(tmp_path / "model" / "model.safetensors")
+    assert torch.equal(merged["embed_tokens.weight"], toy_base()["embed_tokens.weight"])
+    assert merged.keys() == toy_base().keys()
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(tmp_path, toys):
+    """A real small file system where we may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("may not mount a file system here")
+    try:
+        big = {"a.weight": torch.randn(100, 300), "b.weight": torch.randn(200, 300)}
+        base = save_model(tmp_path / "base", big)
+        experts = [save_model(tmp_path / f"e{n}", toy_expert(n, big)) for n in range(3)]
+        store = Store.create(disk / "store", base, Average(), keep=1)
+        store.add(experts[0])
+        before = files(store.path, ".safetensors", ".json")
+        with pytest.raises(MergestreamError, match=r"360\d+ bytes are needed and \d+ are free; make room"):
+            store.add(experts[1])
+        assert files(store.path, ".safetensors", ".json") == before
+        with pytest.raises(MergestreamError, match="are free; make room"):
+            store.export(disk / "model")
+        assert [path.name for path in disk.iterdir()] == ["store"]
+        store.verify()
+        subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+        store.add(experts[1])
+        store.verify()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "posix_fallocate", "replace", "mkdir"])
+def test_an_error_of_the_disk_is_a_sentence_and_the_store_goes_on(call, store, toys, monkeypatch):
+    original = getattr(os, call)
+    left = 3 if call in ("pwrite", "fsync") else 1
+
+    def full(*arguments: object, **options: object) -> object:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises((MergestreamError, OSError)):
+            Store(store.path, engine=LocalEngine(workers=1)).add(toys.experts[2])
+    again = Store(store.path)
+    again.verify()
+    assert again.manifest.step == 2
+    again.add(toys.experts[2])
+    again.verify()
+
+
+# --- heads -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_heads(tmp_path: Path) -> Iterator[Store]:
+    base = save_model(tmp_path / "base", toy_base() | {"head.weight": torch.zeros(2, 8)})
+    store = Store.create(tmp_path / "store", base, heads=["head.*"])
+    for number, labels in ((1, 2), (2, 5)):
+        expert = toy_expert(number) | {"head.weight": torch.full((labels, 8), float(number))}
+        store.add(save_model(tmp_path / f"task-{number}", expert))
+    return store
+
+
+def test_heads_stay_with_their_expert(with_heads, tmp_path):
+    store = with_heads
+    assert store.history[0].fates["head"] == 1
+    store.export(tmp_path / "plain")
+    assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")["head.weight"], torch.zeros(2, 8))
+    backbone = {n: t for n, t in load_file(tmp_path / "plain" / "model.safetensors").items() if n != "head.weight"}
+    for number, labels in ((1, 2), (2, 5)):
+        out = store.export(tmp_path / f"model-{number}", task=f"task-{number}")
+        merged = load_file(out / "model.safetensors")
+        assert torch.equal(merged.pop("head.weight"), torch.full((labels, 8), float(number)))
+        assert all(torch.equal(tensor, backbone[name]) for name, tensor in merged.items())
+    with pytest.raises(MergestreamError, match=r"no expert named other .*task-1, task-2"):
+        store.export(tmp_path / "model-3", task="other")
+
+
+def test_a_head_does_not_change_the_merge(with_heads, tmp_path, toys):
+    plain = Store.create(tmp_path / "plain-store", toys.base)
+    plain.add(toys.experts[0])
+    assert with_heads.history[0].norm == plain.history[0].norm
+
+
+def test_an_expert_without_a_head_has_none_to_export(with_heads, tmp_path):
+    with_heads.add(save_model(tmp_path / "bare", toy_expert(3)))
+    with pytest.raises(MergestreamError, match="expert bare has no head of its own"):
+        with_heads.export(tmp_path / "model", task="bare")
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_is_too_small_says_which_tensor_and_what_to_do(store, toys):
+    small = Store(store.path, engine=LocalEngine(workers=2, max_memory=100))
+    unchanged(
+        store, lambda: small.add(toys.experts[2]), r"tensor \S+ needs [\d.]+ kB of memory to be merged, .*--max-memory"
+    )
+
+
+def test_a_budget_changes_nothing_but_the_memory(store, toys, tmp_path):
+    copy = shutil.copytree(store.path, tmp_path / "copy")
+    tight = max(inspected := [store.inspect(toys.experts[2]).memory])
+    Store(copy, engine=LocalEngine(workers=4, max_memory=tight)).add(toys.experts[2])
+    store.add(toys.experts[2])
+    assert inspected and files(copy / "steps") == files(store.path / "steps")
+
+
+# --- inspection --------------------------------------------------------------------------------------------
+
+
+def test_inspection_tells_what_adding_then_does(store, toys):
+    before = files(store.path)
+    told = store.inspect(toys.experts[2])
+    assert files(store.path) == before
+    entry = store.add(toys.experts[2])
+    assert (told.norm, told.kept, told.lambda_, told.distance) == (
+        entry.norm,
+        entry.kept,
+        entry.lambda_,
+        entry.distance,
+    )
+    assert told.step == 3 and told.fates == entry.fates and told.duplicate_of is None
+    assert sum(path.stat().st_size for path in (store.path / "steps" / "0003").glob("*.safetensors")) >= told.disk
+    records = store.tensor_records(3)
+    for name, tensor in told.tensors.items():
+        assert (tensor.norm, tensor.kept, tensor.protected) == (
+            records[name]["norm"],
+            records[name]["kept"],
+            records[name]["protected"],
+        )
+    assert store.inspect(toys.experts[2]).duplicate_of == "expert-3"
+
+
+def test_names_are_free_but_unique(store, toys):
+    assert store.add(toys.experts[2], "legal").name == "legal"
+    with pytest.raises(MergestreamError, match="an expert named legal has been absorbed already"):
+        store.add(toys.experts[3], "legal")
+
+
+def test_a_store_is_not_made_over_something_else(tmp_path, toys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for place in ("full", "file"):
+        with pytest.raises(MergestreamError, match="choose another place"):
+            Store.create(tmp_path / place, toys.base)
+    with pytest.raises(UsageError, match="keep=-1"):
+        Store.create(tmp_path / "new", toys.base, keep=-1)
