@@ -98,8 +98,8 @@ def similarity(similarity: Similarity) -> go.Figure:
             zmin=-limit,
             zmax=limit,
             colorscale=DIVERGING,
-            colorbar={"title": {"text": "cosine"}, "thickness": 12, "outlinewidth": 0},
-            text=_labels(similarity.cosines, "{:.2f}") if count <= MOST_LABELLED else None,
+            colorbar={"title": {"text": "cosine"}},
+            text=_labels(others, "{:.2f}") if count <= MOST_LABELLED else None,
             texttemplate="%{text}" if count <= MOST_LABELLED else None,
             hovertemplate="%{y} · %{x}<br>cosine %{z:.4f}<extra></extra>",
             hoverongaps=False,
@@ -108,7 +108,7 @@ def similarity(similarity: Similarity) -> go.Figure:
             meta="diverging",
         )
     )
-    return _matrix(figure, count, square=True)
+    return _matrix(figure, names, names)
 
 
 def survival(survival: Survival) -> go.Figure:
@@ -120,15 +120,16 @@ def survival(survival: Survival) -> go.Figure:
         totals.append(math.fsum(e * k for e, k in zip(energy, kept, strict=True)) / whole if whole else 1.0)
     z = [[total, None, *kept] for total, kept in zip(totals, survival.kept, strict=True)]
     figure = _parts(survival, z, ("in all", " "), "share kept", "%{y}, %{x}<br>%{z:.1%} entered<extra></extra>")
-    figure.update_traces(zmin=min(0.5, *(v for row in z for v in row if v is not None)), zmax=1)
+    least = min(value for row in survival.kept for value in row)
+    figure.update_traces(zmin=min(0.9, math.floor(least * 10) / 10), zmax=1)
     return figure.update_traces(colorbar={"tickformat": ".0%"})
 
 
 def protected(survival: Survival) -> go.Figure:
     """The number of protected directions q when each expert came: experts × layers (or tensors)."""
-    return _parts(
-        survival, survival.protected, (), "q", "%{y}, %{x}<br>%{z:.1f} directions protected<extra></extra>"
-    ).update_traces(zmin=0)
+    most = max((q for row in survival.protected for q in row if q is not None), default=0)
+    hover = "%{y}, %{x}<br>%{z:.1f} directions protected<extra></extra>"
+    return _parts(survival, survival.protected, (), "q", hover).update_traces(zmin=0, zmax=max(most, 1))
 
 
 def scores(scores: Scores) -> go.Figure:
@@ -150,7 +151,7 @@ def scores(scores: Scores) -> go.Figure:
             y=rows,
             z=matrix,
             colorscale=SEQUENTIAL,
-            colorbar={"title": {"text": scores.metric}, "thickness": 12, "outlinewidth": 0, "tickformat": form},
+            colorbar={"title": {"text": scores.metric}, "tickformat": form},
             text=_labels(matrix, "{:.0%}" if shares else "{:.3g}") if labelled else None,
             texttemplate="%{text}" if labelled else None,
             hovertemplate=f"%{{x}}, %{{y}}<br>{scores.metric} %{{z:{form}}}<extra></extra>",
@@ -160,18 +161,19 @@ def scores(scores: Scores) -> go.Figure:
             meta="sequential",
         )
     )
-    return _matrix(figure, len(rows))
+    return _matrix(figure, rows, scores.tasks)
 
 
 def _parts(survival: Survival, z: Any, before: tuple[str, ...], title: str, hover: str) -> go.Figure:
     """Experts × parts of the model; ``before`` names the columns that come first."""
+    columns = [*before, *short_names(survival.parts)]
     figure = go.Figure(
         go.Heatmap(
-            x=[*before, *short_names(survival.parts)],
+            x=columns,
             y=list(survival.experts),
             z=z,
             colorscale=SEQUENTIAL,
-            colorbar={"title": {"text": title}, "thickness": 12, "outlinewidth": 0},
+            colorbar={"title": {"text": title}},
             hovertemplate=hover,
             hoverongaps=False,
             xgap=1 if len(survival.parts) <= 80 else 0,
@@ -179,7 +181,7 @@ def _parts(survival: Survival, z: Any, before: tuple[str, ...], title: str, hove
             meta="sequential",
         )
     )
-    return _matrix(figure, len(survival.experts))
+    return _matrix(figure, survival.experts, columns)
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -196,7 +198,8 @@ def _labels(matrix: Sequence[Sequence[float | None]], form: str) -> list[list[st
 
 
 def _steps(figure: go.Figure, steps: int, title: str) -> go.Figure:
-    figure.update_xaxes(title="experts absorbed, t", dtick=1 if steps <= 20 else None, zeroline=False)
+    figure.update_xaxes(title="experts absorbed, t", range=[0.5, max(steps, 4) + 0.5], zeroline=False)
+    figure.update_xaxes(dtick=1 if steps <= 20 else None)
     figure.update_yaxes(title=title, zeroline=False)
     return figure.update_layout(
         height=360,
@@ -205,10 +208,12 @@ def _steps(figure: go.Figure, steps: int, title: str) -> go.Figure:
     )
 
 
-def _matrix(figure: go.Figure, rows: int, square: bool = False) -> go.Figure:
-    figure.update_xaxes(type="category", tickangle=-45, automargin=True, showgrid=False, zeroline=False)
-    figure.update_yaxes(type="category", autorange="reversed", automargin=True, showgrid=False, zeroline=False)
-    if square:
-        figure.update_xaxes(constrain="domain").update_yaxes(scaleanchor="x", constrain="domain")
-    height = (36 if square else 26) * max(rows, 3) + 190
-    return figure.update_layout(height=height, margin={"l": 16, "r": 16, "t": 16, "b": 16})
+def _matrix(figure: go.Figure, rows: Sequence[str], columns: Sequence[str]) -> go.Figure:
+    """Rows of equal height, whatever room the names of the columns take below them."""
+    cells = 28 * max(len(rows), 2)
+    names = 24 + 5.5 * max(map(len, columns), default=0)
+    common = {"type": "category", "automargin": True, "showgrid": False, "zeroline": False, "ticks": ""}
+    figure.update_xaxes(tickangle=-45, **common).update_yaxes(autorange="reversed", **common)
+    bar = {"thickness": 12, "outlinewidth": 0, "lenmode": "pixels", "len": max(cells, 130), "y": 1, "yanchor": "top"}
+    figure.update_traces(colorbar={**bar, "nticks": 5})
+    return figure.update_layout(height=max(cells, 100) + names + 30, margin={"l": 16, "r": 16, "t": 24, "b": 16})
