@@ -1,0 +1,230 @@
+"""The OPCM kernel: what was tried, and the bare kernels that no OPCM step can do without.
+
+    python -m benchmarks.kernels                                    the tables of docs/performance.md
+    python -m benchmarks.kernels --base B --experts E1 E2           the limit for one step on these checkpoints
+
+The tables run every way to decompose S and project Δ on one thread, interleaved, and print the median of the
+thread's CPU seconds (a busy machine does not change them much), the ratio to ours and the error of P(Δ) against a
+float64 SVD. The limit runs, for all linear weights in memory, on all cores and back to back: half a Gram matrix,
+its eigendecomposition, and the three products S·V, Uᵀ·Δ and U·(what is removed). Nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from benchmarks.stopwatch import work
+from mergestream import lapack
+from mergestream.checkpoints import open_checkpoint
+from mergestream.spectral import ThinSVD, _gram, _numerical_rank, project, protected_directions, thin_svd
+
+SHAPES = [(768, 768), (3072, 768), (768, 3072), (1024, 1024), (4096, 1024)]
+Decompose = Callable[[Tensor], ThinSVD]
+Kernel = Callable[[Tensor, Tensor, int], Tensor]  # S, Δ, q ↦ P(Δ)
+
+
+# --- the limit
+
+
+def bare_kernels(S: Tensor, delta: Tensor) -> None:
+    if S.shape[0] < S.shape[1]:
+        S, delta = S.T, delta.T
+    _, v = lapack.eigh_upper(_gram(S), S.dtype)
+    u = S @ v
+    torch.addmm(delta, u, u.T @ delta, out=torch.empty_like(delta))
+
+
+def on_all_cores(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def run(pair: tuple[Tensor, Tensor]) -> None:
+        torch.set_num_threads(1)
+        bare_kernels(*pair)
+
+    largest_first = sorted(pairs, key=lambda pair: -pair[0].numel())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run, largest_first))
+
+
+def linear_pairs(base: Path, first: Path, second: Path) -> list[tuple[Tensor, Tensor]]:
+    """(S, Δ) of every weight matrix that is no embedding, as a store's second step meets them."""
+    with open_checkpoint(base) as b, open_checkpoint(first) as one, open_checkpoint(second) as two:
+        names = [name for name, info in b.tensors.items() if len(info.shape) == 2 and "embed" not in name]
+        bases = {name: b.read(name).float() for name in names}
+        return [(one.read(name).float() - bases[name], two.read(name).float() - bases[name]) for name in names]
+
+
+# --- what was tried
+
+
+def full_svd(S: Tensor, delta: Tensor, q: int) -> Tensor:
+    """As FusionBench does it: complete bases, Δ in them, the diagonal and the leading block zeroed, and back."""
+    u, _, vh = torch.linalg.svd(S, full_matrices=True)
+    core = u.T @ delta @ vh.T
+    core.diagonal().zero_()
+    core[:q, :q] = 0
+    return u @ core @ vh
+
+
+def with_thin_products(decompose: Decompose) -> Kernel:
+    return lambda S, delta, q: project(delta, decompose(S), q, "reference")
+
+
+def thin_float32_svd(S: Tensor) -> ThinSVD:
+    u, s, vh = torch.linalg.svd(S, full_matrices=False)
+    return ThinSVD(u, s.double(), vh.T)
+
+
+def by_eigenvectors(vectors: Callable[[Tensor], Tensor]) -> Kernel:
+    """V = the eigenvectors of SᵀS, descending, found in some way; then U = S V Σ⁻¹ in float32."""
+
+    def decompose(S: Tensor) -> ThinSVD:
+        if S.shape[0] < S.shape[1]:
+            return decompose(S.T).transposed()
+        v = vectors(S).float()
+        u = S @ v
+        s = torch.linalg.vector_norm(u, dim=0)
+        rank = _numerical_rank(s, 1e-5)
+        return ThinSVD((u / s)[:, :rank], s[:rank].double(), v[:, :rank])
+
+    return with_thin_products(decompose)
+
+
+def gram(S: Tensor, dtype: torch.dtype) -> Tensor:
+    return S.to(dtype).T @ S.to(dtype)
+
+
+def shifted_inverse(S: Tensor) -> Tensor:
+    """τ(SᵀS + τ)⁻¹ in float64: the same vectors, and eigenvalues that float32 can tell apart."""
+    g = gram(S, torch.float64)
+    tau = 0.1 * g.trace() / g.shape[0]
+    g.diagonal().add_(tau)
+    return torch.cholesky_inverse(torch.linalg.cholesky(g)).mul_(tau)
+
+
+def float64_products(S: Tensor) -> ThinSVD:
+    if S.shape[0] < S.shape[1]:
+        return float64_products(S.T).transposed()
+    wide = S.double()
+    values, v = torch.linalg.eigh(wide.T @ wide)
+    s, v = values.flip(0).clamp_(min=0).sqrt_(), v.flip(1)
+    return ThinSVD((wide @ v / s).float(), s, v.float())
+
+
+TRIED: dict[str, Kernel] = {
+    "full float32 SVD and products (FusionBench's)": full_svd,
+    "thin float32 SVD": with_thin_products(thin_float32_svd),
+    "float32 Gram, float32 eigh": by_eigenvectors(
+        lambda S: torch.linalg.eigh(gram(S, torch.float32)).eigenvectors.flip(1)
+    ),
+    "float32 Gram, float64 eigh": by_eigenvectors(
+        lambda S: torch.linalg.eigh(gram(S, torch.float32).double()).eigenvectors.flip(1)
+    ),
+    "float64 Gram, float32 eigh": by_eigenvectors(
+        lambda S: torch.linalg.eigh(gram(S, torch.float64).float()).eigenvectors.flip(1)
+    ),
+    "float64 Gram, shifted inverse, float32 eigh": by_eigenvectors(
+        lambda S: torch.linalg.eigh(shifted_inverse(S).float()).eigenvectors
+    ),
+    "float64 Gram, float64 eigh, U in float64": with_thin_products(float64_products),
+    "float64 Gram, float64 eigh, U in float32": by_eigenvectors(
+        lambda S: torch.linalg.eigh(gram(S, torch.float64)).eigenvectors.flip(1)
+    ),
+    "half float64 Gram, NumPy's float64 eigh, U in float32": by_eigenvectors(
+        lambda S: torch.from_numpy(numpy.linalg.eigh(_gram(S).numpy(), UPLO="U").eigenvectors).flip(1)
+    ),
+    "kept: half float64 Gram, eigh with float32 vectors, U in float32": with_thin_products(thin_svd),
+}
+
+
+def random_matrix(m: int, n: int, decay: float, seed: int) -> Tensor:
+    """σᵢ = i^-decay between random orthonormal bases."""
+    generator = torch.Generator().manual_seed(seed)
+    k = min(m, n)
+    u, v = (torch.linalg.qr(torch.randn(size, k, generator=generator, dtype=torch.float64)).Q for size in (m, n))
+    return ((u * torch.arange(1, k + 1).double() ** -decay) @ v.T).float()
+
+
+def tables(decay: float, repetitions: int) -> None:
+    torch.set_num_threads(1)
+    print(f"{_processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__},")
+    print(f"NumPy {numpy.__version__}; σᵢ ∝ i^-{decay}, α = 0.5, medians of {repetitions} interleaved rounds\n")
+    for m, n in SHAPES:
+        kernel_table(m, n, decay, repetitions)
+    for n in (768, 1024, 2048):
+        eigensolver_table(n, decay, repetitions)
+
+
+def kernel_table(m: int, n: int, decay: float, repetitions: int) -> None:
+    S, delta = random_matrix(m, n, decay, 0), random_matrix(m, n, decay, 1)
+    u, s, vh = torch.linalg.svd(S.double(), full_matrices=False)
+    q = protected_directions(s, 0.5)
+    exact = project(delta.double(), ThinSVD(u, s, vh.T), q, "reference")
+    errors = {name: (run(S, delta, q) - exact).norm() / exact.norm() for name, run in TRIED.items()}
+    medians = interleaved({name: lambda run=run: run(S, delta, q) for name, run in TRIED.items()}, repetitions)
+    kept = list(medians.values())[-1]
+    print(f"| {m}×{n} | CPU ms | of the kept | error |\n|---|---|---|---|")
+    for name, median in medians.items():
+        print(f"| {name} | {median * 1e3:.0f} | {median / kept:.2f} | {float(errors[name]):.0e} |")
+    print(flush=True)
+
+
+def eigensolver_table(n: int, decay: float, repetitions: int) -> None:
+    matrix = _gram(random_matrix(n, n, decay, 0))
+    medians = interleaved(
+        {
+            "torch, float64": lambda: torch.linalg.eigh(matrix, UPLO="U"),
+            "torch, float32": lambda: torch.linalg.eigh(matrix.float(), UPLO="U"),
+            "NumPy, float64": lambda: numpy.linalg.eigh(matrix.numpy(), UPLO="U"),
+            "kept: float64 values, float32 vectors": lambda: lapack.eigh_upper(matrix.clone(), torch.float32),
+        },
+        repetitions,
+    )
+    print(f"| eigh {n}×{n} | CPU ms |\n|---|---|")
+    for name, median in medians.items():
+        print(f"| {name} | {median * 1e3:.0f} |")
+    print(flush=True)
+
+
+def interleaved(runs: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+    """Median CPU seconds of each run on this thread; every round runs them all."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repetitions):
+        for name, run in runs.items():
+            started = time.thread_time()
+            run()
+            seconds[name].append(time.thread_time() - started)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path)
+    parser.add_argument("--experts", type=Path, nargs=2)
+    parser.add_argument("--decay", type=float, default=0.7, help="of the singular values in the table")
+    parser.add_argument("--repetitions", type=int, default=5)
+    arguments = parser.parse_args()
+    if arguments.base is None:
+        return tables(arguments.decay, arguments.repetitions)
+    pairs = linear_pairs(arguments.base, *arguments.experts)
+    with work():
+        on_all_cores(pairs)
+
+
+if __name__ == "__main__":
+    main()
