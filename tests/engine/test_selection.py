@@ -1,0 +1,113 @@
+"""The k-th magnitude is exact, whatever the data looks like and wherever the sample looks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from mergestream.engine.selection import Bracket, Tally, kth_magnitude, sample_ranges, tally
+
+SIZES = (100_000, 1, 0, 70_001, 513)
+"""Tensors of a model: together enough that only a sample of them is sorted at first."""
+
+
+def kth(tensors: list[Tensor], count: int) -> tuple[float, int]:
+    """The k-th magnitude, and how often the data was passed over."""
+    passes = 0
+
+    def sample(stride: int) -> Iterator[Tensor]:
+        for tensor in tensors:
+            for start, stop in sample_ranges(len(tensor), stride):
+                yield tensor[start:stop]
+
+    def tallies(bracket: Bracket) -> Iterator[Tally]:
+        nonlocal passes
+        passes += 1
+        assert passes < 10, "it must come to an end"
+        for tensor in tensors:
+            for piece in tensor.split(4096):
+                yield tally(piece, bracket)
+
+    return kth_magnitude(count, sum(map(len, tensors)), sample, tallies), passes
+
+
+def normal(generator: torch.Generator) -> list[Tensor]:
+    return [torch.randn(size, generator=generator) for size in SIZES]
+
+
+def in_bfloat16(generator: torch.Generator) -> list[Tensor]:
+    return [(t * 1e-3).bfloat16().float() - 0.001 for t in normal(generator)]
+
+
+def mostly_zero(generator: torch.Generator) -> list[Tensor]:
+    return [t.where(t.abs() > 2, 0) for t in normal(generator)]
+
+
+def constant(generator: torch.Generator) -> list[Tensor]:
+    return [torch.full((size,), -0.5) for size in SIZES]
+
+
+def two_values(generator: torch.Generator) -> list[Tensor]:
+    return [t.sign() + 3 for t in normal(generator)]
+
+
+def sorted_by_size(generator: torch.Generator) -> list[Tensor]:
+    return [t.sort().values for t in normal(generator)]
+
+
+def large_where_no_sample_looks(generator: torch.Generator) -> list[Tensor]:
+    tensors = normal(generator)
+    stride = sum(SIZES) // (1 << 15)
+    for tensor in tensors:
+        sampled = torch.zeros(len(tensor), dtype=torch.bool)
+        for start, stop in sample_ranges(len(tensor), stride):
+            sampled[start:stop] = True
+        tensor[~sampled] *= 1000
+    return tensors
+
+
+def small_where_no_sample_looks(generator: torch.Generator) -> list[Tensor]:
+    return [1 / t.where(t != 0, 1) for t in large_where_no_sample_looks(generator)]
+
+
+KINDS = [
+    normal,
+    in_bfloat16,
+    mostly_zero,
+    constant,
+    two_values,
+    sorted_by_size,
+    large_where_no_sample_looks,
+    small_where_no_sample_looks,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_kth_of_the_sorted_magnitudes(kind):
+    tensors = kind(torch.Generator().manual_seed(1))
+    descending = torch.cat(tensors).abs().sort(descending=True).values
+    total = len(descending)
+    for count in (1, 2, 17, total // 100, total // 5, total // 2, total - 2, total - 1):
+        found, _ = kth(tensors, count)
+        assert found == float(descending[count - 1]), count
+
+
+def test_one_pass_is_enough_where_the_sample_is_fair():
+    tensors = normal(torch.Generator().manual_seed(2))
+    total = sum(SIZES)
+    assert all(kth(tensors, count)[1] == 1 for count in (total // 100, total // 5, total // 2))
+
+
+def test_all_and_nothing_need_no_pass():
+    tensors = normal(torch.Generator().manual_seed(3))
+    assert kth(tensors, 0) == (math.inf, 0)
+    assert kth(tensors, sum(SIZES)) == (0.0, 0)
+
+
+def test_small_models_are_sorted_at_once():
+    tensors = [torch.tensor([3.0, -5.0, 1.0]), torch.tensor([-2.0])]
+    assert [kth(tensors, count)[0] for count in (1, 2, 3)] == [5, 3, 2]

@@ -1,0 +1,35 @@
+import pytest
+
+from mergestream.errors import UsageError
+from mergestream.sizes import format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("512", 512),
+        ("4GB", 4 * 10**9),
+        ("4 gb", 4 * 10**9),
+        ("1.5G", 1_500_000_000),
+        ("512MiB", 512 * 2**20),
+        ("2ki", 2048),
+        ("3tb", 3 * 10**12),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "4XB", "four", "1e9", "1,5GB", "i", "4 G B"])
+def test_what_is_no_size_is_refused_with_an_example(text):
+    with pytest.raises(UsageError, match=r"is not a size; write for example 500MB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_234_567, "1.2 MB"), (360_000_000, "360 MB"), (5e12, "5.0 TB")],
+)
+def test_sizes_are_written_for_people(size, text):
+    assert format_size(size) == text
