@@ -5,7 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench bench-quick peers wheel clean
+.PHONY: demo test browser lint bench bench-quick peers wheel clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,6 +17,10 @@ demo: .venv/installed
 
 test: .venv/installed lint
 	$(BIN)/python -m pytest -q --durations=10
+
+# The report is tested in a real Chromium, where there is one (as root, on Debian).
+browser:
+	command -v chromium chromedriver || (apt-get update -qq && apt-get install -y -qq chromium chromium-driver)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -89,7 +89,7 @@ def similarity(store: Store) -> Similarity:
 
 def survival(store: Store) -> Survival:
     merged = (name for name, tensor in store.manifest.base.tensors.items() if tensor.merges)
-    parts = tuple(sorted(merged, key=_natural))  # files have layer.10 before layer.2
+    parts = tuple(sorted(merged, key=natural))  # files have layer.10 before layer.2
     records = [store.tensor_records(number) for number in range(1, store.manifest.step + 1)]
     return Survival(
         tuple(entry.name for entry in store.history),
@@ -112,7 +112,7 @@ def cosines_to(store: Store, sketch: Tensor) -> dict[str, float | None]:
     return {entry.name: cosine(new, sketch_of(store, number)) for number, entry in enumerate(store.history, 1)}
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """Numbers in a name by their value: layer.2 before layer.10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 

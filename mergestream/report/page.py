@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 from mergestream.report import figures
-from mergestream.report.diagnostics import Survival
+from mergestream.report.diagnostics import Survival, natural
 from mergestream.report.facts import Facts
 
 if TYPE_CHECKING:
@@ -161,11 +161,15 @@ def _similarity(facts: Facts) -> Plot:
 def _scores(facts: Facts) -> Plot:
     scores = facts.scores
     assert scores is not None
+    caption = f"The {scores.metric} of the merged model on each task."
+    if scores.acc is not None:
+        caption += f" ACC, the mean after the last step, is {scores.acc:.3f}."
+    if scores.bwt is not None:
+        caption += f" BWT, what tasks gained since their own expert came, is {scores.bwt:+.3f}."
     return Plot(
         "scores",
         "Scores after each step",
-        f"The {scores.metric} of the merged model on each task. ACC, the mean after the last step, is "
-        f"{_number(scores.acc)}; BWT, what tasks gained since their own expert came, is {_number(scores.bwt)}.",
+        caption,
         {"": figures.scores(scores)},
         ("after step", *scores.tasks),
         [(number, *map(_number, row)) for number, row in enumerate(scores.matrix, 1)],
@@ -313,7 +317,7 @@ def _tensors(facts: Facts) -> dict[str, Any]:
                 tensor.norm,
                 merged.get(name, -1),
             ]
-            for name, tensor in facts.tensors.items()
+            for name, tensor in sorted(facts.tensors.items(), key=lambda item: natural(item[0]))
         ],
         "norm": [[_round(value) for value in row] for row in facts.survival.norm],
         "kept": [[_round(value) for value in row] for row in facts.survival.kept],
