@@ -1,0 +1,98 @@
+"""Suites of your own: Python, YAML, and a command that prints the accuracy."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import pytest
+
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.evaluation.suites.catalogue import open_suite
+from mergestream.evaluation.suites.custom import load_suite, read_accuracy
+
+YAML = """
+name: tiny
+base: base
+features: suite.py:features
+tasks:
+  red: {expert: experts/red, data: data/red, head: heads/red.safetensors}
+  blue: {expert: experts/blue, data: data/blue, head: heads/blue.safetensors}
+"""
+
+
+def test_a_python_suite_scores_data_below_a_head(tiny_suite):
+    suite = load_suite(tiny_suite)
+    assert suite.tasks == ("red", "green", "blue")
+    assert suite.accuracy(suite.expert("red"), "red") == 1.0
+    assert suite.accuracy(suite.base(), "red") < 1.0
+
+
+def test_yaml_says_the_same(tiny_suite):
+    path = tiny_suite.with_name("suite.yaml")
+    path.write_text(YAML)
+    suite, python = load_suite(path), load_suite(tiny_suite)
+    assert suite.tasks == ("red", "blue")
+    for task in suite.tasks:
+        assert suite.accuracy(suite.base(), task) == python.accuracy(python.base(), task)
+
+
+def test_a_suite_can_be_sent_to_another_process(tiny_suite):
+    suite = load_suite(tiny_suite, tasks=2)
+    assert pickle.loads(pickle.dumps(suite)).tasks == suite.tasks == ("red", "green")
+
+
+def test_a_command_scores_a_model(tiny_suite):
+    script = tiny_suite.with_name("score.py")
+    script.write_text(
+        "import sys, pathlib\nassert pathlib.Path(sys.argv[1]).is_dir()\nprint('acc:', len(sys.argv[2]) / 10)"
+    )
+    suite = open_suite(str(tiny_suite), evaluate=f"{sys.executable} {script} {{model}} {{task}}")
+    assert suite.accuracy(suite.base(), "red") == 0.3
+    assert suite.accuracy(suite.base(), "green") == 0.5
+
+
+def test_a_command_that_fails_is_one_sentence(tiny_suite):
+    suite = open_suite(str(tiny_suite), evaluate=f"{sys.executable} -c 'raise SystemExit(\"no such task\")' {{model}}")
+    with pytest.raises(MergestreamError, match="failed: no such task"):
+        suite.accuracy(suite.base(), "red")
+    with pytest.raises(MergestreamError, match="cannot be run"):
+        open_suite(str(tiny_suite), evaluate="no-such-command {model}").accuracy(suite.base(), "red")
+
+
+@pytest.mark.parametrize(
+    ("output", "value"),
+    [("0.25", 0.25), ("loading\naccuracy = 0.5\n", 0.5), ('{"red": 0.75, "blue": 1}', 0.75), ("1", 1.0)],
+)
+def test_the_last_line_holds_the_accuracy(output, value):
+    assert read_accuracy(output, "red", "cmd") == value
+
+
+@pytest.mark.parametrize("output", ["", "done", "93.5", '{"blue": 0.5}', "null", "-0.1", "nan"])
+def test_anything_else_is_refused(output):
+    with pytest.raises(MergestreamError, match="between 0 and 1"):
+        read_accuracy(output, "red", "cmd")
+
+
+def test_mistakes_in_a_suite_file_are_told(tiny_suite, tmp_path):
+    for text in (
+        "base: x",
+        "tasks: {a: {expert: x, colour: red}}\nbase: x",
+        "- 1",
+        "a: [",
+        "base: b\ntasks: {a: {expert: x}}",
+    ):
+        path = tmp_path / "bad.yaml"
+        path.write_text(text)
+        with pytest.raises(UsageError, match=r"bad\.yaml"):
+            load_suite(path)
+    empty = tmp_path / "empty.py"
+    empty.write_text("x = 1")
+    with pytest.raises(UsageError, match="defines no SUITE"):
+        load_suite(empty)
+    with pytest.raises(UsageError, match="there is no suite file"):
+        load_suite(tmp_path / "absent.py")
+    with pytest.raises(UsageError, match="there is no suite 'imagenet'"):
+        open_suite("imagenet")
+    with pytest.raises(UsageError, match="suite of your own"):
+        open_suite("text", evaluate="cmd {model}")

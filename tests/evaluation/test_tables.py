@@ -1,0 +1,79 @@
+"""Tables in the paper's layout, and the paper's numbers beside ours."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from mergestream.evaluation.paper import paper_results, table1_value
+from mergestream.evaluation.results import Results, Run
+from mergestream.evaluation.tables import per_task_table, table1
+
+
+def results(model: str = "some model", tasks: tuple[str, ...] = ("a", "b")) -> Results:
+    def run(method: str, seed: int, order: list[str], values: list[list[float]]) -> Run:
+        steps = [
+            {"task": task, "accuracies": dict(zip(order, row, strict=True)), "lambda": 1.0, "state_bytes": 10}
+            for task, row in zip(order, values, strict=True)
+        ]
+        return Run(method, seed, order, steps)
+
+    a, b = tasks[:2]
+    return Results(
+        suite="test",
+        model=model,
+        tasks=[a, b],
+        pretrained={a: 0.4, b: 0.5},
+        fine_tuned={a: 0.9, b: 1.0},
+        runs=[
+            run("average", 0, [a, b], [[0.8, 0.5], [0.6, 0.7]]),
+            run("average", 1, [b, a], [[0.9, 0.4], [0.7, 0.6]]),
+            run("opcm", 0, [a, b], [[0.9, 0.6], [0.8, 0.8]]),
+            run("opcm", 1, [b, a], [[1.0, 0.5], [0.7, 0.7]]),
+        ],
+        cosines=[[1.0, 0.1], [0.1, 1.0]],
+        model_bytes=100,
+        settings={"orders": 2},
+    )
+
+
+def test_table1_has_the_papers_blocks():
+    rows = list(csv.reader(io.StringIO(table1(results()).csv())))
+    assert rows[0] == ["", "Method", "some model, 2 tasks"]
+    assert rows[1:3] == [["", "Pre-Trained", "45.0"], ["", "Fine-Tuned", "95.0"]]
+    assert ["ACC↑", "Average (SWA)", "65.0±0.0"] in rows
+    assert ["ACC↑", "OPCM", "75.0±7.1"] in rows
+    assert ["BWT↑", "Average (SWA)", "-20.0±0.0"] in rows
+    assert ["BWT↑", "OPCM", "-20.0±14.1"] in rows
+
+
+def test_the_best_stands_out_in_markdown_and_latex():
+    table = table1(results())
+    assert "| ACC↑ | OPCM | **75.0±7.1** |" in table.markdown()
+    assert r"\textbf{75.0$\pm$7.1}" in table.latex() and r"\midrule" in table.latex()
+
+
+def test_the_per_task_table_ends_with_the_mean():
+    rows = list(csv.reader(io.StringIO(per_task_table(results()).csv())))
+    assert rows[0] == ["Model", "a", "b", "mean"]
+    assert rows[3] == ["Average (SWA)", "60.0", "70.0", "65.0"]
+    assert rows[4] == ["OPCM", "75.0", "75.0", "75.0"]
+
+
+def test_the_papers_numbers_are_shipped_and_marked():
+    assert table1_value("acc", "OPCM", "ViT-B/32", 8) == (75.5, 0.5)
+    assert table1_value("bwt", "C. Ties-Merging", "ViT-L/14", 20) == (-2.9, 1.0)
+    assert table1_value("acc", "OPCM", "ViT-B/32", 9) is None
+    assert len(paper_results()["table1"]) == 99
+
+
+def test_the_papers_numbers_stand_only_beside_its_own_suite():
+    assert "paper" not in table1(results()).csv()
+    clip = Results(**{**vars(results("ViT-B/32")), "tasks": [f"t{i}" for i in range(8)]})
+    assert "paper (not ours)" in table1(clip).csv() and "75.5±0.5" in table1(clip).csv()
+
+
+def test_results_survive_being_written(tmp_path):
+    first = results()
+    first.save(tmp_path)
+    assert Results.load(tmp_path) == first
