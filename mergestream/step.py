@@ -131,7 +131,7 @@ class Step:
         dtype = torch_dtype(tensor.state_dtype)
         hashers = {slot: TensorHasher(dtype, tensor.shape) for slot in slots}
         norms, kept, directions, protected = [], [], [], None
-        sketched = TensorSketch(name, tensor.numel) if self.sketch else None
+        sketched = TensorSketch(name, tensor.numel, linear=linear) if self.sketch else None
         for piece in self.vector.pieces(name, whole=linear and self.method.whole_linear):
             state = _cut(before, piece.start, piece.delta, self.device)
             if sketched:
@@ -161,7 +161,8 @@ class Step:
         """The same in factors, which are small: always on the CPU and in one piece."""
         delta = self.vector.factors(name)
         if self.sketch and delta.any():
-            self.sketch.add(sketch_elements(name, self.vector.numel(name), delta.elements()))
+            size = self.vector.numel(name)
+            self.sketch.add(sketch_elements(name, size, delta.elements(), linear=context.linear))
         state = self._state(name)
         absorbed = self.method.absorb(cast(State | None, state), cast(Tensor, delta), context)
         slots, lost2 = self._bounded(absorbed)

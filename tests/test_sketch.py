@@ -17,6 +17,7 @@ from mergestream.sketch import (
     TensorSketch,
     cosine,
     read_sketch,
+    sketch_elements,
     write_sketch,
 )
 
@@ -150,3 +151,31 @@ def test_a_damaged_sketch_is_named(tmp_path) -> None:
     with pytest.raises(MergestreamError, match=r"sketch\.safetensors is damaged"):
         read_sketch(tmp_path)
     assert read_sketch(tmp_path / "nowhere") is None
+
+
+def test_a_sample_of_a_large_linear_weight_is_enough() -> None:
+    """Task vectors of rank 4 that have a part in common, in weights of 64 chunks of which half are taken."""
+
+    def factors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        common, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(seed)
+        parts = [torch.randn(4, n, generator=common) + torch.randn(4, n, generator=own) for n in (4096, 2048)]
+        return parts[0], parts[1]
+
+    vectors, sketches = [], []
+    for seed in (1, 2):
+        sketch, vector = Sketch(magnitude=1e4), {}
+        for layer in range(4):
+            left, right = factors(10 * layer + seed)
+            name, delta = f"{layer}.weight", left.T @ right
+            sampled = sketch_elements(name, delta.numel(), lambda a, b, d=delta: d.view(-1)[a:b], linear=True)
+            whole = TensorSketch(name, delta.numel(), linear=True)
+            whole.update(0, delta)
+            assert torch.equal(sampled.buckets, whole.buckets)
+            taken = sum(sampled.takes(chunk) for chunk in range(64))
+            assert 16 < taken < 48
+            sketch.add(sampled)
+            vector[name] = delta
+        vectors.append(vector)
+        sketches.append(sketch.values().to(torch.float32).numpy())
+    assert exact(*vectors) > 0.2
+    assert abs(cosine(*sketches) - exact(*vectors)) <= ERROR

@@ -537,7 +537,9 @@ class Store:
                 advance(costs[name] * 4)
         for _, sketched in self.engine.run(
             {name: vector.numel(name) for name in done},
-            lambda name: sketch_elements(name, vector.numel(name), vector.elements(name)),
+            lambda name: sketch_elements(
+                name, vector.numel(name), vector.elements(name), linear=vector.model.tensors[name].role == "linear"
+            ),
         ):
             sketch.add(sketched)
         for name in vector.heads:
