@@ -24,7 +24,8 @@ def eigh_upper(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     The values are float64 and ascend; the vectors, one per column, have the given dtype.
     """
-    lapack = _lapack() if matrix.device.type == "cpu" and matrix.shape[0] > 1 else None
+    fits = matrix.device.type == "cpu" and matrix.is_contiguous() and matrix.shape[0] > 1
+    lapack = _lapack() if fits else None
     if lapack is None:
         values, vectors = torch.linalg.eigh(matrix, UPLO="U")
         return values, vectors.to(dtype)
