@@ -27,7 +27,8 @@ def test_the_first_expert_of_an_average_comes_out_as_it_came_in(store, tmp_path)
     merged = load_file(store.export(tmp_path / "merged") / "model.safetensors")
     for name, tensor in toy_expert(1).items():
         assert merged[name].dtype == tensor.dtype
-        torch.testing.assert_close(merged[name], tensor, rtol=2**-8, atol=1e-7)
+        rounding = 2**-8 if tensor.dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(merged[name], tensor, rtol=rounding, atol=1e-7)
 
 
 def test_shards_hold_at_most_what_they_may_and_the_index_says_where(store, tmp_path):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from mergestream import OPCM, TIES, Average, LocalEngine, MergestreamError, Store
 from mergestream.errors import StoreBusyError, UsageError
 from mergestream.progress import Progress
+from mergestream.step import Step
 from mergestream.store.lock import writer_lock
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
@@ -156,6 +157,44 @@ def test_readers_are_unharmed_while_a_writer_adds_and_undoes(tmp_path, toys):
         stop.set()
         thread.join()
     writer.verify()
+
+
+def model_of(tmp_path: Path, toys: Toys, *experts: Path) -> dict[str, bytes]:
+    """What comes out of a store of its own."""
+    fresh = Store.create(tmp_path / f"fresh-{len(list(tmp_path.iterdir()))}", toys.base)
+    for expert in experts:
+        fresh.add(expert)
+    return files(fresh.export(tmp_path / "fresh-model", overwrite=True), ".safetensors")
+
+
+def test_a_reader_notices_that_its_step_was_taken_back_and_another_written(store, toys, tmp_path):
+    first, _, third, _ = toys.experts
+    reader = Store(store.path)
+    store.undo()
+    store.add(third)
+    exported = files(reader.export(tmp_path / "model"), ".safetensors")
+    assert exported == model_of(tmp_path, toys, first, third)
+
+
+def test_a_reader_does_not_take_a_step_in_the_making_for_its_own(store, toys, tmp_path, monkeypatch):
+    first, _, third, _ = toys.experts
+    reader = Store(store.path)
+    store.undo()
+    original, left = Step.absorb, 4
+
+    def killed(self: Step, *arguments: object) -> object:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Step, "absorb", killed)
+        store.add(third)
+    assert (store.path / "steps" / "0002" / "model.safetensors").is_file()
+    exported = files(reader.export(tmp_path / "model"), ".safetensors")
+    assert exported == model_of(tmp_path, toys, first)
 
 
 # --- damage ------------------------------------------------------------------------------------------------
