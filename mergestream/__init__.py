@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
 if TYPE_CHECKING:
     from mergestream.engine import LocalEngine
     from mergestream.errors import MergestreamError
-    from mergestream.one_shot import merge
     from mergestream.merger import Merger
     from mergestream.methods import EMA, LAWA, METHODS, OPCM, TIES, Average, MagMax, TaskArithmetic
+    from mergestream.one_shot import merge
     from mergestream.store import Expert, Store

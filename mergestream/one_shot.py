@@ -23,7 +23,7 @@ from mergestream.errors import MergestreamError
 from mergestream.experts import open_expert, task_vector
 from mergestream.export import export
 from mergestream.methods.base import Context, Method, State
-from mergestream.output import Output
+from mergestream.output import Output, remove_left_behind
 from mergestream.pieces import squared_norm
 from mergestream.progress import Progress
 from mergestream.readout import cast
@@ -61,7 +61,9 @@ def merge(
     if not method.one_pass:
         place = output.path.absolute().parent
         place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{output.path.name}.store-", dir=place) as directory:
+        prefix = f".{output.path.name}.store-"
+        remove_left_behind(place, prefix)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as directory:
             store = Store.create(
                 Path(directory) / "store",
                 base,

@@ -64,8 +64,7 @@ class Output:
         place = self.path.absolute().parent
         try:
             place.mkdir(parents=True, exist_ok=True)
-            for left_behind in place.glob(f"{self._prefix}*"):  # by a killed export to the same place
-                shutil.rmtree(left_behind, ignore_errors=True)
+            remove_left_behind(place, self._prefix)
             draft = Path(tempfile.mkdtemp(prefix=self._prefix, dir=place))
             draft.chmod(0o755)
         except OSError as error:
@@ -128,6 +127,13 @@ class Output:
         if self.dtype is not None:
             _set_config_dtype(draft / "config.json", self.dtype)
         write_text(draft / "README.md", model_card(card, _hub_id(base)))
+
+
+def remove_left_behind(place: Path, prefix: str) -> None:
+    """Remove what a killed process that wrote to the same place has left beside it."""
+    for path in place.iterdir():
+        if path.name.startswith(prefix):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 _DTYPE_KEYS = {"dtype", "torch_dtype"}

@@ -39,6 +39,13 @@ def test_merge_equals_a_store_bit_for_bit(method, tmp_path, toys):
     assert not list(tmp_path.glob(".*")), "no temporary store is left"
 
 
+def test_what_a_killed_merge_has_left_is_removed_by_the_next(tmp_path, toys):
+    for left in (".[a]*.store-killed", ".[a]*.mergestream-killed", ".b.store-other"):
+        save_model(tmp_path / left, toy_base())
+    mergestream.merge(toys.base, toys.experts[:2], tmp_path / "[a]*", OPCM())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".b.store-other", "[a]*"]
+
+
 @pytest.mark.parametrize("method", [OPCM(), Average()], ids=repr)
 def test_duplicates_and_the_base_are_refused_unless_allowed(method, tmp_path, toys):
     for experts, sentence in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -147,6 +148,27 @@ def test_a_failing_expert_leaves_those_before_it_committed(tmp_path, toys, merge
     result = mergestream("add", tmp_path / "store", toys.experts[0], tmp_path / "missing", toys.experts[1])
     assert result.code == 1 and "step 1: expert-1" in result.out
     assert json.loads(done("status", tmp_path / "store", "--json"))["experts"] == ["expert-1"]
+
+
+def test_nothing_but_warnings_is_said_beside_the_output_where_nobody_watches(tmp_path, toys, mergestream):
+    assert mergestream("init", tmp_path / "store", "--base", toys.base).err == ""
+    assert mergestream("add", tmp_path / "store", toys.experts[0]).err == ""
+    torch.manual_seed(9)
+    stranger = {name: torch.randn(t.shape).to(t.dtype) for name, t in toy_base().items()}
+    save_model(tmp_path / "stranger", stranger)
+    warned = mergestream("add", tmp_path / "store", tmp_path / "stranger")
+    assert warned.code == 0 and "note: " in warned.err and "not fine-tuned from this base" in warned.err
+    assert mergestream("undo", tmp_path / "store").code == 0
+    assert mergestream("add", tmp_path / "store", tmp_path / "stranger", "--quiet").err == ""
+
+
+def test_a_terminal_sees_progress_bars(tmp_path, toys):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "mergestream", "init", tmp_path / "store", "--base", toys.base]
+    process = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, check=True)
+    os.close(theirs)
+    assert b"reading the base" in os.read(ours, 10_000) and b"reading" not in process.stdout
+    os.close(ours)
 
 
 def test_undo_verify_and_export(store, done, tmp_path):
