@@ -20,7 +20,7 @@ test: .venv/installed lint
 
 # The report is tested in a real Chromium, where there is one (as root, on Debian).
 browser:
-	command -v chromium chromedriver || (apt-get update -qq && apt-get install -y -qq chromium chromium-driver)
+	command -v chromium && command -v chromedriver || (apt-get update -qq && apt-get install -y -qq chromium chromium-driver)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

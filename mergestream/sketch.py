@@ -1,25 +1,26 @@
 """A small sketch of each task vector, so that cosines to all past experts are known without keeping them.
 
 A count sketch: every element of Δ is added, with a pseudo-random sign, to one of ``WIDTH`` buckets. The cosine of
-two sketches estimates the cosine c of the task vectors without bias, with a standard deviation of at most
-(1 − c²)/√WIDTH ≈ 0.002; an error of 0.01 is five of these.
+two sketches estimates the cosine c of the task vectors without bias, with a standard deviation of about
+(1 − c²)/√WIDTH ≤ 0.002; an error of 0.01 is five of these.
 
-The buckets are not drawn element by element, which would make every element a random access. A chunk of consecutive
-elements goes to consecutive buckets from a random one on, with signs read from a table from a random place on and
-with a random sign for the chunk; all three are drawn by hashing the tensor's name and the chunk's number. Elements
-of two chunks then meet with probability 1/WIDTH, as in the textbook, and elements of one chunk never do. Adding a
-chunk is one multiply-add over contiguous memory, about 0.2 ns an element.
+The buckets are not drawn element by element, which would make every element a random access. All tensors of the
+model are laid out one after another, and this line is wound around the buckets, each lap from a random bucket on.
+Elements of one lap never meet, so that the sketch of a model with no more elements than buckets is exact, and those
+of different laps meet with probability 1/WIDTH, as in the textbook. The signs of a chunk of the line are read from a
+table from a random place on, times a random sign of the chunk's own. Adding a chunk thus is one multiply-add over
+contiguous memory, 0.2 ns an element.
 
-Of a large linear weight, whose change is spread over all its rows, a random ``SAMPLED`` of its chunks are enough, the
-same for every expert and weighted so that cosines stay without bias. Task vectors in factors are multiplied out for
-their sketch, and this leaves a small part of that to do.
+In a model with more than ``SAMPLED`` chunks of linear weights, a random ``SAMPLED`` of these chunks are sketched, the
+same ones for every expert and weighted so that there is still no bias: thousands of chunks tell the cosine as well as
+all of them, and task vectors in factors need not be multiplied out as a whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -33,32 +34,52 @@ from mergestream.errors import MergestreamError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mergestream.base_model import BaseTensor
+
 WIDTH = 1 << 18
 """Buckets: 512 KiB in float16."""
 CHUNK = 1 << 17
-"""Consecutive elements that go to consecutive buckets. Neither number may ever change for sketches of this format."""
-SAMPLED = 32
-"""Chunks of a linear weight that are sketched, on average, where it has more."""
+"""Consecutive elements that have their signs, and whether they are sampled, from one draw; half a lap."""
+SAMPLED = 1 << 12
+"""Chunks of linear weights that are sketched, on average, where the model has more: 2²⁹ elements."""
 FORMAT = "1"
+"""To be counted up with any change to the numbers above, or to what is drawn."""
 NAME = "sketch"
 STANDARD_ERROR = 1 / math.sqrt(WIDTH)
 """Of the cosine of two unrelated task vectors; less for similar ones."""
+
+Elements = Callable[[int, int], "Tensor"]
+"""Any range of a flattened tensor."""
 
 
 class Sketch:
     """The sketch of a whole task vector. The tensors may be added in any order, by any number of threads.
 
-    ``magnitude`` is of the order of the model's norm. What a tensor adds to a bucket is rounded to a grid of
-    2⁻⁴⁴ magnitudes, on which float64 sums are exact: they do not depend on the order.
+    What a tensor adds to a bucket is rounded to a grid of 2⁻⁴⁴ times the norm of the base, on which float64 sums are
+    exact: they do not depend on the order.
     """
 
-    def __init__(self, magnitude: float) -> None:
+    def __init__(self, tensors: Mapping[str, BaseTensor]) -> None:
+        """``tensors`` are the base's, always in the same order."""
         import torch
 
-        power = 2.0 ** math.ceil(math.log2(magnitude)) if magnitude else 1.0
-        self._grid = 1.5 * 2.0 ** (52 - 44) * power
+        self._tensors = tensors
+        self._starts: dict[str, int] = {}
+        end = 0
+        for name, tensor in tensors.items():
+            self._starts[name] = end
+            end += tensor.numel
+        linear = sum(tensor.numel for tensor in tensors.values() if tensor.role == "linear")
+        self._share = min(1.0, SAMPLED * CHUNK / max(linear, 1))
+        norm = math.sqrt(math.fsum(tensor.norm**2 for tensor in tensors.values()))
+        self._grid = 1.5 * 2.0 ** (52 - 44) * (2.0 ** math.ceil(math.log2(norm)) if norm else 1.0)
         self._buckets = torch.zeros(WIDTH, dtype=torch.float64)
         self._lock = Lock()
+
+    def tensor(self, name: str) -> TensorSketch:
+        """An empty sketch of one tensor."""
+        tensor = self._tensors[name]
+        return TensorSketch(self._starts[name], tensor.numel, self._share if tensor.role == "linear" else 1.0)
 
     def add(self, tensor: TensorSketch) -> None:
         # Adding a number so large leaves a float64 no bits beyond the grid's.
@@ -66,6 +87,13 @@ class Sketch:
         with self._lock:
             for here, there in _wrapped(tensor.first, len(rounded)):
                 self._buckets[there] += rounded[here]
+
+    def add_elements(self, name: str, elements: Elements) -> None:
+        """Add a tensor whose elements are made when they are asked for; those that are not sampled never are."""
+        tensor = self.tensor(name)
+        for start, stop in tensor.ranges():
+            tensor.update(start, elements(start, stop))
+        self.add(tensor)
 
     def values(self) -> Tensor:
         """The buckets as they are kept: in float16, scaled to a mean square of one."""
@@ -79,65 +107,62 @@ class Sketch:
 class TensorSketch:
     """What one tensor adds to the sketch, fed with pieces of its task vector in their order.
 
-    Buckets are counted from the first chunk's on, so that a small tensor touches no more of them than it has elements.
+    A tensor within one lap touches no more buckets than it has elements; they are counted from its first one on.
     """
 
-    def __init__(self, name: str, numel: int, *, linear: bool = False) -> None:
+    def __init__(self, position: int, numel: int, share: float) -> None:
         import torch
 
-        self._name = name
-        self._share = min(1.0, SAMPLED * CHUNK / numel) if linear and numel else 1.0
-        self.first = _draw(name, 0).bucket
-        self.buckets = torch.zeros(numel if numel <= CHUNK else WIDTH)
+        self._position, self._numel, self._share = position, numel, share
+        one_lap = position // WIDTH == (position + max(numel, 1) - 1) // WIDTH
+        self.first = _bucket(position) if one_lap else 0
+        self.buckets = torch.zeros(numel if one_lap else WIDTH)
 
     def update(self, start: int, piece: Tensor) -> None:
         """Add consecutive elements, ``start`` being the number of the first; CPU, any floating-point type."""
         import torch
 
         flat, signs = piece.reshape(-1), _signs()
-        stop = start + flat.numel()
+        for begin, end in self.ranges(start, start + flat.numel()):
+            values = flat[begin - start : end - start].to(torch.float32)
+            chunk, offset = divmod(self._position + begin, CHUNK)
+            drawn = _draw(chunk)
+            weight = drawn.sign / math.sqrt(self._share)
+            place = (_bucket(self._position + begin) - self.first) % WIDTH
+            for here, there in _wrapped(place, end - begin):
+                first = drawn.table + offset + here.start
+                self.buckets[there].addcmul_(values[here], signs[first : first + here.stop - here.start], value=weight)
+
+    def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """The elements that are sketched, from one to another, cut where a chunk ends."""
+        stop = self._numel if stop is None else stop
         while start < stop:
-            chunk, offset = divmod(start, CHUNK)
-            count = min(CHUNK - offset, stop - start)
-            if self.takes(chunk):
-                drawn, values = _draw(self._name, chunk), flat[:count].to(torch.float32)
-                weight = drawn.sign / math.sqrt(self._share)
-                for here, there in _wrapped((drawn.bucket - self.first + offset) % WIDTH, count):
-                    sign = drawn.table + offset + here.start
-                    taken = signs[sign : sign + here.stop - here.start]
-                    self.buckets[there].addcmul_(values[here], taken, value=weight)
-            flat = flat[count:]
-            start += count
-
-    def takes(self, chunk: int) -> bool:
-        """Whether a chunk is sketched: all are, but of large linear weights."""
-        return self._share == 1 or _draw(self._name, chunk).chance < self._share
-
-
-def sketch_elements(
-    name: str, numel: int, elements: Callable[[int, int], Tensor], *, linear: bool = False
-) -> TensorSketch:
-    """The sketch of a tensor whose elements, from one to another, are made when they are asked for."""
-    sketched = TensorSketch(name, numel, linear=linear)
-    for start in range(0, numel, CHUNK):
-        if sketched.takes(start // CHUNK):
-            sketched.update(start, elements(start, min(start + CHUNK, numel)))
-    return sketched
+            chunk, offset = divmod(self._position + start, CHUNK)
+            end = min(start + CHUNK - offset, stop)
+            if self._share == 1 or _draw(chunk).chance < self._share:
+                yield start, end
+            start = end
 
 
 class Draw(NamedTuple):
-    """Where the elements of a chunk go, and with which signs."""
+    """What is drawn for a chunk."""
 
-    bucket: int
     table: int
+    """Where its signs begin in the table"""
     sign: int
     chance: float
-    """From 0 to 1: the chunks below a tensor's share are sketched"""
+    """From 0 to 1: the chunks below the share are sampled"""
 
 
-def _draw(name: str, chunk: int) -> Draw:
-    bits = xxhash.xxh3_64_intdigest(f"{name}\0{chunk}".encode())
-    return Draw(bits % WIDTH, (bits >> 20) % CHUNK, 1 - 2 * (bits >> 63), (bits >> 37) % 2**26 / 2**26)
+def _draw(chunk: int) -> Draw:
+    bits = xxhash.xxh3_64_intdigest(f"chunk {chunk}".encode())
+    return Draw(bits % CHUNK, 1 - 2 * (bits >> 63), (bits >> 20) % 2**32 / 2**32)
+
+
+def _bucket(position: int) -> int:
+    """Where an element goes, by its place in the line of all tensors."""
+    lap, place = divmod(position, WIDTH)
+    return (place + xxhash.xxh3_64_intdigest(f"lap {lap}".encode())) % WIDTH
 
 
 @cache

@@ -21,7 +21,7 @@ from mergestream.lowrank import LowRank, Value, dense, squared_norm
 from mergestream.methods.base import Absorbed, Context, Method, Ranking, State
 from mergestream.pieces import PIECE
 from mergestream.room import Room
-from mergestream.sketch import Sketch, TensorSketch, sketch_elements
+from mergestream.sketch import Sketch
 
 ReadState = Callable[[str, str], Value]
 """Slot and tensor name to the state before this step."""
@@ -131,7 +131,7 @@ class Step:
         dtype = torch_dtype(tensor.state_dtype)
         hashers = {slot: TensorHasher(dtype, tensor.shape) for slot in slots}
         norms, kept, directions, protected = [], [], [], None
-        sketched = TensorSketch(name, tensor.numel, linear=linear) if self.sketch else None
+        sketched = self.sketch.tensor(name) if self.sketch else None
         for piece in self.vector.pieces(name, whole=linear and self.method.whole_linear):
             state = _cut(before, piece.start, piece.delta, self.device)
             if sketched:
@@ -161,8 +161,7 @@ class Step:
         """The same in factors, which are small: always on the CPU and in one piece."""
         delta = self.vector.factors(name)
         if self.sketch and delta.any():
-            size = self.vector.numel(name)
-            self.sketch.add(sketch_elements(name, size, delta.elements(), linear=context.linear))
+            self.sketch.add_elements(name, delta.elements())
         state = self._state(name)
         absorbed = self.method.absorb(cast(State | None, state), cast(Tensor, delta), context)
         slots, lost2 = self._bounded(absorbed)

@@ -429,7 +429,7 @@ class Store:
     def _sketch(self) -> Sketch:
         from mergestream.sketch import Sketch
 
-        return Sketch(math.sqrt(math.fsum(tensor.norm**2 for tensor in self.manifest.base.tensors.values())))
+        return Sketch({name: tensor for name, tensor in self.manifest.base.tensors.items() if tensor.merges})
 
     def _task_vector(self, stack: ExitStack, expert: ExpertSource, partial: bool, ignore: Sequence[str]) -> TaskVector:
         opened = open_expert(expert)
@@ -501,7 +501,6 @@ class Store:
         writer: StepWriter | None,
     ) -> tuple[dict[str, Outcome], dict[str, str]]:
         """Absorb every tensor; returns what became of each, and the digests of the expert's tensors."""
-        from mergestream.sketch import sketch_elements
         from mergestream.step import Discard, Step, memory_of
 
         def read_state(slot: str, name: str) -> Tensor | LowRank:
@@ -535,13 +534,9 @@ class Store:
                 if writer:
                     writer.record(name, outcome, vector.digests.get(name))
                 advance(costs[name] * 4)
-        for _, sketched in self.engine.run(
-            {name: vector.numel(name) for name in done},
-            lambda name: sketch_elements(
-                name, vector.numel(name), vector.elements(name), linear=vector.model.tensors[name].role == "linear"
-            ),
-        ):
-            sketch.add(sketched)
+        sizes = {name: vector.numel(name) for name in done}
+        for _ in self.engine.run(sizes, lambda name: sketch.add_elements(name, vector.elements(name))):
+            pass
         for name in vector.heads:
             vector.head(name)
         return outcomes, {**digests, **vector.digests}

@@ -1,0 +1,165 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mergestream import Store
+from mergestream.engine import LocalEngine
+from mergestream.errors import MergestreamError
+from mergestream.report.diagnostics import layer_of, natural
+from tests.conftest import files, save_model
+from tests.report.conftest import EXPERTS, make_store
+
+
+def flat_delta(models: Path, name: str) -> torch.Tensor:
+    base, tuned = load_file(models / "base/model.safetensors"), load_file(models / name / "model.safetensors")
+    return torch.cat([(tuned[tensor] - base[tensor]).reshape(-1).double() for tensor in sorted(base)])
+
+
+def exact_cosine(models: Path, one: str, other: str) -> float:
+    a, b = flat_delta(models, one), flat_delta(models, other)
+    return float(a @ b / (a.norm() * b.norm()))
+
+
+def test_similarity_is_known_without_the_experts(scored: Store, models: Path) -> None:
+    found = scored.similarity()
+    assert found.experts == EXPERTS
+    for i, one in enumerate(EXPERTS):
+        for j, other in enumerate(EXPERTS):
+            assert found.cosines[i][j] == pytest.approx(exact_cosine(models, one, other), abs=0.01)
+
+
+def test_sketches_do_not_depend_on_the_number_of_workers(scored: Store, models: Path, tmp_path: Path) -> None:
+    alone = make_store(tmp_path / "alone", models, engine=LocalEngine(workers=1))
+    many = make_store(tmp_path / "many", models, engine=LocalEngine(workers=8))
+    sketches = files(alone.path, "sketch.safetensors")
+    assert len(sketches) == 3
+    assert sketches == files(many.path, "sketch.safetensors") == files(scored.path, "sketch.safetensors")
+
+
+def test_an_interrupted_add_gives_the_same_sketch(store: Store, scored: Store, models: Path, monkeypatch) -> None:
+    from mergestream.store.steps import StepWriter
+
+    record, count = StepWriter.record, 0
+
+    def interrupted(self, *arguments) -> None:
+        nonlocal count
+        record(self, *arguments)
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StepWriter, "record", interrupted)
+        Store(store.path, engine=LocalEngine(workers=1)).add(models / "pets")
+    assert (store.path / "steps/0003/journal").is_file()
+    store.add(models / "pets")
+    name = "experts/0003/sketch.safetensors"
+    assert (store.path / name).read_bytes() == (scored.path / name).read_bytes()
+
+
+def test_verify_checks_the_sketch(store: Store) -> None:
+    path = store.path / "experts/0001/sketch.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(MergestreamError, match="digest of the sketch does not match"):
+        store.verify()
+
+
+def test_survival_adds_up_to_what_the_history_says(scored: Store) -> None:
+    for found in (scored.survival(), scored.survival().by_layer()):
+        for norms, kept, entry in zip(found.norm, found.kept, scored.history, strict=True):
+            energy = math.fsum(norm**2 for norm in norms)
+            entered = math.fsum(share * norm**2 for share, norm in zip(kept, norms, strict=True))
+            assert math.sqrt(energy) == pytest.approx(entry.norm)
+            assert entered / energy == pytest.approx(entry.kept)
+
+
+def test_the_first_expert_survives_whole_and_later_ones_do_not(scored: Store) -> None:
+    found = scored.survival()
+    projected = found.select(found.projected)
+    assert set(found.kept[0]) == {1.0}
+    assert all(share < 1 for row in projected.kept[1:] for share in row)
+    assert all(q is not None and q > 0 for row in projected.protected[1:] for q in row)
+
+
+def test_layers_come_in_their_order(scored: Store) -> None:
+    layers = [layer for layer in scored.survival().by_layer().parts if "layer" in layer]
+    assert layers == ["encoder.layer.1", "encoder.layer.2", "encoder.layer.10"]
+
+
+def test_q_of_a_layer_is_the_mean_over_its_projected_weights(scored: Store) -> None:
+    found, layers = scored.survival(), scored.survival().by_layer()
+    ranks = dict(zip(found.parts, found.protected[1], strict=True))
+    of_layer = dict(zip(layers.parts, layers.protected[1], strict=True))
+    up, down = (ranks[f"encoder.layer.1.{part}.weight"] for part in ("up", "down"))
+    assert of_layer["encoder.layer.1"] == (up + down) / 2
+    assert of_layer["embeddings"] is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layer"),
+    [
+        ("bert.encoder.layer.3.attention.self.query.weight", "bert.encoder.layer.3"),
+        ("model.layers.0.mlp.experts.5.up_proj.weight", "model.layers.0"),
+        ("0.weight", "0"),
+        ("pooler.dense.bias", "pooler.dense"),
+        ("conv1.weight", "conv1"),
+        ("temperature", "temperature"),
+    ],
+)
+def test_layer_of_a_tensor(tensor: str, layer: str) -> None:
+    assert layer_of(tensor) == layer
+
+
+def test_natural_order() -> None:
+    names = ["layer.10.a", "layer.9.a", "layer.9.b", "embedding", "10.x", "9.x"]
+    assert sorted(names, key=natural) == ["9.x", "10.x", "embedding", "layer.9.a", "layer.9.b", "layer.10.a"]
+
+
+def test_inspect_tells_cosines_interference_and_size(store: Store, models: Path) -> None:
+    before = files(store.path, ".json", ".safetensors")
+    inspection = store.inspect(models / "giant")
+    assert list(inspection.cosines) == ["cars", "digits"]
+    for name, cosine in inspection.cosines.items():
+        assert cosine == pytest.approx(exact_cosine(models, "giant", name), abs=0.01)
+    assert inspection.large and inspection.relative_norm > 10
+    shares = list(inspection.layers.values())
+    assert shares == sorted(shares) and shares[0] < 1
+    assert json.loads(json.dumps(inspection.to_json()))["layers"] == inspection.layers
+    assert files(store.path, ".json", ".safetensors") == before
+
+
+def test_inspect_prints_them(store: Store, models: Path, done) -> None:
+    out = done("inspect", store.path, models / "giant")
+    assert "cosine to each expert" in out and "layers with the most interference" in out and "warning" in out
+    assert "warning" not in done("inspect", store.path, models / "pets")
+
+
+def test_add_notes_an_expert_that_outweighs_the_others(store: Store, models: Path, mergestream) -> None:
+    result = mergestream("add", store.path, models / "giant")
+    assert result.code == 0
+    assert "times as far as the experts before it" in result.err
+
+
+def test_an_adapter_is_sketched_like_the_model_that_it_makes(tmp_path: Path, models: Path) -> None:
+    base, name = load_file(models / "base/model.safetensors"), "encoder.layer.1.up"
+    generator = torch.Generator().manual_seed(5)
+    a, b = torch.randn(2, 16, generator=generator), torch.randn(32, 2, generator=generator)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    prefix = f"base_model.model.{name}"
+    save_file({f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": [name]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    dense = save_model(tmp_path / "dense", {**base, f"{name}.weight": base[f"{name}.weight"] + 2 * b @ a})
+    store = make_store(tmp_path / "store", models, ("cars",))
+    store.add(adapter)
+    cosines = store.inspect(dense).cosines
+    assert cosines["adapter"] == pytest.approx(1, abs=1e-3)
+    similarity = store.similarity().cosines[0][1]
+    assert similarity == pytest.approx(exact_cosine(models, "cars", str(dense)), abs=0.01)
