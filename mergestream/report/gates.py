@@ -9,19 +9,19 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.report.diagnostics import cosines_to
+from mergestream.store import Expert, Store
+from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.step import Totals
-    from mergestream.store import Expert, Store
 
 QUANTITIES = {
     "kept": "the share of the expert that enters the merged state",
@@ -42,6 +42,18 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({_NUMBER})\s*")
 _STANDALONE_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}(?![\w])")
 MODEL = "{model}"
+
+
+class Candidate(Store):
+    """A store as it would be with an expert whose step is written but does not count yet."""
+
+    def __init__(self, store: Store, expert: Expert) -> None:
+        self.path, self.engine, self.progress = store.path, store.engine, store.progress
+        self.manifest = store.manifest.with_expert(expert)
+
+    def open_step(self) -> StepReader:
+        """The manifest on disk does not know this step; we hold the lock, so nobody changes it."""
+        return StepReader(self.path, self.manifest.step)
 
 
 class GateError(MergestreamError):
@@ -117,8 +129,7 @@ class Gatekeeper:
         """
         if self.command is None:
             return expert
-        candidate = copy(store)
-        candidate.manifest = store.manifest.with_expert(expert)
+        candidate = Candidate(store, expert)
         with tempfile.TemporaryDirectory(prefix="candidate-", dir=store.path) as directory:
             score = evaluate(self.command, candidate.export(Path(directory) / "model"))
         gates = [gate for gate in self.gates if gate.quantity == "score"]

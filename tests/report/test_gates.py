@@ -1,0 +1,142 @@
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from mergestream import Store
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.report.gates import Gate, GateError, Gatekeeper, evaluate
+from tests.conftest import files
+
+SCORE = shlex.join([sys.executable, "-c", "import os, sys; print(len(os.listdir(sys.argv[1])), 'files'); print('{}')"])
+
+
+def command(printed: str) -> str:
+    return SCORE.replace("{}", printed) + " {model}"
+
+
+def contents(store: Store) -> dict[str, bytes]:
+    return files(store.path, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "holds"),
+    [
+        ("kept>=0.6", 0.6, True),
+        ("kept >= 0.6", 0.5999, False),
+        ("max_cosine<=0.5", 0.51, False),
+        ("relative_norm<3", 3.0, False),
+        ("lambda>1e-3", 0.01, True),
+        ("score>-1", -0.5, True),
+        ("max_cosine<=0.5", None, True),
+        ("max_cosine<=0.5", float("nan"), False),
+    ],
+)
+def test_gates_hold_or_fail(text: str, value: float | None, holds: bool) -> None:
+    assert Gate.parse(text).holds(value) is holds
+
+
+@pytest.mark.parametrize("text", ["kept", "kept=0.6", "kept>=much", "speed>=3", "kept>=0.6 or else", ""])
+def test_what_is_no_gate_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a condition"):
+        Gate.parse(text)
+
+
+def test_gates_that_hold_are_recorded_with_their_values(store: Store, models: Path) -> None:
+    gates = ["kept>=0.1", "max_cosine<=0.9", "relative_norm<=3"]
+    entry = store.add(models / "pets", gates=gates)
+    assert [gate["gate"] for gate in entry.gates] == gates
+    again = Store(store.path).history[-1]
+    assert again.gates[0]["value"] == entry.kept
+    assert again.gates[1]["value"] == pytest.approx(max(store.similarity().cosines[2][:2]))
+    assert again.gates[2]["value"] == pytest.approx(entry.norm / store.history[1].mean_norm)
+
+
+def test_every_failed_gate_has_its_sentence_and_the_store_is_unchanged(store: Store, models: Path, mergestream) -> None:
+    before = contents(store)
+    gates = ("--gate", "kept>=0.999", "--gate", "max_cosine<=0.01", "--gate", "norm>=0", "--gate", "distance<=0")
+    result = mergestream("add", store.path, models / "pets", *gates)
+    assert result.code == 1
+    lines = result.err.strip().splitlines()
+    assert len(lines) == 3
+    for line, gate in zip(lines, ("kept>=0.999", "max_cosine<=0.01", "distance<=0"), strict=True):
+        assert line.startswith("error: ") and gate in line
+    assert contents(store) == before
+
+
+def test_the_first_expert_has_nothing_to_be_compared_with(tmp_path: Path, models: Path) -> None:
+    store = Store.create(tmp_path / "store", models / "base")
+    entry = store.add(models / "cars", gates=["max_cosine<=0", "relative_norm<=0", "kept>=1"])
+    assert [gate["value"] for gate in entry.gates] == [None, None, 1.0]
+
+
+def test_the_candidate_is_evaluated_before_it_counts(store: Store, models: Path, tmp_path: Path) -> None:
+    entry = store.add(models / "pets", evaluate=command("epoch 3 accuracy: 0.75"), gates=["score>=0.7"])
+    assert entry.evaluation == {"command": command("epoch 3 accuracy: 0.75"), "score": 0.75}
+    assert entry.gates == [{"gate": "score>=0.7", "value": 0.75}]
+    assert json.loads(json.dumps(Store(store.path).history[-1].evaluation))["score"] == 0.75
+    assert not list(store.path.glob("candidate-*"))
+    store.verify()
+
+
+def test_the_candidate_is_the_model_that_export_writes_afterwards(store: Store, models: Path, tmp_path: Path) -> None:
+    copy = f"{shlex.join([sys.executable, '-c', COPY, str(tmp_path / 'copy')])} {{model}}"
+    store.add(models / "pets", evaluate=copy)
+    exported = store.export(tmp_path / "exported")
+    assert files(tmp_path / "copy", ".safetensors") == files(exported, ".safetensors")
+
+
+COPY = "import shutil, sys; shutil.copytree(sys.argv[2], sys.argv[1]); print(1)"
+
+
+def test_a_score_that_is_too_low_leaves_the_store_unchanged(store: Store, models: Path, mergestream) -> None:
+    before = contents(store)
+    options = ("--evaluate", command("0.4 0.75"), "--gate", "score>=0.8")
+    result = mergestream("add", store.path, models / "pets", *options)
+    assert (result.code, len(result.err.splitlines())) == (1, 1)
+    assert "0.75" in result.err and "score>=0.8" in result.err
+    assert contents(store) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("raise SystemExit(3)", "ended with code 3"), ("print('no figures here, v2')", "printed no number")],
+)
+def test_an_evaluation_that_fails_leaves_the_store_unchanged(
+    store: Store, models: Path, code: str, message: str
+) -> None:
+    before = contents(store)
+    with pytest.raises(MergestreamError, match=message):
+        store.add(models / "pets", evaluate=shlex.join([sys.executable, "-c", code, "{model}"]))
+    assert contents(store) == before
+
+
+@pytest.mark.parametrize(
+    ("gates", "command", "message"),
+    [
+        (["score>=1"], None, "needs a command"),
+        ([], "python score.py", "does not say where the model goes"),
+        ([], "python 'score.py {model}", "is not a command line"),
+    ],
+)
+def test_mistakes_show_before_any_work(gates: list[str], command: str | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Gatekeeper.of(gates, command)
+
+
+def test_the_command_sees_no_shell(tmp_path: Path) -> None:
+    awkward = tmp_path / "a b; echo 7 $HOME"
+    awkward.mkdir()
+    show = shlex.join([sys.executable, "-c", "import os, sys; print(int(os.path.isdir(sys.argv[1])), '-2.5e-1')"])
+    assert evaluate(f"{show} {{model}}", awkward) == -0.25
+
+
+def test_a_missing_program_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MergestreamError, match="no-such-program of --evaluate cannot be run"):
+        evaluate("no-such-program {model}", tmp_path)
+
+
+def test_gate_errors_are_errors_of_the_input() -> None:
+    assert GateError.exit_code == 1
