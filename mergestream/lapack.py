@@ -9,6 +9,8 @@ times as fast (docs/performance.md). NumPy built in another way does not have th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int64, c_size_t, c_void_p
 from functools import cache
 
@@ -38,14 +40,29 @@ def eigh_upper(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @cache
 def _lapack() -> ctypes.CDLL | None:
-    """NumPy's own OpenBLAS (64-bit integers), kept to one thread like torch in every worker; None elsewhere."""
+    """NumPy's own OpenBLAS (64-bit integers), where NumPy came as a wheel."""
     try:
         library = ctypes.CDLL(numpy.linalg._umath_linalg.__file__)
         _ = library.scipy_dsytrd_64_, library.scipy_dstedc_64_
-        library.scipy_openblas_set_num_threads64_(1)
+        _ = library.scipy_openblas_set_num_threads64_, library.scipy_openblas_get_num_threads64_
     except (AttributeError, OSError):
         return None
     return library
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep that OpenBLAS to one thread for a while: it has one setting for the whole process."""
+    lapack = _lapack()
+    if lapack is None:
+        yield
+        return
+    before = lapack.scipy_openblas_get_num_threads64_()
+    lapack.scipy_openblas_set_num_threads64_(1)
+    try:
+        yield
+    finally:
+        lapack.scipy_openblas_set_num_threads64_(before)
 
 
 def _tridiagonalize(lapack: ctypes.CDLL, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -17,14 +17,17 @@ Result = TypeVar("Result")
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Run torch on one thread: parallelism is over tensors, and a sum that is split over threads
-    would depend on their number."""
+    """Run torch and LAPACK on one thread: parallelism is over tensors, and a sum that is split over
+    threads would depend on their number."""
     import torch
+
+    from mergestream.lapack import one_thread
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with one_thread():
+            yield
     finally:
         torch.set_num_threads(before)
 

@@ -149,7 +149,7 @@ def test_tensors_that_are_no_linear_weights_are_added_up():
     [
         ("opcm", {"alpha": "1.5"}, "between 0 and 1"),
         ("opcm", {"alpha": "much"}, "not a number"),
-        ("opcm", {"alpha": "nan"}, "between 0 and 1"),
+        ("opcm", {"alpha": "nan"}, "must be finite"),
         ("opcm", {"projection": "sideways"}, "is not one of"),
         ("opcm", {"beta": "1"}, "no parameter beta"),
         ("soup", {}, "no method soup"),
