@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 
 if TYPE_CHECKING:
+    from mergestream.store import Store
     from mergestream.store.manifest import Manifest
 
 
@@ -35,12 +37,18 @@ class CardFacts:
     distance: float
     task: str | None = None
     command: str | None = None
+    pictures: Mapping[str, str] = field(default_factory=dict)
+    """Files beside the card, and what they show"""
 
     @classmethod
-    def of(cls, manifest: Manifest, task: str | None, command: str | None) -> CardFacts:
+    def of(
+        cls, manifest: Manifest, task: str | None, command: str | None, pictures: Mapping[str, str] | None = None
+    ) -> CardFacts:
         rows = [CardRow(e.name, e.digest, e.norm, e.kept, e.lambda_) for e in manifest.history]
         distance = manifest.history[-1].distance
-        return cls(manifest.base.source, manifest.method, manifest.parameters, rows, distance, task, command)
+        return cls(
+            manifest.base.source, manifest.method, manifest.parameters, rows, distance, task, command, pictures or {}
+        )
 
 
 def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "transformers") -> str:
@@ -67,6 +75,7 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
         *(_row(number, row) for number, row in enumerate(facts.experts, 1)),
         "",
         "kept: the share of the task vector's squared norm that the method let in.",
+        *(line for file, words in facts.pictures.items() for line in ("", f"![{words}]({file})")),
         *(["", "Made with:", "", f"    {facts.command}"] if facts.command else []),
         "",
     ]
@@ -76,3 +85,13 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
 def _row(number: int, row: CardRow) -> str:
     name = row.name.replace("|", "\\|")
     return f"| {number} | {name} | `{row.digest}` | {row.norm:.4g} | {row.kept:.1%} | {row.lambda_:.4g} |"
+
+
+def draw_pictures(directory: Path, store: Store) -> dict[str, str]:
+    """The model card's pictures: files and what they show; none, and a note, where matplotlib is not installed."""
+    try:
+        from mergestream.report.pictures import write_pictures
+    except ImportError:
+        store.progress.note("the model card has no pictures: they need matplotlib; pip install 'mergestream[report]'")
+        return {}
+    return write_pictures(directory, store)

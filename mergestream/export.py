@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mergestream.card import CardFacts
+from mergestream.card import CardFacts, draw_pictures
 from mergestream.checkpoints import TensorSpec
 from mergestream.errors import MergestreamError
 from mergestream.output import Output
@@ -40,5 +40,6 @@ def export(store: Store, output: Output, *, task: str | None = None, command: st
         output.spare(store.path, manifest.base.source)
         draft = stack.enter_context(output.draft())
         output.write_tensors(draft, forms, pieces, store.engine, store.progress)
+        pictures = draw_pictures(draft, store)
         config = store.head_config(task) if task is not None else None
-        output.write_companions(draft, base, CardFacts.of(manifest, task, command), config)
+        output.write_companions(draft, base, CardFacts.of(manifest, task, command, pictures), config)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mergestream.adapters.writing import AdaptedModule, Energy, Kind, write_adapter
 from mergestream.base_model import BaseModel, BaseTensor
-from mergestream.card import CardFacts, model_card
+from mergestream.card import CardFacts, draw_pictures, model_card
 from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.errors import MergestreamError
 from mergestream.lowrank import LowRank, dense
@@ -63,7 +63,7 @@ def export_adapter(store: Store, output: Output, *, rank: int | None = None, com
                 dtype=dtype,
                 advance=lambda name: advance(1),
             )
-        facts = CardFacts.of(store.manifest, None, command)
+        facts = CardFacts.of(store.manifest, None, command, draw_pictures(draft, store))
         write_text(draft / "README.md", model_card(facts, library="peft"))
     return energy
 
