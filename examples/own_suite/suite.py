@@ -1,0 +1,33 @@
+"""The same suite in Python, where a task may be scored by any function of a model's directory."""
+
+from pathlib import Path
+
+from mergestream.evaluation.suites.custom import CustomSuite, CustomTask
+
+HERE = Path(__file__).parent
+
+
+def accuracy_on(task: str):
+    def accuracy(model: Path) -> float:
+        import sys
+
+        from safetensors.torch import load_file
+
+        sys.path.insert(0, str(HERE))
+        from features import features
+
+        test = load_file(HERE / "data" / task / "test.safetensors")
+        head = load_file(HERE / "heads" / f"{task}.safetensors")["weight"]
+        return float(((features(model, test["inputs"]) @ head.T).argmax(1) == test["labels"]).double().mean())
+
+    return accuracy
+
+
+SUITE = CustomSuite(
+    name="points",
+    base_model="base",
+    custom_tasks={
+        task: CustomTask(expert=f"experts/{task}", accuracy=accuracy_on(task)) for task in ("ring", "sector", "square")
+    },
+    model_name="small network",
+)
