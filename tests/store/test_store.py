@@ -63,6 +63,16 @@ def test_a_digest_does_not_depend_on_how_a_checkpoint_is_stored(tmp_path, toys):
     assert len(digests) == 1
 
 
+def test_the_state_is_float32_and_float64_for_float64_and_none_for_integers(store):
+    state = load_file(store.path / "steps" / "0002" / "model.safetensors")
+    base = toy_base()
+    assert {name.partition(":")[2] for name in state} == {n for n, t in base.items() if t.is_floating_point()}
+    for name, tensor in state.items():
+        original = base[name.partition(":")[2]]
+        assert tensor.dtype == (torch.float64 if original.dtype == torch.float64 else torch.float32)
+        assert tensor.shape == original.shape
+
+
 # --- undo and keep -----------------------------------------------------------------------------------------
 
 
@@ -510,10 +520,12 @@ def test_a_budget_that_is_too_small_says_which_tensor_and_what_to_do(store, toys
 
 def test_a_budget_changes_nothing_but_the_memory(store, toys, tmp_path):
     copy = shutil.copytree(store.path, tmp_path / "copy")
-    tight = max(inspected := [store.inspect(toys.experts[2]).memory])
-    Store(copy, engine=LocalEngine(workers=4, max_memory=tight)).add(toys.experts[2])
+    enough_for_one = Store(store.path, engine=LocalEngine(workers=1)).inspect(toys.experts[2]).memory
+    with pytest.raises(MergestreamError, match="--max-memory"):
+        Store(copy, engine=LocalEngine(workers=4, max_memory=enough_for_one - 1)).add(toys.experts[2])
+    Store(copy, engine=LocalEngine(workers=4, max_memory=enough_for_one)).add(toys.experts[2])
     store.add(toys.experts[2])
-    assert inspected and files(copy / "steps") == files(store.path / "steps")
+    assert files(copy / "steps") == files(store.path / "steps")
 
 
 # --- inspection --------------------------------------------------------------------------------------------
