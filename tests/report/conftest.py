@@ -31,7 +31,7 @@ def model(seed: int = 0) -> StateDict:
     return tensors
 
 
-def expert(base: StateDict, seed: int, shared: float = 0.5, size: float = 0.01) -> StateDict:
+def expert(base: StateDict, seed: int, shared: float = 0.3, size: float = 0.01) -> StateDict:
     """A perturbed copy; all experts have some of the perturbation in common."""
     common, own = torch.Generator().manual_seed(1234), torch.Generator().manual_seed(seed)
     return {

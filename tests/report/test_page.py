@@ -1,0 +1,287 @@
+"""The page in a real browser. ``make browser`` installs one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mergestream import OPCM, Average, Store
+from mergestream.report.facts import Facts
+from mergestream.report.page import page
+from tests.report.conftest import EXPERTS, make_store
+
+webdriver = pytest.importorskip("selenium.webdriver")
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1400,1000",
+)
+FIGURES = ("scaling", "norms", "similarity", "scores", "survival", "protected")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("no chromium and chromedriver here; make browser installs them")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=Service(driver))
+    yield started
+    started.quit()
+
+
+class Page:
+    """A report that is open in the browser."""
+
+    def __init__(self, browser: Any, path: Path, store: Store) -> None:
+        self.browser = browser
+        path.write_text(page(Facts.of(store)), encoding="utf-8")
+        self.address = path.as_uri()
+        browser.get("about:blank")  # the browser's own start page has much to load
+        browser.get_log("browser"), browser.get_log("performance")
+        browser.get(self.address)
+        self.wait("return document.documentElement.dataset.ready === 'yes'")
+
+    def wait(self, condition: str) -> None:
+        WebDriverWait(self.browser, 30).until(lambda browser: browser.execute_script(condition))
+
+    def find(self, selector: str) -> Any:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def all(self, selector: str) -> list[Any]:
+        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+
+    def texts(self, selector: str) -> list[str]:
+        script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+        found: list[str] = self.browser.execute_script(script, selector)
+        return found
+
+    def click(self, selector: str) -> None:
+        element = self.find(selector)
+        self.browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+        element.click()
+
+    def theme(self) -> str:
+        return str(self.browser.execute_script("return document.documentElement.dataset.theme"))
+
+    def requests(self) -> list[str]:
+        """The address of everything that the browser has asked for since the page was opened."""
+        events = (json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance"))
+        sent = (event for event in events if event["method"] == "Network.requestWillBeSent")
+        ours = (event["params"] for event in sent if event["params"]["documentURL"] == self.address)
+        return [event["request"]["url"] for event in ours]
+
+
+@pytest.fixture(scope="module")
+def report(browser: Any, scored: Store, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return Page(browser, tmp_path_factory.mktemp("page") / "report.html", scored)
+
+
+def test_it_loads_without_errors_or_requests(report: Page) -> None:
+    assert [url for url in report.requests() if not url.startswith(("data:", "blob:"))] == [report.address]
+    assert report.browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("key", FIGURES)
+def test_every_figure_is_drawn_and_described(report: Page, key: str) -> None:
+    figure = report.find(f"#figure-{key}")
+    assert figure.size["width"] > 300 and figure.size["height"] > 150
+    assert report.all(f"#figure-{key} .main-svg")
+    marks = ".heatmaplayer image, .heatmaplayer path, .scatterlayer path"
+    assert report.all(", ".join(f"#figure-{key} {mark}" for mark in marks.split(", ")))
+    caption = report.find(f"#{key} figcaption").text
+    assert len(caption) > 40 and caption in figure.get_attribute("aria-label")
+    assert figure.get_attribute("role") == "img"
+    assert len(report.texts(f"#{key} details tbody tr")) >= len(EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [("scaling", r"λ = \d\.\d{4}"), ("similarity", r"cosine -?0\.\d{4}"), ("survival", r"\d+\.\d% entered")],
+)
+def test_hovering_shows_the_value(report: Page, key: str, expected: str) -> None:
+    plot = report.find(f"#figure-{key} .nsewdrag")
+    report.browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", plot)
+    width, height = plot.rect["width"], plot.rect["height"]
+    seen = ""
+    for x in range(1, 12):
+        for y in range(1, 8):
+            place = (int(width * (x / 12 - 0.5)), int(height * (y / 8 - 0.5)))
+            ActionChains(report.browser, duration=20).move_to_element_with_offset(plot, *place).perform()
+            seen = " ".join(report.texts(f"#figure-{key} .hoverlayer .hovertext"))
+            if re.search(expected, seen):
+                return
+    raise AssertionError(f"hovering over {key} showed only {seen!r}")
+
+
+def test_columns_of_a_figure_can_be_layers_or_weights(report: Page) -> None:
+    def columns() -> list[str]:
+        return report.texts("#figure-survival .xtick text")
+
+    assert "encoder.layer.10" in columns()
+    report.click('[data-figure="survival"][data-view="linear weights"]')
+    report.wait(
+        "return [...document.querySelectorAll('#figure-survival .xtick text')].some(e => e.textContent.includes('.up'))"
+    )
+    assert report.find('[data-figure="survival"][data-view="linear weights"]').get_attribute("aria-pressed") == "true"
+    report.click('[data-figure="survival"][data-view="layers"]')
+
+
+def shares(report: Page, column: int) -> list[float]:
+    cells = report.texts(f"#tensor-table tbody tr:not([hidden]) > :nth-child({column})")
+    return [float(cell.rstrip("%")) for cell in cells if cell != "–"]
+
+
+def test_the_tensors_can_be_sorted(report: Page) -> None:
+    header = "#tensor-table th:nth-child(8)"
+    report.click(f"{header} button")
+    assert report.find(header).get_attribute("aria-sort") == "ascending"
+    ascending = shares(report, 8)
+    assert ascending == sorted(ascending) and len(set(ascending)) > 2
+    report.click(f"{header} button")
+    assert report.find(header).get_attribute("aria-sort") == "descending"
+    assert shares(report, 8) == sorted(ascending, reverse=True)
+    report.click("#tensor-table th:nth-child(1) button")
+    names = report.texts("#tensor-table tbody th")
+    assert names.index("encoder.layer.2.up.weight") < names.index("encoder.layer.10.up.weight")
+
+
+def test_the_tensors_can_be_searched(report: Page) -> None:
+    box = report.find("#search")
+    box.send_keys("layer.10 linear")
+    assert report.texts("#tensor-table tbody tr:not([hidden]) th") == [
+        "encoder.layer.10.down.weight",
+        "encoder.layer.10.up.weight",
+    ]
+    assert report.find("#count").text == "2 of 12 tensors"
+    box.clear()
+    box.send_keys(" ")
+    assert report.find("#count").text == "12 of 12 tensors"
+
+
+def test_the_tensors_of_one_expert_can_be_chosen(report: Page, scored: Store) -> None:
+    Select(report.find("#expert")).select_by_visible_text("cars")
+    assert set(shares(report, 8)) == {100.0}
+    Select(report.find("#expert")).select_by_visible_text("pets")
+    found = dict(
+        zip(report.texts("#tensor-table tbody th"), report.texts("#tensor-table td:nth-child(8)"), strict=True)
+    )
+    for name, record in scored.tensor_records(3).items():
+        assert found[name] == f"{100 * record['kept']:.1f}%"
+    Select(report.find("#expert")).select_by_visible_text("all together")
+
+
+def test_the_experts_can_be_sorted(report: Page) -> None:
+    report.click("#experts th:nth-child(2) button")
+    report.click("#experts th:nth-child(2) button")
+    assert report.texts("#experts tbody th") == ["pets", "digits", "cars"]
+    report.click("#experts th:nth-child(1) button")
+    assert report.texts("#experts tbody th") == list(EXPERTS)
+
+
+def test_light_and_dark(report: Page) -> None:
+    def background() -> str:
+        return str(report.browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+
+    def ink() -> str:
+        script = "return getComputedStyle(document.querySelector('#figure-scaling .legendtext')).fill"
+        return str(report.browser.execute_script(script))
+
+    assert report.theme() == "light"
+    light = background(), ink()
+    report.click("#theme")
+    report.wait("return document.documentElement.dataset.theme === 'dark'")
+    assert background() != light[0] and ink() != light[1]
+    report.browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert report.theme() == "light"
+    report.browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert report.theme() == "dark"
+    report.click("#theme")
+    assert (report.theme(), background()) == ("light", light[0])
+
+
+def test_the_system_chooses_the_colours(report: Page) -> None:
+    def prefer(scheme: str) -> None:
+        features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        report.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
+
+    try:
+        prefer("dark")
+        report.browser.refresh()
+        report.wait("return document.documentElement.dataset.ready === 'yes'")
+        assert report.theme() == "dark"
+        prefer("light")
+        report.wait("return document.documentElement.dataset.theme === 'light'")
+    finally:
+        prefer("light")
+
+
+def test_it_fits_on_paper(report: Page) -> None:
+    report.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        printed = report.browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
+        assert len(printed["data"]) > 20_000
+        assert not report.find("#theme").is_displayed()
+    finally:
+        report.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_an_empty_store_has_a_page_too(browser: Any, models: Path, tmp_path: Path) -> None:
+    opened = Page(browser, tmp_path / "empty.html", Store.create(tmp_path / "store", models / "base"))
+    assert opened.all(".figure") == []
+    assert len(opened.all("#tensor-table tbody tr")) == 12
+    assert browser.get_log("browser") == []
+
+
+def test_one_expert_has_no_similarity(browser: Any, models: Path, tmp_path: Path) -> None:
+    opened = Page(browser, tmp_path / "one.html", make_store(tmp_path / "store", models, EXPERTS[:1]))
+    assert [figure.get_attribute("id") for figure in opened.all(".figure")] == [
+        "figure-scaling",
+        "figure-norms",
+        "figure-survival",
+    ]
+    assert browser.get_log("browser") == []
+
+
+def test_a_method_that_projects_nothing(browser: Any, models: Path, tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "store", models / "base", Average())
+    for name in EXPERTS:
+        store.add(models / name)
+    opened = Page(browser, tmp_path / "average.html", store)
+    assert "Everything did." in opened.find("#survival figcaption").text
+    assert not opened.all("#figure-protected")
+    assert browser.get_log("browser") == []
+
+
+def test_names_are_text_and_never_markup(browser: Any, models: Path, tmp_path: Path) -> None:
+    name = """</script><img src=x onerror="document.title='hacked'">&amp;"""
+    store = Store.create(tmp_path / "store", models / "base", OPCM())
+    store.add(models / "cars", name)
+    store.add(models / "pets")
+    opened = Page(browser, tmp_path / "names.html", store)
+    assert opened.texts("#experts tbody th")[0] == name
+    assert browser.title == "store · mergestream"
+    assert opened.all("img[src=x]") == []
+    assert browser.get_log("browser") == []
