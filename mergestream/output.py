@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,15 +65,14 @@ class Output:
         try:
             place.mkdir(parents=True, exist_ok=True)
             remove_left_behind(place, self._prefix)
-            draft = Path(tempfile.mkdtemp(prefix=self._prefix, dir=place))
-            draft.chmod(0o755)
+            draft = self._beside(place)
         except OSError as error:
             raise MergestreamError(f"{self.path} cannot be written: {error.strerror}") from error
         try:
             yield draft
             sync_directory(draft)
             if self.path.exists():
-                old = Path(tempfile.mkdtemp(prefix=self._prefix, dir=place))
+                old = self._beside(place)
                 self.path.rename(old / "replaced")
                 draft.rename(self.path)
                 shutil.rmtree(old)
@@ -83,6 +82,12 @@ class Output:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
+
+    def _beside(self, place: Path) -> Path:
+        """A new directory, with the permissions that a new directory has."""
+        path = place / f"{self._prefix}{secrets.token_hex(4)}"
+        path.mkdir()
+        return path
 
     @property
     def _prefix(self) -> str:

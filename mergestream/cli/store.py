@@ -48,25 +48,31 @@ def add(arguments: Namespace) -> int:
         raise UsageError("--name is for one expert, and several were given")
     store = open_store(arguments)
     if arguments.dry_run:
-        for expert in arguments.experts:
-            _show(store.inspect(expert, partial=arguments.partial, ignore=arguments.ignore), arguments.json)
+        told = [store.inspect(e, partial=arguments.partial, ignore=arguments.ignore) for e in arguments.experts]
+        if arguments.json:
+            print_json([inspection.to_json() for inspection in told])
+        else:
+            for inspection in told:
+                _show(inspection, as_json=False)
         return 0
     absorbed = []
-    for expert in arguments.experts:
-        entry = store.add(
-            expert,
-            arguments.name,
-            partial=arguments.partial,
-            ignore=arguments.ignore,
-            allow_duplicate=arguments.allow_duplicate,
-            gates=arguments.gate,
-            evaluate=arguments.evaluate,
-        )
-        absorbed.append(entry)
-        if not arguments.json:
-            print_step(store, entry)
-    if arguments.json:
-        print_json([_entry(entry) for entry in absorbed])
+    try:
+        for expert in arguments.experts:
+            entry = store.add(
+                expert,
+                arguments.name,
+                partial=arguments.partial,
+                ignore=arguments.ignore,
+                allow_duplicate=arguments.allow_duplicate,
+                gates=arguments.gate,
+                evaluate=arguments.evaluate,
+            )
+            absorbed.append(entry)
+            if not arguments.json:
+                print_step(store, entry)
+    finally:  # those before a failing one are committed
+        if arguments.json:
+            print_json([_entry(entry) for entry in absorbed])
     return 0
 
 

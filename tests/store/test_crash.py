@@ -27,7 +27,9 @@ from tests.conftest import Toys, files, save_model, toy_expert
 CHANGES = ("replace", "rename", "unlink", "rmdir", "mkdir", "pwrite", "fsync", "posix_fallocate", "ftruncate")
 
 children = multiprocessing.get_context("forkserver")
-children.set_forkserver_preload(["pytest", "torch", "mergestream.store", "mergestream.step", "mergestream.export"])
+children.set_forkserver_preload(
+    ["pytest", "torch", "mergestream.store", "mergestream.step", "mergestream.export", "matplotlib.pyplot"]
+)
 
 
 def die() -> None:
