@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from mergestream.store import Store
 
 
-def export(store: Store, output: Output, *, task: str | None = None, command: str | None = None) -> None:
+def export(
+    store: Store, output: Output, *, task: str | None = None, command: str | None = None, pictures: bool = True
+) -> None:
     """Write ``merged = θ⁰ + scale · direction``; ``task`` names the expert whose head to put in place."""
     if not store.history:
         raise MergestreamError(f"{store.path} has absorbed nothing yet; add an expert first")
@@ -40,6 +42,6 @@ def export(store: Store, output: Output, *, task: str | None = None, command: st
         output.spare(store.path, manifest.base.source)
         draft = stack.enter_context(output.draft())
         output.write_tensors(draft, forms, pieces, store.engine, store.progress)
-        pictures = draw_pictures(draft, store)
         config = store.head_config(task) if task is not None else None
-        output.write_companions(draft, base, CardFacts.of(manifest, task, command, pictures), config)
+        drawn = draw_pictures(draft, store) if pictures else {}
+        output.write_companions(draft, base, CardFacts.of(manifest, task, command, drawn), config)

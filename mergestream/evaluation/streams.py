@@ -147,7 +147,7 @@ def _score_step(suite: Suite, stream: Stream, step: int, store: Any, known: Path
         digest = known.read_text() if known and known.is_file() else ""
         paths = {task: _score_path(suite, digest, task) for task in wanted}
         if not digest or not all(path.is_file() for path in paths.values()):
-            store.export(model)
+            store.export(model, pictures=False)
             digest = model_digest(model)
             if known:
                 known.parent.mkdir(exist_ok=True)

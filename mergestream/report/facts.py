@@ -140,6 +140,8 @@ def _commands(store: Store) -> Iterator[str]:
     init += [part for key, value in manifest.parameters.items() for part in ("--set", f"{key}={value}")]
     init += [part for override in overrides for part in override]
     init += [part for glob in manifest.base.heads for part in ("--heads", glob)]
+    init += ["--max-rank", str(manifest.max_rank)] if manifest.max_rank is not None else []
+    init += ["--config-only"] if not manifest.base.measured else []
     yield shlex.join(["mergestream", *init, "--keep", str(manifest.keep)])
     for entry in manifest.history:
         add = ["add", path, entry.source, "--name", entry.name]

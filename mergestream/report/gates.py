@@ -131,7 +131,7 @@ class Gatekeeper:
             return expert
         candidate = Candidate(store, expert)
         with tempfile.TemporaryDirectory(prefix="candidate-", dir=store.path) as directory:
-            score = evaluate(self.command, candidate.export(Path(directory) / "model"))
+            score = evaluate(self.command, candidate.export(Path(directory) / "model", pictures=False))
         gates = [gate for gate in self.gates if gate.quantity == "score"]
         passed = check(gates, {"score": score}, expert.source)
         evaluation = {"command": self.command, "score": score}

@@ -224,17 +224,18 @@ class Store:
         max_shard_size: int = DEFAULT_SHARD_SIZE,
         overwrite: bool = False,
         command: str | None = None,
+        pictures: bool = True,
     ) -> Path:
         """Write the merged model as a Hugging Face directory.
 
         ``dtype`` is the base's by default, ``task`` names the expert whose head to put in place of
-        the base's, ``command`` goes into the model card.
+        the base's, ``command`` goes into the model card, and ``pictures`` beside it.
         """
         from mergestream.export import export
         from mergestream.output import Output
 
         output = Output(Path(out), dtype, max_shard_size, overwrite)
-        export(self, output, task=task, command=command)
+        export(self, output, task=task, command=command, pictures=pictures)
         return output.path
 
     def export_adapter(
