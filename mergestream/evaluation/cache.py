@@ -34,9 +34,11 @@ def written_whole(target: Path) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)) / target.name
     try:
         yield draft
-        if draft.is_dir() and target.exists():
-            return  # another process was faster; what it made is the same
-        draft.replace(target)
+        try:
+            draft.replace(target)
+        except OSError:
+            if not target.is_dir():
+                raise  # else another process was faster, and what it made is the same
     finally:
         shutil.rmtree(draft.parent, ignore_errors=True)
 

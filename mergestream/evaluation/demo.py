@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mergestream.evaluation.results import Results
     from mergestream.evaluation.suites.base import TrainedSuite
 
-DEMO_TASKS = ("r8", "tweets", "twitter", "mercari")  # short texts: quick to train on
 METHODS = ("opcm", "average")
 
 
@@ -39,10 +38,11 @@ def run(output: Path) -> None:
     from mergestream.evaluation.bench import Plan, run_bench
     from mergestream.evaluation.command import progress_bars, write_report
     from mergestream.evaluation.rows import Row
+    from mergestream.evaluation.suites.text import text_suite
     from mergestream.evaluation.workers import available_cores
 
     started = time.monotonic()
-    suite = demo_suite()
+    suite = text_suite(tasks=4, test_limit=250)
     print(f"MiniLM and four text tasks ({', '.join(suite.tasks)}); four experts, fine-tuned here or from the cache.")
     plan = Plan([Row(method) for method in METHODS], orders=1, full_orders=1, workers=available_cores())
     with progress_bars() as on_progress:
@@ -54,15 +54,6 @@ def run(output: Path) -> None:
     print(f"report        {page}")
     print(f"figures       {output}/*.png, *.svg     tables  {output}/table1.md, {output}/per-task.md")
     print(f"done in {time.monotonic() - started:.0f} s")
-
-
-def demo_suite() -> TrainedSuite:
-    from mergestream.evaluation.backbones import MiniLM
-    from mergestream.evaluation.suites.base import TrainedSuite
-    from mergestream.evaluation.suites.text import RECIPE, TASKS
-
-    tasks = [task for name in DEMO_TASKS for task in TASKS if task.name == name]
-    return TrainedSuite("text", MiniLM(), tasks, RECIPE, test_limit=300)
 
 
 def accuracy_report(results: Results) -> str:

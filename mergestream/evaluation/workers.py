@@ -16,22 +16,21 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start_worker(queue: Any) -> None:
+_send: Callable[[tuple[Any, ...]], None] = lambda event: None  # noqa: E731
+
+
+def _start_worker(send: Callable[[tuple[Any, ...]], None]) -> None:
     """One thread a process: the same result whatever else runs, and no contention for the cores."""
     import torch
 
     torch.set_num_threads(1)
-    global _queue
-    _queue = queue
-
-
-_queue: Any = None
+    global _send
+    _send = send
 
 
 def report(*event: Any) -> None:
-    """Send an event from a worker to whoever iterates ``run_parallel``."""
-    if _queue is not None:
-        _queue.put(event)
+    """Send an event from a worker to whoever called ``run_parallel``."""
+    _send(event)
 
 
 def run_parallel(
@@ -40,13 +39,20 @@ def run_parallel(
     workers: int,
     on_event: Callable[..., None] = lambda *_: None,
 ) -> Iterator[Any]:
-    """``function(*call)`` for every call, results as they come; events sent by ``report`` reach ``on_event``."""
+    """``function(*call)`` for every call, results as they come; events sent by ``report`` reach ``on_event``.
+
+    A single worker is this process.
+    """
     if not calls:
+        return
+    if workers == 1:
+        _start_worker(lambda event: on_event(*event))
+        yield from (function(*call) for call in calls)
         return
     context = multiprocessing.get_context("spawn")  # a forked torch may deadlock
     with context.Manager() as manager:
         queue = manager.Queue()
-        pool = ProcessPoolExecutor(min(workers, len(calls)), context, _start_worker, (queue,))
+        pool = ProcessPoolExecutor(min(workers, len(calls)), context, _start_worker, (queue.put,))
         try:
             waiting = [pool.submit(function, *call) for call in calls]
             while waiting:

@@ -29,14 +29,6 @@ def bench(suite: Path, output: Path, *options: str) -> int:
     return run(parser.parse_args([str(suite), "-o", str(output), "--workers", "1", *options]))
 
 
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams run one after the other, without the seconds that a new process takes to start."""
-    monkeypatch.setattr(
-        "mergestream.evaluation.bench.run_parallel", lambda function, calls, *_: (function(*call) for call in calls)
-    )
-
-
 def silent(*_: object) -> None:
     pass
 
@@ -44,7 +36,7 @@ def silent(*_: object) -> None:
 @pytest.mark.slow
 def test_one_command_writes_results_tables_and_figures(tiny_suite, tmp_path, capsys):
     output = tmp_path / "out"
-    assert bench(tiny_suite, output, "--methods", "opcm,average", "--orders", "2") == 0
+    assert bench(tiny_suite, output, "--methods", "opcm,average", "--orders", "2", "--workers", "2") == 0
     for name in (
         "results.json",
         "results.parquet",
@@ -70,26 +62,28 @@ def test_one_command_writes_results_tables_and_figures(tiny_suite, tmp_path, cap
     assert "table1" in capsys.readouterr().out
 
 
-def test_the_same_seed_gives_the_same_results(tiny_suite, tmp_path, in_this_process, monkeypatch):
+def test_the_same_seed_gives_the_same_results(tiny_suite, tmp_path, monkeypatch):
     rows = parse_rows("opcm")
     found = []
     for attempt in ("a", "b"):
         monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / attempt))  # nothing is taken from the first attempt
-        found.append(run_bench(load_suite(tiny_suite), Plan(rows, orders=2), tmp_path / f"out-{attempt}", silent))
+        found.append(
+            run_bench(load_suite(tiny_suite), Plan(rows, orders=2, workers=1), tmp_path / f"out-{attempt}", silent)
+        )
     first, second = ([(run.method, run.order, run.matrix) for run in results.runs] for results in found)
     assert first == second
-    other = run_bench(load_suite(tiny_suite), Plan(rows, orders=2, seed=7), tmp_path / "out-c", silent)
+    other = run_bench(load_suite(tiny_suite), Plan(rows, orders=2, seed=7, workers=1), tmp_path / "out-c", silent)
     assert [run.order for run in other.runs] != [run.order for run in found[0].runs]
 
 
-def test_nothing_is_scored_twice(tiny_suite, tmp_path, in_this_process, monkeypatch):
+def test_nothing_is_scored_twice(tiny_suite, tmp_path, monkeypatch):
     scored: list[tuple[str, str]] = []
     suite = load_suite(tiny_suite)
     accuracy = type(suite).accuracy
     monkeypatch.setattr(
         type(suite), "accuracy", lambda self, model, task: scored.append(task) or accuracy(self, model, task)
     )
-    plan = Plan(parse_rows("average"), orders=4, full_orders=0)
+    plan = Plan(parse_rows("average"), orders=4, full_orders=0, workers=1)
     run_bench(suite, plan, tmp_path / "out", silent)
     # base and experts: 6; the last model of all orders is one: 3; the others by diagonal, at most one of each
     assert len(scored) <= 6 + 3 + 2 * 4
@@ -99,14 +93,16 @@ def test_nothing_is_scored_twice(tiny_suite, tmp_path, in_this_process, monkeypa
     assert len(scored) == count
 
 
-def test_a_commutative_method_ends_at_the_same_accuracy_in_every_order(tiny_suite, tmp_path, in_this_process):
-    results = run_bench(load_suite(tiny_suite), Plan(parse_rows("average"), orders=3), tmp_path / "out", silent)
+def test_a_commutative_method_ends_at_the_same_accuracy_in_every_order(tiny_suite, tmp_path):
+    results = run_bench(
+        load_suite(tiny_suite), Plan(parse_rows("average"), orders=3, workers=1), tmp_path / "out", silent
+    )
     assert len({tuple(sorted(run.final.items())) for run in results.runs}) == 1
     assert results.summary()["average"]["acc"]["std"] == 0
 
 
-def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite, tmp_path, in_this_process):
-    plan = Plan(parse_rows("opcm"), orders=2, full_orders=1)
+def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite, tmp_path):
+    plan = Plan(parse_rows("opcm"), orders=2, full_orders=1, workers=1)
     results = run_bench(load_suite(tiny_suite), plan, tmp_path / "out", silent)
     full, ends = (run.matrix for run in results.runs)
     assert all(value is not None for row in full for value in row)
@@ -156,8 +152,8 @@ def test_a_killed_benchmark_is_finished_by_the_same_command(tiny_suite, tmp_path
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
 
-def test_a_sweep_reports_acc_for_every_value(tiny_suite, tmp_path, in_this_process):
-    plan = Plan(parse_rows("opcm,task_arithmetic,average"), orders=2)
+def test_a_sweep_reports_acc_for_every_value(tiny_suite, tmp_path):
+    plan = Plan(parse_rows("opcm,task_arithmetic,average"), orders=2, workers=1)
     table = run_sweep(load_suite(tiny_suite), plan, Sweep.parse("scale=0:1:0.5"), tmp_path / "out", silent)
     assert set(table) == {"task_arithmetic"}
     assert list(table["task_arithmetic"]) == ["0", "0.5", "1"]

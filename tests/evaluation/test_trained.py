@@ -67,15 +67,9 @@ def tiny_trained_suite() -> TrainedSuite:
 
 
 @pytest.mark.slow
-def test_experts_are_trained_merged_and_scored(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "mergestream.evaluation.bench.run_parallel", lambda function, calls, *_: (function(*call) for call in calls)
-    )
-    monkeypatch.setattr(
-        "mergestream.evaluation.workers.run_parallel", lambda function, calls, *_: (function(*call) for call in calls)
-    )
+def test_experts_are_trained_merged_and_scored(tmp_path):
     suite = tiny_trained_suite()
-    plan = Plan(parse_rows("average,continual_finetuning"), orders=1)
+    plan = Plan(parse_rows("average,continual_finetuning"), orders=1, workers=1)
     results = run_bench(suite, plan, tmp_path / "out", lambda *_: None)
     assert all(results.fine_tuned[task] > results.pretrained[task] for task in suite.tasks)
     assert {run.method for run in results.runs} == {"average", "continual_finetuning"}

@@ -51,6 +51,8 @@ class CustomSuite(Suite):
 
     def __post_init__(self) -> None:
         self.tasks = tuple(self.custom_tasks)
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise UsageError(f"{self.source}: {self.name!r} is no name for a suite; use letters, digits, '-', '_', '.'")
         if len(self.tasks) < 2:
             raise UsageError(f"{self.source}: a suite needs at least two tasks")
 
