@@ -7,7 +7,6 @@ import operator
 import re
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.report.diagnostics import cosines_to
 from mergestream.store import Expert, Store
+from mergestream.store.files import remove
 from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:
@@ -129,9 +129,12 @@ class Gatekeeper:
         """
         if self.command is None:
             return expert
-        candidate = Candidate(store, expert)
-        with tempfile.TemporaryDirectory(prefix="candidate-", dir=store.path) as directory:
-            score = evaluate(self.command, candidate.export(Path(directory) / "model", pictures=False))
+        place = store.path / "candidate"
+        remove(place)  # a killed process may have left it
+        try:
+            score = evaluate(self.command, Candidate(store, expert).export(place / "model", pictures=False))
+        finally:
+            remove(place)
         gates = [gate for gate in self.gates if gate.quantity == "score"]
         passed = check(gates, {"score": score}, expert.source)
         evaluation = {"command": self.command, "score": score}
