@@ -22,14 +22,13 @@ import torch
 from safetensors.torch import save_file
 
 from mergestream import OPCM, LocalEngine, MergestreamError, Store
+from mergestream.output import Output
 from tests.conftest import Toys, files, save_model, toy_expert
 
-CHANGES = ("replace", "rename", "unlink", "rmdir", "mkdir", "pwrite", "fsync", "posix_fallocate", "ftruncate")
+CHANGES = ("replace", "rename", "link", "unlink", "rmdir", "mkdir", "pwrite", "fsync", "posix_fallocate", "ftruncate")
 
 children = multiprocessing.get_context("forkserver")
-children.set_forkserver_preload(
-    ["pytest", "torch", "mergestream.store", "mergestream.step", "mergestream.export", "matplotlib.pyplot"]
-)
+children.set_forkserver_preload(["pytest", "torch", "mergestream.store", "mergestream.step", "mergestream.export"])
 
 
 def die() -> None:
@@ -72,7 +71,9 @@ def undo(store: Path) -> None:
 
 
 def export(store: Path, out: Path) -> None:
-    Store(store, engine=one_worker()).export(out, overwrite=True)
+    from mergestream.export import export
+
+    export(Store(store, engine=one_worker()), Output(out, overwrite=True), pictures=False)  # drawing takes most of it
 
 
 def run_and_die(number: int, operation: Callable[..., None], arguments: tuple[Path, ...]) -> None:
