@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SIMILAR = 0.5
 """A cosine above this is no coincidence: unrelated task vectors have nearly none."""
+FORGOTTEN = 0.05
+"""Tasks that have lost more than this share of the mean score are being forgotten."""
 LITTLE = 0.5
 """An expert of which less than this enters the state is hardly merged."""
 
@@ -82,8 +84,8 @@ class Facts:
             for earlier, value in enumerate(self.similarity.cosines[number - 1][: number - 1]):
                 if value is not None and value >= SIMILAR:
                     found.append(f"{entry.name} and {self.history[earlier].name} are similar (cosine {value:.2f}).")
-        if self.scores and self.scores.bwt is not None and self.scores.bwt < -0.05:
-            found.append(f"Tasks have lost {-self.scores.bwt:.1%} in the mean since their experts came.")
+        if (scores := self.scores) and scores.acc and scores.bwt and scores.bwt < -FORGOTTEN * abs(scores.acc):
+            found.append(f"Tasks have lost {-scores.bwt:.3g} of {scores.metric} in the mean since their experts came.")
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -112,14 +112,14 @@ def similarity(similarity: Similarity) -> go.Figure:
 
 
 def survival(survival: Survival) -> go.Figure:
-    """The share of each expert that entered the state: experts × layers (or tensors), and in all."""
+    """The share of each expert that entered the state: experts × layers (or tensors), and all of them together."""
     totals = []
     for norm, kept in zip(survival.norm, survival.kept, strict=True):
         energy = [value**2 for value in norm]
         whole = math.fsum(energy)
         totals.append(math.fsum(e * k for e, k in zip(energy, kept, strict=True)) / whole if whole else 1.0)
     z = [[total, None, *kept] for total, kept in zip(totals, survival.kept, strict=True)]
-    figure = _parts(survival, z, ("in all", " "), "share kept", "%{y}, %{x}<br>%{z:.1%} entered<extra></extra>")
+    figure = _parts(survival, z, ("together", " "), "share kept", "%{y}, %{x}<br>%{z:.1%} entered<extra></extra>")
     least = min(value for row in survival.kept for value in row)
     figure.update_traces(zmin=min(0.9, math.floor(least * 10) / 10), zmax=1)
     return figure.update_traces(colorbar={"tickformat": ".0%"})

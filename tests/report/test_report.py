@@ -78,6 +78,17 @@ def test_findings_name_what_deserves_a_look(tmp_path: Path, models: Path) -> Non
     assert "cars-again and cars are similar (cosine 1.00)" in found
 
 
+def test_forgetting_is_found_on_any_scale(store: Store) -> None:
+    for scale in (1, 100):
+        store.attach_scores(["cars", "digits"], [[0.9 * scale, 0], [0.7 * scale, 0.9 * scale]])
+        assert (
+            f"Tasks have lost {0.2 * scale:.3g} of accuracy in the mean since their experts came."
+            in Facts.of(store).findings()
+        )
+        store.attach_scores(["cars", "digits"], [[0.9 * scale, 0], [0.89 * scale, 0.9 * scale]])
+        assert not any("lost" in sentence for sentence in Facts.of(store).findings())
+
+
 def test_nothing_to_find_in_an_ordinary_store(scored: Store) -> None:
     assert [sentence for sentence in Facts.of(scored).findings() if "lost" not in sentence] == []
 
