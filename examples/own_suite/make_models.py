@@ -40,6 +40,7 @@ def write_model(directory: Path, model: torch.nn.Module) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the network is too small to share
     base = network()
     write_model(HERE / "base", base)
     for task, labels_of in TASKS.items():

@@ -126,9 +126,11 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
+        finished: set[str] = set()
 
         def tell(what: str, done: int, total: int) -> None:
-            if done == total:
+            if done == total and what not in finished:
+                finished.add(what)
                 print(f"{what}: done", file=sys.stderr, flush=True)
 
         yield tell
