@@ -62,7 +62,7 @@ def markdown(suite: Suite, about: dict[str, Any]) -> str:
         f"{about['python']}; {versions}; {about['time']} UTC; {loads}. Median of {suite.repetitions} interleaved "
         f"runs (peers: {suite.peer_repetitions}).",
         "",
-        *_table(
+        *table(
             ("work", "measured", "target", ""),
             [
                 (t.work, t.measured, t.target, {True: "reached", False: "**missed**", None: ""}[t.reached])
@@ -70,7 +70,7 @@ def markdown(suite: Suite, about: dict[str, Any]) -> str:
             ],
         ),
         "",
-        *_table(
+        *table(
             (
                 "case",
                 "who",
@@ -106,5 +106,5 @@ def _row(title: str, name: str, costs: Sequence[Cost]) -> tuple[str, ...]:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]

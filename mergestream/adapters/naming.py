@@ -12,8 +12,8 @@ def translator(names: Iterable[str], spellings: Mapping[str, str]) -> Callable[[
 
     ``spellings`` tells the tensor for every name under which the base is known: what is stored, and what the
     model's class calls it. An adapter may have been made with another class, which puts the same modules
-    under another prefix (``transformer.h.0…`` for ``h.0…``). So names that are not found as they are get one
-    common prefix exchanged for another, by the shortest change that finds all of them.
+    under another prefix (``transformer.h.0…`` for ``h.0…``). So names that are not found as they are lose or gain
+    one common prefix, the shortest that finds all of them.
     """
     strangers = [name for name in names if name not in spellings]
     fitting: dict[tuple[int, int], list[tuple[str, str]]] = {}
@@ -38,10 +38,18 @@ def translator(names: Iterable[str], spellings: Mapping[str, str]) -> Callable[[
 
 
 def _exchanges(name: str, spellings: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The pairs of prefixes that turn ``name`` into one that the base has."""
+    """(prefix to drop, prefix to add), one of them empty, that turn ``name`` into one that the base has.
+
+    A number is never part of a prefix: another layer is not the same module.
+    """
     pieces = name.split(".")
-    for dropped in range(len(pieces) - 1):
-        old, rest = "".join(f"{piece}." for piece in pieces[:dropped]), ".".join(pieces[dropped:])
-        for known in spellings:
-            if known == rest or known.endswith(f".{rest}"):
-                yield old, known.removesuffix(rest)
+    for dropped in range(1, len(pieces) - 1):
+        if pieces[dropped - 1].isdigit():
+            break
+        old = "".join(f"{piece}." for piece in pieces[:dropped])
+        if name.removeprefix(old) in spellings:
+            yield old, ""
+    for known in spellings:
+        new = known.removesuffix(name)
+        if known.endswith(f".{name}") and not any(piece.isdigit() for piece in new.split(".")):
+            yield "", new

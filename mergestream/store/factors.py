@@ -40,8 +40,9 @@ INDEX = "factors.json"
 SIDES = ("left", "right")
 
 
-def core_layout(room: Room, spec: TensorSpec, slot: str) -> dict[str, TensorSpec]:
-    return {core_name(slot): TensorSpec(spec.dtype, room.core)} if all(room.core) else {}
+def core_layout(room: Room, slot: str) -> dict[str, TensorSpec]:
+    """Cores are float64: rounding them at every step would be felt where singular values nearly coincide."""
+    return {core_name(slot): TensorSpec("F64", room.core)} if all(room.core) else {}
 
 
 def block_layout(room: Room, spec: TensorSpec, name: str) -> dict[str, TensorSpec]:

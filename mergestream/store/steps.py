@@ -175,7 +175,7 @@ class StepWriter:
         for slot, value in values.items():
             spec = self._layout.get(core_name(slot))
             if spec is not None and self._writer is not None:
-                core = padded_to(value.core, spec.shape).to(value.dtype)
+                core = padded_to(value.core, spec.shape)
                 self._writer.write(core_name(slot), core)
                 digests[core_name(slot)] = tensor_digest(core)
         return {"index": index, "digests": digests}

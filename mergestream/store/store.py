@@ -416,7 +416,7 @@ class Store:
         for name, tensor in self.manifest.base.tensors.items():
             for slot in self.method.slots(t) if tensor.merges else ():
                 spec, key = TensorSpec(tensor.state_dtype, tensor.shape), slot_name(slot, name)
-                layout |= core_layout(rooms[name], spec, key) if name in rooms else {key: spec}
+                layout |= core_layout(rooms[name], key) if name in rooms else {key: spec}
         return layout
 
     def blocks(self, rooms: Mapping[str, Room]) -> dict[str, TensorSpec]:

@@ -129,6 +129,7 @@ def test_prefixes_that_may_mean_two_things_are_refused():
     assert translate("t5.encoder.layer.0.q.weight") == "encoder.layer.0.q.weight"
     assert translate("t5.decoder.layer.0.q.weight") == "decoder.layer.0.q.weight"
     assert translate("t5.score.weight") is None
+    assert translator(["layer.0.q.weight"], {"layer.1.q.weight": ""})("layer.0.q.weight") is None  # another layer
 
 
 def test_a_new_head_is_extra(workshop):
