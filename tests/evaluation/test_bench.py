@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -134,20 +132,29 @@ def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeyp
     assert not (tmp_path / "cut" / "work").exists()
 
 
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @pytest.mark.slow
 def test_a_killed_benchmark_is_finished_by_the_same_command(tiny_suite, tmp_path):
     output = tmp_path / "out"
-    command = [sys.executable, "-c", "import sys; from mergestream.cli import main; sys.exit(main())", "bench"]
-    command += [str(tiny_suite), "-o", str(output), "--methods", "opcm,ema", "--orders", "3", "--workers", "1"]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    command = [sys.executable, "-m", "mergestream", "bench", str(tiny_suite), "-o", str(output)]
+    command += ["--methods", "opcm,ema", "--orders", "3", "--workers", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
     while not list(output.glob("streams/*/stream.json")) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
+    workers = children(process.pid)
+    process.kill()  # the workers are told nothing, and must not go on at the next run's files
     process.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline + 60, "the workers outlive the benchmark"
+        time.sleep(0.05)
     finished = {path: path.stat().st_mtime_ns for path in output.glob("streams/*/stream.json")}
-    assert finished and not (output / "results.json").exists()
-    assert subprocess.run(command, capture_output=True, text=True).returncode == 0
+    assert workers and finished and not (output / "results.json").exists()
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
     assert len(json.loads((output / "results.json").read_text())["runs"]) == 6
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
