@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
+from mergestream.anatomy import model_names
 from mergestream.architecture import Architecture, load_architecture
 from mergestream.checkpoints import Checkpoint, TensorInfo, TensorSpec, open_checkpoint
 from mergestream.checkpoints.opening import is_hub_id, read_json
@@ -41,6 +42,33 @@ class Skeleton(Checkpoint):
 
     def close(self) -> None:
         pass
+
+
+class Renamed(Checkpoint):
+    """A checkpoint under other names."""
+
+    def __init__(self, checkpoint: Checkpoint, stored: Mapping[str, str]) -> None:
+        """``stored`` gives for every name the one in the checkpoint; what it does not name is left out."""
+        self._checkpoint, self._stored = checkpoint, stored
+        self.source, self.directory = checkpoint.source, checkpoint.directory
+        self.tensors = MappingProxyType({name: checkpoint.tensors[old] for name, old in stored.items()})
+        self.aliases = MappingProxyType({})
+        self.fingerprint = checkpoint.fingerprint
+
+    def read(self, name: str) -> Tensor:
+        return self._checkpoint.read(self._stored[name])
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+def under_names(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """The checkpoint under the names of a skeleton, which are those of the model's class: older files have others."""
+    if checkpoint.tensors.keys() == set(names):
+        return checkpoint
+    called = {stored: name for name, stored in model_names(checkpoint).items()}
+    stored = {called.get(name, name): name for name in checkpoint.tensors}
+    return Renamed(checkpoint, {name: stored[name] for name in names}) if stored.keys() >= set(names) else checkpoint
 
 
 def open_base(source: str | Path, *, config_only: bool) -> Checkpoint:

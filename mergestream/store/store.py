@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.adapters import Adapter, same_model
 from mergestream.base_model import BaseModel
-from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint
+from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
-from mergestream.digest import combined_digest, tensor_digest, text_digest
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.experts import ExpertSource, open_expert, task_vector
+from mergestream.experts import ExpertSource
 from mergestream.progress import Progress
-from mergestream.room import Room
-from mergestream.skeleton import Skeleton, open_base
-from mergestream.store.factors import block_layout, core_layout
-from mergestream.store.files import BESIDE, read_json, remove, remove_all_but, sync_directory, write_json
+from mergestream.skeleton import open_base, under_names
+from mergestream.store.files import BESIDE, remove, remove_all_but
 from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.steps import StepReader, StepWriter, slot_name, step_directory, tidy
+from mergestream.store.records import HEADS, read_record, verify_record, write_record
+from mergestream.store.steps import StepReader, step_directory, tidy
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mergestream.adapters.writing import Energy
-    from mergestream.deltas import TaskVector
-    from mergestream.lowrank import LowRank
     from mergestream.methods.base import Method
     from mergestream.report.diagnostics import Similarity, Survival
     from mergestream.report.scores import Scores
-    from mergestream.sketch import Sketch
-    from mergestream.step import Outcome, Totals
     from mergestream.store.inspection import Inspection
-
-OTHER_BASE = 0.7
-"""Two unrelated models are about 1.4 apart, relative to their norm; fine-tuning moves 0.1 at most."""
 
 
 class Store:
@@ -148,72 +135,62 @@ class Store:
         directory, and the last number that it prints is ``score``.
         """
         from mergestream.report.gates import Gatekeeper
+        from mergestream.store.arrival import Arrival
 
         started = time.monotonic()
         gatekeeper = Gatekeeper.of(gates, evaluate)
-        with writer_lock(self.path), ExitStack() as stack:
+        with writer_lock(self.path):
             self.manifest = Manifest.load(self.path)
-            vector = self._task_vector(stack, expert, partial, ignore)
-            name = self._free_name(name, vector.expert.source)
-            before = self._open_state(stack)
-            rooms = self._rooms(vector, before)
-            writer = self._begin(vector, before, rooms, {"partial": partial, "ignore": list(ignore)})
-            try:
-                sketch = self._sketch()
-                outcomes, digests = self._absorb(vector, before, rooms, sketch, writer)
-                totals = self._total(vector, outcomes)
-                digest = combined_digest(digests)
-                if not allow_duplicate:
-                    self._refuse_duplicate(vector, digest, totals)
-                values = sketch.values()
-                passed = gatekeeper.check(self, totals, values, vector.expert.source)
-                absorbed = Expert(
-                    name=name,
-                    source=vector.expert.source,
-                    digest=digest,
-                    added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                    seconds=round(time.monotonic() - started, 3),
-                    norm=totals.norm,
-                    kept=totals.kept,
-                    scale=totals.scale,
-                    mean_norm=totals.mean_norm,
-                    direction_norm=totals.direction_norm,
-                    distance=totals.distance,
-                    lost=totals.lost,
-                    rank=max((max(room.core) for room in rooms.values()), default=0),
-                    state=writer.finish(outcomes),
-                    record=self._write_record(totals.t, vector, outcomes, values),
-                    fates=dict(sorted(Counter(vector.fates.values()).items())),
-                    options={"partial": partial, "ignore": list(ignore)},
-                    gates=passed,
-                )
-                absorbed = gatekeeper.evaluate(self, absorbed)
-            except MergestreamError:
-                writer.abandon()
-                remove(self.record_directory(self.manifest.step + 1))
-                raise
-            except BaseException:
-                writer.pause()
-                raise
-            self._warn_of_other_base(vector, outcomes)
-            self._warn_of_size(vector, totals)
-            self._commit(dataclasses.replace(self.manifest, base=vector.model).with_expert(absorbed))
-            return absorbed
+            with Arrival(self, expert, partial=partial, ignore=ignore) as arrival:
+                name = self._free_name(name, arrival.source)
+                writer = arrival.writer()
+                try:
+                    arrival.absorb(writer)
+                    if not allow_duplicate:
+                        arrival.refuse_duplicate()
+                    totals, sketch = arrival.totals, arrival.sketch.values()
+                    passed = gatekeeper.check(self, totals, sketch, arrival.source)
+                    absorbed = Expert(
+                        name=name,
+                        source=arrival.source,
+                        digest=arrival.digest,
+                        added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                        seconds=round(time.monotonic() - started, 3),
+                        norm=totals.norm,
+                        kept=totals.kept,
+                        scale=totals.scale,
+                        mean_norm=totals.mean_norm,
+                        direction_norm=totals.direction_norm,
+                        distance=totals.distance,
+                        lost=totals.lost,
+                        rank=max((max(room.core) for room in arrival.rooms.values()), default=0),
+                        state=writer.finish(arrival.outcomes),
+                        record=write_record(self.record_directory(arrival.t), arrival, sketch),
+                        fates=dict(sorted(Counter(arrival.vector.fates.values()).items())),
+                        options=arrival.options,
+                        gates=passed,
+                    )
+                    absorbed = gatekeeper.evaluate(self, absorbed)
+                except MergestreamError:
+                    writer.abandon()
+                    remove(self.record_directory(arrival.t))
+                    raise
+                except BaseException:
+                    writer.pause()
+                    raise
+                arrival.note_oddities()
+                self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
+                return absorbed
 
     def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
         """What adding a model would do; changes nothing."""
+        from mergestream.store.arrival import Arrival
         from mergestream.store.inspection import Inspection
 
         started = time.monotonic()
-        with ExitStack() as stack:
-            vector = self._task_vector(stack, expert, partial, ignore)
-            before = self._open_state(stack)
-            rooms = self._rooms(vector, before)
-            sketch = self._sketch()
-            outcomes, digests = self._absorb(vector, before, rooms, sketch, None)
-            totals, values = self._total(vector, outcomes), sketch.values()
-            seconds = time.monotonic() - started
-            return Inspection.of(self, vector, rooms, outcomes, totals, values, digests, seconds)
+        with Arrival(self, expert, partial=partial, ignore=ignore) as arrival:
+            arrival.absorb()
+            return Inspection.of(arrival, time.monotonic() - started)
 
     def export(
         self,
@@ -299,13 +276,14 @@ class Store:
                 for size in reader.verify(entry.state):
                     advance(size)
         for number, entry in enumerate(self.history, 1):
-            self._verify_record(number, entry)
+            verify_record(self.record_directory(number), entry.record)
 
     def relocate(self, base: str | Path) -> None:
         """Refer to the base at another place, after its digest was checked."""
-        with writer_lock(self.path), open_checkpoint(base) as checkpoint:
+        with writer_lock(self.path), open_checkpoint(base) as found:
             self.manifest = Manifest.load(self.path)
             moved = self.manifest.base
+            checkpoint = under_names(found, moved.tensors)
             if moved.measured:
                 moved.check_digest(checkpoint, self.engine, self.progress)
                 moved = dataclasses.replace(moved, source=checkpoint.source)
@@ -319,6 +297,7 @@ class Store:
             checkpoint = open_checkpoint(self.manifest.base.source)
         except MergestreamError as error:
             raise MergestreamError(f"the base cannot be opened: {error}; if it has moved, pass --base PATH") from error
+        checkpoint = under_names(checkpoint, self.manifest.base.tensors)
         self.manifest.base.check(checkpoint)
         return checkpoint
 
@@ -388,19 +367,19 @@ class Store:
 
     def tensor_records(self, number: int) -> dict[str, dict[str, Any]]:
         """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
-        records: dict[str, dict[str, Any]] = read_json(self.record_directory(number) / "tensors.json")["tensors"]
+        records: dict[str, dict[str, Any]] = read_record(self.record_directory(number))["tensors"]
         return records
 
     def open_heads(self, name: str) -> Checkpoint:
         """The tensors that were kept for one expert."""
-        path = self.record_directory(self._number(name)) / "heads.safetensors"
+        path = self.record_directory(self._number(name)) / HEADS
         if not path.is_file():
             raise MergestreamError(f"expert {name} has no head of its own; --heads GLOB at init keeps them")
         return open_checkpoint(path)
 
     def head_config(self, name: str) -> dict[str, Any] | None:
         """The config of an expert with a head of its own, for the labels are in it; None where it had none."""
-        config: dict[str, Any] | None = read_json(self.record_directory(self._number(name)) / "tensors.json")["config"]
+        config: dict[str, Any] | None = read_record(self.record_directory(self._number(name)))["config"]
         return config
 
     def _number(self, name: str) -> int:
@@ -409,178 +388,6 @@ class Store:
                 return number
         known = ", ".join(entry.name for entry in self.history) or "none yet"
         raise MergestreamError(f"no expert named {name} has been absorbed (there are: {known})")
-
-    def layout(self, t: int, rooms: Mapping[str, Room]) -> dict[str, TensorSpec]:
-        """The tensors of the state after t models: dense slots, and the cores of those in factors."""
-        layout: dict[str, TensorSpec] = {}
-        for name, tensor in self.manifest.base.tensors.items():
-            for slot in self.method.slots(t) if tensor.merges else ():
-                spec, key = TensorSpec(tensor.state_dtype, tensor.shape), slot_name(slot, name)
-                layout |= core_layout(rooms[name], key) if name in rooms else {key: spec}
-        return layout
-
-    def blocks(self, rooms: Mapping[str, Room]) -> dict[str, TensorSpec]:
-        """What a step may add to the bases of the slots in factors."""
-        layout: dict[str, TensorSpec] = {}
-        for name, room in rooms.items():
-            tensor = self.manifest.base.tensors[name]
-            layout |= block_layout(room, TensorSpec(tensor.state_dtype, tensor.shape), name)
-        return layout
-
-    def _sketch(self) -> Sketch:
-        from mergestream.sketch import Sketch
-
-        return Sketch({name: tensor for name, tensor in self.manifest.base.tensors.items() if tensor.merges})
-
-    def _task_vector(self, stack: ExitStack, expert: ExpertSource, partial: bool, ignore: Sequence[str]) -> TaskVector:
-        opened = open_expert(expert)
-        stack.callback(opened.close)
-        base: Checkpoint
-        model = self.manifest.base
-        if not model.measured and isinstance(opened, Adapter) and not opened.whole:
-            base = Skeleton(model.source, None, model.tensors)
-        else:
-            base = stack.enter_context(self.open_base())
-            if not model.measured:  # from now on it must stay what it is
-                model = model.with_weights(base, self.engine, self.progress)
-        if isinstance(opened, Adapter):
-            self._note_on_adapter(opened)
-        return task_vector(model, base, opened, partial=partial, ignore=ignore)
-
-    def _note_on_adapter(self, adapter: Adapter) -> None:
-        named = adapter.config.base
-        if named is not None and not same_model(named, self.manifest.base.source):
-            self.progress.note(
-                f"{adapter.source} says that it was made for {named}, and the base of this store is "
-                f"{self.manifest.base.source}; take it back with undo if they are not the same model"
-            )
-        if not self.method.factored:
-            self.progress.note(f"{self.method.name} needs dense tensors: the adapter is multiplied out, one by one")
-
-    def _open_state(self, stack: ExitStack) -> StepReader | None:
-        return stack.enter_context(closing(self.open_step())) if self.manifest.step else None
-
-    def _rooms(self, vector: TaskVector, before: StepReader | None) -> dict[str, Room]:
-        """The tensors whose state is in factors and stays so, with the space that they may take.
-
-        A tensor leaves them for good when a dense task vector comes, when the method needs it dense,
-        or when its factors would take as much as the dense tensor.
-        """
-        rooms: dict[str, Room] = {}
-        if not self.method.factored:
-            return rooms
-        slots = self.method.slots(self.manifest.step)
-        for name in vector.names:
-            rank = vector.rank(name)
-            keys = [slot_name(slot, name) for slot in slots] if before else []
-            if rank is None or (before and not all(key in before.factors.index for key in keys)):
-                continue
-            ranks = [before.factors.ranks(key) for key in keys] if before else []
-            room = Room.after(vector.model.tensors[name].shape, ranks, rank, self.manifest.max_rank)
-            if room is not None:
-                rooms[name] = room
-        return rooms
-
-    def _begin(
-        self, vector: TaskVector, before: StepReader | None, rooms: Mapping[str, Room], options: Mapping[str, Any]
-    ) -> StepWriter:
-        step = self.manifest.step + 1
-        plan = {
-            "source": vector.expert.source,
-            "fingerprint": vector.expert.fingerprint,
-            "after": [entry.digest for entry in self.history],
-            **options,
-        }
-        return StepWriter(self.path, step, self.layout(step, rooms), self.blocks(rooms), before, plan)
-
-    def _absorb(
-        self,
-        vector: TaskVector,
-        before: StepReader | None,
-        rooms: Mapping[str, Room],
-        sketch: Sketch,
-        writer: StepWriter | None,
-    ) -> tuple[dict[str, Outcome], dict[str, str]]:
-        """Absorb every tensor; returns what became of each, and the digests of the expert's tensors."""
-        from mergestream.step import Discard, Step, memory_of
-
-        def read_state(slot: str, name: str) -> Tensor | LowRank:
-            assert before is not None
-            return before.read(slot, name)
-
-        step = Step(
-            self.method,
-            self.manifest.step + 1,
-            vector,
-            read_state,
-            self.engine.device,
-            rooms,
-            self.manifest.max_rank,
-            sketch,
-        )
-        done = writer.done if writer else {}
-        outcomes = {name: outcome for name, (outcome, _) in done.items()}
-        digests = {name: digest for name, (_, digest) in done.items() if digest is not None}
-        costs = {name: vector.numel(name) for name in vector.names if name not in done}
-        thresholds = step.thresholds(self.engine) if costs else None
-        target = writer or Discard()
-        label = "absorbing" if writer else "inspecting"
-        with self.progress.task(f"{label} {Path(vector.expert.source).name}", sum(costs.values()) * 4) as advance:
-            for name, outcome in self.engine.run(
-                costs,
-                lambda name: step.absorb(name, thresholds(name) if thresholds else {}, target),
-                memory_of(self.method, vector, rooms),
-            ):
-                outcomes[name] = outcome
-                if writer:
-                    writer.record(name, outcome, vector.digests.get(name))
-                advance(costs[name] * 4)
-        sizes = {name: vector.numel(name) for name in done}
-        for _ in self.engine.run(sizes, lambda name: sketch.add_elements(name, vector.elements(name))):
-            pass
-        for name in vector.heads:
-            vector.head(name)
-        return outcomes, {**digests, **vector.digests}
-
-    def _total(self, vector: TaskVector, outcomes: Mapping[str, Outcome]) -> Totals:
-        from mergestream.step import total
-
-        previous = self.history[-1].mean_norm if self.history else 0.0
-        return total(self.method, self.manifest.step + 1, previous, outcomes)
-
-    def _refuse_duplicate(self, vector: TaskVector, digest: str, totals: Totals) -> None:
-        for entry in self.history:
-            if entry.digest == digest:
-                raise MergestreamError(
-                    f"{vector.expert.source} has been absorbed already, as {entry.name}; "
-                    "pass --allow-duplicate to add it once more"
-                )
-        if totals.norm == 0:
-            raise MergestreamError(
-                f"{vector.expert.source} is identical to the base; pass --allow-duplicate to add it all the same"
-            )
-
-    def _warn_of_other_base(self, vector: TaskVector, outcomes: Mapping[str, Outcome]) -> None:
-        tensors = self.manifest.base.tensors
-        matrices = [name for name in outcomes if len(tensors[name].shape) >= 2 and tensors[name].norm]
-        distances = [math.sqrt(outcomes[name].norm2) / tensors[name].norm for name in matrices]
-        if distances and min(distances) > OTHER_BASE:
-            norm = math.sqrt(math.fsum(tensor.norm**2 for tensor in tensors.values()))
-            moved = math.sqrt(math.fsum(outcome.norm2 for outcome in outcomes.values()))
-            self.progress.note(
-                f"{vector.expert.source} was probably not fine-tuned from this base: not one matrix is close, "
-                f"the relative distance is {moved / norm:.2f}; take it back with undo"
-            )
-
-    def _warn_of_size(self, vector: TaskVector, totals: Totals) -> None:
-        from mergestream.report.diagnostics import LARGE
-
-        mean = self.history[-1].mean_norm if self.history else 0.0
-        if mean and totals.norm >= LARGE * mean:
-            self.progress.note(
-                f"{vector.expert.source} has moved {totals.norm / mean:.1f} times as far as the experts before it "
-                "in the mean and outweighs them; take it back with undo if that is not meant"
-            )
 
     def _free_name(self, name: str | None, source: str) -> str:
         taken = {entry.name for entry in self.history}
@@ -593,54 +400,6 @@ class Store:
     def record_directory(self, number: int) -> Path:
         """Where the store keeps what it must know of the expert of a step, beside the state."""
         return self.path / "experts" / f"{number:04d}"
-
-    def _write_record(self, number: int, vector: TaskVector, outcomes: Mapping[str, Outcome], sketch: Tensor) -> str:
-        """Keep what happened to each tensor, the sketch and the expert's heads; returns the record's digest."""
-        from mergestream.sketch import write_sketch
-
-        directory = self.record_directory(number)
-        remove(directory)
-        directory.mkdir(parents=True)
-        tensors = {
-            name: {
-                "norm": math.sqrt(outcomes[name].norm2),
-                "kept": outcomes[name].kept2 / outcomes[name].norm2 if outcomes[name].norm2 else 1.0,
-                "protected": outcomes[name].protected,
-            }
-            for name in vector.names
-        }
-        config = None
-        if vector.heads:
-            source = vector.expert.directory / "config.json" if vector.expert.directory else None
-            config = read_json(source) if source and source.is_file() else None
-            layout = {name: vector.expert.tensors[name] for name in vector.heads}
-            with SafetensorsWriter(directory, layout, prefix="heads") as writer:
-                for name in vector.heads:
-                    writer.write(name, vector.expert.read(name))
-        record = {
-            "sketch": write_sketch(directory, sketch),
-            "heads": {name: vector.digests[name] for name in vector.heads},
-            "config": config,
-            "tensors": tensors,
-        }
-        write_json(directory / "tensors.json", record)
-        sync_directory(directory.parent)
-        return text_digest((directory / "tensors.json").read_text(encoding="utf-8"))
-
-    def _verify_record(self, number: int, entry: Expert) -> None:
-        path = self.record_directory(number) / "tensors.json"
-        record = read_json(path)
-        if text_digest(path.read_text(encoding="utf-8")) != entry.record:
-            raise MergestreamError(f"{path} is damaged: its digest does not match the manifest")
-        with open_checkpoint(path.with_name("sketch.safetensors")) as sketch:
-            if "sketch" not in sketch.tensors or tensor_digest(sketch.read("sketch")) != record["sketch"]:
-                raise MergestreamError(f"{path.parent} is damaged: the digest of the sketch does not match")
-        if not record["heads"]:
-            return
-        with self.open_heads(entry.name) as heads:
-            for name, digest in record["heads"].items():
-                if name not in heads.tensors or tensor_digest(heads.read(name)) != digest:
-                    raise MergestreamError(f"{path.parent} is damaged: the digest of head {name} does not match")
 
     def _commit(self, manifest: Manifest) -> None:
         """Make a manifest real, then remove what nothing refers to any more."""

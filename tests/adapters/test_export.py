@@ -6,6 +6,7 @@ import shutil
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mergestream import LAWA, OPCM, Average, Store
 from mergestream.checkpoints import open_checkpoint
@@ -107,6 +108,25 @@ def test_a_base_known_by_its_config_alone(tmp_path, workshop, model):
     assert store.manifest.base == full.manifest.base
     store.verify()
     assert_same_model(store.export(tmp_path / "a"), full.export(tmp_path / "b"), base)
+
+
+def test_an_older_checkpoint_has_other_names_than_its_class(tmp_path, workshop):
+    base = workshop.base(gpt2)
+    adapter = workshop.adapter(base, r=2, target_modules=["c_attn"])
+    config = without_weights(base, tmp_path / "config")
+    old = without_weights(base, tmp_path / "old")
+    state = load_file(base / "model.safetensors")
+    renamed = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+    save_file({**renamed, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, old / "model.safetensors")
+    store = store_of(tmp_path / "store", config, [adapter], OPCM())
+    store.relocate(old)
+    store.verify()
+    expected = store_of(tmp_path / "expected", base, [adapter], OPCM()).export(tmp_path / "b")
+    assert_same_model(store.export(tmp_path / "a"), expected, base)
+    direct = store_of(tmp_path / "direct", old, [adapter], OPCM())  # the adapter's names find the stored ones
+    merged = open_checkpoint(direct.export(tmp_path / "c"))
+    name = "h.0.attn.c_attn.weight"
+    assert torch.equal(merged.read(name), open_checkpoint(expected).read(f"transformer.{name}"))
 
 
 def test_weights_are_not_read_before_they_are_needed(tmp_path, material, monkeypatch):  # noqa: F811
