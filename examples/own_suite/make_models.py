@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def ring(points: torch.Tensor) -> torch.Tensor:
-    return (points.norm(dim=1) * 2).long().clamp(max=3)
+    return (points.norm(dim=1) * 1.3).long().clamp(max=2)
 
 
 def sector(points: torch.Tensor) -> torch.Tensor:
@@ -51,10 +51,10 @@ def main() -> None:
             head = torch.stack([features[labels == label].mean(0) for label in range(int(labels.max()) + 1)])
         expert = network()
         expert.load_state_dict(base.state_dict())
-        optimizer = torch.optim.AdamW(expert.parameters(), lr=2e-3)
-        for _ in range(200):
+        optimizer = torch.optim.AdamW(expert.parameters(), lr=5e-3)
+        for _ in range(500):
             optimizer.zero_grad()
-            cross_entropy(10 * normalize(expert(train), dim=1) @ head.T, labels).backward()
+            cross_entropy(20 * normalize(expert(train), dim=1) @ head.T, labels).backward()
             optimizer.step()
         write_model(HERE / "experts" / task, expert)
         for folder in (HERE / "data" / task, HERE / "heads"):

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_send: Callable[[tuple[Any, ...]], None] = lambda event: None  # noqa: E731
+_listeners: list[Callable[[tuple[Any, ...]], None]] = []
 
 
 def _start_worker(send: Callable[[tuple[Any, ...]], None]) -> None:
@@ -25,8 +25,7 @@ def _start_worker(send: Callable[[tuple[Any, ...]], None]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    global _send
-    _send = send
+    _listeners[:] = [send]
     if multiprocessing.parent_process() is not None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -41,7 +40,8 @@ def _end_with_parent() -> None:
 
 def report(*event: Any) -> None:
     """Send an event from a worker to whoever called ``run_parallel``."""
-    _send(event)
+    for send in _listeners:
+        send(event)
 
 
 def run_parallel(
@@ -61,26 +61,19 @@ def run_parallel(
         yield from (function(*call) for call in calls)
         return
     context = multiprocessing.get_context("spawn")  # a forked torch may deadlock
-    with context.Manager() as manager:
-        queue = manager.Queue()
-        pool = ProcessPoolExecutor(min(workers, len(calls)), context, _start_worker, (queue.put,))
-        try:
-            waiting = [pool.submit(function, *call) for call in calls]
-            while waiting:
-                _wait_a_little(waiting)
-                while not queue.empty():
-                    on_event(*queue.get())
-                for future in [future for future in waiting if future.done()]:
-                    waiting.remove(future)
-                    yield future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _wait_a_little(futures: Sequence[Any]) -> None:
-    from concurrent.futures import FIRST_COMPLETED, wait
-
-    wait(futures, timeout=0.25, return_when=FIRST_COMPLETED)
+    events = context.SimpleQueue()
+    pool = ProcessPoolExecutor(min(workers, len(calls)), context, _start_worker, (events.put,))
+    try:
+        waiting = [pool.submit(function, *call) for call in calls]
+        while waiting:
+            wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
+            while not events.empty():
+                on_event(*events.get())
+            for future in [future for future in waiting if future.done()]:
+                waiting.remove(future)
+                yield future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def train_experts(

@@ -34,7 +34,7 @@ def test_yaml_python_and_command_agree(example):
         base = {suite.accuracy(suite.base(), task) for suite in suites}
         expert = {suite.accuracy(suite.expert(task), task) for suite in suites}
         assert len(base) == len(expert) == 1
-        assert expert.pop() > max(0.85, base.pop())
+        assert expert.pop() > max(0.8, base.pop())
 
 
 @pytest.mark.slow
