@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks.stopwatch import work
 from mergestream import lapack
 from mergestream.checkpoints import open_checkpoint
+from mergestream.engine import single_threaded
 from mergestream.spectral import ThinSVD, _gram, _numerical_rank, project, protected_directions, thin_svd
 
 SHAPES = [(768, 768), (3072, 768), (768, 3072), (1024, 1024), (4096, 1024)]
@@ -51,7 +52,7 @@ def on_all_cores(pairs: list[tuple[Tensor, Tensor]]) -> None:
         bare_kernels(*pair)
 
     largest_first = sorted(pairs, key=lambda pair: -pair[0].numel())
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with single_threaded(), ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(run, largest_first))
 
 
@@ -155,7 +156,6 @@ def random_matrix(m: int, n: int, decay: float, seed: int) -> Tensor:
 
 
 def tables(decay: float, repetitions: int) -> None:
-    torch.set_num_threads(1)
     print(f"{_processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__},")
     print(f"NumPy {numpy.__version__}; σᵢ ∝ i^-{decay}, α = 0.5, medians of {repetitions} interleaved rounds\n")
     for m, n in SHAPES:
@@ -220,7 +220,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.base is None:
-        return tables(arguments.decay, arguments.repetitions)
+        with single_threaded():
+            return tables(arguments.decay, arguments.repetitions)
     pairs = linear_pairs(arguments.base, *arguments.experts)
     with work():
         on_all_cores(pairs)
