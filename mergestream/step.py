@@ -62,6 +62,11 @@ class Outcome:
     lost2: float = 0.0
     """The energy that was cut off to bound the rank"""
 
+    @property
+    def kept(self) -> float:
+        """The share of ‖Δ‖² that entered the state"""
+        return self.kept2 / self.norm2 if self.norm2 else 1.0
+
 
 @dataclass(frozen=True)
 class Totals:

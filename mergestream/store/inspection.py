@@ -9,17 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mergestream.digest import combined_digest
 from mergestream.report.diagnostics import LARGE, cosines_to, layer_of
-from mergestream.step import memory_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mergestream.deltas import TaskVector
-    from mergestream.room import Room
-    from mergestream.step import Outcome, Totals
-    from mergestream.store.store import Store
+    from mergestream.step import Outcome
+    from mergestream.store.arrival import Arrival
 
 
 @dataclass(frozen=True)
@@ -61,35 +56,27 @@ class Inspection:
     tensors: Mapping[str, TensorInspection]
 
     @classmethod
-    def of(
-        cls,
-        store: Store,
-        vector: TaskVector,
-        rooms: Mapping[str, Room],
-        outcomes: Mapping[str, Outcome],
-        totals: Totals,
-        sketch: Tensor,
-        digests: Mapping[str, str],
-        seconds: float,
-    ) -> Inspection:
-        digest = combined_digest(digests)
-        peaks = sorted(memory_of(store.method, vector, rooms).values(), reverse=True)
-        before = store.history[-1].mean_norm if store.history else 0.0
+    def of(cls, arrival: Arrival, seconds: float) -> Inspection:
+        """The facts of an arrival that was absorbed without being written, in so many seconds."""
+        store, totals, before = arrival.store, arrival.totals, arrival.mean_norm_before
+        peaks = sorted(arrival.memory.values(), reverse=True)
         return cls(
-            source=vector.expert.source,
+            source=arrival.source,
             step=totals.t,
-            duplicate_of=next((e.name for e in store.history if e.digest == digest), None),
+            duplicate_of=next((entry.name for entry in store.history if entry.digest == arrival.digest), None),
             norm=totals.norm,
             relative_norm=totals.norm / before if before else 1.0,
-            cosines=cosines_to(store, sketch),
+            cosines=cosines_to(store, arrival.sketch.values()),
             kept=totals.kept,
             lambda_=1 / totals.scale if totals.scale else math.inf,
             distance=totals.distance,
-            fates=dict(sorted(Counter(vector.fates.values()).items())),
+            fates=dict(sorted(Counter(arrival.vector.fates.values()).items())),
             seconds=round(seconds, 3),
             memory=sum(peaks[: store.engine.workers]),
-            disk=sum(s.nbytes for s in (*store.layout(totals.t, rooms).values(), *store.blocks(rooms).values())),
-            tensors={name: _inspect_tensor(vector, name, outcomes[name]) for name in vector.names},
+            disk=sum(spec.nbytes for spec in (*arrival.layout.values(), *arrival.blocks.values())),
+            tensors={
+                name: _inspect_tensor(arrival.vector, name, arrival.outcomes[name]) for name in arrival.vector.names
+            },
         )
 
     @property
@@ -122,6 +109,6 @@ def _inspect_tensor(vector: TaskVector, name: str, outcome: Outcome) -> TensorIn
         fate=vector.fates[name],
         norm=norm,
         relative_norm=norm / tensor.norm if tensor.norm else 0.0,
-        kept=outcome.kept2 / outcome.norm2 if outcome.norm2 else 1.0,
+        kept=outcome.kept,
         protected=outcome.protected,
     )
