@@ -1,7 +1,8 @@
 """Measure mergestream, its peers and the limits in one run.
 
-    python -m benchmarks            everything: about an hour on two quiet cores
-    python -m benchmarks --quick    one small model of each kind, the peers once: under three minutes
+    python -m benchmarks                                  everything: about 40 minutes on two quiet cores
+    python -m benchmarks --quick                          small models, the peers once: under three minutes
+    python -m benchmarks --opcm vit-b-32 --sums llama-1gb chosen models only
 
 Peers are measured if `make peers` has installed them. Writes results.md and results.json.
 """
@@ -13,32 +14,38 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.cases import have_peers
-from benchmarks.checkpoints import CACHE
+from benchmarks.checkpoints import CACHE, MODELS
 from benchmarks.measure import ROOT
 from benchmarks.suite import Suite, announce
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure mergestream, its peers and the limits in one run.")
-    parser.add_argument("--quick", action="store_true", help="one small model of each kind, the peers once")
-    parser.add_argument("--output", type=Path, help="directory for results.md and results.json")
+    parser.add_argument("--quick", action="store_true", help="small models, the peers once, into the cache")
+    parser.add_argument("--opcm", nargs="*", choices=MODELS, default=["vit-b-32", "vit-l-14"], metavar="MODEL")
+    parser.add_argument("--sums", nargs="*", choices=MODELS, default=["llama-1gb", "llama-4gb"], metavar="MODEL")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--peer-repetitions", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "performance")
     arguments = parser.parse_args()
-    output = arguments.output or (CACHE / "quick" if arguments.quick else ROOT / "docs" / "results" / "performance")
+    if arguments.quick:
+        quick = {"opcm": ["vit-b-32"], "sums": ["llama-200mb"], "peer_repetitions": 1, "output": CACHE / "quick"}
+        vars(arguments).update(quick)
 
-    suite = Suite(arguments.repetitions, peer_repetitions=1 if arguments.quick else arguments.repetitions)
+    suite = Suite(arguments.repetitions, arguments.peer_repetitions)
     about = report.machine()
-    for model in ["vit-b-32"] if arguments.quick else ["vit-b-32", "vit-l-14"]:
+    for model in arguments.opcm:
         announce(f"OPCM, {model}")
         suite.opcm(model)
-    for model in ["llama-200mb"] if arguments.quick else ["llama-1gb", "llama-4gb"]:
+    for model in arguments.sums:
         announce(f"sums and TIES, {model}")
         suite.sums(model)
     if have_peers():
         announce("agreement with mergekit")
         suite.agreement_with_mergekit()
+    announce("startup")
     suite.startup()
-    print(report.write(output, suite, about))
+    print(report.write(arguments.output, suite, about))
 
 
 if __name__ == "__main__":

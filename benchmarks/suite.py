@@ -140,7 +140,7 @@ class Suite:
 
     def startup(self) -> None:
         """The commands that a user types most often must not wait for torch."""
-        store = STORES / "vit-b-32-opcm"
+        store = cases.store_with(STORES / "startup", family("llama-tiny", 3), Average(), 1)
         commands: dict[str, cases.Command] = {
             "mergestream --help": (CLI, "--help"),
             "mergestream status": (CLI, "status", store),
