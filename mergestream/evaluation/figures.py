@@ -169,7 +169,7 @@ def memory(results: Results, directory: Path, name: str) -> bool:
         for kept, methods in drawn.items():
             label = ", ".join(dict.fromkeys(Row.parse(method).name for method in methods))
             axes.plot(steps, kept, marker="o", markersize=3, label=f"stream: {label}")
-        axes.set(xlabel="models merged", ylabel="kept on disk (GB, measured)", ylim=(0, None), title=results.model)
+        axes.set(xlabel="models merged", ylabel="kept on disk (GB)", ylim=(0, None), title=results.model)
         axes.legend(fontsize=7)
     return True
 

@@ -146,16 +146,15 @@ class ClipSuite(Suite):
         import torch
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        whole = load_pretrained("CLIPVisionModelWithProjection", self.whole_base)
-        tower = load_pretrained("CLIPVisionModel", model)
-        whole.vision_model.load_state_dict(_tower_state(tower))  # type: ignore[union-attr]
-        whole.to(device)
-        side: int = whole.config.image_size  # type: ignore[union-attr, assignment]
+        clip: Any = load_pretrained("CLIPModel", self.whole_base)
+        clip.vision_model.load_state_dict(_tower_state(load_pretrained("CLIPVisionModel", model)))
+        tower, projection = clip.vision_model.to(device), clip.visual_projection.to(device)
+        side: int = clip.config.vision_config.image_size
 
         def encode(images: Sequence[bytes]) -> Tensor:
             with ThreadPoolExecutor() as pool:
                 pixels = torch.stack(list(pool.map(lambda image: preprocess(image, side), images)))
-            embeds: Tensor = whole(pixel_values=pixels.to(device)).image_embeds.cpu()
+            embeds: Tensor = projection(tower(pixel_values=pixels.to(device)).pooler_output).cpu()
             return embeds
 
         return encode
@@ -195,17 +194,17 @@ class ClipSuite(Suite):
         from mergestream.evaluation.heads import Head
 
         tokenizer = load_tokenizer(self.whole_base)
-        text = load_pretrained("CLIPTextModelWithProjection", self.whole_base)
+        clip: Any = load_pretrained("CLIPModel", self.whole_base)
         rows = []
         with torch.inference_mode():
             for name in class_names(task):
                 encoded = tokenizer.encode_batch([prompt.format(name) for prompt in task.prompts])
                 ids, mask = torch.tensor([e.ids for e in encoded]), torch.tensor([e.attention_mask for e in encoded])
-                embeds = text(input_ids=ids, attention_mask=mask).text_embeds
+                embeds = clip.text_projection(clip.text_model(input_ids=ids, attention_mask=mask).pooler_output)
                 rows.append(normalize(embeds, dim=1).mean(0))
         weight = normalize(torch.stack(rows), dim=1)
-        scale = float(_read_tensor(self.whole_base, "logit_scale").exp())
-        return Head(weight, torch.zeros(weight.shape[1]), torch.ones(weight.shape[1]), scale)
+        zeros, ones = torch.zeros(weight.shape[1]), torch.ones(weight.shape[1])
+        return Head(weight, zeros, ones, float(clip.logit_scale.exp()))
 
     def evaluation_key(self, task: str) -> str:
         known = self._tasks[task]
@@ -244,13 +243,6 @@ def vision_tower(hub_id: str) -> Path:
 def _tower_state(tower: Any) -> dict[str, Tensor]:
     """The tower's tensors, whether or not this version of transformers nests them below ``vision_model``."""
     return {name.removeprefix("vision_model."): tensor for name, tensor in tower.state_dict().items()}
-
-
-def _read_tensor(directory: Path, name: str) -> Tensor:
-    from mergestream.checkpoints import open_checkpoint
-
-    with open_checkpoint(directory) as checkpoint:
-        return checkpoint.read(name).clone().float()
 
 
 def load_tokenizer(directory: Path) -> Any:
