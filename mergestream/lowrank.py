@@ -124,11 +124,6 @@ class LowRank:
         """The rank that the factors have room for; that of the matrix may be lower (see `recompress`)."""
         return min(self.left.rank, self.right.rank)
 
-    @property
-    def stored(self) -> int:
-        """How many numbers the factors hold, where the dense tensor has `shape.numel()`."""
-        return self.left.length * self.left.rank + self.core.numel() + self.right.length * self.right.rank
-
     def any(self) -> bool:
         return bool(self.core.any())
 

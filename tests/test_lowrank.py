@@ -104,7 +104,7 @@ def test_rank_never_exceeds_the_matrix(dtype):
 def test_zeros_hold_nothing_and_change_nothing():
     a, _ = random_pair(30, 40, 5, torch.float32)
     zero = LowRank.zeros((30, 40), torch.float32)
-    assert zero.stored == 0
+    assert zero.left.rank == zero.right.rank == zero.core.numel() == 0
     assert not zero.any()
     assert a.any()
     assert not zero.dense().any()
