@@ -42,7 +42,7 @@ def run(output: Path) -> None:
     from mergestream.evaluation.workers import available_cores
 
     started = time.monotonic()
-    suite = text_suite(tasks=4, test_limit=250)
+    suite = text_suite(tasks=4, test_limit=200)
     print(f"MiniLM and four text tasks ({', '.join(suite.tasks)}); four experts, fine-tuned here or from the cache.")
     plan = Plan([Row(method) for method in METHODS], orders=1, full_orders=1, workers=available_cores())
     with progress_bars() as on_progress:
