@@ -1,7 +1,7 @@
 """Measure mergestream, its peers and the limits in one run.
 
     python -m benchmarks                                  everything: about 40 minutes on two quiet cores
-    python -m benchmarks --quick                          small models, the peers once: under three minutes
+    python -m benchmarks --quick                          small models, everything once: under three minutes
     python -m benchmarks --opcm vit-b-32 --sums llama-1gb chosen models only
 
 Peers are measured if `make peers` has installed them. Writes results.md and results.json.
@@ -21,7 +21,7 @@ from benchmarks.suite import Suite, announce
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure mergestream, its peers and the limits in one run.")
-    parser.add_argument("--quick", action="store_true", help="small models, the peers once, into the cache")
+    parser.add_argument("--quick", action="store_true", help="small models, everything once, into the cache")
     parser.add_argument("--opcm", nargs="*", choices=MODELS, default=["vit-b-32", "vit-l-14"], metavar="MODEL")
     parser.add_argument("--sums", nargs="*", choices=MODELS, default=["llama-1gb", "llama-4gb"], metavar="MODEL")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -29,7 +29,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "performance")
     arguments = parser.parse_args()
     if arguments.quick:
-        quick = {"opcm": ["vit-b-32"], "sums": ["llama-200mb"], "peer_repetitions": 1, "output": CACHE / "quick"}
+        quick = {"opcm": ["vit-b-32"], "sums": ["llama-200mb"], "output": CACHE / "quick"}
+        quick |= {"repetitions": 1, "peer_repetitions": 1}
         vars(arguments).update(quick)
 
     suite = Suite(arguments.repetitions, arguments.peer_repetitions)
