@@ -70,9 +70,7 @@ def test_bases_grow_only_by_what_is_new(dtype):
     total = a + again * 0.5 - a * 0.25
     assert (total.left.rank, total.right.rank) == (5, 5)
     assert relative_error(total, 1.25 * A) < TOLERANCE[dtype]
-    same_right = LowRank.from_factors(
-        torch.randn(30, 5, dtype=dtype), random_factors(30, 40, 5, 1)[1].to(dtype), dtype
-    )
+    same_right = LowRank.from_factors(torch.randn(30, 5, dtype=dtype), random_factors(30, 40, 5, 1)[1].to(dtype), dtype)
     assert ((a + same_right).left.rank, (a + same_right).right.rank) == (10, 5)
 
 
