@@ -75,7 +75,7 @@ def accuracy_report(results: Results) -> str:
 
 
 def _cells(values: list[str]) -> str:
-    return "".join(f"{value:>10}" for value in values)
+    return "".join(f"{value:>14}" for value in values)
 
 
 def merged_model(suite: TrainedSuite, results: Results, output: Path) -> tuple[Path, Path]:
