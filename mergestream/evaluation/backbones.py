@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mergestream.errors import MergestreamError
 from mergestream.evaluation.cache import cache_directory, cached_directory
 from mergestream.evaluation.fetch import Package, fetch
 
@@ -51,12 +50,8 @@ class Backbone(Protocol):
 
 def load_pretrained(class_name: str, directory: Path, **options: Any) -> torch.nn.Module:
     """``transformers.<class_name>.from_pretrained`` without its progress bars, in float32, without dropout."""
-    try:
-        import transformers
-    except ImportError:
-        raise MergestreamError(
-            "evaluation needs the package transformers: pip install 'mergestream[evaluate]'"
-        ) from None
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # a tower out of a whole model is meant to leave the rest
     model_class = getattr(transformers, class_name)
@@ -169,12 +164,9 @@ def dinov2_tensors(onnx_file: Path, grid: int) -> dict[str, Tensor]:
     constants: each is named after the bias of the Add that follows its MatMul. The table of 37×37 positions
     is interpolated once to ``grid``×``grid``.
     """
+    import onnx
     import torch
 
-    try:
-        import onnx
-    except ImportError:
-        raise MergestreamError("the vision suite needs the package onnx: pip install 'mergestream[evaluate]'") from None
     graph = onnx.load(onnx_file).graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
     made_by = {output: node for node in graph.node for output in node.output}

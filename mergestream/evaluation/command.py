@@ -46,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from mergestream.evaluation.requirements import missing_packages_told
+
+    with missing_packages_told():
+        return bench(arguments)
+
+
+def bench(arguments: argparse.Namespace) -> int:
     from mergestream.evaluation.bench import Plan, run_bench, run_sweep
     from mergestream.evaluation.rows import Sweep, parse_rows
     from mergestream.evaluation.suites.catalogue import open_suite

@@ -25,9 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     output = Path(parser.parse_args(arguments).output)
 
     from mergestream.errors import MergestreamError
+    from mergestream.evaluation.requirements import missing_packages_told
 
     try:
-        run(output)
+        with missing_packages_told():
+            run(output)
     except MergestreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

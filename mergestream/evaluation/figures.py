@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.errors import MergestreamError
 from mergestream.evaluation.metrics import Spread, seen_means
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
@@ -22,10 +21,8 @@ GIGABYTE = 1e9
 @contextmanager
 def figure(directory: Path, name: str, size: tuple[float, float] = (6.4, 4.2), columns: int = 1) -> Iterator[Any]:
     """Axes to draw on; saved as ``name.png`` and ``name.svg``."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise MergestreamError("figures need the package matplotlib: pip install 'mergestream[evaluate]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "mergestream"  # the same results give the same file
     import matplotlib.pyplot as plt

@@ -96,3 +96,21 @@ def test_mistakes_in_a_suite_file_are_told(tiny_suite, tmp_path):
         open_suite("imagenet")
     with pytest.raises(UsageError, match="suite of your own"):
         open_suite("text", evaluate="cmd {model}")
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("yaml", "pyyaml"), ("pyarrow", "pyarrow"), ("matplotlib", "matplotlib")]
+)
+def test_a_missing_package_is_one_sentence(module, package, tiny_suite, tmp_path, monkeypatch):
+    import argparse
+
+    from mergestream.evaluation.command import add_arguments, run
+
+    path = tiny_suite.with_name("suite.yaml")
+    path.write_text(YAML)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = ["--methods", "average", "--orders", "1", "--workers", "1"]
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MergestreamError, match=rf"needs the package {package}: pip install 'mergestream\[evaluate\]'"):
+        run(parser.parse_args([str(path), "-o", str(tmp_path / "out"), *options]))

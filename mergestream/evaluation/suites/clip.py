@@ -277,10 +277,8 @@ def preprocess(image: bytes, side: int) -> Tensor:
 
 def parquet_files(task: ClipTask) -> list[Path]:
     """The test split's Parquet files, in the hub's cache."""
-    try:
-        import huggingface_hub as hub
-    except ImportError:
-        raise MergestreamError("the clip suite needs the hub: pip install 'mergestream[clip]'") from None
+    import huggingface_hub as hub
+
     folder = f"{task.config}/{task.split}/"
     try:
         snapshot = hub.snapshot_download(

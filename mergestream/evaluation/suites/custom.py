@@ -173,12 +173,8 @@ def _from_python(path: Path) -> CustomSuite:
 
 
 def _from_yaml(path: Path) -> CustomSuite:
-    try:
-        import yaml
-    except ImportError:
-        raise MergestreamError(
-            "a suite in YAML needs the package pyyaml: pip install 'mergestream[evaluate]'"
-        ) from None
+    import yaml
+
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
         tasks = {str(name): CustomTask(**entry) for name, entry in content.pop("tasks").items()}
