@@ -26,6 +26,7 @@ from benchmarks import cases, report
 from benchmarks.checkpoints import CACHE, family
 from benchmarks.measure import ROOT, Cost, run
 from benchmarks.suite import Target
+from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.local import single_threaded
 from mergestream.lowrank import LowRank, dense
 from mergestream.methods import OPCM
@@ -204,8 +205,9 @@ def _error(value: Any, exact: Tensor) -> float:
 def beside_mergekit(adapters: int) -> dict[str, Cost]:
     """Adapters and base to a merged model by task arithmetic; mergekit makes a full model of each adapter first."""
     base = family("llama-200mb", 0).base
-    config = json.loads((base / "config.json").read_text())
-    shapes = modules(config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"])
+    with open_checkpoint(base) as checkpoint:
+        weights = {name: info.shape for name, info in checkpoint.tensors.items() if name.endswith("_proj.weight")}
+    shapes = {name.removesuffix(".weight"): (rows, columns) for name, (rows, columns) in weights.items()}
     made = [make_adapter(PLACE / f"small-{n}", shapes, 100 + n) for n in range(adapters)]
     out = PLACE / "merged"
     common = ("--base", base, "--method", "task_arithmetic", "--set", "scale=0.3", out, *made)
@@ -214,7 +216,8 @@ def beside_mergekit(adapters: int) -> dict[str, Cost]:
         shutil.rmtree(out, ignore_errors=True)
         experts = [f"{base}+{adapter}" for adapter in made]
         command = ("benchmarks.peers.mergekit_merge", "task_arithmetic", "--base", base, "--output", out)
-        costs["mergekit"] = run((cases.PEERS[0], "-m", *command, "--experts", *experts))
+        cache = ("--lora-cache", PLACE / "mergekit-cache")
+        costs["mergekit"] = run((cases.PEERS[0], "-m", *command, *cache, "--experts", *experts))
     return costs
 
 

@@ -38,9 +38,10 @@ def main() -> None:
     parser.add_argument("--experts", type=Path, nargs="+", required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--lora-cache", help="where the full models go that experts BASE+ADAPTER are made into")
     arguments = parser.parse_args()
     config = configuration(arguments.method, arguments.base, arguments.experts, arguments.dtype)
-    options = MergeOptions(copy_tokenizer=False, quiet=True)
+    options = MergeOptions(copy_tokenizer=False, quiet=True, lora_merge_cache=arguments.lora_cache)
     with work():
         run_merge(config, str(arguments.output), options=options)
 
