@@ -66,7 +66,7 @@ def test_verify_checks_the_sketch(store: Store) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(MergestreamError, match="digest of the sketch does not match"):
+    with pytest.raises(MergestreamError, match=r"sketch\.safetensors is damaged: the digest of sketch does not match"):
         store.verify()
 
 
