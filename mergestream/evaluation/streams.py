@@ -89,7 +89,10 @@ def run_stream(suite: Suite, stream: Stream, directory: Path) -> dict[str, Any]:
 
 def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any]]:
     from mergestream.engine import LocalEngine
+    from mergestream.report.facts import Facts
+    from mergestream.report.markdown import markdown
     from mergestream.store import Store
+    from mergestream.store.files import write_text
 
     method, engine = stream.row.method(), LocalEngine(1)
     path = directory / "work" / "store"
@@ -125,6 +128,9 @@ def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any
         else:
             report("done", len(stream.wanted(step)))
         steps.append(json.loads(record.read_text("utf-8")))
+    store.attach_scores(stream.order, [[step["accuracies"].get(task) for task in stream.order] for step in steps])
+    if stream.entries == "all":
+        write_text(directory / "report.md", markdown(Facts.of(store)))
     return steps
 
 

@@ -58,6 +58,8 @@ def test_one_command_writes_results_tables_and_figures(tiny_suite, tmp_path, cap
     rows = pyarrow.parquet.read_table(output / "results.parquet").to_pylist()
     assert len(rows) == 2 * 2 * 9
     assert "table1" in capsys.readouterr().out
+    reports = [path.read_text("utf-8") for path in (output / "streams").glob("*/report.md")]
+    assert len(reports) == 4 and all("ACC" in report and "BWT" in report for report in reports)
 
 
 def test_the_same_seed_gives_the_same_results(tiny_suite, tmp_path, monkeypatch):
