@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -29,15 +30,31 @@ def with_fusionbench(family: Family, ours: Path, our_lambda: float, theirs: Path
     return math.sqrt(difference / norm)
 
 
-def with_mergekit(family: Family, ours: Path, theirs: Path) -> float:
-    """‖merged_ours − merged_theirs‖ / ‖merged_theirs − base‖ over all tensors."""
-    difference, norm = 0.0, 0.0
-    with open_checkpoint(family.base) as base, open_checkpoint(ours) as a, open_checkpoint(theirs) as b:
+def with_mergekit(family: Family, ours: Path, theirs: Path, density: float) -> tuple[float, int]:
+    """‖merged_ours − merged_theirs‖ / ‖merged_theirs − base‖ without ties, and in how many ties they differ.
+
+    A tie is an entry of a task vector that equals the least magnitude that is kept: of several such entries
+    mergekit's sort keeps an arbitrary few, to have the count exact; we keep them all.
+    """
+    difference, norm, ties = 0.0, 0.0, 0
+    with ExitStack() as stack:
+        base, a, b, *experts = (
+            stack.enter_context(open_checkpoint(path)) for path in (family.base, ours, theirs, *family.experts)
+        )
         for name in base.tensors:
             reference = _task_vector(b, base, name)
-            difference += float((_task_vector(a, base, name) - reference).square().sum())
+            distance = (_task_vector(a, base, name) - reference).square()
+            tied = sum(_at_threshold(expert.read(name) - base.read(name), density) for expert in experts) > 0
+            ties += int((distance[tied] > 1e-6 * reference[tied].square()).sum())
+            difference += float(distance[~tied].sum())
             norm += float(reference.square().sum())
-    return math.sqrt(difference / norm)
+    return math.sqrt(difference / norm), ties
+
+
+def _at_threshold(delta: Tensor, density: float) -> Tensor:
+    magnitude = delta.abs()
+    kept = max(1, int(density * delta.numel()))
+    return magnitude == magnitude.flatten().kthvalue(delta.numel() - kept + 1).values
 
 
 def with_float64_svd(family: Family, layer: str) -> dict[str, float]:
