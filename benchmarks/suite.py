@@ -137,8 +137,8 @@ class Suite:
         run(peer.command)
         difference, left_out = agreement.with_mergekit(experts, OUT / "ties", OUT / "mergekit", density=0.2)
         self._note(
-            f"TIES of 3 experts against mergekit's, relative difference of the task vectors ({left_out} entries left out: "
-            "equal magnitudes at the threshold, of which mergekit keeps some)",
+            "TIES of 3 experts against mergekit's, relative difference of the task vectors "
+            f"({left_out} entries left out: equal magnitudes at the threshold, of which mergekit keeps some)",
             difference,
             1e-5,
         )
