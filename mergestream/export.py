@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mergestream.card import CardFacts, draw_pictures
 from mergestream.checkpoints import TensorSpec
-from mergestream.errors import MergestreamError
 from mergestream.output import Output
 from mergestream.readout import Readout, cast
 
@@ -22,8 +21,6 @@ def export(
     store: Store, output: Output, *, task: str | None = None, command: str | None = None, pictures: bool = True
 ) -> None:
     """Write ``merged = θ⁰ + scale · direction``; ``task`` names the expert whose head to put in place."""
-    if not store.history:
-        raise MergestreamError(f"{store.path} has absorbed nothing yet; add an expert first")
     with ExitStack() as stack:
         state = stack.enter_context(closing(store.open_step()))
         base = stack.enter_context(store.open_base())

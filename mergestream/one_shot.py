@@ -115,8 +115,8 @@ class OnePass:
 
     def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
         """The merged tensor, piece by piece."""
-        tensor = self.model.tensors[self.model.tensors[name].tied_to or name]
         name = self.model.tensors[name].tied_to or name
+        tensor = self.model.tensors[name]
         if not tensor.merges:
             stored = self.base.read(name).reshape(-1)
             yield 0, cast(stored, dtype, name) if tensor.is_float else stored

@@ -16,8 +16,8 @@ from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.files import sync_directory, write_text
 from mergestream.progress import Progress
-from mergestream.store.files import sync_directory, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor

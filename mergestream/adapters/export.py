@@ -13,13 +13,13 @@ from mergestream.base_model import BaseModel, BaseTensor
 from mergestream.card import CardFacts, draw_pictures, model_card
 from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.errors import MergestreamError
+from mergestream.files import write_text
 from mergestream.lowrank import LowRank, dense
 from mergestream.output import DTYPES, Output
 from mergestream.readout import Readout
 from mergestream.room import matrix_shape
 from mergestream.skeleton import Skeleton
 from mergestream.spectral import thin_svd
-from mergestream.store.files import write_text
 
 if TYPE_CHECKING:
     from mergestream.store import Store

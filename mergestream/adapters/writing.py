@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mergestream.adapters.config import CONFIG_NAME
 from mergestream.adapters.reading import PREFIX
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec
-from mergestream.store.files import write_json
+from mergestream.files import write_json
 
 if TYPE_CHECKING:
     from torch import Tensor

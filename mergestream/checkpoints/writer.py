@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.errors import MergestreamError
+from mergestream.files import sync_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,7 +131,7 @@ class SafetensorsWriter:
                 os.fsync(file)
             if len(self._plans) > 1:
                 self._write_index()
-            _sync_directory(self.directory)
+            sync_directory(self.directory)
         except OSError as error:
             raise _write_error(self.directory, error, self.nbytes) from error
         finally:
@@ -249,14 +250,6 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
         count = os.pwrite(file, data, offset)
         data = data[count:]
         offset += count
-
-
-def _sync_directory(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _write_error(path: Path, error: OSError, needed: int) -> MergestreamError:

@@ -20,7 +20,7 @@ def report(arguments: Namespace) -> int:
     if out is None:
         print(text, end="")
         return 0
-    from mergestream.store.files import write_text
+    from mergestream.files import write_text
 
     write_text(out, text)
     print(f"{out}: the report of {arguments.store}")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.files import remove
 from mergestream.report.diagnostics import cosines_to
 from mergestream.store import Expert, Store
-from mergestream.store.files import remove
 from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
-from mergestream.store.files import read_json, write_json
+from mergestream.files import read_json, write_json
 
 if TYPE_CHECKING:
     from mergestream.store import Store

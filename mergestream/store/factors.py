@@ -28,8 +28,8 @@ from mergestream.checkpoints import (
     torch_dtype,
 )
 from mergestream.digest import tensor_digest
+from mergestream.files import read_json
 from mergestream.room import Room, matrix_shape
-from mergestream.store.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

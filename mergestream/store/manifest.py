@@ -12,7 +12,7 @@ from typing import Any
 from mergestream.base_model import BaseModel
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
-from mergestream.store.files import read_json, write_json
+from mergestream.files import read_json, write_json
 
 FORMAT = 1
 NAME = "manifest.json"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.checkpoints import SafetensorsWriter, open_checkpoint
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
-from mergestream.store.files import read_json, remove, sync_directory, write_json
+from mergestream.files import read_json, remove, sync_directory, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint
 from mergestream.digest import combined_digest, tensor_digest, text_digest
 from mergestream.errors import MergestreamError
+from mergestream.files import read_json, remove, sync_directory, write_json
 from mergestream.store.factors import INDEX, FactorReader, FactorWriter, core_name, file_prefix, padded_to, used_steps
-from mergestream.store.files import read_json, remove, sync_directory, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,9 +18,9 @@ from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts import ExpertSource
+from mergestream.files import BESIDE, remove, remove_all_but
 from mergestream.progress import Progress
 from mergestream.skeleton import open_base, under_names
-from mergestream.store.files import BESIDE, remove, remove_all_but
 from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import HEADS, read_record, verify_record, write_record
@@ -85,11 +85,7 @@ class Store:
             raise UsageError(f"keep={keep} must be at least 0")
         if max_rank is not None and max_rank < 1:
             raise UsageError(f"max_rank={max_rank} must be at least 1")
-        with (
-            open_checkpoint(base)
-            if isinstance(base, Mapping)
-            else open_base(base, config_only=config_only) as checkpoint
-        ):
+        with open_base(base, config_only=config_only) as checkpoint:
             model = BaseModel.examine(
                 checkpoint,
                 linear=linear,
