@@ -32,8 +32,6 @@ RANK_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 # Below this share of σ₁, S·v is computed in float64: in float32 it errs by 1e-7·σ₁, which is too much of σᵢ.
 SMALL_SINGULAR_VALUE = 3e-4
 
-GRAM_BLOCK = 192
-
 
 @dataclass(frozen=True)
 class ThinSVD:
@@ -164,14 +162,12 @@ def _gram_svd(matrix: Tensor, tolerance: float) -> ThinSVD:
 
 
 def _gram(matrix: Tensor) -> Tensor:
-    """The upper triangle of SᵀS in float64, by blocks of rows: little more than half of the full product."""
+    """SᵀS in float64. NumPy sees that both factors are one matrix, and multiplies for one triangle only (syrk)."""
     wide = matrix.double()
-    n = matrix.shape[1]
-    gram = wide.new_empty(n, n)
-    for start in range(0, n, GRAM_BLOCK):
-        stop = min(start + GRAM_BLOCK, n)
-        torch.mm(wide[:, start:stop].T, wide[:, start:], out=gram[start:stop, start:])
-    return gram
+    if wide.device.type != "cpu":
+        return wide.T @ wide
+    array = wide.numpy()
+    return torch.from_numpy(array.T @ array)
 
 
 def _numerical_rank(s: Tensor, tolerance: float) -> int:
