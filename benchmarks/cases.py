@@ -20,7 +20,8 @@ PYTHON: Command = (sys.executable, "-m")
 PEERS: Command = (ROOT / ".venv-peers" / "bin" / "python", "-m")
 CLI = Path(sys.executable).with_name("mergestream")
 
-OURS, COMMAND, FLOOR, KERNELS = "mergestream", "mergestream (command)", "floor", "bare kernels"
+OURS, COMMAND, MERGER = "mergestream", "mergestream (command)", "mergestream (in memory)"
+FLOOR, KERNELS = "floor", "bare kernels"
 FUSIONBENCH, MERGEKIT = "FusionBench", "mergekit"
 
 
@@ -98,6 +99,11 @@ def add(store: Path, expert: Path, step: int) -> Contender:
 def add_command(store: Path, expert: Path, step: int) -> Contender:
     """The same as a shell command: the start of Python and the imports count."""
     return Contender(COMMAND, (CLI, "add", store, expert, "--quiet"), lambda: back_to(store, step))
+
+
+def merger(family: Family) -> Contender:
+    """The same on state dicts in memory: what FusionBench's step does, too."""
+    return Contender(MERGER, (*PYTHON, "benchmarks.ours", "merger", "--base", family.base, *family.experts))
 
 
 def kernels(family: Family) -> Contender:

@@ -4,7 +4,7 @@
     python -m benchmarks.memory --models llama-200mb llama-1gb --experts 3
 
 Every `add` and `export` is the command line in a process of its own. Its peak of anonymous memory (RssAnon,
-sampled every 10 ms) is what the kernel cannot drop; mapped files are not in it. The models differ in depth
+sampled every 30 ms) is what the kernel cannot drop; mapped files are not in it. The models differ in depth
 only, so that the largest tensor is the same. `status` is the same interpreter without torch.
 """
 
@@ -65,8 +65,10 @@ def print_row(cells: Sequence[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Peak anonymous memory of add and export.")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=SIZES, help="the first takes all experts")
-    parser.add_argument("--experts", type=int, default=20, help="how many the first model takes; the others take 3")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=SIZES, help="the first takes all experts, the others two"
+    )
+    parser.add_argument("--experts", type=int, default=20, help="how many the first model takes")
     parser.add_argument("--methods", nargs="+", default=["opcm", "average"])
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
@@ -77,7 +79,7 @@ def main() -> None:
     print_row(["---"] * len(COLUMNS))
     for method in arguments.methods:
         for model in arguments.models:
-            count = arguments.experts if model == arguments.models[0] else min(3, arguments.experts)
+            count = arguments.experts if model == arguments.models[0] else min(2, arguments.experts)
             for row in measure(family(model, count), method, arguments.workers, CACHE / "stores" / "memory"):
                 print_row(row.cells())
 

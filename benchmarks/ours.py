@@ -3,6 +3,7 @@
 python -m benchmarks.ours add STORE EXPERT
 python -m benchmarks.ours export STORE OUT
 python -m benchmarks.ours merge --base B --method ties --set mode=streaming OUT E1 E2 E3
+python -m benchmarks.ours merger --base B E1 E2                the second model into an in-memory `Merger`
 """
 
 from __future__ import annotations
@@ -10,11 +11,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from torch import Tensor
+
 from benchmarks.stopwatch import work
 from mergestream.architecture import load_architecture
+from mergestream.checkpoints import open_checkpoint
+from mergestream.merger import Merger
 from mergestream.methods import make_method
 from mergestream.one_shot import merge
 from mergestream.store import Store
+
+
+def state_dict(path: Path) -> dict[str, Tensor]:
+    with open_checkpoint(path) as checkpoint:
+        return {name: checkpoint.read(name).clone() for name in checkpoint.tensors}
 
 
 def main() -> None:
@@ -30,9 +40,18 @@ def main() -> None:
     command.add_argument("--set", action="append", default=[], dest="parameters")
     command.add_argument("path", type=Path)
     command.add_argument("experts", type=Path, nargs="+")
+    command = commands.add_parser("merger")
+    command.add_argument("--base", type=Path, required=True)
+    command.add_argument("experts", type=Path, nargs=2)
     arguments = parser.parse_args()
 
-    if arguments.command == "merge":
+    if arguments.command == "merger":
+        merger = Merger(state_dict(arguments.base))
+        first, second = map(state_dict, arguments.experts)
+        merger.add(first)
+        with work():
+            merger.add(second)
+    elif arguments.command == "merge":
         method = make_method(arguments.method, dict(item.split("=") for item in arguments.parameters))
         load_architecture(arguments.base)  # imports transformers, as the peers' runners do before their work
         with work():

@@ -11,7 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import agreement, cases
-from benchmarks.cases import CLI, COMMAND, FLOOR, FUSIONBENCH, KERNELS, MERGEKIT, OURS, OUT, PEERS, Case, Contender
+from benchmarks.cases import (
+    CLI,
+    COMMAND,
+    FLOOR,
+    FUSIONBENCH,
+    KERNELS,
+    MERGEKIT,
+    MERGER,
+    OURS,
+    OUT,
+    PEERS,
+    Case,
+    Contender,
+)
 from benchmarks.checkpoints import CACHE, MODELS, family
 from benchmarks.measure import Cost, run
 from mergestream.methods import OPCM, Average
@@ -49,6 +62,7 @@ class Suite:
             title,
             cases.add(store, second, 1),
             cases.add_command(store, second, 1),
+            cases.merger(experts),
             cases.kernels(experts),
             *([cases.fusionbench(experts, "opcm")] if cases.have_peers() else []),
         )
@@ -58,6 +72,8 @@ class Suite:
         self._judge_above(f"{title} against the bare kernels, all cores (wall)", step, kernels, 1.3)
         if cases.have_peers():
             theirs = self._median(title, FUSIONBENCH, lambda cost: cost.work["steps"][-1])
+            in_memory = self._median(title, MERGER, lambda cost: cost.work["wall"])
+            self._judge_faster(f"{title}, in memory, against FusionBench's (wall)", theirs, in_memory, 6)
             self._judge_faster(
                 f"{title}, our `add` with all its reads and writes against FusionBench's arithmetic alone (wall)",
                 theirs,
