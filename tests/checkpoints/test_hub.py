@@ -1,28 +1,22 @@
-"""Hub ids, against a server on this machine that speaks as much of the hub's protocol as a download needs.
+"""Hub ids, against a server on this machine.
 
 Every download runs in a process of its own, since huggingface_hub reads its endpoint and its cache's place
 when it is imported.
 """
 
-import hashlib
 import json
-import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
 from safetensors.torch import save
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-OTHER = "fedcba9876543210fedcba9876543210fedcba98"
+from tests.hub_server import COMMIT, OTHER, Files, environment, serve
 
 
 def torch_bytes(tensors: dict[str, torch.Tensor], directory: Path) -> bytes:
@@ -31,14 +25,14 @@ def torch_bytes(tensors: dict[str, torch.Tensor], directory: Path) -> bytes:
 
 
 class Hub:
-    """Repositories by name, each with its files by revision; and what was asked of it."""
+    """What the server of these tests has."""
 
     def __init__(self, scratch: Path) -> None:
         weights = {"a": torch.ones(2)}
         shards = {f"model-0000{i}-of-00002.safetensors": save({f"w{i}": torch.ones(i)}) for i in (1, 2)}
         index = {"weight_map": {f"w{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}}
         plain = {"config.json": b"{}", "tokenizer.json": b"{}", "evil.py": b"raise SystemExit", "logo.png": b"png"}
-        self.repositories: dict[str, dict[str, dict[str, bytes]]] = {
+        self.repositories: dict[str, dict[str, Files]] = {
             "org/both": {
                 COMMIT: {
                     **plain,
@@ -69,64 +63,11 @@ class Hub:
         self.endpoint = ""
 
 
-def handler_for(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def reply(self, status: int, body: bytes = b"", **headers: str) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **headers}.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def do_GET(self) -> None:
-            path = unquote(urlsplit(self.path).path)
-            api = path.startswith("/api/models/")
-            parts = path.removeprefix("/api/models/").strip("/").split("/")
-            repo, rest = "/".join(parts[:2]), parts[2:]
-            if repo not in hub.repositories:
-                return self.reply(401 if api else 404, X_Error_Code="RepoNotFound")
-            revision = rest[1] if len(rest) > 1 else "main"
-            commit = {"main": COMMIT, "other": OTHER}.get(revision, revision)
-            if commit not in hub.repositories[repo]:
-                return self.reply(404, X_Error_Code="RevisionNotFound")
-            files = hub.repositories[repo][commit]
-            if api and rest[:1] == ["tree"]:
-                listing = [
-                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                    for name, data in files.items()
-                ]
-                return self.reply(200, json.dumps(listing).encode())
-            if api:
-                info = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
-                return self.reply(200, json.dumps(info).encode())
-            if repo == "org/gated":
-                return self.reply(403, X_Error_Code="GatedRepo")
-            name = "/".join(rest[2:])
-            if name not in files:
-                return self.reply(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
-            etag = f'"{hashlib.sha1(files[name]).hexdigest()}"'
-            return self.reply(200, files[name], ETag=etag, X_Repo_Commit=commit)
-
-        do_HEAD = do_GET  # noqa: N815
-
-    return Handler
-
-
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     hub = Hub(tmp_path_factory.mktemp("scratch"))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_for(hub))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    yield hub
-    server.shutdown()
-    server.server_close()
+    with serve(hub.repositories, gated=("org/gated",)) as hub.endpoint:
+        yield hub
 
 
 PROGRAM = """
@@ -146,14 +87,12 @@ for source in sys.argv[1:]:
 
 
 def run(
-    sources: list[str], endpoint: str, home: Path, program: str = PROGRAM, **environment: str
+    sources: list[str], endpoint: str, home: Path, program: str = PROGRAM, **variables: str
 ) -> list[dict[str, Any]]:
     """What opening each of the sources gives, in a process that knows the hub by ``endpoint``."""
-    clean = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and not k.startswith("HF_")}
-    clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
     result = subprocess.run(
         [sys.executable, "-c", program, *sources],
-        env=clean | environment,
+        env=environment(endpoint, home) | variables,
         capture_output=True,
         text=True,
         timeout=300,
@@ -206,8 +145,8 @@ def test_what_cannot_be_had_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_an_unreachable_hub_is_one_sentence(tmp_path: Path) -> None:
-    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
-        (answer,) = run(["org/both"], unused_endpoint(), tmp_path, **environment)
+    for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
+        (answer,) = run(["org/both"], unused_endpoint(), tmp_path, **variables)
         assert "org/both is no local path" in answer["error"] and "cannot be downloaded" in answer["error"]
         assert "\n" not in answer["error"]
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
@@ -20,11 +15,10 @@ import torch
 from mergestream.errors import UsageError
 from mergestream.evaluation.paper import paper_results
 from mergestream.evaluation.suites.clip import TASKS, clip_suite, preprocess
+from tests.hub_server import COMMIT, Files, environment, serve
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CLASSES = ("red", "green", "dark_blue")
 COLOURS = ((250, 20, 20), (20, 250, 20), (10, 10, 120))
-Files = dict[str, bytes]
 
 
 def folder(directory: Path) -> Files:
@@ -87,67 +81,18 @@ def data_set(seed: int) -> Files:
     return {"default/test/0000.parquet": output.getvalue(), "default/train/0000.parquet": b"never wanted"}
 
 
-def handler_for(repositories: dict[str, Files]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def reply(self, status: int, body: bytes = b"", **headers: str) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **headers}.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def do_GET(self) -> None:
-            path = unquote(urlsplit(self.path).path)
-            api = path.startswith("/api/")
-            parts = path.removeprefix("/api").removeprefix("/models").strip("/").split("/")
-            size = 3 if parts[0] == "datasets" else 2
-            repo, rest = "/".join(parts[:size]), parts[size:]
-            if repo not in repositories:
-                return self.reply(404, X_Error_Code="RepoNotFound")
-            files = repositories[repo]
-            if api and rest[:1] == ["tree"]:
-                listing = [
-                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                    for name, data in files.items()
-                ]
-                return self.reply(200, json.dumps(listing).encode())
-            if api:
-                info = {"id": repo, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
-                return self.reply(200, json.dumps(info).encode())
-            name = next((known for known in files if "/".join(rest).endswith(f"/{known}")), None)
-            if name is None:
-                return self.reply(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
-            etag = f'"{hashlib.sha1(files[name]).hexdigest()}"'
-            return self.reply(200, files[name], ETag=etag, X_Repo_Commit=COMMIT)
-
-        do_HEAD = do_GET  # noqa: N815
-
-    return Handler
-
-
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[str]:
     repositories = models(tmp_path)
     repositories |= {"datasets/tanganke/sun397": data_set(1), "datasets/tanganke/stanford_cars": data_set(2)}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_for(repositories))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serve({name: {COMMIT: files} for name, files in repositories.items()}) as endpoint:
+        yield endpoint
 
 
 def bench(endpoint: str, home: Path, output: Path, tasks: int) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and not k.startswith("HF_")}
-    clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
     command = [sys.executable, "-m", "mergestream", "bench", "clip", "--tasks", str(tasks), "-o", str(output)]
     command += ["--methods", "opcm,average", "--orders", "1", "--workers", "1"]
-    return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment(endpoint, home), capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
