@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergestream.adapters import Adapter, is_adapter, open_adapter
+from mergestream.adapters import Adapter, adapter_directory, is_adapter, open_adapter
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.checkpoints.opening import is_hub_id, open_directory
 
@@ -20,12 +20,13 @@ ExpertSource = str | Path | Mapping[str, "Tensor"]
 
 
 def open_expert(source: ExpertSource) -> Checkpoint | Adapter:
-    """Open a directory, a file, a hub id or a state dict; a directory with an adapter's config is an adapter."""
+    """Open a directory, a file, a hub id or a state dict; a directory with an adapter's config is an adapter, and so
+    are the weights in it."""
     if isinstance(source, Mapping):
         return open_checkpoint(source)
     path = Path(source).expanduser()
-    if path.is_dir() and is_adapter(path):
-        return open_adapter(path.resolve())
+    if adapter := adapter_directory(path):
+        return open_adapter(adapter.resolve())
     if not path.exists() and is_hub_id(source):
         from mergestream.checkpoints.hub import download
 

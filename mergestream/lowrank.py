@@ -10,7 +10,8 @@ O((m+n)kρ); all else happens in the core: ‖M‖ = ‖C‖, and M's singular v
 by blocks of rows and never rotates, so that nothing is rounded twice and blocks can be shared between
 matrices, and between the steps of a store.
 
-Blocks are float32 (float64 for a float64 model); the core and all intermediate results are float64.
+Blocks are float32 (float64 for a float64 model). The core and all intermediate results are float64, but for what a
+new block loses to the old ones (`Basis.extend`).
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ class Basis:
         return torch.cat([block.double() for block in self.blocks]) if self.blocks else empty
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """x Qᵀ (rows of x × rank)."""
-        return torch.cat([x[:, :0], *(x @ block.double().T for block in self.blocks)], 1)
+        """x Qᵀ (rows of x × rank), in the dtype of x."""
+        return torch.cat([x[:, :0], *(x @ block.to(x.dtype).T for block in self.blocks)], 1)
 
     def combine(self, coordinates: Tensor) -> Tensor:
-        """coordinates · Q (rows of coordinates × length)."""
+        """coordinates · Q (rows of coordinates × length), in the dtype of the coordinates."""
         result = coordinates.new_zeros(coordinates.shape[0], self.length)
         parts = coordinates.split([block.shape[0] for block in self.blocks], 1)
         for block, part in zip(self.blocks, parts, strict=True):
-            result.addmm_(part, block.double())
+            result.addmm_(part, block.to(coordinates.dtype))
         return result
 
     def extend(self, x: Tensor) -> tuple[Basis, Tensor]:
@@ -63,22 +64,29 @@ class Basis:
         Gram–Schmidt by blocks. The remainder of x beside the basis is turned to its singular vectors, so
         that directions which hold nothing but rounding noise add no row.
         """
-        inside = self.coordinates(x)
-        remainder = x - self.combine(inside)
-        q, r = torch.linalg.qr(remainder.T)
-        u, s, _ = torch.linalg.svd(r)
+        inside, remainder = self._split(x)
         longest = torch.linalg.vector_norm(x, dim=1).amax() if x.numel() else 0.0
-        added = int((s > _NOISE * torch.finfo(self.dtype).eps * longest).sum())
-        added = min(added, self.length - self.rank)
-        if added == 0:
+        s, new = _principal_rows(remainder, self.dtype, _NOISE * torch.finfo(self.dtype).eps * longest)
+        s, new = s[: self.length - self.rank], new[: self.length - self.rank]
+        if s.numel() == 0:
             return self, inside
-        new = (q @ u[:, :added]).T
-        if self.blocks and s[added - 1] < 0.5 * longest:
+        if s[-1] < 0.5 * longest:
             # Most of x has cancelled, and what remains leans on the basis by rounding: once more is enough.
-            new = torch.linalg.qr((new - self.combine(self.coordinates(new))).T).Q.T
-        block = new.to(self.dtype).contiguous()
+            _, new = _principal_rows(self._split(new)[1], self.dtype, 0)
+        block = new.to(self.dtype)
         basis = Basis(self.length, self.dtype, (*self.blocks, block))
         return basis, torch.cat([inside, remainder @ block.double().T], 1)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The coordinates of x, and what remains of it beside the basis.
+
+        The coordinates decide how far new rows lean on the old ones, and are summed in float64. Rounding errors of
+        what is subtracted lean nowhere: there the precision of the rows will do.
+        """
+        if not self.blocks:
+            return x[:, :0], x
+        inside = self.coordinates(x)
+        return inside, x - self.combine(inside.to(self.dtype))
 
     def starts_with(self, other: Basis) -> bool:
         """Whether the first blocks of this basis are the other's (the very same tensors)."""
@@ -211,6 +219,20 @@ def squared_norm(value: Value) -> float:
 
 def dense(value: Value) -> Tensor:
     return value.dense() if isinstance(value, LowRank) else value
+
+
+def _principal_rows(x: Tensor, dtype: torch.dtype, noise: Tensor | float) -> tuple[Tensor, Tensor]:
+    """The singular values of x (float64) above the noise, descending, and the singular vectors in its row space.
+
+    A Gram matrix squares the condition; what is rounded to float32 in the end can do with that.
+    """
+    if dtype == torch.float64:
+        _, s, rows = torch.linalg.svd(x, full_matrices=False)
+        return s[s > noise], rows[s > noise]
+    squares, u = torch.linalg.eigh(x @ x.T)
+    s = squares.flip(0).clamp_(min=0).sqrt_()
+    rank = int((s > noise).sum())
+    return s[:rank], (u.flip(1)[:, :rank] / s[:rank]).T @ x
 
 
 def _rebased(core: Tensor, own: Basis, start: Basis) -> tuple[Basis, Tensor]:

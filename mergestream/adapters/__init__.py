@@ -1,5 +1,12 @@
 """PEFT adapters in (`reading`, `vector`) and out (`writing`); see docs/adapters.md."""
 
-from mergestream.adapters.reading import Adapter, BoundAdapter, is_adapter, open_adapter, same_model
+from mergestream.adapters.reading import (
+    Adapter,
+    BoundAdapter,
+    adapter_directory,
+    is_adapter,
+    open_adapter,
+    same_model,
+)
 
-__all__ = ["Adapter", "BoundAdapter", "is_adapter", "open_adapter", "same_model"]
+__all__ = ["Adapter", "BoundAdapter", "adapter_directory", "is_adapter", "open_adapter", "same_model"]

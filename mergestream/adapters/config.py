@@ -133,7 +133,7 @@ def _matching(pattern: Mapping[str, Any], module: str) -> str:
 
 def _field(path: Path, fields: Mapping[str, Any], name: str, default: Any, kind: Any) -> Any:
     value = fields.get(name, default)
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if not _is_number(value, kind):
         raise MergestreamError(f"{path}: {name}={_short(value)} is not a number")
     return value
 
@@ -143,11 +143,15 @@ def _pattern(path: Path, fields: Mapping[str, Any], name: str, kind: Any) -> dic
     try:
         for key, value in pattern.items():
             re.compile(key)
-            if not isinstance(value, kind) or isinstance(value, bool):
+            if not _is_number(value, kind):
                 raise TypeError
     except (AttributeError, TypeError, re.error) as error:
         raise MergestreamError(f"{path}: {name} is no table of names and numbers") from error
     return dict(pattern)
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _short(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mergestream.adapters.writing import AdaptedModule, Energy, Kind, write_adapter
+from mergestream.adapters.writing import AdaptedModule, Energy, Kind, modules_saved, write_adapter
 from mergestream.base_model import BaseModel, BaseTensor
 from mergestream.card import CardFacts, draw_pictures, model_card
 from mergestream.checkpoints import Checkpoint, TensorSpec
@@ -57,7 +57,7 @@ def export_adapter(store: Store, output: Output, *, rank: int | None = None, com
                 draft,
                 modules,
                 read,
-                whole={parameter: TensorSpec(dtype, model.tensors[name].shape) for parameter, name in whole.items()},
+                whole={parameter: _written_form(model.tensors[name], dtype) for parameter, name in whole.items()},
                 read_whole=read_whole,
                 base=model.source.split("@")[0],
                 dtype=dtype,
@@ -96,7 +96,17 @@ def _sort(store: Store, state: StepReader, rank: int | None) -> tuple[dict[str, 
         if most:
             chosen = most if rank is None else min(most, rank)
             modules[name] = AdaptedModule(module, _kind(model, name), chosen, tensor.shape)
+    # PEFT takes another module than those with factors as a whole, unless only its bias has changed.
+    saved = modules_saved({module.path for module in modules.values()}, whole)
+    for name in model.tensors:
+        parameter = called.get(name, name)
+        if parameter.rpartition(".")[0] in saved:
+            whole[parameter] = name
     return modules, whole
+
+
+def _written_form(tensor: BaseTensor, dtype: str) -> TensorSpec:
+    return TensorSpec(dtype if tensor.is_float else tensor.dtype, tensor.shape)
 
 
 def _is_weight(tensor: BaseTensor, leaf: str) -> bool:

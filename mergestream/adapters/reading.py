@@ -177,7 +177,12 @@ class BoundAdapter:
             rights.append(right)
         if not lefts:
             return LowRank.zeros(shape, dtype)
-        return LowRank.from_factors(torch.cat(lefts, 1), torch.cat(rights), dtype, shape)
+        delta = LowRank.from_factors(torch.cat(lefts, 1), torch.cat(rights), dtype, shape)
+        if float(delta.core.norm()) > torch.finfo(dtype).max:
+            raise MergestreamError(
+                f"{self.adapter.file}: the factors of {name} are so large that B·A overflows {dtype}"
+            )
+        return delta
 
     def finite(self, key: str) -> Tensor:
         """A tensor of the adapter's file; NaN and Inf are refused."""
@@ -199,6 +204,12 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG_NAME).is_file()
 
 
+def adapter_directory(path: Path) -> Path | None:
+    """The directory of the adapter that a path names, be it by its weights; None where it names no adapter."""
+    directory = path.parent if path.name in _WEIGHTS else path
+    return directory if is_adapter(directory) else None
+
+
 def open_adapter(directory: Path, source: str | None = None) -> Adapter:
     """Open the adapter in a directory, which the user may know by another name (``source``).
 
@@ -216,6 +227,8 @@ def open_adapter(directory: Path, source: str | None = None) -> Adapter:
     for key in weights.tensors:
         name = _WRAPPERS.sub("", key.removeprefix(PREFIX))
         if match := _FACTOR.fullmatch(name):
+            if not weights.tensors[key].is_float:
+                raise MergestreamError(f"{file}: {key} is {weights.tensors[key].dtype}, not floating-point; {WAY_OUT}")
             found = factors.setdefault(match["module"], Factors(bool(match["embedding"])))
             found.names[match["e"] or match["w"]] = key
         elif "lora_" in name or "token_adapter" in name:

@@ -109,6 +109,11 @@ def write_adapter(
     return Energy(math.fsum(totals), math.fsum(losses))
 
 
+def modules_saved(paths: Collection[str], whole: Collection[str]) -> set[str]:
+    """The modules without factors that go along whole (``modules_to_save``): those of which not only a bias does."""
+    return {name.rpartition(".")[0] for name in whole if not name.endswith(".bias")} - set(paths)
+
+
 def _parameter_in(paths: Collection[str], name: str) -> str:
     """What PEFT calls a parameter: modules with factors are wrapped."""
     module, _, leaf = name.rpartition(".")
@@ -118,7 +123,8 @@ def _parameter_in(paths: Collection[str], name: str) -> str:
 def _config(modules: list[AdaptedModule], whole: list[str], base: str) -> dict[str, Any]:
     """The fields that PEFT needs; it fills in the rest."""
     paths = {module.path for module in modules}
-    apart = {name.rpartition(".")[0] for name in whole}
+    saved = modules_saved(paths, whole)
+    biased = {name.rpartition(".")[0] for name in whole} - saved
     common = Counter(module.rank for module in modules).most_common(1)
     rank = common[0][0] if common else 1
     others = {f"^{re.escape(module.path)}": module.rank for module in modules if module.rank != rank}
@@ -130,8 +136,8 @@ def _config(modules: list[AdaptedModule], whole: list[str], base: str) -> dict[s
         "lora_alpha": rank,
         "rank_pattern": others,
         "alpha_pattern": others,
-        "bias": "lora_only" if apart & paths else "none",
+        "bias": "all" if biased - paths else "lora_only" if biased else "none",
         "fan_in_fan_out": any(module.kind == "conv1d" for module in modules),
         "target_modules": [module.path for module in modules],
-        "modules_to_save": sorted(apart - paths) or None,
+        "modules_to_save": sorted(saved) or None,
     }

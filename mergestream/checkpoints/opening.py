@@ -62,7 +62,8 @@ def open_directory(directory: Path, source: str) -> Checkpoint:
         raise MergestreamError(f"{source} is an adapter, and a full checkpoint is needed here")
     if "config.json" in names and read_json(directory / "config.json").get("quantization_config"):
         raise MergestreamError(
-            f"{directory / 'config.json'} says that the checkpoint is quantised; dequantise it first"
+            f"{directory / 'config.json'}: quantization_config says that the checkpoint is quantised; dequantise it "
+            "first, or name the model that it was made from"
         )
     entry = find_weights(names, source)
     if not entry.endswith(".index.json"):

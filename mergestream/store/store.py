@@ -292,7 +292,8 @@ class Store:
         try:
             checkpoint = open_checkpoint(self.manifest.base.source)
         except MergestreamError as error:
-            raise MergestreamError(f"the base cannot be opened: {error}; if it has moved, pass --base PATH") from error
+            needed = "if it has moved, pass" if self.manifest.base.measured else "its weights are needed now: pass"
+            raise MergestreamError(f"the base cannot be opened: {error}; {needed} --base PATH") from error
         checkpoint = under_names(checkpoint, self.manifest.base.tensors)
         self.manifest.base.check(checkpoint)
         return checkpoint

@@ -46,6 +46,12 @@ def test_from_init_to_an_adapter(tmp_path, toys, cli, adapters):
     cli("verify", store)
 
 
+def test_an_adapter_may_be_named_by_its_weights(tmp_path, toys, cli, adapters):
+    store = tmp_path / "store"
+    cli("init", store, "--base", toys.base)
+    assert "step 1: law" in cli("add", store, adapters[0] / "adapter_model.safetensors").out
+
+
 def test_dry_run_and_inspect(tmp_path, toys, cli, adapters):
     store = tmp_path / "store"
     cli("init", store, "--base", toys.base)

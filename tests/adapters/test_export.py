@@ -84,6 +84,27 @@ def test_biases_and_norms_go_along_whole(tmp_path, workshop):
     assert_same_model(workshop.merged(base, tmp_path / "lora"), store.export(tmp_path / "full"), base)
 
 
+def test_a_changed_bias_needs_no_copy_of_its_weight(tmp_path, workshop):
+    base = workshop.base(gpt2)
+    adapter = workshop.adapter(base, r=2, target_modules=["c_attn"], bias="all")
+    store = store_of(tmp_path / "store", base, [adapter], Average())
+    store.export_adapter(tmp_path / "lora", dtype="float64")
+    assert_same_model(workshop.merged(base, tmp_path / "lora"), store.export(tmp_path / "full"), base)
+    written = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    assert all("lora_" in key or key.endswith(".bias") for key in written)
+
+
+def test_a_norm_goes_along_with_its_unchanged_bias(tmp_path, workshop):
+    base = workshop.base(gpt2)
+    adapter = workshop.adapter(base, r=2, target_modules=["c_attn"], modules_to_save=["ln_f"])
+    state = load_file(adapter / "adapter_model.safetensors")
+    del state["base_model.model.transformer.ln_f.bias"]
+    save_file(state, adapter / "adapter_model.safetensors")
+    store = store_of(tmp_path / "store", base, [adapter], Average())
+    store.export_adapter(tmp_path / "lora", dtype="float64")
+    assert_same_model(workshop.merged(base, tmp_path / "lora"), store.export(tmp_path / "full"), base)
+
+
 def without_weights(base, place):
     place.mkdir()
     shutil.copy(base / "config.json", place)

@@ -158,8 +158,10 @@ def test_a_new_head_is_extra(workshop):
         ({"magic_config": {"factor": 2}}, "magic_config=.* does not know the field"),
         ({"r": 0}, "at least 1"),
         ({"r": "many"}, "r=many is not a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan is not a number"),
         ({"rank_pattern": {"(": 2}}, "rank_pattern is no table"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is no table"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "alpha_pattern is no table"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(workshop, fields, message):
@@ -226,6 +228,16 @@ def test_corrupt_adapters_are_refused(workshop):
     damaged(adapter, lambda state: state[KEY].fill_(float("nan")))
     with pytest.raises(MergestreamError, match="NaN or Inf"):
         bind(adapter, base).delta("model.layers.0.self_attn.q_proj.weight", torch.float32)
+
+    file.write_bytes(original)
+    damaged(adapter, lambda state: state.update({KEY: state[KEY] * 1e45}))
+    with pytest.raises(MergestreamError, match=r"factors of .*q_proj.weight are so large that B·A overflows"):
+        bind(adapter, base).delta("model.layers.0.self_attn.q_proj.weight", torch.float32)
+
+    file.write_bytes(original)
+    damaged(adapter, lambda state: state.update({KEY: state[KEY].to(torch.int8)}))
+    with pytest.raises(MergestreamError, match=r"lora_A.weight is I8, not floating-point; merge the adapter"):
+        open_adapter(adapter)
 
     file.unlink()
     with pytest.raises(MergestreamError, match=r"neither adapter_model\.safetensors"):
