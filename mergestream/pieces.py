@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _RUN = 1024
 _TINY = 1e-24
-PIECE = 1 << 17
+PIECE = 1 << 16
 """Elements in a piece."""
 
 
