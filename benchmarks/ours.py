@@ -9,6 +9,8 @@ python -m benchmarks.ours merger --base B E1 E2                the second model 
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from torch import Tensor
@@ -60,6 +62,8 @@ def main() -> None:
         with work() as facts:
             facts["lambda"] = 1 / Store(arguments.store).add(arguments.path).scale
     else:
+        with suppress(ImportError):
+            import_module("mergestream.report.pictures")  # imports matplotlib, which draws the model card's pictures
         with work():
             Store(arguments.store).export(arguments.path, overwrite=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -73,11 +74,12 @@ class TIES(Method):
 
     def _add(self, state: State | None, trimmed: Tensor) -> Absorbed:
         sign = trimmed.sign()
+        above = sign.clamp(min=0)
         new = {
             "positive": trimmed.clamp(min=0),
             "negative": trimmed.clamp(max=0),
-            "positive_count": sign.clamp(min=0),
-            "negative_count": sign.clamp(max=0).neg_(),
+            "positive_count": above,
+            "negative_count": above - sign,
         }
         if state is not None:
             for slot, value in new.items():
@@ -88,10 +90,9 @@ class TIES(Method):
         if self.mode != "streaming":
             return state["merged"]
         positive, negative = state["positive"], state["negative"]
-        elected = ((positive + negative).sign() + 0.5).sign()  # a sum of zero elects the positive side
-        mean_above = positive / state["positive_count"].clamp(min=1)
-        mean_below = negative / state["negative_count"].clamp(min=1)
-        return mean_above * elected.clamp(min=0) - mean_below * elected.clamp(max=0)
+        up = (positive + negative).sign_().add_(1).clamp_(max=1)  # 1 where the positive side is elected, else 0
+        count = torch.lerp(state["negative_count"], state["positive_count"], up)
+        return torch.lerp(negative, positive, up).div_(count.clamp_(min=1))
 
     def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
         return self.scale if self.mode == "streaming" else 1.0
@@ -102,8 +103,12 @@ class TIES(Method):
 
 def trim(x: Tensor, threshold: float) -> Tensor:
     """x where |x| ≥ threshold, else 0."""
-    below = torch.nextafter(torch.tensor(threshold, dtype=x.dtype), torch.tensor(-torch.inf, dtype=x.dtype))
-    return hardshrink(x, float(below))
+    return hardshrink(x, _just_below(threshold, x.dtype))
+
+
+@lru_cache
+def _just_below(threshold: float, dtype: torch.dtype) -> float:
+    return float(torch.nextafter(torch.tensor(threshold, dtype=dtype), torch.tensor(-torch.inf, dtype=dtype)))
 
 
 def agreement(x: Tensor, elected: Tensor) -> Tensor:
