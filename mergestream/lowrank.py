@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mergestream import pieces
 from mergestream.room import matrix_shape
 
 # What remains of a unit vector beside a basis counts as rounding noise below this many units of precision.
@@ -212,9 +213,8 @@ Value = Tensor | LowRank
 
 
 def squared_norm(value: Value) -> float:
-    """‖·‖² (Frobenius), summed in float64."""
-    entries = value.core if isinstance(value, LowRank) else value
-    return float(torch.linalg.vector_norm(entries, dtype=torch.float64)) ** 2
+    """‖·‖² (Frobenius): of a matrix in factors, that of its core."""
+    return pieces.squared_norm(value.core if isinstance(value, LowRank) else value)
 
 
 def dense(value: Value) -> Tensor:
