@@ -111,3 +111,9 @@ def test_all_and_nothing_need_no_pass():
 def test_small_models_are_sorted_at_once():
     tensors = [torch.tensor([3.0, -5.0, 1.0]), torch.tensor([-2.0])]
     assert [kth(tensors, count)[0] for count in (1, 2, 3)] == [5, 3, 2]
+
+
+def test_data_that_is_no_number_comes_to_an_end():
+    """It is refused when it is absorbed; until then the search must not go on for ever."""
+    _, passes = kth([torch.full((size,), math.nan) for size in SIZES], 17)
+    assert passes < 20
