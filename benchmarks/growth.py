@@ -61,7 +61,7 @@ def against_experts() -> Iterator[Point]:
             merges[f"{MERGEKIT}: task arithmetic"] = cases.mergekit(some, "task_arithmetic")
         for who, contender in merges.items():
             yield _point("experts", who, some.model, number, _once(contender))
-    for number in (2, 5, 10) if cases.have_peers() else ():
+    for number in (2, 5) if cases.have_peers() else ():
         some = Family(vision.model, vision.base, vision.experts[:number])
         cost = _once(cases.fusionbench(some, "opcm"))
         step = Cost(cost.work["steps"][-1], math.nan, cost.anonymous)
