@@ -105,9 +105,13 @@ def journaled(store: Path, step: int) -> set[str]:
 
 
 def state(store: Path) -> dict[str, bytes]:
-    """All bytes of the last step, and of what is remembered of the experts."""
-    step = Store(store).manifest.step
-    return files(store / "steps" / f"{step:04d}", ".safetensors", ".json") | files(store / "experts")
+    """All bytes of the last step, and of what is remembered of the experts.
+
+    Not its plan: a kill just after the step became real leaves it behind, for the next step to remove.
+    """
+    step = store / "steps" / f"{Store(store).manifest.step:04d}"
+    bytes_of_step = files(step, ".safetensors", ".json")
+    return {name: data for name, data in bytes_of_step.items() if name != "plan.json"} | files(store / "experts")
 
 
 def absorbed_by(monkeypatch: pytest.MonkeyPatch, operation: Callable[[], object]) -> list[str]:
