@@ -35,6 +35,13 @@ class Plan:
     finetune_orders: int = 1
     workers: int = 2
 
+    def check(self, suite: Suite) -> None:
+        """Whatever is wrong with the plan is told before any work."""
+        if self.orders < 1:
+            raise UsageError("a benchmark needs at least one order")
+        if not suite.can_fine_tune and any(row.name == CONTINUAL_FINE_TUNING for row in self.rows):
+            raise UsageError(f"the suite {suite.name} has no training data, so it cannot be fine-tuned continually")
+
     def order(self, tasks: Sequence[str], index: int) -> tuple[str, ...]:
         """The ``index``-th order of arrival; its seed is ``seed + index``."""
         shuffled = list(tasks)
@@ -52,8 +59,7 @@ class Plan:
 
 def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, command: str = "") -> Results:
     """Run the plan, write the results to ``output``; what is there already is not computed again."""
-    if plan.orders < 1:
-        raise UsageError("a benchmark needs at least one order")
+    plan.check(suite)
     suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
     pretrained, fine_tuned = score_individuals(suite, plan.workers, on_progress)
     streams = plan.streams(suite.tasks)
@@ -87,15 +93,17 @@ def run_sweep(
     """ACC after the last model for every value of one parameter: {method: {value: {mean, std, count}}}."""
     from mergestream.evaluation.metrics import Spread, average_accuracy
 
+    swept = sweep.rows(list(plan.rows))
+    plan.check(suite)
     suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
     table: dict[str, dict[str, Any]] = {}
     streams = [
         Stream(row, plan.order(suite.tasks, index), plan.seed + index, "last")
-        for row in sweep.rows(list(plan.rows))
+        for row in swept
         for index in range(plan.orders)
     ]
     runs = run_streams(suite, streams, output / "streams", plan.workers, on_progress)
-    for row in sweep.rows(list(plan.rows)):
+    for row in swept:
         spread = Spread.of([average_accuracy(run.matrix) for run in runs if run.method == row.key])
         rest = Row(row.name, {key: value for key, value in row.parameters.items() if key != sweep.parameter})
         table.setdefault(rest.key, {})[row.parameters[sweep.parameter]] = asdict(spread) if spread else None

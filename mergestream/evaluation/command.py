@@ -9,6 +9,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mergestream.errors import UsageError
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that counts something."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} is too small; the least is {least}")
+        return number
+
+    return parse
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", metavar="SUITE", help="text, vision, clip, or a file of your own (.py, .yaml)")
@@ -19,30 +36,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="comma-separated, as in opcm,opcm:projection=paper,average (all: the paper's rows and every other method)",
     )
-    parser.add_argument("--orders", type=int, default=10, metavar="N", help="shuffled orders of arrival (10)")
+    parser.add_argument("--orders", type=at_least(1), default=10, metavar="N", help="shuffled orders of arrival (10)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first order; the next has S+1 (0)")
-    parser.add_argument("--tasks", type=int, metavar="K", help="the first K tasks of the suite (8)")
+    parser.add_argument("--tasks", type=at_least(2), metavar="K", help="the first K tasks of the suite (8)")
     parser.add_argument(
         "--sweep", metavar="P=A:B:S", help="ACC for every value of a parameter, as in alpha=0.1:1.0:0.1"
     )
     parser.add_argument(
         "--full-orders",
-        type=int,
+        type=at_least(0),
         default=3,
         metavar="N",
         help="orders with the whole accuracy matrix; the others have what ACC and BWT need (3)",
     )
     parser.add_argument(
-        "--finetune-orders", type=int, default=1, metavar="N", help="orders of continual fine-tuning, which trains (1)"
+        "--finetune-orders",
+        type=at_least(0),
+        default=1,
+        metavar="N",
+        help="orders of continual fine-tuning, which trains (1)",
     )
-    parser.add_argument("--test-limit", type=int, metavar="N", help="test samples a task (500; clip: all)")
+    parser.add_argument("--test-limit", type=at_least(1), metavar="N", help="test samples a task (500; clip: all)")
     parser.add_argument("--model", default="vit-b-32", help="of the clip suite: vit-b-32, vit-b-16 or vit-l-14")
     parser.add_argument(
         "--evaluate",
         metavar="CMD",
         help="of a suite of your own: a command that prints the accuracy, as in 'python score.py {model} {task}'",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes side by side (all cores)")
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes side by side (all cores)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,7 +87,7 @@ def bench(arguments: argparse.Namespace) -> int:
         evaluate=arguments.evaluate,
     )
     plan = Plan(
-        parse_rows(arguments.methods),
+        parse_rows(arguments.methods, trains=suite.can_fine_tune),
         orders=arguments.orders,
         seed=arguments.seed,
         full_orders=arguments.full_orders,
@@ -74,6 +95,8 @@ def bench(arguments: argparse.Namespace) -> int:
         workers=arguments.workers or available_cores(),
     )
     output = Path(arguments.output)
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"-o {output} is a file; name a directory for the results")
     if arguments.sweep:
         from mergestream.evaluation.cache import write_json
         from mergestream.evaluation.figures import draw_sweep
