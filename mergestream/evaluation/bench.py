@@ -16,7 +16,7 @@ from mergestream import __version__
 from mergestream.errors import UsageError
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row, Sweep
-from mergestream.evaluation.streams import Stream, run_stream, score_individual
+from mergestream.evaluation.streams import Entries, Stream, run_stream, score_individual
 from mergestream.evaluation.suites.base import Suite
 from mergestream.evaluation.workers import run_parallel
 
@@ -26,7 +26,9 @@ OnProgress = Callable[[str, int, int], None]  # what, done, in all
 @dataclass(frozen=True)
 class Plan:
     """``full_orders``: for how many of the orders the whole accuracy matrix is measured; ACC and BWT need only
-    its diagonal and its last row. ``finetune_orders``: how many orders continual fine-tuning is trained in."""
+    its diagonal and its last row. ``finetune_orders``: how many orders continual fine-tuning is trained in.
+    ``last_only``: of every order the last model alone is scored, which is enough for ACC and cheap enough for
+    whole test sets."""
 
     rows: Sequence[Row]
     orders: int = 10
@@ -34,6 +36,7 @@ class Plan:
     full_orders: int = 3
     finetune_orders: int = 1
     workers: int = 2
+    last_only: bool = False
 
     def check(self, suite: Suite) -> None:
         """Whatever is wrong with the plan is told before any work."""
@@ -48,9 +51,14 @@ class Plan:
         random.Random(self.seed + index).shuffle(shuffled)
         return tuple(shuffled)
 
+    def entries(self, index: int) -> Entries:
+        if self.last_only:
+            return "last"
+        return "all" if index < self.full_orders else "ends"
+
     def streams(self, tasks: Sequence[str]) -> list[Stream]:
         return [
-            Stream(row, self.order(tasks, index), self.seed + index, "all" if index < self.full_orders else "ends")
+            Stream(row, self.order(tasks, index), self.seed + index, self.entries(index))
             for index in range(self.orders)
             for row in self.rows
             if row.name != CONTINUAL_FINE_TUNING or index < self.finetune_orders

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mergestream.errors import UsageError
+
+QUIET_SECONDS = 60  # in a log, a long run says at least this often that it lives
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -56,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="orders of continual fine-tuning, which trains (1)",
     )
+    parser.add_argument(
+        "--last-only", action="store_true", help="score the last model of every order alone: ACC without BWT, cheaply"
+    )
     parser.add_argument("--test-limit", type=at_least(1), metavar="N", help="test samples a task (500; clip: all)")
     parser.add_argument("--model", default="vit-b-32", help="of the clip suite: vit-b-32, vit-b-16 or vit-l-14")
     parser.add_argument(
@@ -93,6 +99,7 @@ def bench(arguments: argparse.Namespace) -> int:
         full_orders=arguments.full_orders,
         finetune_orders=arguments.finetune_orders,
         workers=arguments.workers or available_cores(),
+        last_only=arguments.last_only,
     )
     output = Path(arguments.output)
     if output.exists() and not output.is_dir():
@@ -137,13 +144,13 @@ def command_line(arguments: argparse.Namespace) -> str:
     for action in parser._actions:
         value = getattr(arguments, action.dest, None)
         if action.option_strings and action.dest not in ("help", "output") and value not in (None, action.default):
-            parts += [action.option_strings[-1], str(value)]
+            parts += [action.option_strings[-1], *([] if action.nargs == 0 else [str(value)])]
     return " ".join([*parts, "-o", arguments.output])
 
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Bars with the time left on a terminal; elsewhere a line whenever something is finished."""
+    """Bars with the time left on a terminal; elsewhere a line whenever something is finished, and one a minute."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -157,11 +164,18 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     console = Console(stderr=True)
     if not console.is_terminal:
         finished: set[str] = set()
+        told = time.monotonic()
 
         def tell(what: str, done: int, total: int) -> None:
+            nonlocal told
             if done == total and what not in finished:
                 finished.add(what)
                 print(f"{what}: done", file=sys.stderr, flush=True)
+            elif done < total and time.monotonic() - told >= QUIET_SECONDS:
+                print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+            else:
+                return
+            told = time.monotonic()
 
         yield tell
         return

@@ -13,7 +13,7 @@ import pytest
 
 from mergestream.cli import main
 from mergestream.errors import UsageError
-from mergestream.evaluation import streams
+from mergestream.evaluation import command, streams
 from mergestream.evaluation.bench import Plan, run_bench, run_sweep
 from mergestream.evaluation.command import add_arguments, run
 from mergestream.evaluation.results import Results
@@ -110,6 +110,20 @@ def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite,
     assert all(value is not None for row in full for value in row)
     assert [[value is not None for value in row] for row in ends] == [[1, 0, 0], [0, 1, 0], [1, 1, 1]]
     assert results.summary()["opcm"]["bwt"]["count"] == 2
+
+
+def test_the_last_model_alone_is_enough_for_acc(tiny_suite, tmp_path):
+    options = ("--methods", "opcm", "--orders", "2")
+    assert bench(tiny_suite, tmp_path / "last", *options, "--last-only") == 0
+    assert bench(tiny_suite, tmp_path / "all", *options) == 0
+    last, every = (Results.load(tmp_path / name).summary()["opcm"] for name in ("last", "all"))
+    assert last["acc"] == every["acc"] and last["worst"] == every["worst"]
+    assert last["bwt"] is None and every["bwt"] is not None
+    assert (
+        Results.load(tmp_path / "last")
+        .settings["command"]
+        .endswith("--last-only --workers 1 -o " + str(tmp_path / "last"))
+    )
 
 
 def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeypatch):
@@ -219,3 +233,13 @@ def test_a_wrong_sweep_or_output_is_told_before_any_training(tmp_path, capsys, m
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["error"] * 3
     assert "colour" in lines[0] and "between 0 and 1" in lines[1] and "is a file" in lines[2]
+
+
+def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(capsys, monkeypatch):
+    with command.progress_bars() as on_progress:
+        on_progress("streams", 1, 4)
+        monkeypatch.setattr(command, "QUIET_SECONDS", 0)
+        on_progress("streams", 2, 4)
+        on_progress("streams", 4, 4)
+        on_progress("streams", 4, 4)
+    assert capsys.readouterr().err.splitlines() == ["streams: 2 of 4", "streams: done"]
