@@ -16,7 +16,7 @@ from mergestream import __version__
 from mergestream.errors import UsageError
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row, Sweep
-from mergestream.evaluation.streams import Stream, run_stream, score_individual
+from mergestream.evaluation.streams import Entries, Stream, run_stream, score_individual
 from mergestream.evaluation.suites.base import Suite
 from mergestream.evaluation.workers import run_parallel
 
@@ -26,7 +26,9 @@ OnProgress = Callable[[str, int, int], None]  # what, done, in all
 @dataclass(frozen=True)
 class Plan:
     """``full_orders``: for how many of the orders the whole accuracy matrix is measured; ACC and BWT need only
-    its diagonal and its last row. ``finetune_orders``: how many orders continual fine-tuning is trained in."""
+    its diagonal and its last row. ``finetune_orders``: how many orders continual fine-tuning is trained in.
+    ``last_only``: of every order the last model alone is scored, which is enough for ACC and cheap enough for
+    whole test sets."""
 
     rows: Sequence[Row]
     orders: int = 10
@@ -34,6 +36,14 @@ class Plan:
     full_orders: int = 3
     finetune_orders: int = 1
     workers: int = 2
+    last_only: bool = False
+
+    def check(self, suite: Suite) -> None:
+        """Whatever is wrong with the plan is told before any work."""
+        if self.orders < 1:
+            raise UsageError("a benchmark needs at least one order")
+        if not suite.can_fine_tune and any(row.name == CONTINUAL_FINE_TUNING for row in self.rows):
+            raise UsageError(f"the suite {suite.name} has no training data, so it cannot be fine-tuned continually")
 
     def order(self, tasks: Sequence[str], index: int) -> tuple[str, ...]:
         """The ``index``-th order of arrival; its seed is ``seed + index``."""
@@ -41,9 +51,14 @@ class Plan:
         random.Random(self.seed + index).shuffle(shuffled)
         return tuple(shuffled)
 
+    def entries(self, index: int) -> Entries:
+        if self.last_only:
+            return "last"
+        return "all" if index < self.full_orders else "ends"
+
     def streams(self, tasks: Sequence[str]) -> list[Stream]:
         return [
-            Stream(row, self.order(tasks, index), self.seed + index, "all" if index < self.full_orders else "ends")
+            Stream(row, self.order(tasks, index), self.seed + index, self.entries(index))
             for index in range(self.orders)
             for row in self.rows
             if row.name != CONTINUAL_FINE_TUNING or index < self.finetune_orders
@@ -52,8 +67,7 @@ class Plan:
 
 def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, command: str = "") -> Results:
     """Run the plan, write the results to ``output``; what is there already is not computed again."""
-    if plan.orders < 1:
-        raise UsageError("a benchmark needs at least one order")
+    plan.check(suite)
     suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
     pretrained, fine_tuned = score_individuals(suite, plan.workers, on_progress)
     streams = plan.streams(suite.tasks)
@@ -87,15 +101,17 @@ def run_sweep(
     """ACC after the last model for every value of one parameter: {method: {value: {mean, std, count}}}."""
     from mergestream.evaluation.metrics import Spread, average_accuracy
 
+    swept = sweep.rows(list(plan.rows))
+    plan.check(suite)
     suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
     table: dict[str, dict[str, Any]] = {}
     streams = [
         Stream(row, plan.order(suite.tasks, index), plan.seed + index, "last")
-        for row in sweep.rows(list(plan.rows))
+        for row in swept
         for index in range(plan.orders)
     ]
     runs = run_streams(suite, streams, output / "streams", plan.workers, on_progress)
-    for row in sweep.rows(list(plan.rows)):
+    for row in swept:
         spread = Spread.of([average_accuracy(run.matrix) for run in runs if run.method == row.key])
         rest = Row(row.name, {key: value for key, value in row.parameters.items() if key != sweep.parameter})
         table.setdefault(rest.key, {})[row.parameters[sweep.parameter]] = asdict(spread) if spread else None

@@ -5,9 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from mergestream.errors import UsageError
+
+QUIET_SECONDS = 60  # in a log, a long run says at least this often that it lives
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that counts something."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} is too small; the least is {least}")
+        return number
+
+    return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,30 +39,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="comma-separated, as in opcm,opcm:projection=paper,average (all: the paper's rows and every other method)",
     )
-    parser.add_argument("--orders", type=int, default=10, metavar="N", help="shuffled orders of arrival (10)")
+    parser.add_argument("--orders", type=at_least(1), default=10, metavar="N", help="shuffled orders of arrival (10)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first order; the next has S+1 (0)")
-    parser.add_argument("--tasks", type=int, metavar="K", help="the first K tasks of the suite (8)")
+    parser.add_argument("--tasks", type=at_least(2), metavar="K", help="the first K tasks of the suite (8)")
     parser.add_argument(
         "--sweep", metavar="P=A:B:S", help="ACC for every value of a parameter, as in alpha=0.1:1.0:0.1"
     )
     parser.add_argument(
         "--full-orders",
-        type=int,
+        type=at_least(0),
         default=3,
         metavar="N",
         help="orders with the whole accuracy matrix; the others have what ACC and BWT need (3)",
     )
     parser.add_argument(
-        "--finetune-orders", type=int, default=1, metavar="N", help="orders of continual fine-tuning, which trains (1)"
+        "--finetune-orders",
+        type=at_least(0),
+        default=1,
+        metavar="N",
+        help="orders of continual fine-tuning, which trains (1)",
     )
-    parser.add_argument("--test-limit", type=int, metavar="N", help="test samples a task (500; clip: all)")
+    parser.add_argument(
+        "--last-only", action="store_true", help="score the last model of every order alone: ACC without BWT, cheaply"
+    )
+    parser.add_argument("--test-limit", type=at_least(1), metavar="N", help="test samples a task (500; clip: all)")
     parser.add_argument("--model", default="vit-b-32", help="of the clip suite: vit-b-32, vit-b-16 or vit-l-14")
     parser.add_argument(
         "--evaluate",
         metavar="CMD",
         help="of a suite of your own: a command that prints the accuracy, as in 'python score.py {model} {task}'",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes side by side (all cores)")
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes side by side (all cores)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,14 +93,17 @@ def bench(arguments: argparse.Namespace) -> int:
         evaluate=arguments.evaluate,
     )
     plan = Plan(
-        parse_rows(arguments.methods),
+        parse_rows(arguments.methods, trains=suite.can_fine_tune),
         orders=arguments.orders,
         seed=arguments.seed,
         full_orders=arguments.full_orders,
         finetune_orders=arguments.finetune_orders,
         workers=arguments.workers or available_cores(),
+        last_only=arguments.last_only,
     )
     output = Path(arguments.output)
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"-o {output} is a file; name a directory for the results")
     if arguments.sweep:
         from mergestream.evaluation.cache import write_json
         from mergestream.evaluation.figures import draw_sweep
@@ -114,13 +144,13 @@ def command_line(arguments: argparse.Namespace) -> str:
     for action in parser._actions:
         value = getattr(arguments, action.dest, None)
         if action.option_strings and action.dest not in ("help", "output") and value not in (None, action.default):
-            parts += [action.option_strings[-1], str(value)]
+            parts += [action.option_strings[-1], *([] if action.nargs == 0 else [str(value)])]
     return " ".join([*parts, "-o", arguments.output])
 
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Bars with the time left on a terminal; elsewhere a line whenever something is finished."""
+    """Bars with the time left on a terminal; elsewhere a line whenever something is finished, and one a minute."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -134,11 +164,18 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     console = Console(stderr=True)
     if not console.is_terminal:
         finished: set[str] = set()
+        told = time.monotonic()
 
         def tell(what: str, done: int, total: int) -> None:
+            nonlocal told
             if done == total and what not in finished:
                 finished.add(what)
                 print(f"{what}: done", file=sys.stderr, flush=True)
+            elif done < total and time.monotonic() - told >= QUIET_SECONDS:
+                print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+            else:
+                return
+            told = time.monotonic()
 
         yield tell
         return

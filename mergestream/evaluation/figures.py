@@ -65,7 +65,8 @@ def heatmap(axes: Axes, values: Sequence[Sequence[float | None]], rows: Sequence
         for j, value in enumerate(row):
             if not math.isnan(value):
                 colour = "black" if value > (low + high) / 2 else "white"
-                axes.text(j, i, format(value, text), ha="center", va="center", fontsize=size, color=colour)
+                shown = format(round(value, 2) + 0.0, text)  # 0.00 and not -0.00
+                axes.text(j, i, shown, ha="center", va="center", fontsize=size, color=colour)
     return image
 
 
@@ -136,7 +137,7 @@ def scaling_factor(results: Results, directory: Path, name: str) -> bool:
             centre, band = [spread.mean for spread in known], [spread.std or 0 for spread in known]
             axes.errorbar(steps, centre, yerr=band, marker="o", markersize=3, capsize=2, label=results.label(method))
         axes.plot(steps, [math.sqrt(step) for step in steps], "k--", label="√t")
-        axes.set(xlabel="step t", ylabel="λ_t", title="Adaptive scaling factor")
+        axes.set(xlabel="step t", ylabel=r"$\lambda_t$", title="Adaptive scaling factor")
         axes.legend(fontsize=8)
     return True
 

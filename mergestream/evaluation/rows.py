@@ -75,11 +75,15 @@ class Row:
         return f"{label}, {changed}" if changed else label
 
 
-def parse_rows(text: str) -> list[Row]:
-    """A comma-separated list of rows; ``all`` stands for the paper's rows and every method there is."""
+def parse_rows(text: str, trains: bool = True) -> list[Row]:
+    """A comma-separated list of rows; ``all`` stands for the paper's rows and every method there is.
+
+    Without training data (``trains``) there is no continual fine-tuning, and ``all`` leaves it out.
+    """
     from mergestream.methods import METHODS
 
     every = [*DEFAULT_ROWS, *(name for name in METHODS if not any(row.split(":")[0] == name for row in DEFAULT_ROWS))]
+    every = [name for name in every if trains or name != CONTINUAL_FINE_TUNING]
     names = [name for part in text.split(",") if part.strip() for name in (every if part.strip() == "all" else [part])]
     rows = {row.key: row for row in map(Row.parse, names)}
     if not rows:
@@ -111,7 +115,10 @@ class Sweep:
         having = [row for row in rows if row.name != CONTINUAL_FINE_TUNING and self._applies(row.method())]
         if not having:
             raise UsageError(f"none of the methods has a parameter {self.parameter}")
-        return [row.with_parameter(self.parameter, value) for row in having for value in self.values]
+        swept = [row.with_parameter(self.parameter, value) for row in having for value in self.values]
+        for row in swept:
+            row.method()  # a value out of range is told now, not after the training
+        return swept
 
     def _applies(self, method: Any) -> bool:
         return self.parameter in method.parameters

@@ -165,11 +165,15 @@ def _score_step(suite: Suite, stream: Stream, step: int, store: Any, known: Path
 
 
 def _fine_tuned(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any]]:
-    """Continual fine-tuning: θ^(t) is θ^(t−1) fine-tuned on task t with the experts' recipe."""
+    """Continual fine-tuning: θ^(t) is θ^(t−1) fine-tuned on task t with the experts' recipe.
+
+    θ^(1) is the first task's expert, which is there already.
+    """
     work = directory / "work"
     model, steps = suite.base(), []
     for step, task in enumerate(stream.order):
-        record, trained = work / f"step-{step:02d}.json", work / f"model-{step:02d}"
+        record = work / f"step-{step:02d}.json"
+        trained = work / f"model-{step:02d}" if step else suite.expert(task)
         if not record.is_file():
             if not trained.is_dir():
                 draft = work / "draft"

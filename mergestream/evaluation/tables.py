@@ -107,7 +107,8 @@ def table1(results: Results) -> Table:
     caption = (
         f"Continual merging of {len(results.tasks)} experts of {results.model} (suite {results.suite}), mean±std over "
         f"{orders} orders of arrival, in percent. ACC: mean over all tasks after the last model; BWT: change since a "
-        "task's own model was absorbed; worst: the worst task; retention: tasks not merged yet, against the base."
+        "task's own model was absorbed; worst: the worst task; retention: tasks not merged yet, against the base. "
+        "What has no ± was measured in one order."
     )
     return Table(caption, header, tuple(groups), frozenset(best))
 

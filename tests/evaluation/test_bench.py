@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from mergestream.cli import main
 from mergestream.errors import UsageError
-from mergestream.evaluation import streams
+from mergestream.evaluation import command, streams
 from mergestream.evaluation.bench import Plan, run_bench, run_sweep
 from mergestream.evaluation.command import add_arguments, run
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import Row, Sweep, parse_rows
 from mergestream.evaluation.streams import Stream, run_stream
+from mergestream.evaluation.suites.base import TrainedSuite
 from mergestream.evaluation.suites.custom import load_suite
 
 
@@ -110,6 +112,20 @@ def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite,
     assert results.summary()["opcm"]["bwt"]["count"] == 2
 
 
+def test_the_last_model_alone_is_enough_for_acc(tiny_suite, tmp_path):
+    options = ("--methods", "opcm", "--orders", "2")
+    assert bench(tiny_suite, tmp_path / "last", *options, "--last-only") == 0
+    assert bench(tiny_suite, tmp_path / "all", *options) == 0
+    last, every = (Results.load(tmp_path / name).summary()["opcm"] for name in ("last", "all"))
+    assert last["acc"] == every["acc"] and last["worst"] == every["worst"]
+    assert last["bwt"] is None and every["bwt"] is not None
+    assert (
+        Results.load(tmp_path / "last")
+        .settings["command"]
+        .endswith("--last-only --workers 1 -o " + str(tmp_path / "last"))
+    )
+
+
 def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeypatch):
     suite = load_suite(tiny_suite)
     stream = Stream(Row.parse("opcm"), ("red", "green", "blue"), 0, "all")
@@ -185,3 +201,45 @@ def test_all_stands_for_every_method():
     from mergestream.methods import METHODS
 
     assert {row.name for row in parse_rows("all")} == {*METHODS, "continual_finetuning"}
+
+
+def test_all_leaves_out_fine_tuning_where_there_is_no_training_data(tiny_suite, tmp_path):
+    """Else the default methods would fail on every suite but our own two."""
+    assert "continual_finetuning" not in {row.name for row in parse_rows("all", trains=False)}
+    assert bench(tiny_suite, tmp_path / "out", "--methods", "all", "--orders", "1", "--tasks", "2") == 0
+    with pytest.raises(UsageError, match="no training data"):
+        bench(tiny_suite, tmp_path / "out", "--methods", "continual_finetuning")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--orders", "0"), ("--tasks", "0"), ("--tasks", "1"), ("--test-limit", "0"), ("--workers", "0"),
+     ("--full-orders", "-1"), ("--orders", "many")],
+)  # fmt: skip
+def test_a_number_that_makes_no_sense_is_wrong_usage(option, value, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "vision", "-o", str(tmp_path / "out"), option, value])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: argument {option}: ") and value in line
+
+
+def test_a_wrong_sweep_or_output_is_told_before_any_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(TrainedSuite, "prepare", lambda *_: pytest.fail("work was begun"))
+    output = ["-o", str(tmp_path / "out")]
+    assert main(["bench", "text", *output, "--methods", "average", "--sweep", "colour=0:1:1"]) == 2
+    assert main(["bench", "text", *output, "--methods", "opcm", "--sweep", "alpha=0:2:1"]) == 2
+    assert main(["bench", "text", "-o", __file__]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["error"] * 3
+    assert "colour" in lines[0] and "between 0 and 1" in lines[1] and "is a file" in lines[2]
+
+
+def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(capsys, monkeypatch):
+    with command.progress_bars() as on_progress:
+        on_progress("streams", 1, 4)
+        monkeypatch.setattr(command, "QUIET_SECONDS", 0)
+        on_progress("streams", 2, 4)
+        on_progress("streams", 4, 4)
+        on_progress("streams", 4, 4)
+    assert capsys.readouterr().err.splitlines() == ["streams: 2 of 4", "streams: done"]

@@ -98,6 +98,54 @@ def test_mistakes_in_a_suite_file_are_told(tiny_suite, tmp_path):
         open_suite("text", evaluate="cmd {model}")
 
 
+def test_mistakes_in_a_users_functions_are_one_sentence(tiny_suite, tmp_path):
+    for text, told in (
+        ("x = (", "SyntaxError"),
+        ("import no_such_module", "no_such_module"),
+        ("raise ValueError('broken')", "ValueError: broken"),
+    ):
+        path = tmp_path / "bad.py"
+        path.write_text(text)
+        with pytest.raises(UsageError, match=rf"bad\.py cannot be loaded: .*{told}"):
+            load_suite(path)
+    yaml = tiny_suite.with_name("suite.yaml")
+    yaml.write_text(YAML.replace("suite.py:features", "absent.py:features"))
+    with pytest.raises(UsageError, match=r"there is no file .*absent\.py"):
+        load_suite(yaml)
+    code = tiny_suite.read_text()
+    for body, told in (("return inputs[:, :1]", "the task red cannot be scored: RuntimeError"),
+                       ("return 1 / 0", "the task red cannot be scored: ZeroDivisionError")):  # fmt: skip
+        tiny_suite.write_text(code.replace("    weights = load_file", f"    {body}\n    weights = load_file"))
+        suite = load_suite(tiny_suite)
+        with pytest.raises(MergestreamError, match=told):
+            suite.accuracy(suite.base(), "red")
+    tiny_suite.write_text(code + "TASKS['red'] = CustomTask(expert='experts/red', accuracy=lambda model: 93.5)\n")
+    suite = load_suite(tiny_suite)
+    with pytest.raises(MergestreamError, match=r"is 93\.5, not between 0 and 1"):
+        suite.accuracy(suite.base(), "red")
+
+
+def test_data_without_its_tensors_is_one_sentence(tiny_suite):
+    (tiny_suite.parent / "data/red/test.safetensors").write_bytes(
+        (tiny_suite.parent / "heads/red.safetensors").read_bytes()
+    )
+    suite = load_suite(tiny_suite)
+    with pytest.raises(MergestreamError, match=r"test\.safetensors has no tensor 'inputs'; it has weight"):
+        suite.accuracy(suite.base(), "red")
+
+
+@pytest.mark.parametrize("command", ["python score.py", "'python {model}", ""])
+def test_a_command_that_cannot_score_a_model_is_wrong_usage(command, tiny_suite):
+    with pytest.raises(UsageError, match="--evaluate"):
+        open_suite(str(tiny_suite), evaluate=command)
+
+
+def test_a_suite_has_as_many_tasks_as_it_has(tiny_suite):
+    for count in (-1, 0, 1, 4):
+        with pytest.raises(UsageError, match=f"between 2 and 3 tasks, not {count}"):
+            load_suite(tiny_suite, tasks=count)
+
+
 @pytest.mark.parametrize(
     ("module", "package"), [("yaml", "pyyaml"), ("pyarrow", "pyarrow"), ("matplotlib", "matplotlib")]
 )

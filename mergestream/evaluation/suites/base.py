@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
@@ -26,6 +26,7 @@ class Suite(ABC):
     name: str
     model_name: str
     tasks: tuple[str, ...]
+    can_fine_tune: ClassVar[bool] = False  # whether there is training data, for continual fine-tuning
 
     @abstractmethod
     def base(self) -> Path: ...
@@ -81,6 +82,8 @@ class Task:
 
 class TrainedSuite(Suite):
     """A suite whose heads come from the base model and whose experts are trained here, once, and cached."""
+
+    can_fine_tune = True
 
     def __init__(
         self,

@@ -23,16 +23,17 @@ def open_suite(
         return load_suite(Path(name), tasks, evaluate)
     if evaluate is not None:
         raise UsageError("--evaluate is for a suite of your own, a file ending in .py or .yaml")
+    given = {key: value for key, value in (("tasks", tasks), ("test_limit", test_limit)) if value is not None}
     if name == "text":
         from mergestream.evaluation.suites.text import text_suite
 
-        return text_suite(tasks or 8, test_limit or 500)
+        return text_suite(**given)
     if name == "vision":
         from mergestream.evaluation.suites.vision import vision_suite
 
-        return vision_suite(tasks or 8, test_limit or 500)
+        return vision_suite(**given)
     if name == "clip":
         from mergestream.evaluation.suites.clip import clip_suite
 
-        return clip_suite(model, tasks or 8, test_limit)
+        return clip_suite(model, **given)
     raise UsageError(f"there is no suite {name!r}; there are text, vision, clip, and files ending in .py or .yaml")

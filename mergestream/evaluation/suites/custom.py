@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.cache import key_of
+from mergestream.evaluation.requirements import PACKAGES
 from mergestream.evaluation.suites.base import Suite
 
 if TYPE_CHECKING:
@@ -81,9 +82,20 @@ class CustomSuite(Suite):
             return checkpoint.directory
 
     def accuracy(self, model: Path, task: str) -> float:
-        known = self.custom_tasks[task]
         if self.evaluate is not None:
             return run_command(self.evaluate, model, task)
+        try:
+            value = self._measured(model, task)
+        except MergestreamError:
+            raise
+        except Exception as error:  # of the user's own functions
+            raise MergestreamError(f"{self.source}: the task {task} cannot be scored: {_reason(error)}") from error
+        if not 0 <= value <= 1:
+            raise MergestreamError(f"{self.source}: the accuracy of the task {task} is {value:g}, not between 0 and 1")
+        return value
+
+    def _measured(self, model: Path, task: str) -> float:
+        known = self.custom_tasks[task]
         if known.accuracy is not None:
             return float(known.accuracy(model))
         if self.features is None or known.data is None or known.head is None:
@@ -100,6 +112,13 @@ class CustomSuite(Suite):
             if not path.is_file():
                 raise MergestreamError(f"{self.source}: there is no file {path}")
         test, weights = load_file(data / "test.safetensors"), load_file(head)
+        for path, tensors, names in (
+            (data / "test.safetensors", test, ("inputs", "labels")),
+            (head, weights, ("weight",)),
+        ):
+            for name in names:
+                if name not in tensors:
+                    raise MergestreamError(f"{path} has no tensor {name!r}; it has {', '.join(sorted(tensors))}")
         logits = features(model, test["inputs"]) @ weights["weight"].T + weights.get("bias", 0.0)
         return float((logits.argmax(1) == test["labels"]).double().mean())
 
@@ -128,6 +147,15 @@ def run_command(template: str, model: Path, task: str) -> float:
     return read_accuracy(done.stdout, task, shlex.join(command))
 
 
+def _check_command(template: str) -> None:
+    try:
+        parts = shlex.split(template)
+    except ValueError as error:
+        raise UsageError(f"--evaluate {template!r} is no command ({str(error).lower()})") from None
+    if not any("{model}" in part for part in parts):
+        raise UsageError(f"--evaluate {template!r} does not say where the model goes; write {{model}} in its place")
+
+
 def read_accuracy(output: str, task: str, command: str) -> float:
     lines = [line for line in output.splitlines() if line.strip()]
     value: Any = None
@@ -152,17 +180,35 @@ def load_suite(path: Path, tasks: int | None = None, evaluate: str | None = None
     if not path.is_file():
         raise UsageError(f"there is no suite file {path}")
     suite = _from_python(path) if path.suffix == ".py" else _from_yaml(path)
+    if tasks is not None and not 2 <= tasks <= len(suite.tasks):
+        raise UsageError(f"{path}: the suite has between 2 and {len(suite.tasks)} tasks, not {tasks}")
+    if evaluate is not None:
+        _check_command(evaluate)
     chosen = dict(list(suite.custom_tasks.items())[:tasks])
     return replace(suite, custom_tasks=chosen, evaluate=evaluate or suite.evaluate, source=path)
 
 
 def _module(path: Path) -> Any:
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except MergestreamError:
+        raise
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
+            raise
+        raise UsageError(f"{path} cannot be loaded: {_reason(error)}") from error
     return module
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _from_python(path: Path) -> CustomSuite:
