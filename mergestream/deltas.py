@@ -93,7 +93,7 @@ class TaskVector:
         if not self._reads(name):
             return lambda start, stop: torch.zeros(stop - start, dtype=dtype)
         base, expert = self.base.read(name).reshape(-1), self.expert.read(self._stored(name)).reshape(-1)
-        return lambda start, stop: expert[start:stop].to(dtype) - base[start:stop].to(dtype)
+        return lambda start, stop: _difference(expert[start:stop], base[start:stop].to(dtype))
 
     def base_pieces(self, name: str) -> BasePieces:
         return BasePieces(self.base.read(name), torch_dtype(self.model.tensors[name].state_dtype))
@@ -132,7 +132,7 @@ class TaskVector:
         for start in range(0, tensor.numel, PIECE):
             theirs = expert[start : start + PIECE]
             hasher.update(theirs)
-            delta = theirs.to(dtype) - base.at(start)
+            delta = _difference(theirs, base.at(start))
             norm2 = squared_norm(delta)
             if not math.isfinite(norm2):
                 self._refuse_non_finite(name, base.at(start))
@@ -174,6 +174,12 @@ class TaskVector:
     def _refuse_non_finite(self, name: str, base_piece: Tensor) -> None:
         bad_base = not bool(base_piece.isfinite().all())
         raise non_finite(name, self.base) if bad_base else non_finite(self._stored(name), self.expert)
+
+
+def _difference(theirs: Tensor, base: Tensor) -> Tensor:
+    """θ − θ⁰ in the type of θ⁰, computed in place where θ had to be copied into that type."""
+    converted = theirs.to(base.dtype)
+    return converted - base if converted is theirs else converted.sub_(base)
 
 
 def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequence[str]) -> dict[str, Fate]:

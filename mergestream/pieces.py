@@ -1,8 +1,8 @@
 """Tensors go by in pieces.
 
-A piece is small enough to stay in the processor's cache between reading, subtracting, absorbing and
-writing, and below the size from which on every allocation is a fresh mapping: that made the same
-arithmetic ten times slower (docs/performance.md).
+A piece is small enough to stay in the processor's cache between reading, subtracting, absorbing and writing, and large
+enough that the calls from Python do not count. It is also below the size up to which the engine has malloc
+keep what is freed: fresh memory for every piece made the same arithmetic ten times slower (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _RUN = 1024
 _TINY = 1e-24
-PIECE = 1 << 16
+PIECE = 1 << 18
 """Elements in a piece."""
 
 
