@@ -160,6 +160,8 @@ def tables(decay: float, repetitions: int) -> None:
     print(f"NumPy {numpy.__version__}; σᵢ ∝ i^-{decay}, α = 0.5, medians of {repetitions} interleaved rounds\n")
     for m, n in SHAPES:
         kernel_table(m, n, decay, repetitions)
+    for m, n in ((768, 768), (3072, 768)):
+        parts_table(m, n, decay, repetitions)
     for n in (768, 1024, 2048):
         eigensolver_table(n, decay, repetitions)
 
@@ -175,6 +177,34 @@ def kernel_table(m: int, n: int, decay: float, repetitions: int) -> None:
     print(f"| {m}×{n} | CPU ms | of the kept | error |\n|---|---|---|---|")
     for name, median in medians.items():
         print(f"| {name} | {median * 1e3:.0f} | {median / kept:.2f} | {float(errors[name]):.0e} |")
+    print(flush=True)
+
+
+def parts_table(m: int, n: int, decay: float, repetitions: int) -> None:
+    """What the kept kernel is made of."""
+    S, delta = random_matrix(m, n, decay, 0), random_matrix(m, n, decay, 1)
+    library = lapack._lapack()
+    if library is None:
+        return
+    reflectors, tau, diagonal, off_diagonal = lapack._tridiagonalize(library, _gram(S))
+    z = lapack._tridiagonal_vectors(library, diagonal.clone(), off_diagonal.clone()).float().T
+    medians = interleaved(
+        {
+            "Gram matrix (syrk, float64)": lambda: _gram(S),
+            "the same as a full product": lambda: gram(S, torch.float64),
+            "tridiagonal form, float64": lambda: lapack._tridiagonalize(library, _gram(S)),
+            "its vectors, float64": lambda: lapack._tridiagonal_vectors(
+                library, diagonal.clone(), off_diagonal.clone()
+            ),
+            "their rotation, float32": lambda: torch.ormqr(reflectors.float().T[1:, :-1], tau[:-1].float(), z[1:]),
+            "one of three products, float32": lambda: S.T @ delta,
+        },
+        repetitions,
+    )
+    medians["tridiagonal form, float64"] -= medians["Gram matrix (syrk, float64)"]
+    print(f"| {m}×{n}, parts | CPU ms |\n|---|---|")
+    for name, median in medians.items():
+        print(f"| {name} | {median * 1e3:.0f} |")
     print(flush=True)
 
 
