@@ -9,7 +9,7 @@ from importlib import import_module
 from mergestream import __version__
 from mergestream.errors import UsageError
 from mergestream.evaluation.command import add_arguments as add_bench_arguments
-from mergestream.sizes import parse_size
+from mergestream.option_types import at_least, size
 
 DESCRIPTION = """\
 Merge fine-tuned models into one model as they arrive.
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--config-only", action="store_true", help="fetch and read the base's weights only when they are needed"
     )
     init.add_argument(
-        "--max-rank", type=_positive, metavar="K", help="bound the rank of what adapters add up to (exact without)"
+        "--max-rank", type=at_least(1), metavar="K", help="bound the rank of what adapters add up to (exact without)"
     )
     _running_options(init, device=False)
     init.set_defaults(run=_lazy("mergestream.cli.store", "init"))
@@ -193,7 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("out", metavar="OUT")
     export.add_argument("--task", metavar="NAME", help="with the head of this expert")
     export.add_argument("--format", choices=("full", "lora"), default="full", help="a model, or a PEFT adapter (full)")
-    export.add_argument("--rank", type=_positive, metavar="K", help="the adapter's rank (exact without)")
+    export.add_argument("--rank", type=at_least(1), metavar="K", help="the adapter's rank (exact without)")
     _output_options(export)
     _base_option(export)
     _running_options(export, device=False)
@@ -257,23 +257,6 @@ def _lazy(module: str, function: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-_positive.__name__ = "positive number"
-
-
 def _method_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method", default="opcm", metavar="M", help="opcm, average, …: see mergestream methods (opcm)"
@@ -311,14 +294,14 @@ def _base_option(parser: argparse.ArgumentParser) -> None:
 
 def _output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="float32, float16, bfloat16 or float64 (the base's own)")
-    parser.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="size of a file (5GB)")
+    parser.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help="size of a file (5GB)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
 
 
 def _running_options(parser: argparse.ArgumentParser, device: bool = True) -> None:
-    parser.add_argument("--workers", type=_positive, metavar="N", help="tensors worked on at a time (all cores)")
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help="tensors worked on at a time (all cores)")
     if device:
-        parser.add_argument("--max-memory", type=_size, metavar="SIZE", help="budget for tensors in RAM, such as 4GB")
+        parser.add_argument("--max-memory", type=size, metavar="SIZE", help="budget for tensors in RAM, such as 4GB")
         parser.add_argument("--device", default="cpu", help="where the arithmetic runs: cpu, cuda or cuda:N (cpu)")
         parser.add_argument("--engine", choices=("local",), default="local", help="who runs the work (local)")
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")

@@ -11,23 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mergestream.errors import UsageError
+from mergestream.option_types import at_least
 
 QUIET_SECONDS = 60  # in a log, a long run says at least this often that it lives
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that counts something."""
-
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is too small; the least is {least}")
-        return number
-
-    return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
