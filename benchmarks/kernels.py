@@ -202,10 +202,7 @@ def parts_table(m: int, n: int, decay: float, repetitions: int) -> None:
         repetitions,
     )
     medians["tridiagonal form, float64"] -= medians["Gram matrix (syrk, float64)"]
-    print(f"| {m}×{n}, parts | CPU ms |\n|---|---|")
-    for name, median in medians.items():
-        print(f"| {name} | {median * 1e3:.0f} |")
-    print(flush=True)
+    print_milliseconds(f"{m}×{n}, parts", medians)
 
 
 def eigensolver_table(n: int, decay: float, repetitions: int) -> None:
@@ -219,7 +216,11 @@ def eigensolver_table(n: int, decay: float, repetitions: int) -> None:
         },
         repetitions,
     )
-    print(f"| eigh {n}×{n} | CPU ms |\n|---|---|")
+    print_milliseconds(f"eigh {n}×{n}", medians)
+
+
+def print_milliseconds(title: str, medians: dict[str, float]) -> None:
+    print(f"| {title} | CPU ms |\n|---|---|")
     for name, median in medians.items():
         print(f"| {name} | {median * 1e3:.0f} |")
     print(flush=True)
