@@ -38,13 +38,15 @@ def export(arguments: Namespace) -> int:
 
 
 def merge(arguments: Namespace) -> int:
-    from mergestream.one_shot import merge
+    from mergestream.one_shot import merge, usual_workers
 
+    method = make_method_from(arguments)
+    arguments.workers = arguments.workers or usual_workers(method)
     merge(
         arguments.base,
         arguments.experts,
         arguments.out,
-        make_method_from(arguments),
+        method,
         linear=arguments.linear,
         not_linear=arguments.not_linear,
         partial=arguments.partial,

@@ -215,7 +215,7 @@ def make_parser() -> argparse.ArgumentParser:
     _duplicate_option(merge)
     merge.add_argument("-o", "--out", required=True, metavar="OUT")
     _output_options(merge)
-    _running_options(merge)
+    _running_options(merge, workers="one for sums, all cores where matrices are decomposed")
     merge.set_defaults(run=_lazy("mergestream.cli.output", "merge"))
 
     watch = command(
@@ -298,8 +298,8 @@ def _output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
 
 
-def _running_options(parser: argparse.ArgumentParser, device: bool = True) -> None:
-    parser.add_argument("--workers", type=at_least(1), metavar="N", help="tensors worked on at a time (all cores)")
+def _running_options(parser: argparse.ArgumentParser, device: bool = True, workers: str = "all cores") -> None:
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help=f"tensors worked on at a time ({workers})")
     if device:
         parser.add_argument("--max-memory", type=size, metavar="SIZE", help="budget for tensors in RAM, such as 4GB")
         parser.add_argument("--device", default="cpu", help="where the arithmetic runs: cpu, cuda or cuda:N (cpu)")

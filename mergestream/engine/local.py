@@ -78,6 +78,10 @@ class LocalEngine:
         self._check_budget(memory)
         keep_freed_memory()
         waiting = sorted(costs, key=lambda name: (-costs[name], name))
+        if self.workers == 1:  # two threads that share the interpreter's lock take a tenth more
+            with single_threaded():
+                yield from ((name, work(name)) for name in waiting)
+            return
         running: dict[Future[Result], str] = {}
         used = 0
         with single_threaded(), ThreadPoolExecutor(self.workers, initializer=_one_thread) as pool:

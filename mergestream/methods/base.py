@@ -12,7 +12,7 @@ import dataclasses
 import math
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -131,6 +131,18 @@ class Method(ABC):
     @abstractmethod
     def direction(self, state: State, t: int) -> Tensor:
         """The merged task vector up to a scale that is common to all tensors."""
+
+    def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[Tensor], Tensor]:
+        """What is kept of every Δ, and the direction after the last: where all models are at hand, a method may know a
+        shorter way to the same than absorbing one after the other."""
+        state: State | None = None
+        kept = []
+        for delta, context in zip(deltas, contexts, strict=True):
+            absorbed = self.absorb(state, delta, context)
+            state = absorbed.state
+            kept.append(absorbed.kept)
+        assert state is not None
+        return kept, self.direction(state, len(deltas))
 
     def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
         """The common scale, from the mean norm of the task vectors and the norm of the direction."""

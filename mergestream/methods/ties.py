@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Literal
 
 import torch
@@ -93,6 +94,17 @@ class TIES(Method):
         up = (positive + negative).sign_().add_(1).clamp_(max=1)  # 1 where the positive side is elected, else 0
         count = torch.lerp(state["negative_count"], state["positive_count"], up)
         return torch.lerp(negative, positive, up).div_(count.clamp_(min=1))
+
+    def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[Tensor], Tensor]:
+        """The batch method: half of the passes over memory that sums and counts of both sides take."""
+        if self.mode != "streaming":
+            return super().absorb_all(deltas, contexts)
+        trimmed = [trim(delta, context.thresholds["delta"]) for delta, context in zip(deltas, contexts, strict=True)]
+        total = reduce(torch.add, trimmed)
+        elected = torch.copysign(torch.ones((), dtype=total.dtype), total)
+        agreeing = [(x * elected).relu_() for x in trimmed]
+        count = reduce(Tensor.add_, (x.sign() for x in agreeing))
+        return trimmed, reduce(Tensor.add_, agreeing).mul_(elected).div_(count.clamp_(min=1))
 
     def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
         return self.scale if self.mode == "streaming" else 1.0
