@@ -9,7 +9,7 @@ times as fast (docs/performance.md). NumPy built in another way does not have th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int64, c_size_t, c_void_p
 from functools import cache
@@ -21,18 +21,22 @@ from torch import Tensor
 _LENGTH_OF_A_LETTER = c_size_t(1)  # Fortran passes the length of every string behind the arguments
 
 
-def eigh_upper(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def eigh_upper(
+    matrix: Tensor, dtype: torch.dtype, wanted: Callable[[Tensor], int] = Tensor.numel
+) -> tuple[Tensor, Tensor]:
     """(values, vectors) of the symmetric n×n float64 matrix whose upper triangle is given; it is overwritten.
 
-    The values are float64 and ascend; the vectors, one per column, have the given dtype.
+    The values are float64 and ascend; the vectors, one per column, have the given dtype. Of these there are only
+    as many as ``wanted`` makes of the values, those of the largest: the last step is shorter then.
     """
     fits = matrix.device.type == "cpu" and matrix.is_contiguous() and matrix.shape[0] > 1
     lapack = _lapack() if fits else None
     if lapack is None:
         values, vectors = torch.linalg.eigh(matrix, UPLO="U")
-        return values, vectors.to(dtype)
+        return values, vectors[:, len(values) - wanted(values) :].to(dtype)
     reflectors, tau, values, off_diagonal = _tridiagonalize(lapack, matrix)
-    vectors = _tridiagonal_vectors(lapack, values, off_diagonal).to(dtype).T
+    rows = _tridiagonal_vectors(lapack, values, off_diagonal)
+    vectors = rows[len(values) - wanted(values) :].to(dtype).T
     # Q = H₁ … Hₙ₋₁ leaves the first coordinate alone: what remains is the Q of a QR decomposition.
     vectors[1:] = torch.ormqr(reflectors.to(dtype).T[1:, :-1], tau[:-1].to(dtype), vectors[1:])
     return values, vectors

@@ -17,6 +17,8 @@ _RUN = 1024
 _TINY = 1e-24
 PIECE = 1 << 18
 """Elements in a piece."""
+ALIGNMENT = 64
+"""Bytes of a cache line: where torch lets its arrays start, and we let a file's."""
 
 
 def squared_norm(x: Tensor) -> float:

@@ -12,6 +12,7 @@ span both, S, Δ and P(Δ) are small matrices, and the formulas are the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -21,6 +22,7 @@ from torch.nn.functional import pad
 
 from mergestream.lapack import eigh_upper
 from mergestream.lowrank import Basis, LowRank, Value, dense
+from mergestream.pieces import ALIGNMENT
 
 Projection = Literal["reference", "paper", "block"]
 
@@ -35,7 +37,9 @@ SMALL_SINGULAR_VALUE = 3e-4
 
 @dataclass(frozen=True)
 class ThinSVD:
-    """S ≈ u · diag(s) · vᵀ, k = the numerical rank of S: u is m×k, s is k (float64, descending), v is n×k."""
+    """S ≈ u · diag(s) · vᵀ, k = the numerical rank of S: u is m×k, s is k (float64, descending), v is n×k.
+
+    Where only the leading vectors were asked for, u and v have fewer columns."""
 
     u: Tensor
     s: Tensor
@@ -70,19 +74,23 @@ class FactoredSVD:
         return ThinSVD(u.to(self.left.dtype), self.s, v.to(self.right.dtype))
 
 
+Leading = Callable[[Tensor], int]
+"""How many pairs of singular vectors are needed, made of the singular values."""
+
+
 @overload
-def thin_svd(matrix: Tensor) -> ThinSVD: ...
+def thin_svd(matrix: Tensor, leading: Leading = ...) -> ThinSVD: ...
 @overload
-def thin_svd(matrix: LowRank) -> FactoredSVD: ...
-def thin_svd(matrix: Value) -> ThinSVD | FactoredSVD:
+def thin_svd(matrix: LowRank, leading: Leading = ...) -> FactoredSVD: ...
+def thin_svd(matrix: Value, leading: Leading = Tensor.numel) -> ThinSVD | FactoredSVD:
     """The singular triplets of a float32 or float64 matrix whose singular value is above rounding noise."""
+    if isinstance(matrix, Tensor) and matrix.data_ptr() % ALIGNMENT:
+        matrix = matrix.clone()  # BLAS rounds small products by where they lie; a store may keep this one anywhere
+    decompose = _direct_svd if matrix.dtype == torch.float64 else _gram_svd
     tolerance = RANK_TOLERANCE[matrix.dtype]
     if isinstance(matrix, LowRank):
-        decompose = _direct_svd if matrix.dtype == torch.float64 else _gram_svd
-        return FactoredSVD(matrix.left, decompose(matrix.core, tolerance), matrix.right)
-    if matrix.dtype == torch.float64:
-        return _direct_svd(matrix, tolerance)
-    return _gram_svd(matrix, tolerance)
+        return FactoredSVD(matrix.left, decompose(matrix.core, tolerance, leading), matrix.right)
+    return decompose(matrix, tolerance, leading)
 
 
 def protected_directions(s: Tensor, alpha: float) -> int:
@@ -136,13 +144,14 @@ def _project_dense(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) 
     return torch.addmm(delta, u, rows, alpha=-1, out=torch.empty_like(delta))
 
 
-def _direct_svd(matrix: Tensor, tolerance: float) -> ThinSVD:
+def _direct_svd(matrix: Tensor, tolerance: float, leading: Leading) -> ThinSVD:
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    rank = _numerical_rank(s, tolerance)
-    return ThinSVD(u[:, :rank], s[:rank], vh[:rank].T)
+    s = s[: _numerical_rank(s, tolerance)]
+    count = leading(s)
+    return ThinSVD(u[:, :count], s, vh[:count].T)
 
 
-def _gram_svd(matrix: Tensor, tolerance: float) -> ThinSVD:
+def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading) -> ThinSVD:
     """SᵀS = V Σ² Vᵀ in float64 (SSᵀ for a wide S), then U = S V Σ⁻¹: for entries no better than float32.
 
     The Gram matrix squares the condition, hence float64; V and U are good enough in the matrix's own dtype.
@@ -150,14 +159,19 @@ def _gram_svd(matrix: Tensor, tolerance: float) -> ThinSVD:
     diagonal is Σ dᵢ uᵢᵀ S vᵢ = Σ (S vᵢ)ᵀ Δ vᵢ = ⟨Δ, S⟩ for any orthonormal V.
     """
     if matrix.shape[0] < matrix.shape[1]:
-        return _gram_svd(matrix.T, tolerance).transposed()
-    eigenvalues, vectors = eigh_upper(_gram(matrix), matrix.dtype)
-    s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
-    rank, large = _numerical_rank(s, tolerance), _numerical_rank(s, SMALL_SINGULAR_VALUE)
-    s, v = s[:rank], vectors.flip(1)[:, :rank]
-    u = matrix @ (v / s).to(matrix.dtype)
-    if large < rank:
-        u[:, large:] = matrix.double() @ (v[:, large:] / s[large:])
+        return _gram_svd(matrix.T, tolerance, leading).transposed()
+
+    def singular_values(eigenvalues: Tensor) -> Tensor:
+        s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
+        return s[: _numerical_rank(s, tolerance)]
+
+    eigenvalues, vectors = eigh_upper(_gram(matrix), matrix.dtype, lambda values: leading(singular_values(values)))
+    s, v = singular_values(eigenvalues), vectors.flip(1)
+    count = v.shape[1]
+    u = matrix @ (v / s[:count]).to(matrix.dtype)
+    large = _numerical_rank(s[:count], SMALL_SINGULAR_VALUE)
+    if large < count:
+        u[:, large:] = matrix.double() @ (v[:, large:] / s[large:count])
     return ThinSVD(u, s, v)
 
 

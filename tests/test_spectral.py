@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -46,8 +47,9 @@ def power_law(count, exponent):
 
 
 def projected(S, delta, alpha, projection):
-    svd = thin_svd(S)
-    return project(delta, svd, protected_directions(svd.s, alpha), projection)
+    protected = partial(protected_directions, alpha=alpha)
+    svd = thin_svd(S, leading=protected) if projection == "block" else thin_svd(S)
+    return project(delta, svd, protected(svd.s), projection)
 
 
 def relative(error, reference):
@@ -119,6 +121,31 @@ def test_nothing_is_kept_along_the_state_nor_of_it(projection, exponent):
     kept = projected(S, delta, 0.5, projection).double()
     assert abs(float((kept * S.double()).sum())) <= 1e-6 * float(delta.norm() * S.norm())
     assert relative(projected(S, S, 0.5, projection), S) < 1e-5
+
+
+@pytest.mark.parametrize("without_lapack", [False, True])
+@pytest.mark.parametrize("shape", [(60, 24), (24, 60)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_leading_vectors_are_the_first_of_all(count, dtype, shape, without_lapack, monkeypatch):
+    if without_lapack:
+        monkeypatch.setattr(lapack, "_lapack", lambda: None)
+    S = randn(*shape, seed=12, dtype=dtype)
+    every, leading = thin_svd(S), thin_svd(S, leading=lambda s: min(count, len(s)))
+    assert torch.equal(leading.s, every.s) and leading.rank == every.rank == 24
+    for few, all_of_them in ((leading.u, every.u), (leading.v, every.v)):
+        assert few.shape[1] == count
+        torch.testing.assert_close(few.abs(), all_of_them[:, :count].abs(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@pytest.mark.parametrize("shape", [(8, 6), (16, 16), (24, 16), (16, 24)])
+def test_it_does_not_matter_where_the_state_lies_in_memory(shape, projection):
+    S, delta = randn(*shape, seed=13, dtype=torch.float32), randn(*shape, seed=14, dtype=torch.float32)
+    expected = projected(S, delta, 0.5, projection)
+    for offset in (1, 2, 5):
+        elsewhere = torch.empty(S.numel() + 16)[offset : offset + S.numel()].view(shape).copy_(S)
+        assert torch.equal(projected(elsewhere, delta, 0.5, projection), expected)
 
 
 def test_block_keeps_the_state_beside_the_protected_directions():

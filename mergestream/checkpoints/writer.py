@@ -16,6 +16,7 @@ from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.errors import MergestreamError
 from mergestream.files import sync_directory
+from mergestream.pieces import ALIGNMENT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,7 +196,7 @@ def _plan_file(path: Path, layout: Mapping[str, TensorSpec], metadata: Mapping[s
         end += spec.nbytes
         header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin[name], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     data_start = 8 + len(text)
     return _Plan(
         path,

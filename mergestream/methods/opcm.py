@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -68,8 +69,9 @@ class OPCM(Method):
         return Absorbed({"sum": S + kept}, kept, protected)
 
     def _project(self, S: Tensor, delta: Tensor) -> tuple[Tensor, int]:
-        svd = thin_svd(S)
-        q = protected_directions(svd.s, self.alpha)
+        protected = partial(protected_directions, alpha=self.alpha)
+        svd = thin_svd(S, leading=protected) if self.projection == "block" else thin_svd(S)
+        q = protected(svd.s)
         return project(delta, svd, q, self.projection), q
 
     def direction(self, state: State, t: int) -> Tensor:
