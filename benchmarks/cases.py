@@ -20,7 +20,8 @@ PYTHON: Command = (sys.executable, "-m")
 PEERS: Command = (ROOT / ".venv-peers" / "bin" / "python", "-m")
 CLI = Path(sys.executable).with_name("mergestream")
 
-OURS, COMMAND, MERGER = "mergestream", "mergestream (command)", "mergestream (in memory)"
+OURS, COMMAND = "mergestream", "mergestream (command)"
+MERGER, MERGER_BLOCK = "mergestream (in memory)", "mergestream (in memory, block projection)"
 FLOOR, KERNELS = "floor", "bare kernels"
 FUSIONBENCH, MERGEKIT = "FusionBench", "mergekit"
 
@@ -101,9 +102,10 @@ def add_command(store: Path, expert: Path, step: int) -> Contender:
     return Contender(COMMAND, (CLI, "add", store, expert, "--quiet"), lambda: back_to(store, step))
 
 
-def merger(family: Family) -> Contender:
+def merger(family: Family, projection: str, label: str) -> Contender:
     """The same on state dicts in memory: what FusionBench's step does, too."""
-    return Contender(MERGER, (*PYTHON, "benchmarks.ours", "merger", "--base", family.base, *family.experts))
+    command: Command = (*PYTHON, "benchmarks.ours", "merger", "--base", family.base, "--projection", projection)
+    return Contender(label, (*command, *family.experts))
 
 
 def kernels(family: Family) -> Contender:
@@ -112,13 +114,13 @@ def kernels(family: Family) -> Contender:
 
 
 def export(store: Path, out: Path) -> Contender:
-    return Contender(OURS, (*PYTHON, "benchmarks.ours", "export", store, out))
+    return Contender(OURS, (*PYTHON, "benchmarks.ours", "export", store, out), lambda: fresh(out))
 
 
 def merge(family: Family, method: str, *parameters: str, label: str = OURS, out: Path = OUT / "merged") -> Contender:
     settings = [part for parameter in parameters for part in ("--set", parameter)]
     command: Command = (*PYTHON, "benchmarks.ours", "merge", "--base", family.base, "--method", method, *settings)
-    return Contender(label, (*command, out, *family.experts))
+    return Contender(label, (*command, out, *family.experts), lambda: fresh(out))
 
 
 def mergekit(

@@ -19,7 +19,7 @@ from benchmarks.stopwatch import work
 from mergestream.architecture import load_architecture
 from mergestream.checkpoints import open_checkpoint
 from mergestream.merger import Merger
-from mergestream.methods import make_method
+from mergestream.methods import OPCM, make_method
 from mergestream.one_shot import merge
 from mergestream.store import Store
 
@@ -44,11 +44,12 @@ def main() -> None:
     command.add_argument("experts", type=Path, nargs="+")
     command = commands.add_parser("merger")
     command.add_argument("--base", type=Path, required=True)
+    command.add_argument("--projection", default="reference")
     command.add_argument("experts", type=Path, nargs=2)
     arguments = parser.parse_args()
 
     if arguments.command == "merger":
-        merger = Merger(state_dict(arguments.base))
+        merger = Merger(state_dict(arguments.base), OPCM(projection=arguments.projection))
         first, second = map(state_dict, arguments.experts)
         merger.add(first)
         with work():
@@ -57,7 +58,7 @@ def main() -> None:
         method = make_method(arguments.method, dict(item.split("=") for item in arguments.parameters))
         load_architecture(arguments.base)  # imports transformers, as the peers' runners do before their work
         with work():
-            merge(arguments.base, arguments.experts, arguments.path, method, overwrite=True)
+            merge(arguments.base, arguments.experts, arguments.path, method)
     elif arguments.command == "add":
         with work() as facts:
             facts["lambda"] = 1 / Store(arguments.store).add(arguments.path).scale
@@ -65,7 +66,7 @@ def main() -> None:
         with suppress(ImportError):
             import_module("mergestream.report.pictures")  # imports matplotlib, which draws the model card's pictures
         with work():
-            Store(arguments.store).export(arguments.path, overwrite=True)
+            Store(arguments.store).export(arguments.path)
 
 
 if __name__ == "__main__":

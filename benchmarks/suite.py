@@ -19,6 +19,7 @@ from benchmarks.cases import (
     KERNELS,
     MERGEKIT,
     MERGER,
+    MERGER_BLOCK,
     OURS,
     OUT,
     PEERS,
@@ -62,7 +63,8 @@ class Suite:
             title,
             cases.add(store, second, 1),
             cases.add_command(store, second, 1),
-            cases.merger(experts),
+            cases.merger(experts, "reference", MERGER),
+            cases.merger(experts, "block", MERGER_BLOCK),
             cases.kernels(experts),
             *([cases.fusionbench(experts, "opcm")] if cases.have_peers() else []),
         )
@@ -73,7 +75,9 @@ class Suite:
         if cases.have_peers():
             theirs = self._median(title, FUSIONBENCH, lambda cost: cost.work["steps"][-1])
             in_memory = self._median(title, MERGER, lambda cost: cost.work["wall"])
+            block = self._median(title, MERGER_BLOCK, lambda cost: cost.work["wall"])
             self._judge_faster(f"{title}, in memory, against FusionBench's (wall)", theirs, in_memory, 6)
+            self._judge_faster(f"{title}, in memory, with the block projection, against the same", theirs, block, 6)
             self._judge_faster(
                 f"{title}, our `add` with all its reads and writes against FusionBench's arithmetic alone (wall)",
                 theirs,
@@ -147,10 +151,13 @@ class Suite:
         """TIES where the trimming is defined alike: per tensor, in float32, on a model small enough to compare."""
         experts = family("llama-tiny", 3)
         ties = ("mode=streaming", "trim=tensor", "density=0.2", "scale=1")
-        run(cases.merge(experts, "ties", *ties, out=OUT / "ties").command)
-        peer = cases.mergekit(experts, "ties", dtype="float32")
-        peer.prepare()
-        run(peer.command)
+        ours, theirs = (
+            cases.merge(experts, "ties", *ties, out=OUT / "ties"),
+            cases.mergekit(experts, "ties", dtype="float32"),
+        )
+        for contender in (ours, theirs):
+            contender.prepare()
+            run(contender.command)
         difference, left_out = agreement.with_mergekit(experts, OUT / "ties", OUT / "mergekit", density=0.2)
         self._note(
             "TIES of 3 experts against mergekit's, relative difference of the task vectors "
