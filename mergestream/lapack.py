@@ -21,22 +21,30 @@ from torch import Tensor
 _LENGTH_OF_A_LETTER = c_size_t(1)  # Fortran passes the length of every string behind the arguments
 
 
+# Up to this share of all vectors, inverse iteration finds them faster than divide and conquer finds all.
+_FEW = 0.2
+
+
 def eigh_upper(
-    matrix: Tensor, dtype: torch.dtype, wanted: Callable[[Tensor], int] = Tensor.numel
+    matrix: Tensor, dtype: torch.dtype, wanted: Callable[[Tensor], int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """(values, vectors) of the symmetric n×n float64 matrix whose upper triangle is given; it is overwritten.
 
-    The values are float64 and ascend; the vectors, one per column, have the given dtype. Of these there are only
-    as many as ``wanted`` makes of the values, those of the largest: the last step is shorter then.
+    The values are float64 and ascend; the vectors, one per column, have the given dtype. With ``wanted`` there are
+    only as many as it makes of the values, those of the largest, and they are found faster.
     """
     fits = matrix.device.type == "cpu" and matrix.is_contiguous() and matrix.shape[0] > 1
     lapack = _lapack() if fits else None
     if lapack is None:
         values, vectors = torch.linalg.eigh(matrix, UPLO="U")
-        return values, vectors[:, len(values) - wanted(values) :].to(dtype)
-    reflectors, tau, values, off_diagonal = _tridiagonalize(lapack, matrix)
-    rows = _tridiagonal_vectors(lapack, values, off_diagonal)
-    vectors = rows[len(values) - wanted(values) :].to(dtype).T
+        unwanted = len(values) - wanted(values) if wanted else 0
+        return values, vectors[:, unwanted:].to(dtype)
+    reflectors, tau, diagonal, off_diagonal = _tridiagonalize(lapack, matrix)
+    if wanted:
+        values, rows = _largest_vectors(lapack, diagonal, off_diagonal, wanted)
+    else:
+        values, rows = _all_vectors(lapack, diagonal, off_diagonal)
+    vectors = rows.to(dtype).T
     # Q = H₁ … Hₙ₋₁ leaves the first coordinate alone: what remains is the Q of a QR decomposition.
     vectors[1:] = torch.ormqr(reflectors.to(dtype).T[1:, :-1], tau[:-1].to(dtype), vectors[1:])
     return values, vectors
@@ -47,7 +55,7 @@ def _lapack() -> ctypes.CDLL | None:
     """NumPy's own OpenBLAS (64-bit integers), where NumPy came as a wheel."""
     try:
         library = ctypes.CDLL(numpy.linalg._umath_linalg.__file__)
-        _ = library.scipy_dsytrd_64_, library.scipy_dstedc_64_
+        _ = library.scipy_dsytrd_64_, library.scipy_dstedc_64_, library.scipy_dsterf_64_, library.scipy_dstein_64_
         _ = library.scipy_openblas_set_num_threads64_, library.scipy_openblas_get_num_threads64_
     except (AttributeError, OSError):
         return None
@@ -84,8 +92,8 @@ def _tridiagonalize(lapack: ctypes.CDLL, matrix: Tensor) -> tuple[Tensor, Tensor
     return matrix, tau, diagonal, off_diagonal
 
 
-def _tridiagonal_vectors(lapack: ctypes.CDLL, diagonal: Tensor, off_diagonal: Tensor) -> Tensor:
-    """dstedc: divide and conquer. The diagonal becomes the eigenvalues; the rows returned are the eigenvectors."""
+def _all_vectors(lapack: ctypes.CDLL, diagonal: Tensor, off_diagonal: Tensor) -> tuple[Tensor, Tensor]:
+    """dstedc: divide and conquer. The eigenvalues take the place of the diagonal; the rows are the eigenvectors."""
     n = diagonal.numel()
     vectors = diagonal.new_empty(n, n)
     work = diagonal.new_empty(1 + 4 * n + n * n)
@@ -94,7 +102,28 @@ def _tridiagonal_vectors(lapack: ctypes.CDLL, diagonal: Tensor, off_diagonal: Te
         lapack.scipy_dstedc_64_,
         "I", n, diagonal, off_diagonal, vectors, n, work, work.numel(), integer_work, integer_work.numel(),
     )  # fmt: skip
-    return vectors
+    return diagonal, vectors
+
+
+def _largest_vectors(
+    lapack: ctypes.CDLL, diagonal: Tensor, off_diagonal: Tensor, wanted: Callable[[Tensor], int]
+) -> tuple[Tensor, Tensor]:
+    """All eigenvalues (dsterf), and as rows the eigenvectors of the largest: by inverse iteration (dstein) if few."""
+    n = diagonal.numel()
+    values, destroyed = diagonal.clone(), off_diagonal.clone()
+    _call(lapack.scipy_dsterf_64_, n, values, destroyed)
+    count = wanted(values)
+    if count > _FEW * n:
+        return values, _all_vectors(lapack, diagonal, off_diagonal)[1][n - count :]
+    vectors = diagonal.new_empty(count, n)
+    block, end_of_block = torch.ones(n, dtype=torch.int64), torch.full((n,), n)  # one block, all of the matrix
+    work, integer_work = diagonal.new_empty(5 * n), torch.empty(2 * n, dtype=torch.int64)
+    _call(
+        lapack.scipy_dstein_64_,
+        n, diagonal, off_diagonal, count, values[n - count :], block, end_of_block, vectors, n,
+        work, integer_work[:n], integer_work[n:],
+    )  # fmt: skip
+    return values, vectors
 
 
 def _call(routine: ctypes._FuncPtr, *arguments: str | int | Tensor) -> None:  # type: ignore[name-defined]

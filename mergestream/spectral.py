@@ -79,10 +79,10 @@ Leading = Callable[[Tensor], int]
 
 
 @overload
-def thin_svd(matrix: Tensor, leading: Leading = ...) -> ThinSVD: ...
+def thin_svd(matrix: Tensor, leading: Leading | None = ...) -> ThinSVD: ...
 @overload
-def thin_svd(matrix: LowRank, leading: Leading = ...) -> FactoredSVD: ...
-def thin_svd(matrix: Value, leading: Leading = Tensor.numel) -> ThinSVD | FactoredSVD:
+def thin_svd(matrix: LowRank, leading: Leading | None = ...) -> FactoredSVD: ...
+def thin_svd(matrix: Value, leading: Leading | None = None) -> ThinSVD | FactoredSVD:
     """The singular triplets of a float32 or float64 matrix whose singular value is above rounding noise."""
     if isinstance(matrix, Tensor) and matrix.data_ptr() % ALIGNMENT:
         matrix = matrix.clone()  # BLAS rounds small products by where they lie; a store may keep this one anywhere
@@ -144,14 +144,14 @@ def _project_dense(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) 
     return torch.addmm(delta, u, rows, alpha=-1, out=torch.empty_like(delta))
 
 
-def _direct_svd(matrix: Tensor, tolerance: float, leading: Leading) -> ThinSVD:
+def _direct_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> ThinSVD:
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     s = s[: _numerical_rank(s, tolerance)]
-    count = leading(s)
+    count = leading(s) if leading else len(s)
     return ThinSVD(u[:, :count], s, vh[:count].T)
 
 
-def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading) -> ThinSVD:
+def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> ThinSVD:
     """SᵀS = V Σ² Vᵀ in float64 (SSᵀ for a wide S), then U = S V Σ⁻¹: for entries no better than float32.
 
     The Gram matrix squares the condition, hence float64; V and U are good enough in the matrix's own dtype.
@@ -165,9 +165,11 @@ def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading) -> ThinSVD:
         s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
         return s[: _numerical_rank(s, tolerance)]
 
-    eigenvalues, vectors = eigh_upper(_gram(matrix), matrix.dtype, lambda values: leading(singular_values(values)))
-    s, v = singular_values(eigenvalues), vectors.flip(1)
-    count = v.shape[1]
+    wanted = (lambda values: leading(singular_values(values))) if leading else None
+    eigenvalues, vectors = eigh_upper(_gram(matrix), matrix.dtype, wanted)
+    s = singular_values(eigenvalues)
+    count = leading(s) if leading else len(s)
+    v = vectors.flip(1)[:, :count]
     u = matrix @ (v / s[:count]).to(matrix.dtype)
     large = _numerical_rank(s[:count], SMALL_SINGULAR_VALUE)
     if large < count:

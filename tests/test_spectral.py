@@ -126,16 +126,32 @@ def test_nothing_is_kept_along_the_state_nor_of_it(projection, exponent):
 @pytest.mark.parametrize("without_lapack", [False, True])
 @pytest.mark.parametrize("shape", [(60, 24), (24, 60)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 24])
 def test_leading_vectors_are_the_first_of_all(count, dtype, shape, without_lapack, monkeypatch):
     if without_lapack:
         monkeypatch.setattr(lapack, "_lapack", lambda: None)
     S = randn(*shape, seed=12, dtype=dtype)
     every, leading = thin_svd(S), thin_svd(S, leading=lambda s: min(count, len(s)))
-    assert torch.equal(leading.s, every.s) and leading.rank == every.rank == 24
+    torch.testing.assert_close(leading.s, every.s)
     for few, all_of_them in ((leading.u, every.u), (leading.v, every.v)):
         assert few.shape[1] == count
         torch.testing.assert_close(few.abs(), all_of_them[:, :count].abs(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 4, 12])
+@pytest.mark.parametrize("state", ["orthogonal", "of equal blocks", "of rank one", "zero"])
+def test_leading_vectors_are_orthonormal_where_singular_values_are_equal(state, count):
+    S = {
+        "orthogonal": torch.linalg.qr(randn(24, 24, seed=15, dtype=torch.float64))[0].float(),
+        "of equal blocks": torch.block_diag(*[torch.ones(4, 4)] * 6),
+        "of rank one": torch.ones(24, 24),
+        "zero": torch.zeros(24, 24),
+    }[state]
+    svd = thin_svd(S, leading=lambda s: min(count, len(s)))
+    leading = min(count, {"orthogonal": 24, "of equal blocks": 6, "of rank one": 1, "zero": 0}[state])
+    for vectors in (svd.u, svd.v):
+        torch.testing.assert_close(vectors.T @ vectors, torch.eye(leading), rtol=0, atol=1e-5)
+    torch.testing.assert_close(S @ svd.v, svd.u * svd.s[:leading].float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
