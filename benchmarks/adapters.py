@@ -53,7 +53,7 @@ class Step:
 
 def modules(layers: int, hidden: int, wide: int) -> dict[str, tuple[int, int]]:
     """All linear weights of a Llama, output × input."""
-    shapes = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
         shapes |= {f"{prefix}.self_attn.{part}_proj": (hidden, hidden) for part in "qkvo"}
@@ -118,7 +118,8 @@ def _disk(directory: Path) -> int:
 def one_layer(size: int, adapters: int) -> dict[str, float]:
     """The last of some adapters on one square layer, in factors and dense, on one thread; and the error."""
     generator = torch.Generator().manual_seed(0)
-    state = exact = None
+    state: Any = None
+    exact: Any = None
     factored = 0.0
     for _ in range(adapters):
         left, right = factors((size, size), generator)
@@ -128,7 +129,6 @@ def one_layer(size: int, adapters: int) -> dict[str, float]:
         factored = time.thread_time() - started
         wide = LowRank.from_factors(left.double(), right.double(), torch.float64)
         exact = wide if exact is None else _absorb(exact, wide)
-    assert isinstance(state, LowRank)
     before, last = dense(state), dense(delta)
     started = time.thread_time()
     _absorb(before, last)
@@ -144,7 +144,8 @@ def _absorb(state: Any, delta: Any) -> Any:
 def exactness(size: int, adapters: int) -> dict[str, float]:
     """Our float32 state against the dense formula in float64, a full SVD at every step, on one weight."""
     generator = torch.Generator().manual_seed(1)
-    state = formula = None
+    state: Any = None
+    formula: Any = None
     for _ in range(adapters):
         left, right = factors((size, size), generator)
         delta, plain = LowRank.from_factors(left, right, torch.float32), left.double() @ right.double()
@@ -159,7 +160,7 @@ def beside_peft(size: int, adapters: int) -> dict[str, tuple[float, float]]:
 
     generator = torch.Generator().manual_seed(2)
     pairs = [factors((size, size), generator) for _ in range(adapters)]
-    exact = sum(left.double() @ right.double() for left, right in pairs) / adapters
+    exact = torch.stack([left.double() @ right.double() for left, right in pairs]).mean(0)
     found = {}
 
     def ours() -> Tensor:
@@ -170,7 +171,7 @@ def beside_peft(size: int, adapters: int) -> dict[str, tuple[float, float]]:
 
     found["mergestream"] = _timed(ours, exact)
     config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["0"])
-    model = peft.get_peft_model(nn.Sequential(nn.Linear(size, size, bias=False)), config, adapter_name="a0")
+    model: Any = peft.get_peft_model(nn.Sequential(nn.Linear(size, size, bias=False)), config, adapter_name="a0")
     for number in range(1, adapters):
         model.add_adapter(f"a{number}", config)
     layer = model.base_model.model[0]
@@ -210,12 +211,13 @@ def beside_mergekit(adapters: int) -> dict[str, Cost]:
     shapes = {name.removesuffix(".weight"): (rows, columns) for name, (rows, columns) in weights.items()}
     made = [make_adapter(PLACE / f"small-{n}", shapes, 100 + n) for n in range(adapters)]
     out = PLACE / "merged"
-    common = ("--base", base, "--method", "task_arithmetic", "--set", "scale=0.3", out, *made)
+    common: cases.Command = ("--base", base, "--method", "task_arithmetic", "--set", "scale=0.3", out, *made)
+    shutil.rmtree(out, ignore_errors=True)
     costs = {"mergestream": run((sys.executable, "-m", "benchmarks.ours", "merge", *common))}
     if cases.have_peers():
         shutil.rmtree(out, ignore_errors=True)
         experts = [f"{base}+{adapter}" for adapter in made]
-        command = ("benchmarks.peers.mergekit_merge", "task_arithmetic", "--base", base, "--output", out)
+        command: cases.Command = ("benchmarks.peers.mergekit_merge", "task_arithmetic", "--base", base, "--output", out)
         cache = ("--lora-cache", PLACE / "mergekit-cache")
         costs["mergekit"] = run((cases.PEERS[0], "-m", *command, *cache, "--experts", *experts))
     return costs

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -162,6 +163,7 @@ def tables(decay: float, repetitions: int) -> None:
         kernel_table(m, n, decay, repetitions)
     for m, n in ((768, 768), (3072, 768)):
         parts_table(m, n, decay, repetitions)
+        block_table(m, n, decay, repetitions)
     for n in (768, 1024, 2048):
         eigensolver_table(n, decay, repetitions)
 
@@ -172,7 +174,7 @@ def kernel_table(m: int, n: int, decay: float, repetitions: int) -> None:
     q = protected_directions(s, 0.5)
     exact = project(delta.double(), ThinSVD(u, s, vh.T), q, "reference")
     errors = {name: (run(S, delta, q) - exact).norm() / exact.norm() for name, run in TRIED.items()}
-    medians = interleaved({name: lambda run=run: run(S, delta, q) for name, run in TRIED.items()}, repetitions)
+    medians = interleaved({name: partial(run, S, delta, q) for name, run in TRIED.items()}, repetitions)
     kept = list(medians.values())[-1]
     print(f"| {m}×{n} | CPU ms | of the kept | error |\n|---|---|---|---|")
     for name, median in medians.items():
@@ -187,15 +189,13 @@ def parts_table(m: int, n: int, decay: float, repetitions: int) -> None:
     if library is None:
         return
     reflectors, tau, diagonal, off_diagonal = lapack._tridiagonalize(library, _gram(S))
-    z = lapack._tridiagonal_vectors(library, diagonal.clone(), off_diagonal.clone()).float().T
+    z = lapack._all_vectors(library, diagonal.clone(), off_diagonal.clone())[1].float().T
     medians = interleaved(
         {
             "Gram matrix (syrk, float64)": lambda: _gram(S),
             "the same as a full product": lambda: gram(S, torch.float64),
             "tridiagonal form, float64": lambda: lapack._tridiagonalize(library, _gram(S)),
-            "its vectors, float64": lambda: lapack._tridiagonal_vectors(
-                library, diagonal.clone(), off_diagonal.clone()
-            ),
+            "its vectors, float64": lambda: lapack._all_vectors(library, diagonal.clone(), off_diagonal.clone()),
             "their rotation, float32": lambda: torch.ormqr(reflectors.float().T[1:, :-1], tau[:-1].float(), z[1:]),
             "one of three products, float32": lambda: S.T @ delta,
         },
@@ -203,6 +203,22 @@ def parts_table(m: int, n: int, decay: float, repetitions: int) -> None:
     )
     medians["tridiagonal form, float64"] -= medians["Gram matrix (syrk, float64)"]
     print_milliseconds(f"{m}×{n}, parts", medians)
+
+
+def block_table(m: int, n: int, decay: float, repetitions: int) -> None:
+    """The block projection, which needs the protected vectors alone, beside the reference one, which needs all."""
+    S, delta = random_matrix(m, n, decay, 0), random_matrix(m, n, decay, 1)
+    protected = partial(protected_directions, alpha=0.5)
+    q = protected(thin_svd(S).s)
+    medians = interleaved(
+        {
+            "reference projection": lambda: project(delta, thin_svd(S), q, "reference"),
+            "block projection, all vectors": lambda: project(delta, thin_svd(S), q, "block"),
+            "block projection, protected vectors": lambda: project(delta, thin_svd(S, leading=protected), q, "block"),
+        },
+        repetitions,
+    )
+    print_milliseconds(f"{m}×{n}, {q} directions protected", medians)
 
 
 def eigensolver_table(n: int, decay: float, repetitions: int) -> None:
