@@ -10,13 +10,16 @@ Peers are measured if `make peers` has installed them. Writes results.md and res
 from __future__ import annotations
 
 import argparse
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.cases import have_peers
+from benchmarks.cases import OUT, have_peers
 from benchmarks.checkpoints import CACHE, MODELS
 from benchmarks.measure import ROOT
-from benchmarks.suite import Suite, announce
+from benchmarks.suite import STORES, Suite, announce
 
 
 def main() -> None:
@@ -35,18 +38,19 @@ def main() -> None:
 
     suite = Suite(arguments.repetitions, arguments.peer_repetitions)
     about = report.machine()
-    for model in arguments.opcm:
-        announce(f"OPCM, {model}")
-        suite.opcm(model)
-    for model in arguments.sums:
-        announce(f"sums and TIES, {model}")
-        suite.sums(model)
+    parts: dict[str, Callable[[], None]] = {}
+    parts |= {f"OPCM, {model}": partial(suite.opcm, model) for model in arguments.opcm}
+    parts |= {f"sums and TIES, {model}": partial(suite.sums, model) for model in arguments.sums}
     if have_peers():
-        announce("agreement with mergekit")
-        suite.agreement_with_mergekit()
-    announce("startup")
-    suite.startup()
-    print(report.write(arguments.output, suite, about))
+        parts["agreement with mergekit"] = suite.agreement_with_mergekit
+    parts["startup"] = suite.startup
+    for name, measure in parts.items():
+        announce(name)
+        measure()
+        text = report.write(arguments.output, suite, about)  # after each: the next may find the disk full
+        for directory in (STORES, OUT):
+            shutil.rmtree(directory, ignore_errors=True)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from mergestream.base_model import BaseModel, base_changed, non_finite
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.lowrank import LowRank
+
+Elements = Callable[[int, int], "Tensor"]
+"""A flat range of a tensor, by its start and its end."""
 
 Fate = Literal["merged", "copied", "head", "tied", "unchanged", "ignored"]
 """What happens to a tensor; ``unchanged`` ones are missing from the expert."""
@@ -85,15 +89,21 @@ class TaskVector:
         """Δ in factors, where ``rank`` is known."""
         raise NotImplementedError
 
-    def elements(self, name: str) -> Callable[[int, int], Tensor]:
-        """Any range of Δ, neither checked nor digested."""
+    def elements(self, name: str, base: Elements | None = None) -> Elements:
+        """Any range of Δ, neither checked nor digested. Task vectors that go side by side may share the ``base``."""
         import torch
 
         dtype = torch_dtype(self.model.tensors[name].state_dtype)
         if not self._reads(name):
             return lambda start, stop: torch.zeros(stop - start, dtype=dtype)
-        base, expert = self.base.read(name).reshape(-1), self.expert.read(self._stored(name)).reshape(-1)
-        return lambda start, stop: _difference(expert[start:stop], base[start:stop].to(dtype))
+        base, expert = base or self.base_elements(name), self.expert.read(self._stored(name)).reshape(-1)
+        return lambda start, stop: _difference(expert[start:stop], base(start, stop))
+
+    def base_elements(self, name: str) -> Elements:
+        """Any range of the base in the state's type, read when it is needed first; the last one is kept."""
+        flat = cache(lambda: self.base.read(name).reshape(-1))
+        dtype = torch_dtype(self.model.tensors[name].state_dtype)
+        return lru_cache(maxsize=1)(lambda start, stop: flat()[start:stop].to(dtype))
 
     def base_pieces(self, name: str) -> BasePieces:
         return BasePieces(self.base.read(name), torch_dtype(self.model.tensors[name].state_dtype))

@@ -16,7 +16,7 @@ from mergestream.lowrank import LowRank
 from mergestream.methods import OPCM
 from mergestream.methods.base import Method
 from mergestream.readout import Readout
-from mergestream.step import Step, Totals, total
+from mergestream.step import Step, Totals, thresholds, total
 
 
 class _State(dict[tuple[str, str], Tensor]):
@@ -55,9 +55,9 @@ class Merger:
             tensor = self._model.tensors[name]
             for slot in self.method.slots(t):
                 state[slot, name] = torch.empty(tensor.shape, dtype=torch_dtype(tensor.state_dtype))
-        thresholds = step.thresholds(self._engine)
+        ranked = thresholds([step], self._engine)
         costs = {name: vector.numel(name) for name in vector.names}
-        outcomes = dict(self._engine.run(costs, lambda name: step.absorb(name, thresholds(name), state)))
+        outcomes = dict(self._engine.run(costs, lambda name: step.absorb(name, ranked(name)[0], state)))
         totals = total(self.method, t, self.history[-1].mean_norm if self.history else 0.0, outcomes)
         self._state = state
         self.history.append(totals)

@@ -28,7 +28,7 @@ from mergestream.output import Output, remove_left_behind
 from mergestream.pieces import squared_norm
 from mergestream.progress import Progress
 from mergestream.readout import cast
-from mergestream.step import Step
+from mergestream.step import Step, thresholds
 from mergestream.store import Store
 from mergestream.store.store import expert_name
 
@@ -116,7 +116,7 @@ class OnePass:
         self.norm2 = [[] for _ in self.vectors]
         self.kept2 = [[] for _ in self.vectors]
         steps = [Step(self.method, t, vector, _no_state) for t, vector in enumerate(self.vectors, 1)]
-        self.thresholds = [step.thresholds(self.engine) for step in steps]
+        self.ranked = thresholds(steps, self.engine)
         # One-pass methods need no norm for their scale.
         self.scales = [self.method.readout_scale(step.t, math.nan, math.nan) for step in steps]
 
@@ -130,7 +130,7 @@ class OnePass:
             return
         base = self.vectors[0].base_pieces(name)
         linear = tensor.role == "linear"
-        contexts = [Context(t, linear, found(name)) for t, found in enumerate(self.thresholds, 1)]
+        contexts = [Context(t, linear, found) for t, found in enumerate(self.ranked(name), 1)]
         for pieces in zip(*(vector.pieces(name, base=base) for vector in self.vectors), strict=True):
             kept, direction = self.method.absorb_all([piece.delta for piece in pieces], contexts)
             for number, (piece, part) in enumerate(zip(pieces, kept, strict=True)):

@@ -6,19 +6,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from mergestream.checkpoints import torch_dtype
-from mergestream.deltas import TaskVector
+from mergestream.deltas import Elements, TaskVector
 from mergestream.digest import TensorHasher
 from mergestream.engine import LocalEngine
-from mergestream.engine.selection import Bracket, Tally, kth_magnitude, sample_ranges, tally
+from mergestream.engine.selection import Search, Tally, sample_ranges, sample_stride, tally
 from mergestream.lowrank import LowRank, Value, dense, squared_norm
-from mergestream.methods.base import Absorbed, Context, Method, Ranking, State
+from mergestream.methods.base import Absorbed, Context, Method, State
 from mergestream.pieces import PIECE
 from mergestream.room import Room
 from mergestream.sketch import Sketch
@@ -191,47 +191,10 @@ class Step:
             slots[slot] = value
         return slots, lost2
 
-    def thresholds(self, engine: LocalEngine) -> Callable[[str], dict[str, float]]:
-        """What the method asks to be ranked beforehand, per tensor name."""
-        ranking = self.method.ranking(self.t)
-        if ranking is None:
-            return lambda name: {}
-        if ranking.over == "model":
-            common = {which: self._threshold(engine, ranking, which) for which in ranking.names}
-            return lambda name: common
-        alone = LocalEngine(workers=1)
-        return lambda name: {which: self._threshold(alone, ranking, which, (name,)) for which in ranking.names}
-
-    def _threshold(
-        self, engine: LocalEngine, ranking: Ranking, which: str, names: tuple[str, ...] | None = None
-    ) -> float:
-        names = names or self.vector.names
-        sizes = {name: self.vector.numel(name) for name in names}
-        total = sum(sizes.values())
-
-        def sample(stride: int) -> Iterator[Tensor]:
-            for name in names:
-                ranked = self._ranked(which, name)
-                for start, stop in sample_ranges(sizes[name], stride):
-                    yield ranked(start, stop)
-
-        def tally_tensor(bracket: Bracket) -> Callable[[str], list[Tally]]:
-            def work(name: str) -> list[Tally]:
-                ranked, size = self._ranked(which, name), sizes[name]
-                return [tally(ranked(i, min(i + PIECE, size)), bracket) for i in range(0, size, PIECE)]
-
-            return work
-
-        def tallies(bracket: Bracket) -> Iterable[Tally]:
-            for _, results in engine.run(sizes, tally_tensor(bracket)):
-                yield from results
-
-        return kth_magnitude(int(ranking.density * total), total, sample, tallies)
-
-    def _ranked(self, which: str, name: str) -> Callable[[int, int], Tensor]:
+    def ranked(self, which: str, name: str, base: Elements) -> Elements:
         """Any range of what is to be ranked."""
         if which == "delta":
-            return self.vector.elements(name)
+            return self.vector.elements(name, base)
         state = self.read_state(which, name)
         if isinstance(state, LowRank):
             return state.elements()
@@ -242,6 +205,67 @@ class Step:
         if self.t == 1:
             return None
         return {slot: self.read_state(slot, name) for slot in self.method.slots(self.t - 1)}
+
+
+def thresholds(steps: Sequence[Step], engine: LocalEngine) -> Callable[[str], list[dict[str, float]]]:
+    """What the method asks to be ranked before each of the steps, by the name of the tensor.
+
+    Steps that are taken at once share their passes over the base.
+    """
+    wanted = []
+    over, density = "model", 1.0
+    for number, step in enumerate(steps):
+        ranking = step.method.ranking(step.t)
+        if ranking is not None:
+            wanted += [(number, which) for which in ranking.names]
+            over, density = ranking.over, ranking.density
+
+    def search(engine: LocalEngine, names: Sequence[str]) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = [{} for _ in steps]
+        for (number, which), value in zip(wanted, _search(steps, wanted, density, engine, names), strict=True):
+            found[number][which] = value
+        return found
+
+    if over == "tensor":
+        alone = LocalEngine(workers=1)
+        return lambda name: search(alone, (name,))
+    common = search(engine, steps[0].vector.names)
+    return lambda name: common
+
+
+def _search(
+    steps: Sequence[Step], wanted: Sequence[tuple[int, str]], density: float, engine: LocalEngine, names: Sequence[str]
+) -> list[float]:
+    """The magnitude that the ``density`` largest entries of all these tensors reach, for everything that is wanted."""
+    vector = steps[0].vector
+    sizes = {name: vector.numel(name) for name in names}
+    total = sum(sizes.values())
+
+    def elements(name: str) -> list[Elements]:
+        base = vector.base_elements(name)
+        return [steps[number].ranked(which, name, base) for number, which in wanted]
+
+    blocks: list[list[Tensor]] = [[] for _ in wanted]
+    for name in names:
+        ranked = elements(name)
+        for start, stop in sample_ranges(sizes[name], sample_stride(total)):
+            for sample, part in zip(blocks, ranked, strict=True):
+                sample.append(part(start, stop))
+    searches = [Search(int(density * total), total, sample) for sample in blocks]
+    while any(search.found is None for search in searches):
+        open_ones = [number for number, search in enumerate(searches) if search.found is None]
+
+        def tallies(name: str, numbers: Sequence[int] = open_ones) -> list[list[Tally]]:
+            ranked, size = elements(name), sizes[name]
+            return [
+                [tally(ranked[number](i, min(i + PIECE, size)), searches[number].bracket) for number in numbers]
+                for i in range(0, size, PIECE)
+            ]
+
+        pieces = [piece for _, results in engine.run(sizes, tallies) for piece in results]
+        for place, number in enumerate(open_ones):
+            searches[number].narrow([piece[place] for piece in pieces])
+    return [search.found for search in searches if search.found is not None]
 
 
 def memory_of(method: Method, vector: TaskVector, rooms: Mapping[str, Room]) -> dict[str, int]:

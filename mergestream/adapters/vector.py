@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mergestream.adapters.reading import Adapter, BoundAdapter
 from mergestream.base_model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorInfo, torch_dtype
-from mergestream.deltas import BasePieces, Piece, TaskVector
+from mergestream.deltas import BasePieces, Elements, Piece, TaskVector
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.lowrank import LowRank, squared_norm
@@ -70,8 +70,8 @@ class AdapterVector(TaskVector):
         self.digests[name] = self._digest(name)
         return self.adapter.delta(name, dtype)
 
-    def elements(self, name: str) -> Callable[[int, int], Tensor]:
-        return self.factors(name).elements() if self._in_factors(name) else super().elements(name)
+    def elements(self, name: str, base: Elements | None = None) -> Elements:
+        return self.factors(name).elements() if self._in_factors(name) else super().elements(name, base)
 
     def _pieces(self, name: str, shared: BasePieces | None = None) -> Iterator[Piece]:
         if not self._in_factors(name):

@@ -10,7 +10,7 @@ the miss and gets wider, and the pass is repeated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SMALLEST_SAMPLE, LARGEST_SAMPLE = 1 << 15, 1 << 18
+MARGIN = 8
+"""Half the bracket's width, in standard deviations that a rank has in a sample of independent entries"""
 _BLOCK = 512
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -34,45 +36,62 @@ class Tally(NamedTuple):
     at_low: int
 
 
-def kth_magnitude(
-    count: int,
-    total: int,
-    sample: Callable[[int], Iterable[Tensor]],
-    tallies: Callable[[Bracket], Iterable[Tally]],
-) -> float:
-    """The ``count``-th largest of ``total`` magnitudes.
+class Search:
+    """Looks for the ``count``-th largest of ``total`` magnitudes, given about every ``sample_stride``-th of them.
 
-    ``sample(stride)`` yields about every stride-th entry, ``tallies(bracket)`` yields
-    ``tally(piece, bracket)`` for all pieces of the data, in any order.
+    Until ``found`` is known, all data must be tallied against the ``bracket``, in any order. Several searches may
+    share a pass over their data.
     """
-    if count <= 0:
-        return math.inf
-    if count >= total:
-        return 0.0
-    size = min(max(total // 256, SMALLEST_SAMPLE), LARGEST_SAMPLE)
-    stride = max(1, total // size)
-    sampled = np.sort(np.concatenate([np.abs(block.numpy()) for block in sample(stride)]))[::-1]
-    if stride == 1:
-        return float(sampled[count - 1])
-    share = count / total
-    place = share * len(sampled)
-    # Neighbours are correlated, so the margin is far wider than the 4σ of independent draws.
-    margin = 16 * math.sqrt(place * (1 - share)) + 16
-    low, high = _at(sampled, place + margin), _at(sampled, place - margin)
-    while True:
-        found = _add_up(tallies((low, high)))
-        rank = count - found.above
-        margin *= 4
-        if rank <= 0:
-            low, high = high, _at(sampled, place - margin)
-        elif rank <= found.at_high:
-            return high
-        elif rank <= found.at_high + len(found.inside):
-            return _largest(found.inside, rank - found.at_high)
-        elif rank <= found.at_high + len(found.inside) + found.at_low or low == 0:  # only NaN is below zero
-            return low
+
+    def __init__(self, count: int, total: int, sample: Iterable[Tensor]) -> None:
+        self._count = count
+        self.bracket: Bracket = (0.0, math.inf)
+        self.found: float | None = None
+        if count <= 0:
+            self.found = math.inf
+        elif count >= total:
+            self.found = 0.0
         else:
-            low, high = _at(sampled, place + margin), low
+            self._sample = np.sort(np.concatenate([np.abs(block.numpy()) for block in sample]))[::-1]
+            self._start(total)
+
+    def _start(self, total: int) -> None:
+        if sample_stride(total) == 1:
+            self.found = float(self._sample[self._count - 1])
+            return
+        share = self._count / total
+        self._place = share * len(self._sample)
+        # Neighbours are correlated, so 4σ would not do; where this misses, one more pass is needed.
+        self._margin = MARGIN * math.sqrt(self._place * (1 - share)) + MARGIN
+        self.bracket = self._below(), self._above()
+
+    def narrow(self, tallies: Iterable[Tally]) -> None:
+        """Take what all data gave for the bracket: the answer is known then, or the bracket moves."""
+        found = _add_up(tallies)
+        low, high = self.bracket
+        rank = self._count - found.above
+        self._margin *= 4
+        if rank <= 0:
+            self.bracket = high, self._above()
+        elif rank <= found.at_high:
+            self.found = high
+        elif rank <= found.at_high + len(found.inside):
+            self.found = _largest(found.inside, rank - found.at_high)
+        elif rank <= found.at_high + len(found.inside) + found.at_low or low == 0:  # only NaN is below zero
+            self.found = low
+        else:
+            self.bracket = self._below(), low
+
+    def _above(self) -> float:
+        return _at(self._sample, self._place - self._margin)
+
+    def _below(self) -> float:
+        return _at(self._sample, self._place + self._margin)
+
+
+def sample_stride(total: int) -> int:
+    size = min(max(total // 256, SMALLEST_SAMPLE), LARGEST_SAMPLE)
+    return max(1, total // size)
 
 
 def tally(piece: Tensor, bracket: Bracket) -> Tally:

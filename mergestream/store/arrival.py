@@ -19,7 +19,7 @@ from mergestream.report.diagnostics import LARGE
 from mergestream.room import Room
 from mergestream.skeleton import Skeleton
 from mergestream.sketch import Sketch
-from mergestream.step import Discard, Outcome, Step, Totals, memory_of, total
+from mergestream.step import Discard, Outcome, Step, Totals, memory_of, thresholds, total
 from mergestream.store.factors import block_layout, core_layout
 from mergestream.store.steps import StepWriter, slot_name
 
@@ -159,13 +159,13 @@ class Arrival:
         done = writer.done if writer else {}
         self.outcomes = {name: outcome for name, (outcome, _) in done.items()}
         costs = {name: vector.numel(name) for name in vector.names if name not in done}
-        thresholds = step.thresholds(engine) if costs else None
+        ranked = thresholds([step], engine) if costs else None
         target = writer or Discard()
         label = f"{'absorbing' if writer else 'inspecting'} {Path(self.source).name}"
         with self.store.progress.task(label, sum(costs.values()) * 4) as advance:
             for name, outcome in engine.run(
                 costs,
-                lambda name: step.absorb(name, thresholds(name) if thresholds else {}, target),
+                lambda name: step.absorb(name, ranked(name)[0] if ranked else {}, target),
                 self.memory,
             ):
                 self.outcomes[name] = outcome

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from mergestream.engine.selection import Bracket, Tally, kth_magnitude, sample_ranges, tally
+from mergestream.engine.selection import Search, sample_ranges, sample_stride, tally
 
 SIZES = (100_000, 1, 0, 70_001, 513)
 """Tensors of a model: together enough that only a sample of them is sorted at first."""
@@ -17,22 +16,15 @@ SIZES = (100_000, 1, 0, 70_001, 513)
 
 def kth(tensors: list[Tensor], count: int) -> tuple[float, int]:
     """The k-th magnitude, and how often the data was passed over."""
+    total = sum(map(len, tensors))
+    ranges = ((tensor, *place) for tensor in tensors for place in sample_ranges(len(tensor), sample_stride(total)))
+    search = Search(count, total, [tensor[start:stop] for tensor, start, stop in ranges])
     passes = 0
-
-    def sample(stride: int) -> Iterator[Tensor]:
-        for tensor in tensors:
-            for start, stop in sample_ranges(len(tensor), stride):
-                yield tensor[start:stop]
-
-    def tallies(bracket: Bracket) -> Iterator[Tally]:
-        nonlocal passes
+    while search.found is None:
         passes += 1
         assert passes < 10, "it must come to an end"
-        for tensor in tensors:
-            for piece in tensor.split(4096):
-                yield tally(piece, bracket)
-
-    return kth_magnitude(count, sum(map(len, tensors)), sample, tallies), passes
+        search.narrow([tally(piece, search.bracket) for tensor in tensors for piece in tensor.split(4096)])
+    return search.found, passes
 
 
 def normal(generator: torch.Generator) -> list[Tensor]:
