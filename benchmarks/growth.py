@@ -1,7 +1,8 @@
 """How time and memory grow with the number of experts and with the size of the model.
 
-    python -m benchmarks.growth             measure and plot
-    python -m benchmarks.growth --plot      plot what was measured before
+    python -m benchmarks.growth                  measure and plot
+    python -m benchmarks.growth --curves size    measure one of the two curves again, and plot
+    python -m benchmarks.growth --curves         plot what was measured before
 
 Every point is one run in a process of its own. Ours runs everywhere; the peers run as far as their time allows.
 """
@@ -81,7 +82,9 @@ def against_size() -> Iterator[Point]:
             merges[f"{MERGEKIT}: task arithmetic, merge of 3"] = cases.mergekit(experts, "task_arithmetic")
         if cases.have_peers() and model in SIZES[:2]:
             merges[f"{MERGEKIT}: TIES, merge of 3"] = cases.mergekit(experts, "ties")
-        for who, contender in merges.items():
+        floor = cases.floor((experts.base, *experts.experts), experts.base)
+        _once(floor)  # so that nobody is the first to read the files
+        for who, contender in {"the floor of a merge of 3": floor, **merges}.items():
             yield _point("size", who, model, 3, _once(contender))
         two = Family(model, experts.base, experts.experts[:2])
         *_, (_, cost) = _adds(two, Average())
@@ -107,6 +110,9 @@ def _point(curve: str, who: str, model: str, experts: int, cost: Cost) -> Point:
     wall, cpu = cost.work.get("wall", cost.wall), cost.work.get("cpu", cost.cpu)
     print(f"{who}, {model}, {experts}: {wall:.2f} s, {cost.anonymous / 1e6:.0f} MB", file=sys.stderr, flush=True)
     return Point(curve, who, model, experts, wall, cpu, cost.anonymous)
+
+
+CURVES = {"experts": against_experts, "size": against_size}
 
 
 def plot(points: Sequence[Point], directory: Path) -> None:
@@ -146,15 +152,14 @@ def plot(points: Sequence[Point], directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time and memory against the number of experts and the size.")
-    parser.add_argument("--plot", action="store_true", help="plot what was measured before")
+    parser.add_argument("--curves", nargs="*", choices=CURVES, default=list(CURVES), help="those to measure again")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     results = arguments.output / "growth.json"
-    if arguments.plot:
-        points = [Point(**entry) for entry in json.loads(results.read_text())]
-    else:
-        points = [*against_experts(), *against_size()]
+    points = [Point(**entry) for entry in json.loads(results.read_text())] if results.exists() else []
+    for curve in arguments.curves:
+        points = [point for point in points if point.curve != curve] + list(CURVES[curve]())
         results.write_text(json.dumps([vars(point) for point in points], indent=1) + "\n")
     plot(points, arguments.output)
 

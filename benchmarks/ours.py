@@ -2,7 +2,7 @@
 
 python -m benchmarks.ours add STORE EXPERT
 python -m benchmarks.ours export STORE OUT
-python -m benchmarks.ours merge --base B --method ties --set mode=streaming OUT E1 E2 E3
+python -m benchmarks.ours merge --base B --method ties --set mode=streaming [--workers N] OUT E1 E2 E3
 python -m benchmarks.ours merger --base B E1 E2                the second model into an in-memory `Merger`
 """
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from benchmarks.stopwatch import work
 from mergestream.architecture import load_architecture
 from mergestream.checkpoints import open_checkpoint
+from mergestream.engine import LocalEngine
 from mergestream.merger import Merger
 from mergestream.methods import OPCM, make_method
-from mergestream.one_shot import merge
+from mergestream.one_shot import merge, usual_workers
 from mergestream.store import Store
 
 
@@ -40,6 +41,7 @@ def main() -> None:
     command.add_argument("--base", type=Path, required=True)
     command.add_argument("--method", required=True)
     command.add_argument("--set", action="append", default=[], dest="parameters")
+    command.add_argument("--workers", type=int)
     command.add_argument("path", type=Path)
     command.add_argument("experts", type=Path, nargs="+")
     command = commands.add_parser("merger")
@@ -56,9 +58,10 @@ def main() -> None:
             merger.add(second)
     elif arguments.command == "merge":
         method = make_method(arguments.method, dict(item.split("=") for item in arguments.parameters))
+        engine = LocalEngine(arguments.workers or usual_workers(method))
         load_architecture(arguments.base)  # imports transformers, as the peers' runners do before their work
         with work():
-            merge(arguments.base, arguments.experts, arguments.path, method)
+            merge(arguments.base, arguments.experts, arguments.path, method, engine=engine)
     elif arguments.command == "add":
         with work() as facts:
             facts["lambda"] = 1 / Store(arguments.store).add(arguments.path).scale

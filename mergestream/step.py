@@ -219,6 +219,8 @@ def thresholds(steps: Sequence[Step], engine: LocalEngine) -> Callable[[str], li
         if ranking is not None:
             wanted += [(number, which) for which in ranking.names]
             over, density = ranking.over, ranking.density
+    if not wanted:
+        return lambda name: [{} for _ in steps]
 
     def search(engine: LocalEngine, names: Sequence[str]) -> list[dict[str, float]]:
         found: list[dict[str, float]] = [{} for _ in steps]
