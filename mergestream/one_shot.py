@@ -34,8 +34,8 @@ from mergestream.store.store import expert_name
 
 
 def usual_workers(method: Method) -> int:
-    """One where every file is read once: sums wait for memory, and a second thread mostly for the
-    interpreter's lock. It would take half as much processor time again, to save a tenth of the wait."""
+    """One where every file is read once, for the least processor time: sums wait for memory, and threads for the
+    interpreter's lock. A second one saves a quarter of the wait, for up to a quarter more (docs/performance.md)."""
     return 1 if method.one_pass else os.cpu_count() or 1
 
 

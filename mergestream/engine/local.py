@@ -78,7 +78,7 @@ class LocalEngine:
         self._check_budget(memory)
         keep_freed_memory()
         waiting = sorted(costs, key=lambda name: (-costs[name], name))
-        if self.workers == 1:  # two threads that share the interpreter's lock take a tenth more
+        if self.workers == 1:  # a second thread would only share the interpreter's lock
             with single_threaded():
                 yield from ((name, work(name)) for name in waiting)
             return
