@@ -215,7 +215,7 @@ def make_parser() -> argparse.ArgumentParser:
     _duplicate_option(merge)
     merge.add_argument("-o", "--out", required=True, metavar="OUT")
     _output_options(merge)
-    _running_options(merge, workers="one for sums, all cores where matrices are decomposed")
+    _running_options(merge, workers="one where each file is read once, else all cores")
     merge.set_defaults(run=_lazy("mergestream.cli.output", "merge"))
 
     watch = command(
