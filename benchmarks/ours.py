@@ -21,7 +21,7 @@ from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import LocalEngine
 from mergestream.merger import Merger
 from mergestream.methods import OPCM, make_method
-from mergestream.one_shot import merge, usual_workers
+from mergestream.one_shot import merge
 from mergestream.store import Store
 
 
@@ -58,7 +58,7 @@ def main() -> None:
             merger.add(second)
     elif arguments.command == "merge":
         method = make_method(arguments.method, dict(item.split("=") for item in arguments.parameters))
-        engine = LocalEngine(arguments.workers or usual_workers(method))
+        engine = LocalEngine(arguments.workers) if arguments.workers else None
         load_architecture(arguments.base)  # imports transformers, as the peers' runners do before their work
         with work():
             merge(arguments.base, arguments.experts, arguments.path, method, engine=engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
@@ -13,16 +13,13 @@ from mergestream.base_model import BaseModel, base_changed, non_finite
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.errors import MergestreamError
-from mergestream.pieces import PIECE, squared_norm
+from mergestream.pieces import PIECE, Elements, squared_norm
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from mergestream.lowrank import LowRank
-
-Elements = Callable[[int, int], "Tensor"]
-"""A flat range of a tensor, by its start and its end."""
 
 Fate = Literal["merged", "copied", "head", "tied", "unchanged", "ignored"]
 """What happens to a tensor; ``unchanged`` ones are missing from the expert."""

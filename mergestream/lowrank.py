@@ -16,7 +16,6 @@ new block loses to the old ones (`Basis.extend`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -140,7 +139,7 @@ class LowRank:
         """The tensor itself, in the factors' dtype."""
         return self.elements()(0, self.shape.numel()).view(self.shape)
 
-    def elements(self) -> Callable[[int, int], Tensor]:
+    def elements(self) -> pieces.Elements:
         """A function that multiplies out consecutive elements of the flattened tensor, from one to another."""
         width = max(self.right.length, 1)
         scaled = self.left.combine(self.core.T).to(self.dtype)

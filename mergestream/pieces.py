@@ -8,6 +8,7 @@ keep what is freed: fresh memory for every piece made the same arithmetic ten ti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ PIECE = 1 << 18
 """Elements in a piece."""
 ALIGNMENT = 64
 """Bytes of a cache line: where torch lets its arrays start, and we let a file's."""
+Elements = Callable[[int, int], "Tensor"]
+"""Any range of a flattened tensor, by its start and its end."""
 
 
 def squared_norm(x: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast as cast_type
 
@@ -15,7 +15,7 @@ from mergestream.digest import TensorHasher
 from mergestream.errors import MergestreamError
 from mergestream.lowrank import LowRank, Value, dense
 from mergestream.methods.base import Method, State
-from mergestream.pieces import PIECE
+from mergestream.pieces import PIECE, Elements
 from mergestream.step import ReadState
 
 
@@ -49,7 +49,7 @@ class Readout:
         if tensor.digest and hasher.hexdigest() != tensor.digest:
             raise base_changed(name, self.base)
 
-    def direction(self, name: str) -> Callable[[int, int], Tensor] | None:
+    def direction(self, name: str) -> Elements | None:
         """A function that gives consecutive elements of the direction; None where all of them are zero."""
         values = self._state(name)
         if any(isinstance(value, LowRank) for value in values.values()):

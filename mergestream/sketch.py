@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -30,6 +30,7 @@ import numpy as np
 import xxhash
 
 from mergestream.errors import MergestreamError
+from mergestream.pieces import Elements
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +48,6 @@ FORMAT = "1"
 NAME = "sketch"
 STANDARD_ERROR = 1 / math.sqrt(WIDTH)
 """Of the cosine of two unrelated task vectors; less for similar ones."""
-
-Elements = Callable[[int, int], "Tensor"]
-"""Any range of a flattened tensor."""
 
 
 class Sketch:

@@ -168,8 +168,8 @@ def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> Thin
     wanted = (lambda values: leading(singular_values(values))) if leading else None
     eigenvalues, vectors = eigh_upper(_gram(matrix), matrix.dtype, wanted)
     s = singular_values(eigenvalues)
-    count = leading(s) if leading else len(s)
-    v = vectors.flip(1)[:, :count]
+    v = vectors.flip(1)[:, : len(s)]
+    count = v.shape[1]
     u = matrix @ (v / s[:count]).to(matrix.dtype)
     large = _numerical_rank(s[:count], SMALL_SINGULAR_VALUE)
     if large < count:

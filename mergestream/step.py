@@ -13,13 +13,13 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from mergestream.checkpoints import torch_dtype
-from mergestream.deltas import Elements, TaskVector
+from mergestream.deltas import TaskVector
 from mergestream.digest import TensorHasher
 from mergestream.engine import LocalEngine
 from mergestream.engine.selection import Search, Tally, sample_ranges, sample_stride, tally
 from mergestream.lowrank import LowRank, Value, dense, squared_norm
 from mergestream.methods.base import Absorbed, Context, Method, State
-from mergestream.pieces import PIECE
+from mergestream.pieces import PIECE, Elements
 from mergestream.room import Room
 from mergestream.sketch import Sketch
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from mergestream.adapters.reading import Adapter, BoundAdapter
 from mergestream.base_model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorInfo, torch_dtype
-from mergestream.deltas import BasePieces, Elements, Piece, TaskVector
+from mergestream.deltas import BasePieces, Piece, TaskVector
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.lowrank import LowRank, squared_norm
-from mergestream.pieces import PIECE
+from mergestream.pieces import PIECE, Elements
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,20 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from mergestream.errors import MergestreamError
 from mergestream.experts import open_expert, task_vector
-from mergestream.pieces import PIECE
+from mergestream.pieces import PIECE, Elements
 from mergestream.readout import Readout
 from mergestream.report.diagnostics import layer_of
 from mergestream.store.steps import StepReader, step_directory
 
 if TYPE_CHECKING:
     from mergestream.store import Store
-
-Elements = Callable[[int, int], Tensor] | None
-"""Any range of a tensor's difference from the base; None where it is zero."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,8 @@ class Model:
     """One side of a comparison."""
 
     label: str
-    elements: Callable[[str], Elements]
+    elements: Callable[[str], Elements | None]
+    """By the name of a tensor: its difference from the base; None where that is zero"""
 
 
 def compare(store: Store, a: str, b: str) -> Comparison:
@@ -126,14 +123,14 @@ def _open_step(stack: ExitStack, store: Store, number: int) -> Model:
     reader = stack.enter_context(closing(StepReader(store.path, number)))
     readout = Readout(store.manifest.base, base, store.method, number, entry.scale, reader.read)
 
-    def elements(name: str) -> Elements:
+    def elements(name: str) -> Elements | None:
         direction = readout.direction(name)
         return None if direction is None else lambda start, stop: direction(start, stop) * entry.scale
 
     return Model(f"step {number} ({entry.name})", elements)
 
 
-def _sums(a: Elements, b: Elements, numel: int) -> Sums:
+def _sums(a: Elements | None, b: Elements | None, numel: int) -> Sums:
     parts = []
     for start in range(0, numel, PIECE):
         stop = min(start + PIECE, numel)
