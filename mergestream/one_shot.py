@@ -132,13 +132,13 @@ class OnePass:
         linear = tensor.role == "linear"
         contexts = [Context(t, linear, found) for t, found in enumerate(self.ranked(name), 1)]
         for pieces in zip(*(vector.pieces(name, base=base) for vector in self.vectors), strict=True):
-            kept, direction = self.method.absorb_all([piece.delta for piece in pieces], contexts)
-            for number, (piece, part) in enumerate(zip(pieces, kept, strict=True)):
+            kept2, direction = self.method.absorb_all([piece.delta for piece in pieces], contexts)
+            for number, (piece, kept) in enumerate(zip(pieces, kept2, strict=True)):
                 self.norm2[number].append(piece.norm2)
-                self.kept2[number].append(piece.norm2 if part is piece.delta else squared_norm(part))
+                self.kept2[number].append(piece.norm2 if kept is None else kept)
             self.direction2.append(squared_norm(direction))
             start = pieces[0].start
-            yield start, cast(torch.add(base.at(start), direction, alpha=self.scales[-1]), dtype, name)
+            yield start, cast(torch.add(base.at(start), direction, alpha=self.scales[-1], out=direction), dtype, name)
 
     def card(self, command: str | None, allow_duplicate: bool) -> CardFacts:
         rows: list[CardRow] = []

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from mergestream.checkpoints import torch_dtype
@@ -192,14 +194,22 @@ class Step:
         return slots, lost2
 
     def ranked(self, which: str, name: str, base: Elements) -> Elements:
-        """Any range of what is to be ranked."""
+        """Any range of the magnitudes that are to be ranked."""
         if which == "delta":
-            return self.vector.elements(name, base)
+            delta = self.vector.elements(name, base)
+            return lambda start, stop: delta(start, stop).abs_()
         state = self.read_state(which, name)
         if isinstance(state, LowRank):
-            return state.elements()
+            factors = state.elements()
+            return lambda start, stop: factors(start, stop).abs()
         flat = state.reshape(-1)
-        return lambda start, stop: flat[start:stop]
+        return lambda start, stop: flat[start:stop].abs()
+
+    def sample(self, which: str, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Some ranges of the magnitudes that are to be ranked, one behind the other."""
+        if which == "delta":
+            return self.vector.sample(name, ranges).abs_()
+        return torch.cat(list(starmap(self.ranked(which, name, self.vector.base_elements(name)), ranges)))
 
     def _state(self, name: str) -> dict[str, Value] | None:
         if self.t == 1:
@@ -249,10 +259,9 @@ def _search(
 
     blocks: list[list[Tensor]] = [[] for _ in wanted]
     for name in names:
-        ranked = elements(name)
-        for start, stop in sample_ranges(sizes[name], sample_stride(total)):
-            for sample, part in zip(blocks, ranked, strict=True):
-                sample.append(part(start, stop))
+        ranges = list(sample_ranges(sizes[name], sample_stride(total)))
+        for sample, (number, which) in zip(blocks, wanted, strict=True):
+            sample.append(steps[number].sample(which, name, ranges))
     searches = [Search(int(density * total), total, sample) for sample in blocks]
     while any(search.found is None for search in searches):
         open_ones = [number for number, search in enumerate(searches) if search.found is None]

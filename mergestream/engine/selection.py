@@ -53,7 +53,7 @@ class Search:
         elif count >= total:
             self.found = 0.0
         else:
-            self._sample = np.sort(np.concatenate([np.abs(block.numpy()) for block in sample]))[::-1]
+            self._sample = np.sort(np.concatenate([block.numpy() for block in sample]))[::-1]
             self._start(total)
 
     def _start(self, total: int) -> None:
@@ -95,10 +95,10 @@ def sample_stride(total: int) -> int:
     return max(1, total // size)
 
 
-def tally(piece: Tensor, bracket: Bracket) -> Tally:
+def tally(magnitudes: Tensor, bracket: Bracket) -> Tally:
     """Count and collect one piece of the data."""
     low, high = bracket
-    magnitude = np.abs(piece.numpy())  # numpy compares, selects and sorts ten times faster than torch
+    magnitude = magnitudes.numpy()  # numpy compares, selects and sorts ten times faster than torch
     from_high = magnitude >= high
     above = int(np.count_nonzero(magnitude > high))
     at_high = int(np.count_nonzero(from_high)) - above

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from torch import Tensor
 
@@ -36,6 +38,9 @@ class Average(Method):
 
     def direction(self, state: State, t: int) -> Tensor:
         return state["sum"]
+
+    def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
+        return [None] * len(deltas), reduce(Tensor.add_, deltas)
 
     def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
         return 1 / t

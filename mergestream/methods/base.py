@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from mergestream.errors import UsageError
+from mergestream.pieces import squared_norm
 
 State = dict[str, Tensor]
 """The named slots that a method keeps for one tensor of the model."""
@@ -132,17 +133,20 @@ class Method(ABC):
     def direction(self, state: State, t: int) -> Tensor:
         """The merged task vector up to a scale that is common to all tensors."""
 
-    def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[Tensor], Tensor]:
-        """What is kept of every Δ, and the direction after the last: where all models are at hand, a method may know a
-        shorter way to the same than absorbing one after the other."""
+    def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
+        """‖kept‖² of every Δ (None where all is kept), and the direction after the last.
+
+        Where all models are at hand, a method may know a shorter way to the same than absorbing one after the other.
+        The deltas may be written to.
+        """
         state: State | None = None
-        kept = []
+        kept2: list[float | None] = []
         for delta, context in zip(deltas, contexts, strict=True):
             absorbed = self.absorb(state, delta, context)
             state = absorbed.state
-            kept.append(absorbed.kept)
+            kept2.append(None if absorbed.kept is delta else squared_norm(absorbed.kept))
         assert state is not None
-        return kept, self.direction(state, len(deltas))
+        return kept2, self.direction(state, len(deltas))
 
     def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
         """The common scale, from the mean norm of the task vectors and the norm of the direction."""

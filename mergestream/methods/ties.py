@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import hardshrink
 
 from mergestream.methods.base import Absorbed, Context, Method, Ranking, State, parameter
+from mergestream.pieces import squared_norm
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,19 @@ class TIES(Method):
         count = torch.lerp(state["negative_count"], state["positive_count"], up)
         return torch.lerp(negative, positive, up).div_(count.clamp_(min=1))
 
-    def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[Tensor], Tensor]:
-        """The batch method: half of the passes over memory that sums and counts of both sides take."""
+    def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
+        """The batch method: half of the passes over memory that sums and counts of both sides take, all in place."""
         if self.mode != "streaming":
             return super().absorb_all(deltas, contexts)
-        trimmed = [trim(delta, context.thresholds["delta"]) for delta, context in zip(deltas, contexts, strict=True)]
-        total = reduce(torch.add, trimmed)
+        kept2: list[float | None] = []
+        for delta, context in zip(deltas, contexts, strict=True):
+            trim(delta, context.thresholds["delta"], out=delta)
+            kept2.append(squared_norm(delta))
+        total = reduce(torch.add, deltas)
         elected = torch.copysign(torch.ones((), dtype=total.dtype), total)
-        agreeing = [(x * elected).relu_() for x in trimmed]
+        agreeing = [delta.mul_(elected).relu_() for delta in deltas]
         count = reduce(Tensor.add_, (x.sign() for x in agreeing))
-        return trimmed, reduce(Tensor.add_, agreeing).mul_(elected).div_(count.clamp_(min=1))
+        return kept2, reduce(Tensor.add_, agreeing).mul_(elected).div_(count.clamp_(min=1))
 
     def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
         return self.scale if self.mode == "streaming" else 1.0
@@ -113,9 +116,9 @@ class TIES(Method):
 # Masks and torch.where are many times slower than arithmetic on signs (docs/performance.md).
 
 
-def trim(x: Tensor, threshold: float) -> Tensor:
+def trim(x: Tensor, threshold: float, out: Tensor | None = None) -> Tensor:
     """x where |x| ≥ threshold, else 0."""
-    return hardshrink(x, _just_below(threshold, x.dtype))
+    return torch.hardshrink(x, _just_below(threshold, x.dtype), out=out)
 
 
 @lru_cache

@@ -18,12 +18,12 @@ def kth(tensors: list[Tensor], count: int) -> tuple[float, int]:
     """The k-th magnitude, and how often the data was passed over."""
     total = sum(map(len, tensors))
     ranges = ((tensor, *place) for tensor in tensors for place in sample_ranges(len(tensor), sample_stride(total)))
-    search = Search(count, total, [tensor[start:stop] for tensor, start, stop in ranges])
+    search = Search(count, total, [tensor[start:stop].abs() for tensor, start, stop in ranges])
     passes = 0
     while search.found is None:
         passes += 1
         assert passes < 10, "it must come to an end"
-        search.narrow([tally(piece, search.bracket) for tensor in tensors for piece in tensor.split(4096)])
+        search.narrow([tally(piece.abs(), search.bracket) for tensor in tensors for piece in tensor.split(4096)])
     return search.found, passes
 
 
