@@ -250,7 +250,7 @@ def _search(
 ) -> list[float]:
     """The magnitude that the ``density`` largest entries of all these tensors reach, for everything that is wanted."""
     vector = steps[0].vector
-    sizes = {name: vector.numel(name) for name in names}
+    sizes = {name: vector.numel(name) for name in names if vector.numel(name)}
     total = sum(sizes.values())
 
     def elements(name: str) -> list[Elements]:
@@ -258,8 +258,8 @@ def _search(
         return [steps[number].ranked(which, name, base) for number, which in wanted]
 
     blocks: list[list[Tensor]] = [[] for _ in wanted]
-    for name in names:
-        ranges = list(sample_ranges(sizes[name], sample_stride(total)))
+    for name, size in sizes.items():
+        ranges = list(sample_ranges(size, sample_stride(total)))
         for sample, (number, which) in zip(blocks, wanted, strict=True):
             sample.append(steps[number].sample(which, name, ranges))
     searches = [Search(int(density * total), total, sample) for sample in blocks]

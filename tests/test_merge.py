@@ -79,3 +79,57 @@ def test_nan_is_refused_and_nothing_is_written(method, tmp_path, toys):
     with pytest.raises(MergestreamError, match=r"layers.0.up.weight in model.safetensors of \S*bad holds NaN or Inf"):
         mergestream.merge(toys.base, [toys.experts[1], save_model(tmp_path / "bad", bad)], tmp_path / "out", method)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
+
+
+SHAPES = {"wide": (300, 400), "none": (0, 7), "tall": (500, 300), "short": (5,)}
+"""Enough that only a sample of the magnitudes is sorted, and a tensor that has none."""
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A base and two experts, in their directories."""
+    for seed, name in enumerate(("base", "expert-1", "expert-2")):
+        generator = torch.Generator().manual_seed(seed)
+        save_model(tmp_path / name, {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()})
+    return [tmp_path / name for name in ("base", "expert-1", "expert-2")]
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def trimmed(vector, over):
+    """The vector with all but 30 % of its entries zeroed, found by sorting them all."""
+    vector = {name: tensor.clone() for name, tensor in vector.items()}
+    for names in [list(vector)] if over == "model" else [[name] for name in vector]:
+        magnitudes = torch.cat([vector[name].abs().flatten() for name in names]).sort(descending=True).values
+        count = int(0.3 * len(magnitudes))
+        for name in names:
+            vector[name][vector[name].abs() < (magnitudes[count - 1] if count else torch.inf)] = 0
+    return vector
+
+
+def agreeing(a, b):
+    """What of both has the sign of their sum."""
+    both = torch.stack([a, b])
+    return both * (both.sign() == both.sum(0).sign())
+
+
+@pytest.mark.parametrize("over", ["model", "tensor"])
+def test_ties_where_only_a_sample_is_sorted(over, large, tmp_path):
+    base, *experts = map(weights, large)
+    first, second = ({name: tensor - base[name] for name, tensor in expert.items()} for expert in experts)
+
+    method = TIES(density=0.3, scale=0.5, mode="streaming", trim=over)
+    mergestream.merge(large[0], large[1:], tmp_path / "streaming", method)
+    a, b = trimmed(first, over), trimmed(second, over)
+    for name, merged in weights(tmp_path / "streaming").items():
+        parts = agreeing(a[name], b[name])
+        expected = base[name] + 0.5 * parts.sum(0) / parts.count_nonzero(0).clamp(min=1)
+        assert torch.allclose(merged, expected, atol=1e-6), name
+
+    method = TIES(density=0.3, scale=0.5, mode="continual", trim=over)
+    mergestream.merge(large[0], large[1:], tmp_path / "continual", method)
+    a = trimmed({name: 0.5 * tensor for name, tensor in first.items()}, over)
+    for name, merged in weights(tmp_path / "continual").items():
+        assert torch.allclose(merged, base[name] + 0.5 * agreeing(a[name], b[name]).sum(0), atol=1e-6), name
