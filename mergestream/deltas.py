@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
-from itertools import starmap
 from typing import TYPE_CHECKING, Literal
 
 from mergestream.base_model import BaseModel, base_changed, non_finite
@@ -88,7 +87,10 @@ class TaskVector:
         raise NotImplementedError
 
     def elements(self, name: str, base: Elements | None = None) -> Elements:
-        """Any range of Δ, neither checked nor digested. Task vectors that go side by side may share the ``base``."""
+        """Any range of Δ in memory of its own, neither checked nor digested.
+
+        Task vectors that go side by side may share the ``base``.
+        """
         import torch
 
         dtype = torch_dtype(self.model.tensors[name].state_dtype)
@@ -96,19 +98,6 @@ class TaskVector:
             return lambda start, stop: torch.zeros(stop - start, dtype=dtype)
         base, expert = base or self.base_elements(name), self.expert.read(self._stored(name)).reshape(-1)
         return lambda start, stop: _difference(expert[start:stop], base(start, stop))
-
-    def sample(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Some ranges of Δ, one behind the other."""
-        import torch
-
-        if self.rank(name) is not None or not self._reads(name):
-            return torch.cat(list(starmap(self.elements(name), ranges)))
-        dtype = torch_dtype(self.model.tensors[name].state_dtype)
-        expert, base = (
-            torch.cat([flat[start:stop] for start, stop in ranges]).to(dtype)
-            for flat in (self.expert.read(self._stored(name)).reshape(-1), self.base.read(name).reshape(-1))
-        )
-        return expert.sub_(base)
 
     def base_elements(self, name: str) -> Elements:
         """Any range of the base in the state's type, read when it is needed first; the last one is kept."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor
 
 from mergestream.checkpoints import torch_dtype
@@ -196,20 +194,14 @@ class Step:
     def ranked(self, which: str, name: str, base: Elements) -> Elements:
         """Any range of the magnitudes that are to be ranked."""
         if which == "delta":
-            delta = self.vector.elements(name, base)
-            return lambda start, stop: delta(start, stop).abs_()
-        state = self.read_state(which, name)
-        if isinstance(state, LowRank):
-            factors = state.elements()
-            return lambda start, stop: factors(start, stop).abs()
-        flat = state.reshape(-1)
-        return lambda start, stop: flat[start:stop].abs()
-
-    def sample(self, which: str, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Some ranges of the magnitudes that are to be ranked, one behind the other."""
-        if which == "delta":
-            return self.vector.sample(name, ranges).abs_()
-        return torch.cat(list(starmap(self.ranked(which, name, self.vector.base_elements(name)), ranges)))
+            fresh = self.vector.elements(name, base)
+        else:
+            state = self.read_state(which, name)
+            if isinstance(state, Tensor):
+                flat = state.reshape(-1)
+                return lambda start, stop: flat[start:stop].abs()
+            fresh = state.elements()
+        return lambda start, stop: fresh(start, stop).abs_()
 
     def _state(self, name: str) -> dict[str, Value] | None:
         if self.t == 1:
@@ -250,7 +242,7 @@ def _search(
 ) -> list[float]:
     """The magnitude that the ``density`` largest entries of all these tensors reach, for everything that is wanted."""
     vector = steps[0].vector
-    sizes = {name: vector.numel(name) for name in names if vector.numel(name)}
+    sizes = {name: vector.numel(name) for name in names}
     total = sum(sizes.values())
 
     def elements(name: str) -> list[Elements]:
@@ -258,10 +250,11 @@ def _search(
         return [steps[number].ranked(which, name, base) for number, which in wanted]
 
     blocks: list[list[Tensor]] = [[] for _ in wanted]
-    for name, size in sizes.items():
-        ranges = list(sample_ranges(size, sample_stride(total)))
-        for sample, (number, which) in zip(blocks, wanted, strict=True):
-            sample.append(steps[number].sample(which, name, ranges))
+    for name in names:
+        ranked = elements(name)
+        for start, stop in sample_ranges(sizes[name], sample_stride(total)):
+            for sample, part in zip(blocks, ranked, strict=True):
+                sample.append(part(start, stop))
     searches = [Search(int(density * total), total, sample) for sample in blocks]
     while any(search.found is None for search in searches):
         open_ones = [number for number, search in enumerate(searches) if search.found is None]

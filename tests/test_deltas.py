@@ -41,15 +41,6 @@ def test_pieces_are_the_whole_in_order(monkeypatch):
     assert torch.equal(elements(10, 31), whole.delta.flatten()[10:31])
 
 
-def test_a_sample_is_its_ranges_one_behind_the_other():
-    found = vector(toy_expert(1), partial=True, ignore=["half.*"])
-    ranges = [(0, 3), (5, 8)]
-    for name in found.names:
-        elements = found.elements(name)
-        if found.numel(name) >= 8:
-            assert torch.equal(found.sample(name, ranges), torch.cat([elements(*place) for place in ranges]))
-
-
 def test_digests_are_those_of_the_expert_whole_or_in_pieces(monkeypatch):
     expert = toy_expert(1)
     digests = []
