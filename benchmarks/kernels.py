@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.stopwatch import work
-from mergestream import lapack
+from mergestream.algebra import lapack
+from mergestream.algebra.svd import ThinSVD, _gram, _numerical_rank, project, protected_directions, thin_svd
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import single_threaded
-from mergestream.spectral import ThinSVD, _gram, _numerical_rank, project, protected_directions, thin_svd
 
 SHAPES = [(768, 768), (3072, 768), (768, 3072), (1024, 1024), (4096, 1024)]
 Decompose = Callable[[Tensor], ThinSVD]

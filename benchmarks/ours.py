@@ -16,12 +16,12 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.stopwatch import work
-from mergestream.architecture import load_architecture
+from mergestream.base.architecture import load_architecture
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import LocalEngine
-from mergestream.merger import Merger
+from mergestream.export.one_shot import merge
+from mergestream.merging.merger import Merger
 from mergestream.methods import OPCM, make_method
-from mergestream.one_shot import merge
 from mergestream.store import Store
 
 

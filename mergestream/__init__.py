@@ -21,8 +21,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Store": "mergestream.store",
     "Expert": "mergestream.store",
-    "Merger": "mergestream.merger",
-    "merge": "mergestream.one_shot",
+    "Merger": "mergestream.merging.merger",
+    "merge": "mergestream.export.one_shot",
     "MergestreamError": "mergestream.errors",
     "LocalEngine": "mergestream.engine",
     "METHODS": "mergestream.methods",
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
 if TYPE_CHECKING:
     from mergestream.engine import LocalEngine
     from mergestream.errors import MergestreamError
-    from mergestream.merger import Merger
+    from mergestream.export.one_shot import merge
+    from mergestream.merging.merger import Merger
     from mergestream.methods import EMA, LAWA, METHODS, OPCM, TIES, Average, MagMax, TaskArithmetic
-    from mergestream.one_shot import merge
     from mergestream.store import Expert, Store

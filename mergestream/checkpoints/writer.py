@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mergestream.algebra.pieces import ALIGNMENT
 from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.errors import MergestreamError
 from mergestream.files import sync_directory
-from mergestream.pieces import ALIGNMENT
 
 if TYPE_CHECKING:
     from torch import Tensor

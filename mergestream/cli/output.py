@@ -38,7 +38,7 @@ def export(arguments: Namespace) -> int:
 
 
 def merge(arguments: Namespace) -> int:
-    from mergestream.one_shot import merge, usual_workers
+    from mergestream.export.one_shot import merge, usual_workers
 
     method = make_method_from(arguments)
     arguments.workers = arguments.workers or usual_workers(method)

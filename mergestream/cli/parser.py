@@ -7,9 +7,9 @@ from collections.abc import Callable
 from importlib import import_module
 
 from mergestream import __version__
+from mergestream.cli.options import at_least, size
 from mergestream.errors import UsageError
 from mergestream.evaluation.command import add_arguments as add_bench_arguments
-from mergestream.option_types import at_least, size
 
 DESCRIPTION = """\
 Merge fine-tuned models into one model as they arrive.

@@ -39,7 +39,7 @@ def single_threaded() -> Iterator[None]:
     threads would depend on their number."""
     import torch
 
-    from mergestream.lapack import one_thread
+    from mergestream.algebra.lapack import one_thread
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mergestream.cli.options import at_least
 from mergestream.errors import UsageError
-from mergestream.option_types import at_least
 
 QUIET_SECONDS = 60  # in a log, a long run says at least this often that it lives
 

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from mergestream.algebra.pieces import squared_norm
 from mergestream.errors import UsageError
-from mergestream.pieces import squared_norm
 
 State = dict[str, Tensor]
 """The named slots that a method keeps for one tensor of the model."""

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mergestream.lowrank import dense
+from mergestream.algebra.lowrank import dense
+from mergestream.algebra.svd import project, protected_directions, thin_svd
 from mergestream.methods.base import Absorbed, Context, Method, State, parameter
-from mergestream.spectral import project, protected_directions, thin_svd
 
 
 @dataclass(frozen=True)

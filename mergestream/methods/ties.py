@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mergestream.algebra.pieces import squared_norm
 from mergestream.methods.base import Absorbed, Context, Method, Ranking, State, parameter
-from mergestream.pieces import squared_norm
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mergestream.sketch import STANDARD_ERROR, cosine, read_sketch
+from mergestream.experts.sketch import STANDARD_ERROR, cosine, read_sketch
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mergestream.algebra.pieces import PIECE, Elements
 from mergestream.errors import MergestreamError
-from mergestream.experts import open_expert, task_vector
-from mergestream.pieces import PIECE, Elements
-from mergestream.readout import Readout
+from mergestream.experts.opening import open_expert, task_vector
+from mergestream.merging.readout import Readout
 from mergestream.report.diagnostics import layer_of
 from mergestream.store.steps import StepReader, step_directory
 

@@ -13,7 +13,7 @@ from mergestream.report.diagnostics import LARGE, Similarity, Survival, similari
 from mergestream.report.scores import Scores, attached
 
 if TYPE_CHECKING:
-    from mergestream.base_model import BaseTensor
+    from mergestream.base.model import BaseTensor
     from mergestream.store import Expert, Store
 
 SIMILAR = 0.5

@@ -21,7 +21,7 @@ from mergestream.store.steps import StepReader
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergestream.step import Totals
+    from mergestream.merging.step import Totals
 
 QUANTITIES = {
     "kept": "the share of the expert that enters the merged state",

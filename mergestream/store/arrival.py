@@ -10,24 +10,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.adapters import Adapter, same_model
+from mergestream.algebra.bounds import Room
+from mergestream.base.skeleton import Skeleton
 from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.digest import combined_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts import ExpertSource, open_expert, task_vector
+from mergestream.experts.adapters import Adapter, same_model
+from mergestream.experts.opening import ExpertSource, open_expert, task_vector
+from mergestream.experts.sketch import Sketch
+from mergestream.merging.step import Discard, Outcome, Step, Totals, memory_of, thresholds, total
 from mergestream.report.diagnostics import LARGE
-from mergestream.room import Room
-from mergestream.skeleton import Skeleton
-from mergestream.sketch import Sketch
-from mergestream.step import Discard, Outcome, Step, Totals, memory_of, thresholds, total
 from mergestream.store.factors import block_layout, core_layout
 from mergestream.store.steps import StepWriter, slot_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergestream.deltas import TaskVector
-    from mergestream.lowrank import LowRank
+    from mergestream.algebra.lowrank import LowRank
+    from mergestream.experts.vector import TaskVector
     from mergestream.store.store import Store
 
 OTHER_BASE = 0.7

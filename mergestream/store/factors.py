@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergestream.algebra.bounds import Room, matrix_shape
 from mergestream.checkpoints import (
     Checkpoint,
     SafetensorsWriter,
@@ -29,12 +30,11 @@ from mergestream.checkpoints import (
 )
 from mergestream.digest import tensor_digest
 from mergestream.files import read_json
-from mergestream.room import Room, matrix_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergestream.lowrank import LowRank
+    from mergestream.algebra.lowrank import LowRank
 
 INDEX = "factors.json"
 SIDES = ("left", "right")
@@ -90,7 +90,7 @@ class FactorReader:
         """A factored slot of the tensor ``name``; ``state`` holds its core."""
         import torch
 
-        from mergestream.lowrank import Basis, LowRank
+        from mergestream.algebra.lowrank import Basis, LowRank
 
         entry = self.index[slot]
         shape, dtype = tuple(entry["shape"]), torch_dtype(entry["dtype"])

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mergestream.report.diagnostics import LARGE, cosines_to, layer_of
 
 if TYPE_CHECKING:
-    from mergestream.deltas import TaskVector
-    from mergestream.step import Outcome
+    from mergestream.experts.vector import TaskVector
+    from mergestream.merging.step import Outcome
     from mergestream.store.arrival import Arrival
 
 

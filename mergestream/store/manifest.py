@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergestream.base_model import BaseModel
+from mergestream.base.model import BaseModel
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json, write_json

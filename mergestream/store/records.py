@@ -22,7 +22,7 @@ HEADS = "heads.safetensors"
 
 def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
     """Keep what happened to each tensor, the sketch and the expert's heads; returns the record's digest."""
-    from mergestream.sketch import write_sketch
+    from mergestream.experts.sketch import write_sketch
 
     remove(directory)
     directory.mkdir(parents=True)

@@ -23,8 +23,8 @@ from mergestream.store.factors import INDEX, FactorReader, FactorWriter, core_na
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergestream.lowrank import LowRank
-    from mergestream.step import Outcome
+    from mergestream.algebra.lowrank import LowRank
+    from mergestream.merging.step import Outcome
 
 _PLAN, _JOURNAL, _DIGESTS = "plan.json", "journal", "digests.json"
 
@@ -120,7 +120,7 @@ class StepWriter:
         plan: Mapping[str, Any],
     ) -> None:
         """``layout`` has the dense slots and the cores, ``blocks`` what the bases of factored slots may gain."""
-        from mergestream.step import Outcome
+        from mergestream.merging.step import Outcome
 
         self.directory, self._before = step_directory(store, number), before
         self._layout, self._number = layout, number

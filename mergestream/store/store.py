@@ -12,22 +12,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.base_model import BaseModel
+from mergestream.base.model import BaseModel
+from mergestream.base.skeleton import open_base, under_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.experts import ExpertSource
+from mergestream.experts.opening import ExpertSource
 from mergestream.files import BESIDE, remove, remove_all_but
 from mergestream.progress import Progress
-from mergestream.skeleton import open_base, under_names
 from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import HEADS, read_record, verify_record, write_record
 from mergestream.store.steps import StepReader, step_directory, tidy
 
 if TYPE_CHECKING:
-    from mergestream.adapters.writing import Energy
+    from mergestream.export.peft import Energy
     from mergestream.methods.base import Method
     from mergestream.report.diagnostics import Similarity, Survival
     from mergestream.report.scores import Scores
@@ -204,8 +204,8 @@ class Store:
         ``dtype`` is the base's by default, ``task`` names the expert whose head to put in place of
         the base's, ``command`` goes into the model card, and ``pictures`` beside it.
         """
-        from mergestream.export import export
-        from mergestream.output import Output
+        from mergestream.export.directory import Output
+        from mergestream.export.model import export
 
         output = Output(Path(out), dtype, max_shard_size, overwrite)
         export(self, output, task=task, command=command, pictures=pictures)
@@ -222,8 +222,8 @@ class Store:
     ) -> Energy:
         """Write the merged task vector as a PEFT adapter of the base, exactly or cut down to ``rank``;
         returns how much of it was left out."""
-        from mergestream.adapters.export import export_adapter
-        from mergestream.output import Output
+        from mergestream.export.adapter import export_adapter
+        from mergestream.export.directory import Output
 
         return export_adapter(self, Output(Path(out), dtype, overwrite=overwrite), rank=rank, command=command)
 

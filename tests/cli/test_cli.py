@@ -487,7 +487,7 @@ def test_a_terminal_without_greek_letters_is_served(store):
 
 
 def test_ctrl_c_is_a_sentence_too(store, toys, mergestream, monkeypatch, done):
-    from mergestream.step import Step
+    from mergestream.merging.step import Step
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

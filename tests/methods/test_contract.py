@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mergestream import LocalEngine, Merger, Store, merge
+from mergestream.merging.step import Step
 from mergestream.methods import EMA, LAWA, METHODS, OPCM, TIES, Average, MagMax, Method, TaskArithmetic
-from mergestream.step import Step
 from tests.methods import formulas
 from tests.methods.models import make_models
 

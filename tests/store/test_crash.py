@@ -22,13 +22,15 @@ import torch
 from safetensors.torch import save_file
 
 from mergestream import OPCM, LocalEngine, MergestreamError, Store
-from mergestream.output import Output
+from mergestream.export.directory import Output
 from tests.conftest import Toys, files, save_model, toy_expert
 
 CHANGES = ("replace", "rename", "link", "unlink", "rmdir", "mkdir", "pwrite", "fsync", "posix_fallocate", "ftruncate")
 
 children = multiprocessing.get_context("forkserver")
-children.set_forkserver_preload(["pytest", "torch", "mergestream.store", "mergestream.step", "mergestream.export"])
+children.set_forkserver_preload(
+    ["pytest", "torch", "mergestream.store", "mergestream.merging.step", "mergestream.export.model"]
+)
 
 
 def die() -> None:
@@ -71,7 +73,7 @@ def undo(store: Path) -> None:
 
 
 def export(store: Path, out: Path) -> None:
-    from mergestream.export import export
+    from mergestream.export.model import export
 
     export(Store(store, engine=one_worker()), Output(out, overwrite=True), pictures=False)  # drawing takes most of it
 
@@ -116,7 +118,7 @@ def state(store: Path) -> dict[str, bytes]:
 
 def absorbed_by(monkeypatch: pytest.MonkeyPatch, operation: Callable[[], object]) -> list[str]:
     """The tensors that an operation absorbs."""
-    from mergestream.step import Step
+    from mergestream.merging.step import Step
 
     original, names = Step.absorb, []
 

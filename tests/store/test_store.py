@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from mergestream import OPCM, TIES, Average, LocalEngine, MergestreamError, Store
 from mergestream.errors import StoreBusyError, UsageError
+from mergestream.merging.step import Step
 from mergestream.progress import Progress
-from mergestream.step import Step
 from mergestream.store.lock import writer_lock
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 

@@ -1,0 +1,244 @@
+"""Matrices of low rank in factors, and the arithmetic that keeps them there (design section 3).
+
+A LoRA adapter changes an m×n weight by a matrix of rank ρ ≪ min(m, n), and a sum of t of them has at most
+rank k = tρ. Such a matrix is kept as
+
+    M = Lᵀ C R,     L (a×m) and R (b×n) with orthonormal rows,  C (a×b) the small core.
+
+Adding a matrix of rank ρ extends the bases by the part of its own that they do not span, at a cost of
+O((m+n)kρ); all else happens in the core: ‖M‖ = ‖C‖, and M's singular values are C's. A basis only ever grows
+by blocks of rows and never rotates, so that nothing is rounded twice and blocks can be shared between
+matrices, and between the steps of a store.
+
+Blocks are float32 (float64 for a float64 model). The core and all intermediate results are float64, but for what a
+new block loses to the old ones (`Basis.extend`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mergestream.algebra import pieces
+from mergestream.algebra.bounds import matrix_shape
+
+# What remains of a unit vector beside a basis counts as rounding noise below this many units of precision.
+_NOISE = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Orthonormal rows in R^length, in the blocks (r_i × length) in which they came."""
+
+    length: int
+    dtype: torch.dtype
+    blocks: tuple[Tensor, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        return sum(block.shape[0] for block in self.blocks)
+
+    def rows(self) -> Tensor:
+        """All rows as one float64 matrix (rank × length)."""
+        empty = torch.empty(0, self.length, dtype=torch.float64)
+        return torch.cat([block.double() for block in self.blocks]) if self.blocks else empty
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """x Qᵀ (rows of x × rank), in the dtype of x."""
+        return torch.cat([x[:, :0], *(x @ block.to(x.dtype).T for block in self.blocks)], 1)
+
+    def combine(self, coordinates: Tensor) -> Tensor:
+        """coordinates · Q (rows of coordinates × length), in the dtype of the coordinates."""
+        result = coordinates.new_zeros(coordinates.shape[0], self.length)
+        parts = coordinates.split([block.shape[0] for block in self.blocks], 1)
+        for block, part in zip(self.blocks, parts, strict=True):
+            result.addmm_(part, block.to(coordinates.dtype))
+        return result
+
+    def extend(self, x: Tensor) -> tuple[Basis, Tensor]:
+        """A basis that starts with this one and spans the rows of x (float64) too; x's coordinates in it.
+
+        Gram–Schmidt by blocks. The remainder of x beside the basis is turned to its singular vectors, so
+        that directions which hold nothing but rounding noise add no row.
+        """
+        inside, remainder = self._split(x)
+        longest = torch.linalg.vector_norm(x, dim=1).amax() if x.numel() else 0.0
+        s, new = _principal_rows(remainder, self.dtype, _NOISE * torch.finfo(self.dtype).eps * longest)
+        s, new = s[: self.length - self.rank], new[: self.length - self.rank]
+        if s.numel() == 0:
+            return self, inside
+        if s[-1] < 0.5 * longest:
+            # Most of x has cancelled, and what remains leans on the basis by rounding: once more is enough.
+            _, new = _principal_rows(self._split(new)[1], self.dtype, 0)
+        block = new.to(self.dtype)
+        basis = Basis(self.length, self.dtype, (*self.blocks, block))
+        return basis, torch.cat([inside, remainder @ block.double().T], 1)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The coordinates of x, and what remains of it beside the basis.
+
+        The coordinates decide how far new rows lean on the old ones, and are summed in float64. Rounding errors of
+        what is subtracted lean nowhere: there the precision of the rows will do.
+        """
+        if not self.blocks:
+            return x[:, :0], x
+        inside = self.coordinates(x)
+        return inside, x - self.combine(inside.to(self.dtype))
+
+    def starts_with(self, other: Basis) -> bool:
+        """Whether the first blocks of this basis are the other's (the very same tensors)."""
+        ours = self.blocks[: len(other.blocks)]
+        return len(ours) == len(other.blocks) and all(a is b for a, b in zip(ours, other.blocks, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """M = Lᵀ C R. A tensor of more than two dimensions is the matrix with its first one as rows."""
+
+    shape: torch.Size
+    left: Basis
+    core: Tensor
+    right: Basis
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
+        rows, columns = matrix_shape(tuple(shape))
+        core = torch.zeros(0, 0, dtype=torch.float64)
+        return cls(torch.Size(shape), Basis(rows, dtype), core, Basis(columns, dtype))
+
+    @classmethod
+    def from_factors(
+        cls, left: Tensor, right: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None
+    ) -> LowRank:
+        """left (m×r) · right (r×n), as a tensor of the given shape."""
+        zero = cls.zeros(shape or (left.shape[0], right.shape[1]), dtype)
+        left_basis, left_coordinates = zero.left.extend(left.double().T)
+        right_basis, right_coordinates = zero.right.extend(right.double())
+        return cls(zero.shape, left_basis, left_coordinates.T @ right_coordinates, right_basis)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def rank(self) -> int:
+        """The rank that the factors have room for; that of the matrix may be lower (see `recompress`)."""
+        return min(self.left.rank, self.right.rank)
+
+    def any(self) -> bool:
+        return bool(self.core.any())
+
+    def dense(self) -> Tensor:
+        """The tensor itself, in the factors' dtype."""
+        return self.elements()(0, self.shape.numel()).view(self.shape)
+
+    def elements(self) -> pieces.Elements:
+        """A function that multiplies out consecutive elements of the flattened tensor, from one to another."""
+        width = max(self.right.length, 1)
+        scaled = self.left.combine(self.core.T).to(self.dtype)
+        right = self.right.rows().to(self.core.device, self.dtype)
+
+        def between(start: int, stop: int) -> Tensor:
+            first, last = start // width, -(-stop // width)
+            rows = (scaled[:, first:last].T @ right).view(-1)
+            return rows[start - first * width : stop - first * width]
+
+        return between
+
+    def rebased(self, left: Basis, right: Basis) -> LowRank:
+        """The same matrix in bases that start with these."""
+        left, core = _rebased(self.core, self.left, left)
+        right, transposed = _rebased(core.T, self.right, right)
+        return LowRank(self.shape, left, transposed.T, right)
+
+    def __add__(self, other: Value) -> Value:
+        if isinstance(other, Tensor):
+            return self.dense() + other
+        result = other.rebased(self.left, self.right)
+        result.core[: self.left.rank, : self.right.rank] += self.core
+        return result
+
+    __radd__ = __add__
+
+    def __neg__(self) -> LowRank:
+        return self * -1
+
+    def __sub__(self, other: Value) -> Value:
+        return self + -other
+
+    def __rsub__(self, other: Tensor) -> Tensor:
+        return other - self.dense()
+
+    def __mul__(self, factor: float) -> LowRank:
+        return LowRank(self.shape, self.left, self.core * factor, self.right)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> LowRank:
+        return self * (1 / divisor)
+
+    def factors(self, rank: int | None = None) -> tuple[Tensor, Tensor, float]:
+        """(m×r, r×n) of equal norm, in float64, whose product is the nearest matrix of rank r, and the energy
+        that it lacks (the sum of the squares of the singular values that were cut off).
+
+        r is the numerical rank, or ``rank`` if that is less.
+        """
+        u, s, vh = torch.linalg.svd(self.core, full_matrices=False)
+        keep = int((s > torch.finfo(self.dtype).eps * s[:1]).sum())
+        keep = keep if rank is None else min(keep, rank)
+        root = s[:keep].sqrt()
+        left = self.left.combine((u[:, :keep] * root).T).T
+        right = self.right.combine(root[:, None] * vh[:keep])
+        return left, right, float(s[keep:].square().sum())
+
+    def truncate(self, rank: int) -> tuple[LowRank, float]:
+        """The nearest matrix of at most this rank, in bases of no more rows, and the energy that it lacks."""
+        left, right, lost = self.factors(rank)
+        return LowRank.from_factors(left, right, self.dtype, self.shape), lost
+
+    def recompress(self) -> LowRank:
+        """The same matrix in bases of as many rows as its numerical rank."""
+        return self.truncate(self.rank)[0]
+
+
+Value = Tensor | LowRank
+
+
+def squared_norm(value: Value) -> float:
+    """‖·‖² (Frobenius): of a matrix in factors, that of its core."""
+    return pieces.squared_norm(value.core if isinstance(value, LowRank) else value)
+
+
+def dense(value: Value) -> Tensor:
+    return value.dense() if isinstance(value, LowRank) else value
+
+
+def _principal_rows(x: Tensor, dtype: torch.dtype, noise: Tensor | float) -> tuple[Tensor, Tensor]:
+    """The singular values of x (float64) above the noise, descending, and the singular vectors in its row space.
+
+    A Gram matrix squares the condition; what is rounded to float32 in the end can do with that.
+    """
+    if dtype == torch.float64:
+        _, s, rows = torch.linalg.svd(x, full_matrices=False)
+        return s[s > noise], rows[s > noise]
+    squares, u = torch.linalg.eigh(x @ x.T)
+    s = squares.flip(0).clamp_(min=0).sqrt_()
+    rank = int((s > noise).sum())
+    return s[:rank], (u.flip(1)[:, :rank] / s[:rank]).T @ x
+
+
+def _rebased(core: Tensor, own: Basis, start: Basis) -> tuple[Basis, Tensor]:
+    """A basis that starts with ``start`` and spans ``own``, and a new core with its rows in that basis."""
+    if own.starts_with(start):
+        return own, core.clone()
+    if start.starts_with(own):
+        return start, pad(core, (0, 0, 0, start.rank - own.rank))
+    basis, coordinates = start.extend(own.rows())
+    return basis, coordinates.T @ core

@@ -1,0 +1,190 @@
+"""The thin SVD of a state and OPCM's projections (design section 2; section 3 of the paper).
+
+With S = U Σ Vᵀ of numerical rank k, q protected directions and dᵢ = uᵢᵀ Δ vᵢ:
+
+    reference:  P(Δ) = Δ − U_q (U_qᵀ Δ V_q) V_qᵀ − Σ_{q<i≤k} dᵢ uᵢ vᵢᵀ
+    paper:      P(Δ) = (I − U_q U_qᵀ) Δ (I − V_q V_qᵀ) − Σ_{q<i≤k} dᵢ uᵢ vᵢᵀ
+    block:      P(Δ) = Δ − U_q (U_qᵀ Δ V_q) V_qᵀ
+
+Where S and Δ are of low rank (design section 3), all of it happens in coordinates: in orthonormal bases that
+span both, S, Δ and P(Δ) are small matrices, and the formulas are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mergestream.algebra.lapack import eigh_upper
+from mergestream.algebra.lowrank import Basis, LowRank, Value, dense
+from mergestream.algebra.pieces import ALIGNMENT
+
+Projection = Literal["reference", "paper", "block"]
+
+# A singular value counts when it exceeds this share of the largest one. Rounding a state to float32 moves its
+# singular values by about 1e-8·σ₁, and a Gram matrix in float64 resolves as much: at 1e-5·σ₁ a pair of singular
+# vectors is still a property of the matrix, to three digits. In float64 nothing is squared.
+RANK_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+# Below this share of σ₁, S·v is computed in float64: in float32 it errs by 1e-7·σ₁, which is too much of σᵢ.
+SMALL_SINGULAR_VALUE = 3e-4
+
+
+@dataclass(frozen=True)
+class ThinSVD:
+    """S ≈ u · diag(s) · vᵀ, k = the numerical rank of S: u is m×k, s is k (float64, descending), v is n×k.
+
+    Where only the leading vectors were asked for, u and v have fewer columns."""
+
+    u: Tensor
+    s: Tensor
+    v: Tensor
+
+    @property
+    def rank(self) -> int:
+        return self.s.numel()
+
+    def transposed(self) -> ThinSVD:
+        return ThinSVD(self.v, self.s, self.u)
+
+
+@dataclass(frozen=True)
+class FactoredSVD:
+    """The same of S = Lᵀ C R, the singular vectors given by their coordinates: those of the core C."""
+
+    left: Basis
+    coordinates: ThinSVD
+    right: Basis
+
+    @property
+    def s(self) -> Tensor:
+        return self.coordinates.s
+
+    @property
+    def rank(self) -> int:
+        return self.coordinates.rank
+
+    def dense(self) -> ThinSVD:
+        u, v = self.left.combine(self.coordinates.u.T).T, self.right.combine(self.coordinates.v.T).T
+        return ThinSVD(u.to(self.left.dtype), self.s, v.to(self.right.dtype))
+
+
+Leading = Callable[[Tensor], int]
+"""How many pairs of singular vectors are needed, made of the singular values."""
+
+
+@overload
+def thin_svd(matrix: Tensor, leading: Leading | None = ...) -> ThinSVD: ...
+@overload
+def thin_svd(matrix: LowRank, leading: Leading | None = ...) -> FactoredSVD: ...
+def thin_svd(matrix: Value, leading: Leading | None = None) -> ThinSVD | FactoredSVD:
+    """The singular triplets of a float32 or float64 matrix whose singular value is above rounding noise."""
+    if isinstance(matrix, Tensor) and matrix.data_ptr() % ALIGNMENT:
+        matrix = matrix.clone()  # BLAS rounds small products by where they lie; a store may keep this one anywhere
+    decompose = _direct_svd if matrix.dtype == torch.float64 else _gram_svd
+    tolerance = RANK_TOLERANCE[matrix.dtype]
+    if isinstance(matrix, LowRank):
+        return FactoredSVD(matrix.left, decompose(matrix.core, tolerance, leading), matrix.right)
+    return decompose(matrix, tolerance, leading)
+
+
+def protected_directions(s: Tensor, alpha: float) -> int:
+    """q = r_α − 1, where r_α is the smallest r with σ₁ + … + σ_r ≥ α·Σσ."""
+    if s.numel() == 0:
+        return 0
+    sums = s.cumsum(0)
+    return int(torch.searchsorted(sums, alpha * sums[-1]))
+
+
+@overload
+def project(delta: Tensor, svd: ThinSVD | FactoredSVD, q: int, projection: Projection) -> Tensor: ...
+@overload
+def project(delta: Value, svd: ThinSVD, q: int, projection: Projection) -> Tensor: ...
+@overload
+def project(delta: LowRank, svd: FactoredSVD, q: int, projection: Projection) -> LowRank: ...
+def project(delta: Value, svd: ThinSVD | FactoredSVD, q: int, projection: Projection) -> Value:
+    """P(Δ) for the state that ``svd`` decomposes, with ``q`` protected directions; in Δ's dtype.
+
+    It is of low rank where both the state and Δ are, in bases that start with those of the state.
+    """
+    if isinstance(svd, FactoredSVD):
+        if isinstance(delta, LowRank):
+            return _project_factors(delta, svd, q, projection)
+        svd = svd.dense()
+    return _project_dense(dense(delta), svd, q, projection)
+
+
+def _project_factors(delta: LowRank, svd: FactoredSVD, q: int, projection: Projection) -> LowRank:
+    delta = delta.rebased(svd.left, svd.right)
+    u = pad(svd.coordinates.u, (0, 0, 0, delta.left.rank - svd.left.rank))
+    v = pad(svd.coordinates.v, (0, 0, 0, delta.right.rank - svd.right.rank))
+    core = _project_dense(delta.core, ThinSVD(u, svd.s, v), q, projection)
+    return LowRank(delta.shape, delta.left, core, delta.right)
+
+
+def _project_dense(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) -> Tensor:
+    if delta.shape[0] < delta.shape[1]:  # so that the rows below are the shorter ones
+        return _project_dense(delta.T, svd.transposed(), q, projection).T
+    u, v = svd.u, svd.v
+    if projection == "block":
+        u, v = u[:, :q], v[:, :q]
+    rows = u.T @ delta  # first Δ, then what is removed from it, in the basis u
+    core = rows[:q] @ v[:, :q]
+    diagonal = torch.linalg.vecdot(rows[q:], v[:, q:].T)
+    torch.mul(diagonal[:, None], v[:, q:].T, out=rows[q:])
+    if projection == "paper":
+        delta = delta - (delta @ v[:, :q] - u[:, :q] @ core) @ v[:, :q].T
+    else:
+        torch.mm(core, v[:, :q].T, out=rows[:q])
+    return torch.addmm(delta, u, rows, alpha=-1, out=torch.empty_like(delta))
+
+
+def _direct_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> ThinSVD:
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    s = s[: _numerical_rank(s, tolerance)]
+    count = leading(s) if leading else len(s)
+    return ThinSVD(u[:, :count], s, vh[:count].T)
+
+
+def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> ThinSVD:
+    """SᵀS = V Σ² Vᵀ in float64 (SSᵀ for a wide S), then U = S V Σ⁻¹: for entries no better than float32.
+
+    The Gram matrix squares the condition, hence float64; V and U are good enough in the matrix's own dtype.
+    Where uᵢ loses orthogonality because σᵢ is small, ⟨P(Δ), S⟩ = 0 still holds: with uᵢ = S vᵢ / σᵢ the removed
+    diagonal is Σ dᵢ uᵢᵀ S vᵢ = Σ (S vᵢ)ᵀ Δ vᵢ = ⟨Δ, S⟩ for any orthonormal V.
+    """
+    if matrix.shape[0] < matrix.shape[1]:
+        return _gram_svd(matrix.T, tolerance, leading).transposed()
+
+    def singular_values(eigenvalues: Tensor) -> Tensor:
+        s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
+        return s[: _numerical_rank(s, tolerance)]
+
+    wanted = (lambda values: leading(singular_values(values))) if leading else None
+    eigenvalues, vectors = eigh_upper(_gram(matrix), matrix.dtype, wanted)
+    s = singular_values(eigenvalues)
+    v = vectors.flip(1)[:, : len(s)]
+    count = v.shape[1]
+    u = matrix @ (v / s[:count]).to(matrix.dtype)
+    large = _numerical_rank(s[:count], SMALL_SINGULAR_VALUE)
+    if large < count:
+        u[:, large:] = matrix.double() @ (v[:, large:] / s[large:count])
+    return ThinSVD(u, s, v)
+
+
+def _gram(matrix: Tensor) -> Tensor:
+    """SᵀS in float64. NumPy sees that both factors are one matrix, and multiplies for one triangle only (syrk)."""
+    wide = matrix.double()
+    if wide.device.type != "cpu":
+        return wide.T @ wide
+    array = wide.numpy()
+    return torch.from_numpy(array.T @ array)
+
+
+def _numerical_rank(s: Tensor, tolerance: float) -> int:
+    return int((s > tolerance * s[:1]).sum())

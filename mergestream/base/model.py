@@ -1,0 +1,208 @@
+"""The base model as a store knows it: what each of its tensors is, and its digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from mergestream.algebra.pieces import PIECE, squared_norm
+from mergestream.base.anatomy import Role, anatomy, model_names, tied_names
+from mergestream.checkpoints import Checkpoint, TensorSpec
+from mergestream.digest import TensorHasher, combined_digest
+from mergestream.engine import LocalEngine
+from mergestream.errors import MergestreamError
+from mergestream.progress import Progress
+
+
+@dataclass(frozen=True)
+class BaseTensor(TensorSpec):
+    """One tensor of the base: its form, what it is and by which rule, and its digest."""
+
+    role: Role
+    rule: str
+    tied_to: str | None
+    digest: str
+    """Empty where the base was not measured: then it is not verified either"""
+    norm: float
+    """0 for integers"""
+
+    @property
+    def merges(self) -> bool:
+        """Whether it has a state of its own: tied names, heads and integers have none."""
+        return self.role in ("linear", "embedding", "other")
+
+    @property
+    def state_dtype(self) -> str:
+        """Task vectors and states are float32, and float64 for a float64 model."""
+        return "F64" if self.dtype == "F64" else "F32"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """θ⁰: where it is, and all that must be known of it without opening it."""
+
+    source: str
+    tensors: Mapping[str, BaseTensor]
+    tied_names: Mapping[str, str]
+    """Names that the base does not store but an expert may, because they are tied to another."""
+    heads: tuple[str, ...]
+    spellings: Mapping[str, str]
+    """What the model's class calls a tensor, where it is stored under another name"""
+
+    @classmethod
+    def examine(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        linear: Sequence[str] = (),
+        not_linear: Sequence[str] = (),
+        heads: Sequence[str] = (),
+        measure: bool = True,
+        engine: LocalEngine | None = None,
+        progress: Progress | None = None,
+    ) -> BaseModel:
+        """Find out what each tensor is, and measure them all; without ``measure`` no weight is read."""
+        parts = anatomy(checkpoint, linear=linear, not_linear=not_linear, heads=heads)
+        if not any(part.role in ("linear", "embedding", "other") for part in parts.values()):
+            raise MergestreamError(f"{checkpoint.source} has no floating-point tensor to merge")
+        measured = dict.fromkeys(parts, Measured("", 0.0))
+        if measure:
+            measured = measure_tensors(checkpoint, list(parts), engine or LocalEngine(), progress or Progress())
+        tensors = {
+            name: BaseTensor(
+                info.dtype,
+                info.shape,
+                parts[name].role,
+                parts[name].rule,
+                parts[name].tied_to,
+                *measured[name],
+            )
+            for name, info in checkpoint.tensors.items()
+        }
+        return cls(checkpoint.source, tensors, tied_names(checkpoint, parts), tuple(heads), model_names(checkpoint))
+
+    @cached_property
+    def measured(self) -> bool:
+        """Whether the weights have been read: without them there are no digests to check."""
+        return all(tensor.digest for tensor in self.tensors.values())
+
+    @cached_property
+    def digest(self) -> str:
+        return combined_digest({name: tensor.digest for name, tensor in self.tensors.items()})
+
+    @cached_property
+    def ties(self) -> dict[str, str]:
+        """Every name that stands for another tensor, stored or not, and that tensor."""
+        stored = {name: tensor.tied_to for name, tensor in self.tensors.items() if tensor.tied_to}
+        return {**stored, **self.tied_names}
+
+    @cached_property
+    def conv1d(self) -> frozenset[str]:
+        """Weights that are stored input × output."""
+        return frozenset(name for name, tensor in self.tensors.items() if tensor.rule.startswith("Conv1D in "))
+
+    def is_head(self, name: str) -> bool:
+        return any(fnmatchcase(name, glob) for glob in self.heads)
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint that, by its headers, is not this base."""
+        # What is only known by its configuration may be stored in any dtype.
+        found = {name: (info.dtype if self.measured else "", info.shape) for name, info in checkpoint.tensors.items()}
+        known = {name: (tensor.dtype if self.measured else "", tensor.shape) for name, tensor in self.tensors.items()}
+        if found != known:
+            name = min(name for name in found.keys() | known.keys() if found.get(name) != known.get(name))
+            raise MergestreamError(
+                f"{checkpoint.source} is not the base of this store (they differ in tensor {name}); "
+                "pass the right one with --base"
+            )
+
+    def check_digest(self, checkpoint: Checkpoint, engine: LocalEngine, progress: Progress) -> None:
+        """Refuse a checkpoint that is not, bit for bit, this base."""
+        self.check(checkpoint)
+        measured = measure_tensors(checkpoint, list(self.tensors), engine, progress)
+        for name, tensor in self.tensors.items():
+            if measured[name].digest != tensor.digest:
+                raise base_changed(name, checkpoint)
+
+    def with_weights(self, checkpoint: Checkpoint, engine: LocalEngine, progress: Progress) -> BaseModel:
+        """The same base, now that its weights are there: measured, and with the dtypes that are stored."""
+        self.check(checkpoint)
+        measured = measure_tensors(checkpoint, list(self.tensors), engine, progress)
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            dtype = checkpoint.tensors[name].dtype
+            found = dataclasses.replace(tensor, dtype=dtype, digest=measured[name].digest, norm=measured[name].norm)
+            if found.state_dtype != tensor.state_dtype:
+                raise MergestreamError(
+                    f"{checkpoint.source} holds {name} as {dtype}, but the store was made for {tensor.dtype}"
+                )
+            tensors[name] = found
+        return dataclasses.replace(self, source=checkpoint.source, tensors=tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "digest": self.digest,
+            "heads": list(self.heads),
+            "tied_names": dict(self.tied_names),
+            "spellings": dict(self.spellings),
+            "tensors": {name: dataclasses.asdict(tensor) for name, tensor in self.tensors.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BaseModel:
+        tensors = {
+            name: BaseTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for name, tensor in data["tensors"].items()
+        }
+        return cls(data["source"], tensors, data["tied_names"], tuple(data["heads"]), data["spellings"])
+
+
+def base_changed(name: str, checkpoint: Checkpoint) -> MergestreamError:
+    return MergestreamError(
+        f"the base has changed since the store was made: tensor {name} in {checkpoint.source} has another "
+        "digest; restore it, or pass the original with --base"
+    )
+
+
+class Measured(NamedTuple):
+    digest: str
+    norm: float
+
+
+def measure_tensors(
+    checkpoint: Checkpoint, names: Sequence[str], engine: LocalEngine, progress: Progress
+) -> dict[str, Measured]:
+    """Digest and norm of each tensor; NaN and Inf are refused."""
+    costs = {name: checkpoint.tensors[name].nbytes for name in names}
+    measured = {}
+    with progress.task("reading the base", sum(costs.values())) as advance:
+        for name, result in engine.run(costs, lambda name: _measure(checkpoint, name)):
+            measured[name] = result
+            advance(costs[name])
+    return measured
+
+
+def _measure(checkpoint: Checkpoint, name: str) -> Measured:
+    tensor = checkpoint.read(name)
+    hasher = TensorHasher(tensor.dtype, tensor.shape)
+    norm2 = []
+    for piece in tensor.reshape(-1).split(PIECE):
+        hasher.update(piece)
+        norm2.append(squared_norm(piece) if piece.is_floating_point() else 0.0)
+    norm = math.sqrt(math.fsum(norm2))
+    if not math.isfinite(norm):
+        raise non_finite(name, checkpoint)
+    return Measured(hasher.hexdigest(), norm)
+
+
+def non_finite(name: str, checkpoint: Checkpoint) -> MergestreamError:
+    file = checkpoint.tensors[name].file
+    return MergestreamError(
+        f"tensor {name} in {file} of {checkpoint.source} holds NaN or Inf; nothing was merged, "
+        "repair or replace the file"
+    )

@@ -1,0 +1,110 @@
+"""A base model without its weights: when only adapters come, names and forms are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
+
+from mergestream.base.anatomy import model_names
+from mergestream.base.architecture import Architecture, load_architecture
+from mergestream.checkpoints import Checkpoint, TensorInfo, TensorSpec, open_checkpoint
+from mergestream.checkpoints.opening import is_hub_id, read_json
+from mergestream.errors import MergestreamError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CONFIG = "config.json"
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class Skeleton(Checkpoint):
+    """The tensors of a model, described but not there."""
+
+    has_weights: ClassVar[bool] = False
+
+    def __init__(self, source: str, directory: Path | None, tensors: Mapping[str, TensorSpec]) -> None:
+        self.source = source
+        self.directory = directory
+        self.tensors = MappingProxyType(
+            {name: TensorInfo(spec.dtype, spec.shape, _CONFIG) for name, spec in tensors.items()}
+        )
+        self.aliases = MappingProxyType({})
+        self.fingerprint = None
+
+    def read(self, name: str) -> Tensor:
+        raise MergestreamError(
+            f"tensor {name} of the base is needed, and of {self.source} only the configuration is known; "
+            "pass --base with the model and its weights"
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class Renamed(Checkpoint):
+    """A checkpoint under other names."""
+
+    def __init__(self, checkpoint: Checkpoint, stored: Mapping[str, str]) -> None:
+        """``stored`` gives for every name the one in the checkpoint; what it does not name is left out."""
+        self._checkpoint, self._stored = checkpoint, stored
+        self.source, self.directory = checkpoint.source, checkpoint.directory
+        self.tensors = MappingProxyType({name: checkpoint.tensors[old] for name, old in stored.items()})
+        self.aliases = MappingProxyType({})
+        self.fingerprint = checkpoint.fingerprint
+
+    def read(self, name: str) -> Tensor:
+        return self._checkpoint.read(self._stored[name])
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+def under_names(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """The checkpoint under the names of a skeleton, which are those of the model's class: older files have others."""
+    if checkpoint.tensors.keys() == set(names):
+        return checkpoint
+    called = {stored: name for name, stored in model_names(checkpoint).items()}
+    stored = {called.get(name, name): name for name in checkpoint.tensors}
+    return Renamed(checkpoint, {name: stored[name] for name in names}) if stored.keys() >= set(names) else checkpoint
+
+
+def open_base(source: str | Path, *, config_only: bool) -> Checkpoint:
+    """Open a base; its skeleton where it has no weights, or where they are not to be fetched."""
+    path = Path(source).expanduser()
+    if path.is_dir() and (path / _CONFIG).is_file() and not any(_weight_files(path)):
+        return _from_config(path.resolve(), str(path.resolve()))
+    if config_only and not path.exists() and is_hub_id(source):
+        from mergestream.checkpoints.hub import download
+
+        return _from_config(*download(str(source), weights=False))
+    return open_checkpoint(source)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    return [path for suffix in ("safetensors", "bin", "pt", "pth") for path in directory.glob(f"*.{suffix}")]
+
+
+def _from_config(directory: Path, source: str) -> Skeleton:
+    """The tensors that a checkpoint of the model would hold: of tied ones the first, nothing that is computed."""
+    config = read_json(directory / _CONFIG)
+    if config.get("quantization_config"):
+        raise MergestreamError(
+            f"{directory / _CONFIG}: quantization_config says that the base is quantised; name the model that it was "
+            "made from, or its dequantised form"
+        )
+    architecture = load_architecture(directory)
+    if not isinstance(architecture, Architecture):
+        raise MergestreamError(
+            f"{source} has no weights, and its tensors cannot be told from {_CONFIG} ({architecture})"
+        )
+    tied = {name for group in architecture.ties for name in group[1:]}
+    floats = _DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))), "F32")
+    tensors = {
+        name: TensorSpec(floats if slot.spec.is_float else slot.spec.dtype, slot.spec.shape)
+        for name, slot in architecture.slots.items()
+        if slot.spec is not None and name not in tied
+    }
+    return Skeleton(source, directory, tensors)

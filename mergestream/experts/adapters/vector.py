@@ -1,0 +1,110 @@
+"""The task vector of an adapter: s·B·A in factors, and what was saved whole as a difference from the base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from mergestream.algebra.lowrank import LowRank, squared_norm
+from mergestream.algebra.pieces import PIECE, Elements
+from mergestream.base.model import BaseModel
+from mergestream.checkpoints import Checkpoint, TensorInfo, torch_dtype
+from mergestream.digest import tensor_digest, text_digest
+from mergestream.errors import MergestreamError
+from mergestream.experts.adapters.reading import Adapter, BoundAdapter
+from mergestream.experts.vector import BasePieces, Piece, TaskVector
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AdaptedTensors(Checkpoint):
+    """What an adapter has for the tensors of its base, under their names, as if it were a checkpoint."""
+
+    def __init__(self, adapter: BoundAdapter) -> None:
+        self.adapter = adapter
+        self.source = adapter.adapter.source
+        self.directory = adapter.adapter.directory
+        self.fingerprint = adapter.adapter.fingerprint
+        self.aliases = MappingProxyType({})
+        file = adapter.adapter.file.name
+        stored = adapter.adapter.weights.tensors
+        self._keys: dict[str, str] = {
+            **adapter.whole,
+            **{name: adapter.adapter.whole[name] for name in adapter.extra},
+        }
+        tensors = {name: TensorInfo("F32", adapter.tensors[name].shape, file) for name in adapter.terms}
+        self.tensors = MappingProxyType({**tensors, **{name: stored[key] for name, key in self._keys.items()}})
+
+    def read(self, name: str) -> Tensor:
+        """A tensor that was saved whole."""
+        return self.adapter.finite(self._keys[name])
+
+    def close(self) -> None:
+        self.adapter.adapter.close()
+
+
+class AdapterVector(TaskVector):
+    """The difference that an adapter makes to the base."""
+
+    def __init__(self, model: BaseModel, base: Checkpoint, adapter: Adapter, *, ignore: Sequence[str] = ()) -> None:
+        self.adapter = adapter.bind(
+            {name: tensor for name, tensor in model.tensors.items() if not tensor.tied_to},
+            {**model.spellings, **model.ties},
+            model.conv1d,
+        )
+        super().__init__(model, base, AdaptedTensors(self.adapter), partial=True, ignore=ignore)
+
+    def rank(self, name: str) -> int | None:
+        if name in self.adapter.whole and self._reads(name):
+            return None
+        return self.adapter.rank(name) if self._reads(name) else 0
+
+    def factors(self, name: str) -> LowRank:
+        tensor = self.model.tensors[name]
+        dtype = torch_dtype(tensor.state_dtype)
+        if not self._reads(name):
+            return LowRank.zeros(tensor.shape, dtype)
+        self._check_copy(name)
+        self.digests[name] = self._digest(name)
+        return self.adapter.delta(name, dtype)
+
+    def elements(self, name: str, base: Elements | None = None) -> Elements:
+        return self.factors(name).elements() if self._in_factors(name) else super().elements(name, base)
+
+    def _pieces(self, name: str, shared: BasePieces | None = None) -> Iterator[Piece]:
+        if not self._in_factors(name):
+            yield from super()._pieces(name, shared)
+            return
+        elements = self.factors(name).elements()
+        numel = self.model.tensors[name].numel
+        for start in range(0, numel, PIECE):
+            delta = elements(start, min(start + PIECE, numel))
+            yield Piece(start, delta, squared_norm(delta))
+
+    def _in_factors(self, name: str) -> bool:
+        return self._reads(name) and name in self.adapter.terms
+
+    def _digest(self, name: str) -> str:
+        """Of the factors as they are stored, and of what makes a task vector of them."""
+        weights = self.adapter.adapter.weights
+        lines = [
+            f"{term.scaling} {term.transposed} {tensor_digest(weights.read(term.factors.names[factor]))}"
+            for term in self.adapter.terms[name]
+            for factor in "AB"
+        ]
+        return text_digest("\n".join(lines))
+
+    def _check_copy(self, name: str) -> None:
+        """PEFT saves an embedding along with its factors: it must be the base's own."""
+        import torch
+
+        key = self.adapter.copies.get(name)
+        if key is None or not self.base.has_weights:
+            return
+        ours, theirs = self.base.read(name), self.adapter.adapter.weights.read(key)
+        if not torch.equal(theirs.to(ours.dtype), ours):
+            raise MergestreamError(
+                f"{self.adapter.adapter.file}: {key} is not {name} of the base: the adapter was made for another model"
+            )

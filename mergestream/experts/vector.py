@@ -1,0 +1,268 @@
+"""Task vectors Δ = θ − θ⁰: checked from the headers first, then streamed tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from mergestream.algebra.pieces import PIECE, Elements, squared_norm
+from mergestream.base.model import BaseModel, base_changed, non_finite
+from mergestream.checkpoints import Checkpoint, torch_dtype
+from mergestream.digest import TensorHasher, tensor_digest
+from mergestream.errors import MergestreamError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from mergestream.algebra.lowrank import LowRank
+
+Fate = Literal["merged", "copied", "head", "tied", "unchanged", "ignored"]
+"""What happens to a tensor; ``unchanged`` ones are missing from the expert."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a task vector (or a whole matrix), and their squared norm."""
+
+    start: int
+    delta: Tensor
+    norm2: float
+
+
+class BasePieces:
+    """The pieces of a tensor of the base in the state's type, digested in passing; each may be asked for again."""
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        self._hasher = TensorHasher(tensor.dtype, tensor.shape)
+        self._flat = tensor.reshape(-1)
+        self._dtype = dtype
+        self._start = -1
+
+    def at(self, start: int) -> Tensor:
+        if start != self._start:
+            stored = self._flat[start : start + PIECE]
+            self._hasher.update(stored)
+            self._start, self._piece = start, stored.to(self._dtype)
+        return self._piece
+
+    def digest(self) -> str:
+        return self._hasher.hexdigest()
+
+
+class TaskVector:
+    """The difference of one expert from the base, tensor by tensor."""
+
+    def __init__(
+        self,
+        model: BaseModel,
+        base: Checkpoint,
+        expert: Checkpoint,
+        *,
+        partial: bool = False,
+        ignore: Sequence[str] = (),
+    ) -> None:
+        self.model = model
+        self.base = base
+        self.expert = expert
+        self.fates = account(model, expert, partial=partial, ignore=ignore)
+        self.names = tuple(name for name, tensor in model.tensors.items() if tensor.merges)
+        self.heads = tuple(name for name in expert.tensors if self.fates.get(name) == "head")
+        self.digests: dict[str, str] = {}
+        """Digests of the expert's tensors that have been read to their end."""
+
+    def numel(self, name: str) -> int:
+        return self.model.tensors[name].numel
+
+    def rank(self, name: str) -> int | None:
+        """A bound of the rank of Δ where it comes in factors; None where it is dense."""
+        return None
+
+    def factors(self, name: str) -> LowRank:
+        """Δ in factors, where ``rank`` is known."""
+        raise NotImplementedError
+
+    def elements(self, name: str, base: Elements | None = None) -> Elements:
+        """Any range of Δ in memory of its own, neither checked nor digested.
+
+        Task vectors that go side by side may share the ``base``.
+        """
+        import torch
+
+        dtype = torch_dtype(self.model.tensors[name].state_dtype)
+        if not self._reads(name):
+            return lambda start, stop: torch.zeros(stop - start, dtype=dtype)
+        base, expert = base or self.base_elements(name), self.expert.read(self._stored(name)).reshape(-1)
+        return lambda start, stop: _difference(expert[start:stop], base(start, stop))
+
+    def base_elements(self, name: str) -> Elements:
+        """Any range of the base in the state's type, read when it is needed first; the last one is kept."""
+        flat = cache(lambda: self.base.read(name).reshape(-1))
+        dtype = torch_dtype(self.model.tensors[name].state_dtype)
+        return lru_cache(maxsize=1)(lambda start, stop: flat()[start:stop].to(dtype))
+
+    def base_pieces(self, name: str) -> BasePieces:
+        return BasePieces(self.base.read(name), torch_dtype(self.model.tensors[name].state_dtype))
+
+    def pieces(self, name: str, *, whole: bool = False, base: BasePieces | None = None) -> Iterator[Piece]:
+        """All of Δ in order, or in one piece of the tensor's shape; base and expert are verified.
+
+        Task vectors that go side by side may share the pieces of the ``base``.
+        """
+        import torch
+
+        tensor = self.model.tensors[name]
+        if not whole:
+            yield from self._pieces(name, base)
+            return
+        delta = torch.empty(tensor.shape, dtype=torch_dtype(tensor.state_dtype))
+        flat, norms = delta.view(-1), []
+        for piece in self._pieces(name):
+            flat[piece.start : piece.start + piece.delta.numel()] = piece.delta
+            norms.append(piece.norm2)
+        yield Piece(0, delta, math.fsum(norms))
+
+    def _pieces(self, name: str, shared: BasePieces | None = None) -> Iterator[Piece]:
+        import torch
+
+        tensor = self.model.tensors[name]
+        dtype = torch_dtype(tensor.state_dtype)
+        if not self._reads(name):
+            for start in range(0, tensor.numel, PIECE):
+                yield Piece(start, torch.zeros(min(PIECE, tensor.numel - start), dtype=dtype), 0.0)
+            return
+        base = shared or self.base_pieces(name)
+        expert = self.expert.read(self._stored(name))
+        hasher = TensorHasher(expert.dtype, expert.shape)
+        expert = expert.reshape(-1)
+        for start in range(0, tensor.numel, PIECE):
+            theirs = expert[start : start + PIECE]
+            hasher.update(theirs)
+            delta = _difference(theirs, base.at(start))
+            norm2 = squared_norm(delta)
+            if not math.isfinite(norm2):
+                self._refuse_non_finite(name, base.at(start))
+            yield Piece(start, delta, norm2)
+        if tensor.digest and base.digest() != tensor.digest:
+            raise base_changed(name, self.base)
+        self.digests[name] = hasher.hexdigest()
+        self._check_ties(name)
+
+    def head(self, name: str) -> Tensor:
+        tensor = self.expert.read(name)
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise non_finite(name, self.expert)
+        self.digests[name] = tensor_digest(tensor)
+        return tensor
+
+    def _reads(self, name: str) -> bool:
+        return self.fates[name] not in ("unchanged", "ignored")
+
+    def _stored(self, name: str) -> str:
+        """The name under which the expert stores a tensor that may be tied to others."""
+        if name in self.expert.tensors:
+            return name
+        return next(alias for alias in self._aliases(name) if alias in self.expert.tensors)
+
+    def _aliases(self, name: str) -> list[str]:
+        return [alias for alias, first in self.model.ties.items() if first == name]
+
+    def _check_ties(self, name: str) -> None:
+        stored = self._stored(name)
+        for alias in self._aliases(name):
+            present = alias in self.expert.tensors and self.fates.get(alias) == "tied" and alias != stored
+            if present and tensor_digest(self.expert.read(alias)) != self.digests[name]:
+                raise MergestreamError(
+                    f"{self.expert.source} has different tensors {stored} and {alias}, which are one in the "
+                    f"base; tie them again, or leave one out with --ignore {alias}"
+                )
+
+    def _refuse_non_finite(self, name: str, base_piece: Tensor) -> None:
+        bad_base = not bool(base_piece.isfinite().all())
+        raise non_finite(name, self.base) if bad_base else non_finite(self._stored(name), self.expert)
+
+
+def _difference(theirs: Tensor, base: Tensor) -> Tensor:
+    """θ − θ⁰ in the type of θ⁰, computed in place where θ had to be copied into that type."""
+    converted = theirs.to(base.dtype)
+    return converted - base if converted is theirs else converted.sub_(base)
+
+
+def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequence[str]) -> dict[str, Fate]:
+    """What will happen to every tensor of base and expert, or an error that says what does not fit."""
+    ignored = {name for name in model.tensors.keys() | expert.tensors.keys() if _matches(name, ignore)}
+    for glob in ignore:
+        if not any(fnmatchcase(name, glob) for name in ignored):
+            raise MergestreamError(f"--ignore {glob} matches no tensor of {expert.source} or its base")
+    aliases = model.ties
+    fates: dict[str, Fate] = {}
+    missing = []
+    for name, tensor in model.tensors.items():
+        present = name in expert.tensors or any(
+            alias in expert.tensors for alias, first in aliases.items() if first == name
+        )
+        if name in ignored:
+            fates[name] = "ignored"
+        elif tensor.role in ("tied", "copied", "head"):
+            fates[name] = tensor.role
+        elif present:
+            fates[name] = "merged"
+        elif partial:
+            fates[name] = "unchanged"
+        else:
+            missing.append(name)
+    if missing:
+        raise MergestreamError(
+            f"{expert.source} lacks {_some(missing)} of the base; if they are meant to be unchanged, pass --partial"
+        )
+    extra = []
+    for name in expert.tensors:
+        if name in fates:
+            continue
+        if name in ignored:
+            fates[name] = "ignored"
+        elif model.is_head(name):
+            fates[name] = "head"
+        elif name in aliases:
+            fates[name] = "tied"
+        else:
+            extra.append(name)
+    if extra:
+        raise MergestreamError(
+            f"{expert.source} has {_some(extra)} that the base has not; keep them as a task's head with "
+            "--heads GLOB at init, or leave them out with --ignore GLOB"
+        )
+    for name, fate in fates.items():
+        if fate in ("merged", "tied") and name in expert.tensors:
+            _check_form(model, expert, name, aliases.get(name, name))
+    return fates
+
+
+def _check_form(model: BaseModel, expert: Checkpoint, name: str, canonical: str) -> None:
+    ours, theirs = model.tensors[canonical], expert.tensors[name]
+    if theirs.shape != ours.shape:
+        grown = ours.role == "embedding" and len(ours.shape) == 2 and theirs.shape[1:] == ours.shape[1:]
+        reason = "its vocabulary differs from the base's: " if grown else ""
+        raise MergestreamError(
+            f"tensor {name} in {theirs.file} of {expert.source} has shape {list(theirs.shape)}, the base has "
+            f"{list(ours.shape)}; {reason}resize it to the base's shape, or leave it out with --ignore {name}"
+        )
+    if not theirs.is_float:
+        raise MergestreamError(
+            f"tensor {name} in {theirs.file} of {expert.source} is {theirs.dtype}, the base has {ours.dtype}; "
+            "convert it to a floating-point type first"
+        )
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _some(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"tensor {names[0]}"
+    return f"{len(names)} tensors ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"

@@ -1,0 +1,131 @@
+"""Read the merged task vector out of a store as a PEFT adapter of its base."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mergestream.algebra.bounds import matrix_shape
+from mergestream.algebra.lowrank import LowRank, dense
+from mergestream.algebra.svd import thin_svd
+from mergestream.base.model import BaseModel, BaseTensor
+from mergestream.base.skeleton import Skeleton
+from mergestream.checkpoints import Checkpoint, TensorSpec
+from mergestream.errors import MergestreamError
+from mergestream.export.card import CardFacts, draw_pictures, model_card
+from mergestream.export.directory import DTYPES, Output
+from mergestream.export.peft import AdaptedModule, Energy, Kind, modules_saved, write_adapter
+from mergestream.files import write_text
+from mergestream.merging.readout import Readout
+
+if TYPE_CHECKING:
+    from mergestream.store import Store
+    from mergestream.store.steps import StepReader
+
+
+def export_adapter(store: Store, output: Output, *, rank: int | None = None, command: str | None = None) -> Energy:
+    """Write scale · direction as factors, exactly or cut down to ``rank``; returns what that leaves out.
+
+    Weights whose state is dense have no small exact rank: they need ``rank``. Other dense tensors (biases,
+    norms) go along whole, as ``modules_to_save`` do.
+    """
+    if not store.history:
+        raise MergestreamError(f"{store.path} has absorbed nothing yet; add an expert first")
+    with ExitStack() as stack:
+        state = stack.enter_context(closing(store.open_step()))
+        modules, whole = _sort(store, state, rank)
+        model = store.manifest.base
+        base: Checkpoint = Skeleton(model.source, None, model.tensors)
+        if whole:
+            base = stack.enter_context(store.open_base())
+        readout = Readout(model, base, store.method, store.manifest.step, store.history[-1].scale, state.read)
+
+        def read(name: str) -> LowRank:
+            return _factors(readout.direction_of(name)) * readout.scale
+
+        def read_whole(parameter: str) -> Tensor:
+            pieces = [piece for _, piece in readout.pieces(whole[parameter], dtype)]
+            return torch.cat(pieces).view(model.tensors[whole[parameter]].shape)
+
+        dtype = DTYPES[output.dtype or "float32"]
+        draft = stack.enter_context(output.draft())
+        with store.progress.task(f"writing {output.path.name}", len(modules) + len(whole)) as advance:
+            energy = write_adapter(
+                draft,
+                modules,
+                read,
+                whole={parameter: _written_form(model.tensors[name], dtype) for parameter, name in whole.items()},
+                read_whole=read_whole,
+                base=model.source.split("@")[0],
+                dtype=dtype,
+                advance=lambda name: advance(1),
+            )
+        facts = CardFacts.of(store.manifest, None, command, draw_pictures(draft, store))
+        write_text(draft / "README.md", model_card(facts, library="peft"))
+    return energy
+
+
+def _sort(store: Store, state: StepReader, rank: int | None) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
+    """The modules that get factors, by the name of their tensor, and whole parameters with the name of theirs."""
+    model, slots = store.manifest.base, store.method.slots(store.manifest.step)
+    called = {stored: name for name, stored in model.spellings.items()}
+    modules: dict[str, AdaptedModule] = {}
+    whole: dict[str, str] = {}
+    for name, tensor in model.tensors.items():
+        if not tensor.merges:
+            continue
+        parameter = called.get(name, name)
+        module, _, leaf = parameter.rpartition(".")
+        room = state.rank_bound(slots, name)
+        if room is None and not any(dense(state.read(slot, name)).any() for slot in slots):
+            continue
+        if room is None and not _is_weight(tensor, leaf):
+            if leaf not in ("weight", "bias"):
+                raise MergestreamError(f"{name} has changed, and an adapter cannot hold it; export with --format full")
+            whole[parameter] = name
+            continue
+        if room is None and rank is None:
+            raise MergestreamError(
+                f"the state of {name} is dense, so it has no small exact rank; choose one with --rank K, or export "
+                "with --format full"
+            )
+        most = min(matrix_shape(tensor.shape)) if room is None else room
+        if most:
+            chosen = most if rank is None else min(most, rank)
+            modules[name] = AdaptedModule(module, _kind(model, name), chosen, tensor.shape)
+    # PEFT takes another module than those with factors as a whole, unless only its bias has changed.
+    saved = modules_saved({module.path for module in modules.values()}, whole)
+    for name in model.tensors:
+        parameter = called.get(name, name)
+        if parameter.rpartition(".")[0] in saved:
+            whole[parameter] = name
+    return modules, whole
+
+
+def _written_form(tensor: BaseTensor, dtype: str) -> TensorSpec:
+    return TensorSpec(dtype if tensor.is_float else tensor.dtype, tensor.shape)
+
+
+def _is_weight(tensor: BaseTensor, leaf: str) -> bool:
+    """Whether PEFT has factors for it."""
+    return (
+        leaf == "weight"
+        and (tensor.role in ("linear", "embedding") or tensor.rule.startswith("torch.nn.Conv"))
+        and len(tensor.shape) != 3
+    )
+
+
+def _kind(model: BaseModel, name: str) -> Kind:
+    if model.tensors[name].role == "embedding":
+        return "embedding"
+    return "conv1d" if name in model.conv1d else "linear"
+
+
+def _factors(direction: Tensor | LowRank) -> LowRank:
+    if isinstance(direction, LowRank):
+        return direction
+    svd = thin_svd(direction.flatten(1))
+    return LowRank.from_factors(svd.u * svd.s.to(svd.u.dtype), svd.v.T, direction.dtype, tuple(direction.shape))

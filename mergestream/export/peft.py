@@ -1,0 +1,143 @@
+"""PEFT adapters out: a merged task vector in factors, as ``PeftModel.from_pretrained`` loads it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mergestream.checkpoints import SafetensorsWriter, TensorSpec
+from mergestream.experts.adapters.config import CONFIG_NAME
+from mergestream.experts.adapters.reading import PREFIX
+from mergestream.files import write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mergestream.algebra.lowrank import LowRank
+
+Kind = Literal["linear", "conv1d", "embedding"]
+"""How PEFT keeps the factors: B·A for what is stored output × input (convolutions too), else (B·A)ᵀ."""
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """A module whose weight the adapter is to change, and the rank that it gets."""
+
+    path: str
+    kind: Kind
+    rank: int
+    shape: tuple[int, ...]
+    """Of the weight"""
+
+    @property
+    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+        rows, columns = self.shape[0], self.shape[1:]
+        if self.kind == "linear":
+            return {"A": (self.rank, *columns), "B": (rows, self.rank, *(1 for _ in columns[1:]))}
+        return {"A": (self.rank, rows), "B": (columns[0], self.rank)}
+
+    def key(self, factor: str) -> str:
+        if self.kind == "embedding":
+            return f"{PREFIX}{self.path}.lora_embedding_{factor}"
+        return f"{PREFIX}{self.path}.lora_{factor}.weight"
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Squared norms: of all that was to be written, and of what a truncation left out."""
+
+    total: float
+    lost: float
+
+    @property
+    def lost_share(self) -> float:
+        return self.lost / self.total if self.total else 0.0
+
+
+def write_adapter(
+    directory: Path,
+    modules: Mapping[str, AdaptedModule],
+    read: Callable[[str], LowRank],
+    *,
+    whole: Mapping[str, TensorSpec],
+    read_whole: Callable[[str], Tensor],
+    base: str,
+    dtype: str = "F32",
+    advance: Callable[[str], None] = lambda name: None,
+) -> Energy:
+    """Write ``modules`` as factors (``read`` gives the task vector of each), ``whole`` parameters as they are.
+
+    The scaling is 1 everywhere (lora_alpha = r): what the factors say is what is added to the weights.
+    """
+    import torch
+
+    from mergestream.algebra.lowrank import squared_norm
+    from mergestream.checkpoints import torch_dtype
+
+    layout = {
+        module.key(factor): TensorSpec(dtype, shape)
+        for module in modules.values()
+        for factor, shape in module.factor_shapes.items()
+    }
+    paths = {module.path for module in modules.values()}
+    keys = {name: PREFIX + _parameter_in(paths, name) for name in whole}
+    layout |= {keys[name]: spec for name, spec in whole.items()}
+    totals, losses = [], []
+    with SafetensorsWriter(directory, layout, prefix="adapter_model", max_shard_size=2**62) as writer:
+        for name, module in modules.items():
+            value = read(name)
+            left, right, lost = value.factors(module.rank)
+            a, b = (right, left) if module.kind == "linear" else (left.T, right.T)
+            for factor, data in (("A", a), ("B", b)):
+                shape = module.factor_shapes[factor]
+                padded = torch.zeros(shape, dtype=torch_dtype(dtype))
+                flat = padded.flatten(1)  # a view: what the numerical rank does not fill stays zero
+                flat[: data.shape[0], : data.shape[1]] = data
+                writer.write(module.key(factor), padded)
+            totals.append(squared_norm(value))
+            losses.append(lost)
+            advance(name)
+        for name in whole:
+            writer.write(keys[name], read_whole(name))
+            advance(name)
+    write_json(directory / CONFIG_NAME, _config(list(modules.values()), list(whole), base))
+    return Energy(math.fsum(totals), math.fsum(losses))
+
+
+def modules_saved(paths: Collection[str], whole: Collection[str]) -> set[str]:
+    """The modules without factors that go along whole (``modules_to_save``): those of which not only a bias does."""
+    return {name.rpartition(".")[0] for name in whole if not name.endswith(".bias")} - set(paths)
+
+
+def _parameter_in(paths: Collection[str], name: str) -> str:
+    """What PEFT calls a parameter: modules with factors are wrapped."""
+    module, _, leaf = name.rpartition(".")
+    return f"{module}.base_layer.{leaf}" if module in paths else name
+
+
+def _config(modules: list[AdaptedModule], whole: list[str], base: str) -> dict[str, Any]:
+    """The fields that PEFT needs; it fills in the rest."""
+    paths = {module.path for module in modules}
+    saved = modules_saved(paths, whole)
+    biased = {name.rpartition(".")[0] for name in whole} - saved
+    common = Counter(module.rank for module in modules).most_common(1)
+    rank = common[0][0] if common else 1
+    others = {f"^{re.escape(module.path)}": module.rank for module in modules if module.rank != rank}
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": rank,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "bias": "all" if biased - paths else "lora_only" if biased else "none",
+        "fan_in_fan_out": any(module.kind == "conv1d" for module in modules),
+        "target_modules": [module.path for module in modules],
+        "modules_to_save": sorted(saved) or None,
+    }

@@ -1,0 +1,1 @@
+"""The one driver of a step, for the store, the in-memory Merger and the one-shot merge alike."""

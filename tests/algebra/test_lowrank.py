@@ -1,0 +1,215 @@
+"""Low-rank matrices in factors: the same numbers as the dense matrices that they stand for."""
+
+import pytest
+import torch
+
+from mergestream.algebra.lowrank import Basis, LowRank, dense, squared_norm
+from mergestream.algebra.svd import project, protected_directions, thin_svd
+
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+
+def random_factors(m, n, rank, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    decay = torch.arange(1, rank + 1, dtype=torch.float64) ** -0.5
+    left = torch.randn(m, rank, generator=generator, dtype=torch.float64) * decay
+    return left, torch.randn(rank, n, generator=generator, dtype=torch.float64)
+
+
+def random_pair(m, n, rank, dtype, seed=0):
+    """A matrix in factors, and the same one dense in float64."""
+    left, right = (factor.to(dtype) for factor in random_factors(m, n, rank, seed))
+    return LowRank.from_factors(left, right, dtype), left.double() @ right.double()
+
+
+def relative_error(value, expected):
+    return float((dense(value).double() - expected).norm() / expected.norm())
+
+
+def assert_orthonormal(basis: Basis):
+    gram = basis.rows() @ basis.rows().T
+    assert (gram - torch.eye(basis.rank)).abs().max() < 32 * torch.finfo(basis.dtype).eps
+
+
+@DTYPES
+def test_algebra_equals_the_dense_algebra(dtype):
+    (a, A), (b, B) = random_pair(30, 40, 5, dtype, 1), random_pair(30, 40, 7, dtype, 2)
+    for value, expected in [
+        (a + b, A + B),
+        (a - b, A - B),
+        (-a, -A),
+        (a * 3, 3 * A),
+        (0.25 * a, A / 4),
+        (a / 4, A / 4),
+        (a * 2 + b / 3 - a, A + B / 3),
+        (a + b + b + a, 2 * A + 2 * B),
+    ]:
+        assert isinstance(value, LowRank)
+        assert value.shape == (30, 40)
+        assert value.dtype == dtype == value.dense().dtype
+        assert relative_error(value, expected) < TOLERANCE[dtype]
+        assert squared_norm(value) == pytest.approx(float(expected.square().sum()), rel=TOLERANCE[dtype])
+        assert_orthonormal(value.left)
+        assert_orthonormal(value.right)
+
+
+@DTYPES
+def test_with_a_dense_matrix_the_result_is_dense(dtype):
+    a, A = random_pair(30, 40, 5, dtype)
+    T = torch.randn(30, 40, dtype=dtype)
+    for value, expected in [(a + T, A + T), (T + a, A + T), (a - T, A - T), (T - a, T - A)]:
+        assert isinstance(value, torch.Tensor)
+        assert relative_error(value, expected) < TOLERANCE[dtype]
+
+
+@DTYPES
+def test_bases_grow_only_by_what_is_new(dtype):
+    a, A = random_pair(30, 40, 5, dtype, 1)
+    again = LowRank.from_factors(*(f.to(dtype) for f in random_factors(30, 40, 5, 1)), dtype)
+    total = a + again * 0.5 - a * 0.25
+    assert (total.left.rank, total.right.rank) == (5, 5)
+    assert relative_error(total, 1.25 * A) < TOLERANCE[dtype]
+    same_right = LowRank.from_factors(torch.randn(30, 5, dtype=dtype), random_factors(30, 40, 5, 1)[1].to(dtype), dtype)
+    assert ((a + same_right).left.rank, (a + same_right).right.rank) == (10, 5)
+
+
+@DTYPES
+def test_nearly_dependent_factors_stay_accurate(dtype):
+    """A remainder far smaller than the factor it comes from must still be orthogonal to the basis."""
+    left, right = random_factors(200, 100, 6, 3)
+    a = LowRank.from_factors(left.to(dtype), right.to(dtype), dtype)
+    tilted = left + 1e-4 * torch.randn(200, 6, dtype=torch.float64)
+    b = LowRank.from_factors(tilted.to(dtype), right.to(dtype), dtype)
+    total = a + b
+    assert_orthonormal(total.left)
+    expected = left.to(dtype).double() @ right.to(dtype).double()
+    expected = expected + tilted.to(dtype).double() @ right.to(dtype).double()
+    assert relative_error(total, expected) < TOLERANCE[dtype]
+
+
+@DTYPES
+def test_rank_never_exceeds_the_matrix(dtype):
+    total, expected = random_pair(12, 40, 5, dtype, 0)
+    for seed in range(1, 8):
+        a, A = random_pair(12, 40, 5, dtype, seed)
+        total, expected = total + a, expected + A
+    assert total.left.rank == 12
+    assert total.right.rank == 40
+    assert relative_error(total, expected) < TOLERANCE[dtype]
+
+
+def test_zeros_hold_nothing_and_change_nothing():
+    a, _ = random_pair(30, 40, 5, torch.float32)
+    zero = LowRank.zeros((30, 40), torch.float32)
+    assert zero.left.rank == zero.right.rank == zero.core.numel() == 0
+    assert not zero.any()
+    assert a.any()
+    assert not zero.dense().any()
+    for value in (a + zero, zero + a):
+        assert torch.equal(value.dense(), a.dense())
+    assert not (zero + zero).any()
+    assert LowRank.zeros((), torch.float32).dense().shape == ()
+    assert zero.truncate(3)[0].rank == 0
+    flat = LowRank.from_factors(torch.zeros(30, 4), torch.randn(4, 40), torch.float32)
+    assert not flat.any()
+
+
+def test_more_dimensions_are_a_matrix_of_the_first():
+    left, right = random_factors(8, 3 * 5 * 5, 2)
+    kernel = LowRank.from_factors(left, right, torch.float64, (8, 3, 5, 5))
+    assert kernel.ndim == 4
+    assert torch.allclose(kernel.dense(), (left @ right).reshape(8, 3, 5, 5))
+
+
+@DTYPES
+def test_truncation_is_the_nearest_matrix_and_tells_what_it_lacks(dtype):
+    (a, A), (b, B) = random_pair(30, 40, 5, dtype, 1), random_pair(30, 40, 7, dtype, 2)
+    u, s, vh = torch.linalg.svd(A + B)
+    small, lost = (a + b).truncate(4)
+    assert (small.left.rank, small.right.rank) == (4, 4)
+    assert relative_error(small, u[:, :4] * s[:4] @ vh[:4]) < TOLERANCE[dtype]
+    assert lost == pytest.approx(float(s[4:].square().sum()), rel=TOLERANCE[dtype])
+    left, right, lost = (a + b).factors()
+    assert left.shape == (30, 12)
+    assert right.shape == (12, 40)
+    assert lost < 1e-12
+    assert relative_error(left @ right, A + B) < TOLERANCE[dtype]
+    assert float(left.norm()) == pytest.approx(float(right.norm()))
+
+
+def test_recompression_finds_the_numerical_rank():
+    a, A = random_pair(30, 40, 5, torch.float32, 1)
+    b, _ = random_pair(30, 40, 7, torch.float32, 2)
+    value = (a + b - b).recompress()
+    assert (value.left.rank, value.right.rank) == (5, 5)
+    assert relative_error(value, A) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("projection", ["reference", "paper", "block"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("shape", [(60, 90), (90, 60), (70, 70)])
+def test_chains_of_projections_equal_the_dense_formula(projection, alpha, shape):
+    """20 steps of OPCM, adapters of differing ranks, in float64 elementwise (design section 3)."""
+    S = D = None
+    for t in range(20):
+        delta, plain = random_pair(*shape, 1 + t % 3, torch.float64, seed=t)
+        if S is None:
+            S, D = delta, plain
+            continue
+        svd, reference = thin_svd(S), thin_svd(D)
+        q = protected_directions(svd.s, alpha)
+        assert q == protected_directions(reference.s, alpha)
+        kept, plain_kept = project(delta, svd, q, projection), project(plain, reference, q, projection)
+        assert isinstance(kept, LowRank)
+        if projection != "block":
+            inner = float((kept.dense() * D).sum())
+            assert abs(inner) < 1e-12 * float(D.norm() * plain.norm())
+        S, D = S + kept, D + plain_kept
+    assert S.rank == sum(1 + t % 3 for t in range(20))
+    assert relative_error(S, D) < 1e-9
+
+
+def test_twenty_float32_steps_stay_within_1e_5_of_float64():
+    for projection in ("reference", "block"):
+        S = D = None
+        for t in range(20):
+            delta, plain = random_pair(256, 384, 8, torch.float32, seed=t)
+            if S is None:
+                S, D = delta, plain
+                continue
+            svd, reference = thin_svd(S), thin_svd(D)
+            q = protected_directions(svd.s, 0.5)
+            S, D = S + project(delta, svd, q, projection), D + project(plain, reference, q, projection)
+        assert relative_error(S, D) < 1e-5
+
+
+@DTYPES
+@pytest.mark.parametrize("projection", ["reference", "paper", "block"])
+def test_mixed_dense_and_factored_projections(dtype, projection):
+    (a, A), (b, B) = random_pair(30, 40, 5, dtype, 1), random_pair(30, 40, 7, dtype, 2)
+    q = 2
+    expected = project(B, thin_svd(A), q, projection)
+    for delta, state in [(b, a), (b, A.to(dtype)), (B.to(dtype), a), (B.to(dtype), A.to(dtype))]:
+        kept = project(delta, thin_svd(state), q, projection)
+        assert isinstance(kept, LowRank) == (isinstance(delta, LowRank) and isinstance(state, LowRank))
+        assert relative_error(kept, expected) < 10 * TOLERANCE[dtype]
+
+
+def test_projection_from_a_zero_state_keeps_everything():
+    delta, plain = random_pair(30, 40, 5, torch.float64)
+    svd = thin_svd(LowRank.zeros((30, 40), torch.float64))
+    assert protected_directions(svd.s, 0.5) == 0
+    for projection in ("reference", "paper", "block"):
+        assert relative_error(project(delta, svd, 0, projection), plain) < 1e-13
+
+
+def test_a_duplicate_adds_no_rank():
+    a, A = random_pair(64, 48, 4, torch.float32)
+    S = a
+    for _ in range(5):
+        again = random_pair(64, 48, 4, torch.float32)[0]
+        svd = thin_svd(S)
+        S = S + project(again, svd, protected_directions(svd.s, 0.5), "reference")
+    assert S.rank == 4
+    assert relative_error(S, A) < 1e-5  # in the singular vectors of S, what S holds is all diagonal

@@ -1,0 +1,111 @@
+"""The k-th magnitude is exact, whatever the data looks like and wherever the sample looks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mergestream.algebra.selection import Search, sample_ranges, sample_stride, tally
+
+SIZES = (100_000, 1, 0, 70_001, 513)
+"""Tensors of a model: together enough that only a sample of them is sorted at first."""
+
+
+def kth(tensors: list[Tensor], count: int) -> tuple[float, int]:
+    """The k-th magnitude, and how often the data was passed over."""
+    total = sum(map(len, tensors))
+    ranges = ((tensor, *place) for tensor in tensors for place in sample_ranges(len(tensor), sample_stride(total)))
+    search = Search(count, total, [tensor[start:stop].abs() for tensor, start, stop in ranges])
+    passes = 0
+    while search.found is None:
+        passes += 1
+        assert passes < 10, "it must come to an end"
+        search.narrow([tally(piece.abs(), search.bracket) for tensor in tensors for piece in tensor.split(4096)])
+    return search.found, passes
+
+
+def normal(generator: torch.Generator) -> list[Tensor]:
+    return [torch.randn(size, generator=generator) for size in SIZES]
+
+
+def in_bfloat16(generator: torch.Generator) -> list[Tensor]:
+    return [(t * 1e-3).bfloat16().float() - 0.001 for t in normal(generator)]
+
+
+def mostly_zero(generator: torch.Generator) -> list[Tensor]:
+    return [t.where(t.abs() > 2, 0) for t in normal(generator)]
+
+
+def constant(generator: torch.Generator) -> list[Tensor]:
+    return [torch.full((size,), -0.5) for size in SIZES]
+
+
+def two_values(generator: torch.Generator) -> list[Tensor]:
+    return [t.sign() + 3 for t in normal(generator)]
+
+
+def sorted_by_size(generator: torch.Generator) -> list[Tensor]:
+    return [t.sort().values for t in normal(generator)]
+
+
+def large_where_no_sample_looks(generator: torch.Generator) -> list[Tensor]:
+    tensors = normal(generator)
+    stride = sum(SIZES) // (1 << 15)
+    for tensor in tensors:
+        sampled = torch.zeros(len(tensor), dtype=torch.bool)
+        for start, stop in sample_ranges(len(tensor), stride):
+            sampled[start:stop] = True
+        tensor[~sampled] *= 1000
+    return tensors
+
+
+def small_where_no_sample_looks(generator: torch.Generator) -> list[Tensor]:
+    return [1 / t.where(t != 0, 1) for t in large_where_no_sample_looks(generator)]
+
+
+KINDS = [
+    normal,
+    in_bfloat16,
+    mostly_zero,
+    constant,
+    two_values,
+    sorted_by_size,
+    large_where_no_sample_looks,
+    small_where_no_sample_looks,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_kth_of_the_sorted_magnitudes(kind):
+    tensors = kind(torch.Generator().manual_seed(1))
+    descending = torch.cat(tensors).abs().sort(descending=True).values
+    total = len(descending)
+    for count in (1, 2, 17, total // 100, total // 5, total // 2, total - 2, total - 1):
+        found, _ = kth(tensors, count)
+        assert found == float(descending[count - 1]), count
+
+
+def test_one_pass_is_enough_where_the_sample_is_fair():
+    tensors = normal(torch.Generator().manual_seed(2))
+    total = sum(SIZES)
+    assert all(kth(tensors, count)[1] == 1 for count in (total // 100, total // 5, total // 2))
+
+
+def test_all_and_nothing_need_no_pass():
+    tensors = normal(torch.Generator().manual_seed(3))
+    assert kth(tensors, 0) == (math.inf, 0)
+    assert kth(tensors, sum(SIZES)) == (0.0, 0)
+
+
+def test_small_models_are_sorted_at_once():
+    tensors = [torch.tensor([3.0, -5.0, 1.0]), torch.tensor([-2.0])]
+    assert [kth(tensors, count)[0] for count in (1, 2, 3)] == [5, 3, 2]
+
+
+def test_data_that_is_no_number_comes_to_an_end():
+    """It is refused when it is absorbed; until then the search must not go on for ever."""
+    _, passes = kth([torch.full((size,), math.nan) for size in SIZES], 17)
+    assert passes < 20

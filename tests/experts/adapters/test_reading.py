@@ -1,0 +1,286 @@
+"""Our reading of an adapter is PEFT's: the same task vectors, in float64."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mergestream.checkpoints import open_checkpoint
+from mergestream.errors import MergestreamError
+from mergestream.experts.adapters import open_adapter
+from mergestream.experts.adapters.naming import translator
+from tests.workshop import assert_equals_peft, bind, clip, clip_vision, edit_config, gpt2, llama
+
+ATTENTION = ["q_proj", "v_proj"]
+FIELDS = {
+    "alpha over r": {"r": 4, "lora_alpha": 6},
+    "rslora": {"r": 4, "lora_alpha": 6, "use_rslora": True},
+    "rank_pattern": {"r": 4, "rank_pattern": {"q_proj": 2, r"layers\.1.+v_proj": 7}},
+    "alpha_pattern": {"r": 4, "lora_alpha": 3, "alpha_pattern": {"layers.0.self_attn.q_proj": 9}},
+    "both patterns": {"r": 4, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"proj": 9}, "use_rslora": True},
+    "some layers": {"r": 2, "layers_to_transform": [1]},
+    "without some modules": {"r": 2, "exclude_modules": ["v_proj"]},
+    "gaussian": {"r": 2, "init_lora_weights": "gaussian"},
+}
+
+
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
+def test_scaling_is_that_of_peft(workshop, fields):
+    base = workshop.base(llama)
+    assert_equals_peft(workshop, base, workshop.adapter(base, target_modules=ATTENTION, **fields))
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [
+        (llama, "all-linear"),
+        (llama, ["embed_tokens", "down_proj"]),
+        (llama, r".*layers\.1\..*(k|o)_proj"),
+        (gpt2, "all-linear"),
+        (gpt2, ["c_attn", "wte", "wpe"]),
+        (clip, "all-linear"),
+        (clip, ["q_proj", "patch_embedding", "position_embedding"]),
+        (clip_vision, ["fc1", "patch_embedding"]),
+    ],
+)
+def test_every_kind_of_module(workshop, model, targets):
+    base = workshop.base(model)
+    assert_equals_peft(workshop, base, workshop.adapter(base, r=3, target_modules=targets))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_conv1d_is_transposed_whatever_the_flag_says(workshop, flag):
+    """The attention's c_proj is square: only its neighbours show that it is stored input × output."""
+    base = workshop.base(gpt2)
+    adapter = workshop.adapter(base, r=3, target_modules=["c_proj", "c_fc"])
+    edit_config(adapter, fan_in_fan_out=flag)
+    assert_equals_peft(workshop, base, adapter)
+
+
+def test_square_conv1d_alone_is_told_by_the_model_or_the_flag(workshop):
+    base = workshop.base(gpt2)
+    adapter = workshop.adapter(base, r=3, target_modules=r".*attn\.c_proj")
+    assert open_adapter(adapter).config.fan_in_fan_out  # PEFT corrects the flag
+    assert_equals_peft(workshop, base, adapter)
+    edit_config(adapter, fan_in_fan_out=False)
+    conv1d = {name for name in open_checkpoint(base).tensors if name.endswith("c_proj.weight")}
+    assert_equals_peft(workshop, base, adapter, conv1d=conv1d)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "whole"),
+    [
+        (llama, {"modules_to_save": ["lm_head", "model.norm"]}, {"lm_head.weight", "model.norm.weight"}),
+        (gpt2, {"target_modules": ["c_attn"], "bias": "lora_only"}, None),
+        (gpt2, {"target_modules": ["c_attn"], "bias": "all"}, None),
+        (clip, {"modules_to_save": ["visual_projection"]}, {"visual_projection.weight"}),
+    ],
+)
+def test_whole_tensors(workshop, model, fields, whole):
+    base = workshop.base(model)
+    bound = assert_equals_peft(workshop, base, workshop.adapter(base, **{"target_modules": ATTENTION, **fields}))
+    assert whole is None or set(bound.whole) == whole
+
+
+def test_tied_modules_add_up(workshop):
+    base = workshop.base(llama, tie_word_embeddings=True)
+    assert "lm_head.weight" not in open_checkpoint(base).tensors
+    spellings = {"lm_head.weight": "model.embed_tokens.weight"}
+    for targets in (["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]):
+        adapter = workshop.adapter(base, r=2, target_modules=targets)
+        bound = assert_equals_peft(workshop, base, adapter, spellings=spellings)
+        assert bound.rank("model.embed_tokens.weight") == 2 * len(targets)
+        shutil.rmtree(adapter)
+
+
+def test_torch_files_are_read_too(workshop):
+    base = workshop.base(llama)
+    adapter = workshop.adapter(base, target_modules=ATTENTION)
+    torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors").unlink()
+    assert_equals_peft(workshop, base, adapter)
+
+
+def test_an_adapter_of_another_class_of_the_same_model(workshop):
+    """The base model alone has no ``model.`` before its layers."""
+    base = workshop.base(llama)
+    adapter = workshop.adapter(base, target_modules=ATTENTION)
+    expected = bind(adapter, base)
+    state = load_file(adapter / "adapter_model.safetensors")
+    for change in ({"model.model.": "model."}, {"model.model.": "model.wrapped.model."}):
+        ((old, new),) = change.items()
+        renamed = {key.replace(f"base_{old}", f"base_{new}"): value for key, value in state.items()}
+        assert renamed.keys() != state.keys()
+        save_file(renamed, adapter / "adapter_model.safetensors")
+        bound = bind(adapter, base)
+        assert bound.terms.keys() == expected.terms.keys()
+        name = next(iter(expected.terms))
+        assert torch.equal(bound.delta(name, torch.float64).dense(), expected.delta(name, torch.float64).dense())
+
+
+def test_prefixes_that_may_mean_two_things_are_refused():
+    spellings = {name: name for name in ("encoder.layer.0.q.weight", "decoder.layer.0.q.weight")}
+    with pytest.raises(MergestreamError, match=r"decoder\.layer\.0\.q\.weight or encoder"):
+        translator(["layer.0.q.weight"], spellings)
+    translate = translator(["t5.encoder.layer.0.q.weight"], spellings)
+    assert translate("t5.encoder.layer.0.q.weight") == "encoder.layer.0.q.weight"
+    assert translate("t5.decoder.layer.0.q.weight") == "decoder.layer.0.q.weight"
+    assert translate("t5.score.weight") is None
+    assert translator(["layer.0.q.weight"], {"layer.1.q.weight": ""})("layer.0.q.weight") is None  # another layer
+
+
+def test_a_new_head_is_extra(workshop):
+    base = workshop.base(llama)
+    adapter = workshop.adapter(base, target_modules=ATTENTION)
+    state = load_file(adapter / "adapter_model.safetensors")
+    save_file({**state, "base_model.model.score.weight": torch.ones(2, 16)}, adapter / "adapter_model.safetensors")
+    assert bind(adapter, base).extra == ("score.weight",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_dora": True}, "use_dora=true cannot be honoured .* merge_and_unload"),
+        ({"lora_bias": True}, "lora_bias=true"),
+        ({"peft_type": "IA3"}, "peft_type=IA3 is not LORA; merge"),
+        ({"peft_type": "ADALORA"}, "peft_type=ADALORA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4 .* changes the base's weights"),
+        ({"init_lora_weights": "olora"}, "olora"),
+        ({"init_lora_weights": "loftq"}, "loftq"),
+        ({"use_qalora": True}, "use_qalora=true .* quantised base"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"magic_config": {"factor": 2}}, "magic_config=.* does not know the field"),
+        ({"r": 0}, "at least 1"),
+        ({"r": "many"}, "r=many is not a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan is not a number"),
+        ({"rank_pattern": {"(": 2}}, "rank_pattern is no table"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is no table"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "alpha_pattern is no table"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(workshop, fields, message):
+    adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
+    edit_config(adapter, **fields)
+    with pytest.raises(MergestreamError, match=f"adapter_config.json: .*{message}"):
+        open_adapter(adapter)
+
+
+def test_unknown_fields_that_are_off_do_no_harm(workshop):
+    adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
+    edit_config(adapter, magic_config=None, use_magic=False)
+    open_adapter(adapter)
+
+
+def test_real_dora_and_bias_factors_are_refused_even_if_the_config_hides_them(workshop):
+    base = workshop.base(llama)
+    for fields in ({"use_dora": True}, {"lora_bias": True}):
+        adapter = workshop.adapter(base, target_modules=ATTENTION, **fields)
+        with pytest.raises(MergestreamError, match=next(iter(fields))):
+            open_adapter(adapter)
+        edit_config(adapter, **dict.fromkeys(fields, False))
+        with pytest.raises(MergestreamError, match="neither a factor nor a weight"):
+            open_adapter(adapter)
+        shutil.rmtree(adapter)
+
+
+def damaged(adapter, change):
+    file = adapter / "adapter_model.safetensors"
+    state = load_file(file)
+    change(state)
+    save_file(state, file)
+
+
+KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def test_corrupt_adapters_are_refused(workshop):
+    base = workshop.base(llama)
+    adapter = workshop.adapter(base, r=4, target_modules=ATTENTION)
+    file = adapter / "adapter_model.safetensors"
+    original = file.read_bytes()
+
+    file.write_bytes(original[:-100])
+    with pytest.raises(MergestreamError, match="truncated"):
+        open_adapter(adapter)
+
+    file.write_bytes(original)
+    damaged(adapter, lambda state: state.pop(KEY))
+    with pytest.raises(MergestreamError, match=r"the factor A of model.layers.0.self_attn.q_proj is missing"):
+        open_adapter(adapter)
+
+    file.write_bytes(original)
+    damaged(adapter, lambda state: state.update({KEY: torch.ones(3, 16)}))
+    with pytest.raises(MergestreamError, match=r"\[3, 16\] .* no factors of rank 4"):
+        bind(adapter, base)
+
+    file.write_bytes(original)
+    damaged(adapter, lambda state: state.update({KEY: torch.ones(4, 17)}))
+    with pytest.raises(MergestreamError, match=r"shape \[16, 17\], but the base's weight has the shape \[16, 16\]"):
+        bind(adapter, base)
+
+    file.write_bytes(original)
+    damaged(adapter, lambda state: state[KEY].fill_(float("nan")))
+    with pytest.raises(MergestreamError, match="NaN or Inf"):
+        bind(adapter, base).delta("model.layers.0.self_attn.q_proj.weight", torch.float32)
+
+    file.write_bytes(original)
+    damaged(adapter, lambda state: state.update({KEY: state[KEY] * 1e45}))
+    with pytest.raises(MergestreamError, match=r"factors of .*q_proj.weight are so large that B·A overflows"):
+        bind(adapter, base).delta("model.layers.0.self_attn.q_proj.weight", torch.float32)
+
+    file.write_bytes(original)
+    damaged(adapter, lambda state: state.update({KEY: state[KEY].to(torch.int8)}))
+    with pytest.raises(MergestreamError, match=r"lora_A.weight is I8, not floating-point; merge the adapter"):
+        open_adapter(adapter)
+
+    file.unlink()
+    with pytest.raises(MergestreamError, match=r"neither adapter_model\.safetensors"):
+        open_adapter(adapter)
+    save_file({}, file)
+    with pytest.raises(MergestreamError, match="holds no tensors"):
+        open_adapter(adapter)
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(MergestreamError, match="not valid JSON"):
+        open_adapter(adapter)
+
+
+def test_an_adapter_of_another_model_is_refused(workshop):
+    adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
+    with pytest.raises(MergestreamError, match=r"has no tensor .*q_proj.weight: it was made for another model"):
+        bind(adapter, workshop.base(gpt2, "gpt2"))
+
+
+def test_a_resized_vocabulary_is_named(workshop):
+    base = workshop.base(llama)
+    model = workshop.load(base)
+    model.resize_token_embeddings(48)
+    import peft
+
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(workshop.directory / "grown", save_embedding_layers=True)
+    with pytest.raises(MergestreamError, match=r"\[48, 16\].*\[40, 16\] \(the vocabulary was resized\)"):
+        bind(workshop.directory / "grown", base)
+
+
+def test_factors_and_whole_tensor_together_are_refused(workshop):
+    base = workshop.base(llama)
+    adapter = workshop.adapter(base, target_modules=ATTENTION)
+    name = KEY.replace("lora_A.weight", "weight")
+    damaged(adapter, lambda state: state.update({name: torch.ones(16, 16)}))
+    with pytest.raises(MergestreamError, match="both factors and a whole tensor"):
+        bind(adapter, base)
+
+
+def test_config_is_never_a_place_for_code(workshop):
+    adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
+    text = json.loads((adapter / "adapter_config.json").read_text())
+    assert text["peft_type"] == "LORA"
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save({"x": open_adapter}, adapter / "adapter_model.bin")
+    with pytest.raises(MergestreamError, match="not executed"):
+        open_adapter(adapter)

@@ -1,0 +1,138 @@
+"""Task vectors: what happens to every tensor, and what is refused from the headers alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mergestream.algebra import pieces
+from mergestream.base.model import BaseModel
+from mergestream.checkpoints import open_checkpoint
+from mergestream.digest import combined_digest, tensor_digest
+from mergestream.errors import MergestreamError
+from mergestream.experts.vector import TaskVector
+from tests.conftest import StateDict, toy_base, toy_expert
+
+
+def vector(expert: StateDict, base: StateDict | None = None, *, heads: tuple[str, ...] = (), **options) -> TaskVector:
+    checkpoint = open_checkpoint(base or toy_base())
+    return TaskVector(BaseModel.examine(checkpoint, heads=heads), checkpoint, open_checkpoint(expert), **options)
+
+
+def test_the_difference_is_taken_in_float32_and_in_float64_for_float64():
+    base, expert = toy_base(), toy_expert(1)
+    found = vector(expert)
+    for name in found.names:
+        (piece,) = found.pieces(name, whole=True)
+        wide = torch.float64 if base[name].dtype == torch.float64 else torch.float32
+        assert piece.delta.dtype == wide
+        assert torch.equal(piece.delta, expert[name].to(wide) - base[name].to(wide))
+        assert piece.norm2 == pytest.approx(float(piece.delta.double().square().sum()))
+
+
+def test_pieces_are_the_whole_in_order(monkeypatch):
+    monkeypatch.setattr("mergestream.experts.vector.PIECE", 7)
+    found = vector(toy_expert(1))
+    (whole,) = found.pieces("layers.0.up.weight", whole=True)
+    parts = list(found.pieces("layers.0.up.weight"))
+    assert [part.start for part in parts] == list(range(0, 128, 7))
+    assert torch.equal(torch.cat([part.delta for part in parts]), whole.delta.flatten())
+    elements = found.elements("layers.0.up.weight")
+    assert torch.equal(elements(10, 31), whole.delta.flatten()[10:31])
+
+
+def test_digests_are_those_of_the_expert_whole_or_in_pieces(monkeypatch):
+    expert = toy_expert(1)
+    digests = []
+    for size in (pieces.PIECE, 7):
+        monkeypatch.setattr("mergestream.experts.vector.PIECE", size)
+        found = vector(expert)
+        for name in found.names:
+            list(found.pieces(name))
+        digests.append(combined_digest(found.digests))
+        assert found.digests["half.weight"] == tensor_digest(expert["half.weight"])
+    assert digests[0] == digests[1]
+
+
+def test_experts_in_another_dtype_are_welcome():
+    expert = {name: t.double() if t.is_floating_point() else t for name, t in toy_expert(1).items()}
+    (piece,) = vector(expert).pieces("layers.0.q.weight", whole=True)
+    assert piece.delta.dtype == torch.float32
+
+
+def test_every_tensor_has_a_fate():
+    head, extra = {"head.weight": torch.ones(3, 8)}, {"extra.bias": torch.ones(2)}
+    expert = {n: t for n, t in toy_expert(1).items() if n != "temperature"} | head | extra
+    found = vector(expert, heads=("head.*",), partial=True, ignore=["extra.*", "half.*"])
+    assert found.fates == {
+        **dict.fromkeys(toy_base(), "merged"),
+        "position_ids": "copied",
+        "mask": "copied",
+        "temperature": "unchanged",
+        "half.weight": "ignored",
+        "extra.bias": "ignored",
+        "head.weight": "head",
+    }
+    for name in ("temperature", "half.weight"):
+        (piece,) = found.pieces(name, whole=True)
+        assert piece.norm2 == 0 and not piece.delta.any()
+        assert name not in found.digests
+
+
+def test_integers_of_the_expert_do_not_matter():
+    expert = toy_expert(1) | {"position_ids": torch.zeros(3, dtype=torch.int32)}
+    assert vector(expert).fates["position_ids"] == "copied"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"temperature": None}, "lacks tensor temperature of the base; .*--partial"),
+        ({"temperature": None, "empty": None}, r"lacks 2 tensors \(temperature, empty\)"),
+        (
+            {"a": torch.ones(1), "b": torch.ones(1)},
+            r"has 2 tensors \(a, b\) that the base has not.*--heads",
+        ),
+        ({"layers.0.q.weight": torch.ones(8, 7)}, r"layers.0.q.weight in memory of memory has shape \[8, 7\]"),
+        ({"layers.0.q.weight": torch.ones(64)}, r"has shape \[64\], the base has \[8, 8\]"),
+        ({"embed_tokens.weight": torch.ones(25, 8)}, "its vocabulary differs from the base's: resize it"),
+        ({"layers.0.q.weight": torch.ones(8, 8, dtype=torch.int8)}, "is I8, the base has F32; convert it"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_read(change, sentence):
+    expert = {name: tensor for name, tensor in (toy_expert(1) | change).items() if tensor is not None}
+    with pytest.raises(MergestreamError, match=sentence):
+        vector(expert)
+
+
+def test_nan_is_blamed_on_the_one_who_has_it():
+    bad = toy_expert(1)
+    bad["half.weight"][0, 0] = float("nan")
+    with pytest.raises(MergestreamError, match=r"half.weight in memory of memory holds NaN"):
+        list(vector(bad).pieces("half.weight"))
+
+
+def tied_base(stored: bool) -> StateDict:
+    base = {"embed_tokens.weight": torch.randn(5, 4), "layer.weight": torch.randn(4, 4)}
+    return base | ({"lm_head.weight": base["embed_tokens.weight"]} if stored else {})
+
+
+def test_a_tied_tensor_counts_once():
+    base = tied_base(stored=True)
+    expert = {name: tensor + 1 for name, tensor in base.items()}
+    found = vector(expert, base)
+    assert found.names == ("embed_tokens.weight", "layer.weight")
+    assert found.fates["lm_head.weight"] == "tied"
+    list(found.pieces("embed_tokens.weight"))
+    untied = vector(expert | {"lm_head.weight": expert["lm_head.weight"] + 1}, base)
+    with pytest.raises(MergestreamError, match=r"different tensors embed_tokens.weight and lm_head.weight.*tie them"):
+        list(untied.pieces("embed_tokens.weight"))
+    ignoring = vector(expert | {"lm_head.weight": torch.zeros(5, 4)}, base, ignore=["lm_head.*"])
+    list(ignoring.pieces("embed_tokens.weight"))
+
+
+def test_an_expert_may_store_a_tied_tensor_under_its_other_name():
+    base = tied_base(stored=True)
+    expert = {"lm_head.weight": base["lm_head.weight"] + 1, "layer.weight": base["layer.weight"] + 1}
+    (piece,) = vector(expert, base).pieces("embed_tokens.weight", whole=True)
+    torch.testing.assert_close(piece.delta, torch.ones(5, 4))
