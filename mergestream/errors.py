@@ -1,5 +1,8 @@
 """Errors that a user can act on: one sentence each, printed as ``error: …`` by the command line."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -19,3 +22,11 @@ class StoreBusyError(MergestreamError):
     """Another process is writing to the store."""
 
     exit_code: ClassVar[int] = 3
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``; did you mean …?`` where a known word is close to one that is not known, else nothing."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

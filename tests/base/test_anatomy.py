@@ -475,5 +475,5 @@ def test_a_large_model_is_examined_at_once(tmp_path):
 def test_importing_it_imports_neither_torch_nor_transformers():
     import subprocess
 
-    code = "import sys, mergestream.anatomy; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, mergestream.base.anatomy; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

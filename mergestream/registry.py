@@ -1,0 +1,75 @@
+"""What is chosen by name: our own, what other packages bring by entry points, what was registered in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from mergestream.errors import UsageError, nearest
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Names and what they stand for; nothing is imported before it is asked for.
+
+    ``own`` gives for every name of ours where it is, as ``module:attribute``. Another package adds names by entry
+    points of the ``group``; a name of ours is never replaced.
+    """
+
+    def __init__(self, kind: str, group: str, own: Mapping[str, str]) -> None:
+        self.kind, self.group = kind, group
+        self._own = own
+        self._registered: dict[str, T] = {}
+
+    def register(self, name: str, item: T) -> T:
+        """Make something known under a name, in this process."""
+        if name in self._own:
+            raise UsageError(f"{name} is a {self.kind} of mergestream itself; choose another name")
+        self._registered[name] = item
+        return item
+
+    def choose(self, name: str) -> T:
+        """What a user means by a name; an unknown one is refused with what there is."""
+        if name not in self:
+            raise UsageError(f"there is no {self.kind} {name}{nearest(name, self)} (there are: {', '.join(self)})")
+        return self[name]
+
+    def origin(self, name: str) -> str:
+        """Who brought it: ``mergestream``, a package with its version, or ``Python``."""
+        if name in self._own:
+            return "mergestream"
+        if name in self._registered:
+            return "Python"
+        brought = self._brought[name].dist
+        return f"{brought.name} {brought.version}" if brought else "an entry point"
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._own:
+            module, _, attribute = self._own[name].partition(":")
+            item: T = getattr(import_module(module), attribute)
+            return item
+        if name in self._registered:
+            return self._registered[name]
+        try:
+            loaded: T = self._brought[name].load()
+        except KeyError:
+            raise
+        except Exception as error:  # whatever somebody else's module does when it is imported
+            raise UsageError(
+                f"the {self.kind} {name} of {self.origin(name)} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+        return loaded
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._own, **self._registered, **self._brought})
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    @cached_property
+    def _brought(self) -> dict[str, EntryPoint]:
+        return {entry.name: entry for entry in entry_points(group=self.group)}
