@@ -26,12 +26,12 @@ from benchmarks import cases, report
 from benchmarks.checkpoints import CACHE, family
 from benchmarks.measure import ROOT, Cost, run
 from benchmarks.suite import Target
+from mergestream import OPCM
 from mergestream.algebra.lowrank import LowRank, dense
 from mergestream.algebra.svd import project, protected_directions, thin_svd
+from mergestream.api import Store
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.local import single_threaded
-from mergestream.methods import OPCM
-from mergestream.store import Store
 
 PLACE = CACHE / "adapters"
 RANK = 16

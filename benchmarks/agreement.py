@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.checkpoints import Family
+from mergestream import OPCM
+from mergestream.algebra.lowrank import dense
 from mergestream.checkpoints import Checkpoint, open_checkpoint
-from mergestream.methods import OPCM
 from mergestream.methods.base import Context
 
 NOT_MERGED_BY_FUSIONBENCH = "class_embedding"
@@ -68,7 +69,8 @@ def with_float64_svd(family: Family, layer: str) -> dict[str, float]:
         for name, info in base.tensors.items():
             if layer in name and len(info.shape) == 2:
                 S, delta = first.read(name) - base.read(name), second.read(name) - base.read(name)
-                ours = OPCM(alpha=0.5).absorb({"sum": S}, delta, Context(2, linear=True)).kept
+                kept = OPCM(alpha=0.5).absorb({"sum": S}, delta, Context(2, linear=True)).kept
+                ours = delta if kept is None else dense(kept)
                 exact = reference_projection(S.double(), delta.double(), alpha=0.5)
                 errors[name] = float((ours - exact).norm() / exact.norm())
     return errors

@@ -23,7 +23,7 @@ from benchmarks.cases import FUSIONBENCH, MERGEKIT, OURS, Contender
 from benchmarks.checkpoints import MODELS, Family, family
 from benchmarks.measure import ROOT, Cost, run
 from benchmarks.suite import STORES
-from mergestream.methods import OPCM, Average
+from mergestream import OPCM, Average
 from mergestream.methods.base import Method
 
 RESULTS = ROOT / "docs" / "results" / "performance"

@@ -16,13 +16,14 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.stopwatch import work
+from mergestream import OPCM
+from mergestream.api import Store
 from mergestream.base.architecture import load_architecture
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import LocalEngine
 from mergestream.export.one_shot import merge
 from mergestream.merging.merger import Merger
-from mergestream.methods import OPCM, make_method
-from mergestream.store import Store
+from mergestream.methods import make_method
 
 
 def state_dict(path: Path) -> dict[str, Tensor]:

@@ -28,8 +28,8 @@ from benchmarks.cases import (
 )
 from benchmarks.checkpoints import CACHE, MODELS, family
 from benchmarks.measure import Cost, run
-from mergestream.methods import OPCM, Average
-from mergestream.store import Store
+from mergestream import OPCM, Average
+from mergestream.api import Store
 
 STORES = CACHE / "stores"
 MEGABYTE = 10**6

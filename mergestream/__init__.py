@@ -19,20 +19,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Store": "mergestream.store",
-    "Expert": "mergestream.store",
+    "Store": "mergestream.api",
+    "Expert": "mergestream.store.manifest",
     "Merger": "mergestream.merging.merger",
     "merge": "mergestream.export.one_shot",
     "MergestreamError": "mergestream.errors",
     "LocalEngine": "mergestream.engine",
+    "ENGINES": "mergestream.engine",
     "METHODS": "mergestream.methods",
-    "OPCM": "mergestream.methods",
-    "Average": "mergestream.methods",
-    "TaskArithmetic": "mergestream.methods",
-    "TIES": "mergestream.methods",
-    "EMA": "mergestream.methods",
-    "LAWA": "mergestream.methods",
-    "MagMax": "mergestream.methods",
+    "register_method": "mergestream.methods",
+    "Method": "mergestream.methods.base",
+    "OPCM": "mergestream.methods.opcm",
+    "Average": "mergestream.methods.average",
+    "TaskArithmetic": "mergestream.methods.task_arithmetic",
+    "TIES": "mergestream.methods.ties",
+    "EMA": "mergestream.methods.ema",
+    "LAWA": "mergestream.methods.lawa",
+    "MagMax": "mergestream.methods.magmax",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -46,9 +49,18 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from mergestream.engine import LocalEngine
+    from mergestream.api import Store
+    from mergestream.engine import ENGINES, LocalEngine
     from mergestream.errors import MergestreamError
     from mergestream.export.one_shot import merge
     from mergestream.merging.merger import Merger
-    from mergestream.methods import EMA, LAWA, METHODS, OPCM, TIES, Average, MagMax, TaskArithmetic
-    from mergestream.store import Expert, Store
+    from mergestream.methods import METHODS, register_method
+    from mergestream.methods.average import Average
+    from mergestream.methods.base import Method
+    from mergestream.methods.ema import EMA
+    from mergestream.methods.lawa import LAWA
+    from mergestream.methods.magmax import MagMax
+    from mergestream.methods.opcm import OPCM
+    from mergestream.methods.task_arithmetic import TaskArithmetic
+    from mergestream.methods.ties import TIES
+    from mergestream.store.manifest import Expert

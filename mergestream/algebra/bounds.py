@@ -1,4 +1,4 @@
-"""How much space the factors of a state may take: known before the arithmetic, from ranks alone."""
+"""How much the factors of a low-rank state may take after a step: known before any arithmetic, from ranks alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Room:
+class FactorBounds:
     """The most that the factors Lᵀ C R of one tensor's slots may take after a step."""
 
     shape: tuple[int, int]
@@ -20,17 +20,17 @@ class Room:
     @classmethod
     def after(
         cls, shape: tuple[int, ...], before: Iterable[tuple[int, int]], rank: int, max_rank: int | None
-    ) -> Room | None:
-        """Room for slots with bases of these ranks that absorb a task vector of ``rank``; None where the dense
-        tensor takes no more."""
+    ) -> FactorBounds | None:
+        """Of slots with bases of these ranks that absorb a task vector of ``rank``; None where the dense tensor
+        takes no more."""
         m, n = matrix_shape(shape)
         ranks = [(0, 0), *before]
         a, b = min(max(left for left, _ in ranks) + rank, m), min(max(right for _, right in ranks) + rank, n)
         new = min(rank, m), min(rank, n)
         if max_rank is not None and max(a, b) > max_rank:
             new = a, b = min(a, max_rank), min(b, max_rank)
-        room = cls((m, n), new, (a, b))
-        return room if room.stored < m * n or not a else None
+        bounds = cls((m, n), new, (a, b))
+        return bounds if bounds.stored < m * n or not a else None
 
     @property
     def stored(self) -> int:

@@ -9,8 +9,7 @@ times as fast (docs/performance.md). NumPy built in another way does not have th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from ctypes import byref, c_char_p, c_int64, c_size_t, c_void_p
 from functools import cache
 
@@ -56,25 +55,9 @@ def _lapack() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(numpy.linalg._umath_linalg.__file__)
         _ = library.scipy_dsytrd_64_, library.scipy_dstedc_64_, library.scipy_dsterf_64_, library.scipy_dstein_64_
-        _ = library.scipy_openblas_set_num_threads64_, library.scipy_openblas_get_num_threads64_
     except (AttributeError, OSError):
         return None
     return library
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep that OpenBLAS to one thread for a while: it has one setting for the whole process."""
-    lapack = _lapack()
-    if lapack is None:
-        yield
-        return
-    before = lapack.scipy_openblas_get_num_threads64_()
-    lapack.scipy_openblas_set_num_threads64_(1)
-    try:
-        yield
-    finally:
-        lapack.scipy_openblas_set_num_threads64_(before)
 
 
 def _tridiagonalize(lapack: ctypes.CDLL, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,40 +2,125 @@
 
 A piece is small enough to stay in the processor's cache between reading, subtracting, absorbing and writing, and large
 enough that the calls from Python do not count. It is also below the size up to which the engine has malloc
-keep what is freed: fresh memory for every piece made the same arithmetic ten times slower (docs/performance.md).
+keep what is freed: fresh memory for every piece made the same arithmetic ten times slower (docs/notes/performance.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
-_RUN = 1024
-_TINY = 1e-24
 PIECE = 1 << 18
-"""Elements in a piece."""
+"""Elements in a piece. What is merged does not depend on it."""
 ALIGNMENT = 64
 """Bytes of a cache line: where torch lets its arrays start, and we let a file's."""
 Elements = Callable[[int, int], "Tensor"]
 """Any range of a flattened tensor, by its start and its end."""
+_RUN = 1 << 10
+_BLOCK = 1 << 16
+_TINY = 1e-27
+
+
+def ranges(numel: int) -> Iterator[tuple[int, int]]:
+    """The pieces of a tensor, in order, each from one element to another."""
+    for start in range(0, numel, PIECE):
+        yield start, min(start + PIECE, numel)
+
+
+class SquaredNorm:
+    """‖x‖² of a tensor that goes by in consecutive pieces: to 1e-8, and to the last bit the same however it is cut.
+
+    Runs of 1024 float32 squares are summed in float32, as dot products, and blocks of 64 runs in float64: six times
+    as fast as float64 throughout. Blocks begin at multiples of their size, and their sums are added up exactly.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[float] = []
+        self._unfinished: list[NDArray[Any]] = []
+        self.finite = True
+        """Whether neither NaN nor Inf has gone by"""
+
+    def add(self, piece: Tensor) -> None:
+        values = _array(piece)
+        waiting = sum(map(len, self._unfinished))
+        if waiting:
+            first, values = values[: _BLOCK - waiting], values[_BLOCK - waiting :]
+            self._wait(first)
+            if waiting + len(first) < _BLOCK:
+                return
+            self._finish()
+        whole = len(values) - len(values) % _BLOCK
+        if whole:
+            self._note(_block_sums(values[:whole]))
+        if whole < len(values):
+            self._wait(values[whole:])
+
+    def total(self) -> float:
+        self._finish()
+        return math.fsum(self._sums)
+
+    def _wait(self, values: NDArray[Any]) -> None:
+        """The piece's memory may be used again before the block is complete, hence the copy."""
+        import numpy as np
+
+        self._unfinished.append(values.copy())
+        self.finite = self.finite and bool(np.isfinite(values).all())
+
+    def _finish(self) -> None:
+        """Sum up a block that is complete, or that ends with the tensor."""
+        import numpy as np
+
+        if self._unfinished:
+            values = np.concatenate(self._unfinished)
+            whole = len(values) - len(values) % _RUN
+            self._note([_run_sums(values[:whole]).sum(), _float64_sums(values[None, whole:])[0]])
+            self._unfinished = []
+
+    def _note(self, sums: Iterable[float]) -> None:
+        noted = [float(value) for value in sums]
+        self._sums += noted
+        self.finite = self.finite and all(map(math.isfinite, noted))
 
 
 def squared_norm(x: Tensor) -> float:
-    """‖x‖², to 1e-8 or better.
+    """‖x‖² of a tensor that is at hand as a whole."""
+    norm = SquaredNorm()
+    norm.add(x)
+    return norm.total()
 
-    Runs of 1024 float32 squares are summed in float32, as dot products, and the runs in float64: six times
-    as fast as float64 throughout. Squares that float32 cannot hold take the slow way.
-    """
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    flat = tensor.detach().cpu().reshape(-1)
+    array: NDArray[Any] = (flat if flat.dtype.itemsize >= 4 else flat.float()).numpy()
+    return array
+
+
+def _block_sums(values: NDArray[Any]) -> list[float]:
+    sums: list[float] = _run_sums(values).reshape(-1, _BLOCK // _RUN).sum(axis=1).tolist()
+    return sums
+
+
+def _run_sums(values: NDArray[Any]) -> NDArray[Any]:
+    """The sum of squares of every run, in float64; runs whose squares float32 cannot hold are summed again."""
     import numpy as np
-    import torch
 
-    if x.dtype == torch.float32 and x.numel() % _RUN == 0 and x.is_cpu and x.is_contiguous():
-        runs = x.numpy().reshape(-1, _RUN)
-        total = float(np.matmul(runs[:, None], runs[:, :, None]).sum(dtype=np.float64))
-        if _TINY < total < math.inf:
-            return total
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+    runs = values.reshape(-1, _RUN)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums: NDArray[Any] = np.matmul(runs[:, None], runs[:, :, None]).reshape(-1).astype(np.float64)
+    doubtful = ~((sums > _TINY) & (sums < math.inf))
+    if doubtful.any() and (again := runs[doubtful]).any():
+        sums[doubtful] = _float64_sums(again)
+    return sums
+
+
+def _float64_sums(rows: NDArray[Any]) -> NDArray[Any]:
+    import numpy as np
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums: NDArray[Any] = np.einsum("ij,ij->i", rows, rows, dtype=np.float64)
+    return sums

@@ -10,11 +10,11 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from mergestream.algebra.pieces import PIECE, squared_norm
+from mergestream.algebra.pieces import SquaredNorm, ranges
 from mergestream.base.anatomy import Role, anatomy, model_names, tied_names
 from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.digest import TensorHasher, combined_digest
-from mergestream.engine import LocalEngine
+from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError
 from mergestream.progress import Progress
 
@@ -63,7 +63,7 @@ class BaseModel:
         not_linear: Sequence[str] = (),
         heads: Sequence[str] = (),
         measure: bool = True,
-        engine: LocalEngine | None = None,
+        engine: Engine | None = None,
         progress: Progress | None = None,
     ) -> BaseModel:
         """Find out what each tensor is, and measure them all; without ``measure`` no weight is read."""
@@ -121,7 +121,7 @@ class BaseModel:
                 "pass the right one with --base"
             )
 
-    def check_digest(self, checkpoint: Checkpoint, engine: LocalEngine, progress: Progress) -> None:
+    def check_digest(self, checkpoint: Checkpoint, engine: Engine, progress: Progress) -> None:
         """Refuse a checkpoint that is not, bit for bit, this base."""
         self.check(checkpoint)
         measured = measure_tensors(checkpoint, list(self.tensors), engine, progress)
@@ -129,7 +129,7 @@ class BaseModel:
             if measured[name].digest != tensor.digest:
                 raise base_changed(name, checkpoint)
 
-    def with_weights(self, checkpoint: Checkpoint, engine: LocalEngine, progress: Progress) -> BaseModel:
+    def with_weights(self, checkpoint: Checkpoint, engine: Engine, progress: Progress) -> BaseModel:
         """The same base, now that its weights are there: measured, and with the dtypes that are stored."""
         self.check(checkpoint)
         measured = measure_tensors(checkpoint, list(self.tensors), engine, progress)
@@ -175,7 +175,7 @@ class Measured(NamedTuple):
 
 
 def measure_tensors(
-    checkpoint: Checkpoint, names: Sequence[str], engine: LocalEngine, progress: Progress
+    checkpoint: Checkpoint, names: Sequence[str], engine: Engine, progress: Progress
 ) -> dict[str, Measured]:
     """Digest and norm of each tensor; NaN and Inf are refused."""
     costs = {name: checkpoint.tensors[name].nbytes for name in names}
@@ -189,15 +189,15 @@ def measure_tensors(
 
 def _measure(checkpoint: Checkpoint, name: str) -> Measured:
     tensor = checkpoint.read(name)
-    hasher = TensorHasher(tensor.dtype, tensor.shape)
-    norm2 = []
-    for piece in tensor.reshape(-1).split(PIECE):
-        hasher.update(piece)
-        norm2.append(squared_norm(piece) if piece.is_floating_point() else 0.0)
-    norm = math.sqrt(math.fsum(norm2))
-    if not math.isfinite(norm):
+    hasher, norm = TensorHasher(tensor.dtype, tensor.shape), SquaredNorm()
+    flat = tensor.reshape(-1)
+    for start, stop in ranges(tensor.numel()):
+        hasher.update(flat[start:stop])
+        if tensor.is_floating_point():
+            norm.add(flat[start:stop])
+    if not norm.finite:
         raise non_finite(name, checkpoint)
-    return Measured(hasher.hexdigest(), norm)
+    return Measured(hasher.hexdigest(), math.sqrt(norm.total()))
 
 
 def non_finite(name: str, checkpoint: Checkpoint) -> MergestreamError:

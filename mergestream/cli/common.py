@@ -9,10 +9,10 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mergestream.api import Store
 from mergestream.engine import LocalEngine
 from mergestream.errors import UsageError
 from mergestream.progress import Progress, TerminalProgress
-from mergestream.store import Store
 
 if TYPE_CHECKING:
     from mergestream.methods.base import Method

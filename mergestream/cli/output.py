@@ -41,7 +41,7 @@ def merge(arguments: Namespace) -> int:
     from mergestream.export.one_shot import merge, usual_workers
 
     method = make_method_from(arguments)
-    arguments.workers = arguments.workers or usual_workers(method)
+    arguments.workers = arguments.workers or usual_workers(method, len(arguments.experts))
     merge(
         arguments.base,
         arguments.experts,

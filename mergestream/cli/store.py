@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mergestream.api import Store
 from mergestream.cli.common import (
     make_engine,
     make_method_from,
@@ -17,7 +18,7 @@ from mergestream.cli.common import (
 )
 from mergestream.errors import UsageError
 from mergestream.sizes import format_size
-from mergestream.store import Expert, Store
+from mergestream.store import Expert
 
 if TYPE_CHECKING:
     from mergestream.store.inspection import Inspection

@@ -7,10 +7,10 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+from mergestream.api import Store
 from mergestream.cli.common import open_store
 from mergestream.cli.store import print_step
 from mergestream.errors import MergestreamError, StoreBusyError
-from mergestream.store import Store
 
 Signature = tuple[tuple[str, int, int], ...]
 

@@ -10,12 +10,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TypeVar
 
+from mergestream.engine.base import Result
 from mergestream.errors import MergestreamError
 from mergestream.sizes import format_size
-
-Result = TypeVar("Result")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -38,13 +36,12 @@ def single_threaded() -> Iterator[None]:
     """Run torch and LAPACK on one thread: parallelism is over tensors, and a sum that is split over
     threads would depend on their number."""
     import torch
-
-    from mergestream.algebra.lapack import one_thread
+    from threadpoolctl import threadpool_limits
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with one_thread():
+        with threadpool_limits(1, user_api="blas"):  # NumPy's: torch has a setting of its own
             yield
     finally:
         torch.set_num_threads(before)

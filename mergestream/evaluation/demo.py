@@ -82,10 +82,10 @@ def _cells(values: list[str]) -> str:
 
 def merged_model(suite: TrainedSuite, results: Results, output: Path) -> tuple[Path, Path]:
     """The same OPCM merge once more, kept: a store to go on with, its merged model, and its report with the scores."""
+    from mergestream.api import Store
     from mergestream.report.facts import Facts
     from mergestream.report.page import page
     from mergestream.report.scores import Scores, attach
-    from mergestream.store import Store
 
     (run,) = results.methods["opcm"]
     path = output / "store"

@@ -88,11 +88,11 @@ def run_stream(suite: Suite, stream: Stream, directory: Path) -> dict[str, Any]:
 
 
 def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any]]:
+    from mergestream.api import Store
     from mergestream.engine import LocalEngine
     from mergestream.files import write_text
     from mergestream.report.facts import Facts
     from mergestream.report.markdown import markdown
-    from mergestream.store import Store
 
     method, engine = stream.row.method(), LocalEngine(1)
     path = directory / "work" / "store"

@@ -22,17 +22,15 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import xxhash
 
 from mergestream.algebra.pieces import Elements
-from mergestream.errors import MergestreamError
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from mergestream.base.model import BaseTensor
@@ -45,7 +43,6 @@ SAMPLED = 1 << 12
 """Chunks of linear weights that are sketched, on average, where the model has more: 2²⁹ elements."""
 FORMAT = "1"
 """To be counted up with any change to the numbers above, or to what is drawn."""
-NAME = "sketch"
 STANDARD_ERROR = 1 / math.sqrt(WIDTH)
 """Of the cosine of two unrelated task vectors; less for similar ones."""
 
@@ -166,6 +163,7 @@ def _bucket(position: int) -> int:
 @cache
 def _signs() -> Tensor:
     """Two chunks of ±1, the same on every machine and for ever."""
+    import numpy as np
     import torch
 
     stream = hashlib.shake_128(b"mergestream sketch").digest(2 * CHUNK // 8)
@@ -181,37 +179,9 @@ def _wrapped(start: int, count: int) -> Iterator[tuple[slice, slice]]:
         yield slice(before_end, count), slice(0, count - before_end)
 
 
-def write_sketch(directory: Path, values: Tensor) -> str:
-    """Keep a sketch as ``sketch.safetensors``; returns its digest."""
-    from mergestream.checkpoints import SafetensorsWriter, TensorSpec
-    from mergestream.digest import tensor_digest
-
-    layout = {NAME: TensorSpec("F16", (WIDTH,))}
-    with SafetensorsWriter(directory, layout, prefix=NAME, metadata={"sketch": FORMAT}) as writer:
-        writer.write(NAME, values)
-    return tensor_digest(values)
-
-
-def read_sketch(directory: Path) -> np.ndarray | None:
-    """The sketch of an expert in float32, or None where none was kept."""
-    from safetensors import SafetensorError, safe_open
-
-    path = directory / f"{NAME}.safetensors"
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, framework="numpy") as file:
-            if (file.metadata() or {}).get("sketch") != FORMAT:
-                raise MergestreamError(f"{path} is a sketch of another version of mergestream; upgrade mergestream")
-            values: np.ndarray = file.get_tensor(NAME)
-    except (OSError, SafetensorError) as error:
-        raise MergestreamError(f"{path} is damaged: {error}; restore it from a backup") from error
-    return values.astype(np.float32)
-
-
 def cosine(a: np.ndarray | None, b: np.ndarray | None) -> float | None:
     """The estimated cosine of two task vectors; None where one is unknown or zero."""
     if a is None or b is None:
         return None
-    norms = math.sqrt(float(np.dot(a, a)) * float(np.dot(b, b)))
-    return max(-1.0, min(1.0, float(np.dot(a, b)) / norms)) if norms else None
+    norms = math.sqrt(float(a @ a) * float(b @ b))
+    return max(-1.0, min(1.0, float(a @ b) / norms)) if norms else None

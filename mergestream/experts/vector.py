@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from mergestream.algebra.pieces import PIECE, Elements, squared_norm
+from mergestream.algebra import pieces
+from mergestream.algebra.pieces import Elements, SquaredNorm, ranges
 from mergestream.base.model import BaseModel, base_changed, non_finite
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher, tensor_digest
@@ -25,15 +24,6 @@ Fate = Literal["merged", "copied", "head", "tied", "unchanged", "ignored"]
 """What happens to a tensor; ``unchanged`` ones are missing from the expert."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive elements of a task vector (or a whole matrix), and their squared norm."""
-
-    start: int
-    delta: Tensor
-    norm2: float
-
-
 class BasePieces:
     """The pieces of a tensor of the base in the state's type, digested in passing; each may be asked for again."""
 
@@ -43,14 +33,15 @@ class BasePieces:
         self._dtype = dtype
         self._start = -1
 
-    def at(self, start: int) -> Tensor:
+    def at(self, start: int, stop: int) -> Tensor:
         if start != self._start:
-            stored = self._flat[start : start + PIECE]
+            stored = self._flat[start:stop]
             self._hasher.update(stored)
             self._start, self._piece = start, stored.to(self._dtype)
         return self._piece
 
     def digest(self) -> str:
+        """Of the whole tensor, once all of its pieces have been asked for."""
         return self._hasher.hexdigest()
 
 
@@ -74,6 +65,8 @@ class TaskVector:
         self.heads = tuple(name for name in expert.tensors if self.fates.get(name) == "head")
         self.digests: dict[str, str] = {}
         """Digests of the expert's tensors that have been read to their end."""
+        self.norm2: dict[str, float] = {}
+        """‖Δ‖² of these"""
 
     def numel(self, name: str) -> int:
         return self.model.tensors[name].numel
@@ -108,45 +101,46 @@ class TaskVector:
     def base_pieces(self, name: str) -> BasePieces:
         return BasePieces(self.base.read(name), torch_dtype(self.model.tensors[name].state_dtype))
 
-    def pieces(self, name: str, *, whole: bool = False, base: BasePieces | None = None) -> Iterator[Piece]:
-        """All of Δ in order, or in one piece of the tensor's shape; base and expert are verified.
+    def pieces(self, name: str, base: BasePieces | None = None) -> Iterator[tuple[int, Tensor]]:
+        """All of Δ in order, each piece with the number of its first element. Base and expert are verified.
 
         Task vectors that go side by side may share the pieces of the ``base``.
         """
+        norm = SquaredNorm()
+        for start, delta in self._differences(name, base):
+            norm.add(delta)
+            if not norm.finite:
+                self._refuse_non_finite(name, start)
+            yield start, delta
+        self.norm2[name] = norm.total()
+
+    def whole(self, name: str) -> Tensor:
+        """Δ in one piece, of the tensor's shape."""
         import torch
 
         tensor = self.model.tensors[name]
-        if not whole:
-            yield from self._pieces(name, base)
-            return
         delta = torch.empty(tensor.shape, dtype=torch_dtype(tensor.state_dtype))
-        flat, norms = delta.view(-1), []
-        for piece in self._pieces(name):
-            flat[piece.start : piece.start + piece.delta.numel()] = piece.delta
-            norms.append(piece.norm2)
-        yield Piece(0, delta, math.fsum(norms))
+        flat = delta.view(-1)
+        for start, piece in self.pieces(name):
+            flat[start : start + piece.numel()] = piece
+        return delta
 
-    def _pieces(self, name: str, shared: BasePieces | None = None) -> Iterator[Piece]:
+    def _differences(self, name: str, shared: BasePieces | None) -> Iterator[tuple[int, Tensor]]:
         import torch
 
         tensor = self.model.tensors[name]
-        dtype = torch_dtype(tensor.state_dtype)
         if not self._reads(name):
-            for start in range(0, tensor.numel, PIECE):
-                yield Piece(start, torch.zeros(min(PIECE, tensor.numel - start), dtype=dtype), 0.0)
+            for start, stop in ranges(tensor.numel):
+                yield start, torch.zeros(stop - start, dtype=torch_dtype(tensor.state_dtype))
             return
         base = shared or self.base_pieces(name)
         expert = self.expert.read(self._stored(name))
         hasher = TensorHasher(expert.dtype, expert.shape)
         expert = expert.reshape(-1)
-        for start in range(0, tensor.numel, PIECE):
-            theirs = expert[start : start + PIECE]
+        for start, stop in ranges(tensor.numel):
+            theirs = expert[start:stop]
             hasher.update(theirs)
-            delta = _difference(theirs, base.at(start))
-            norm2 = squared_norm(delta)
-            if not math.isfinite(norm2):
-                self._refuse_non_finite(name, base.at(start))
-            yield Piece(start, delta, norm2)
+            yield start, _difference(theirs, base.at(start, stop))
         if tensor.digest and base.digest() != tensor.digest:
             raise base_changed(name, self.base)
         self.digests[name] = hasher.hexdigest()
@@ -181,8 +175,9 @@ class TaskVector:
                     f"base; tie them again, or leave one out with --ignore {alias}"
                 )
 
-    def _refuse_non_finite(self, name: str, base_piece: Tensor) -> None:
-        bad_base = not bool(base_piece.isfinite().all())
+    def _refuse_non_finite(self, name: str, start: int) -> None:
+        piece = self.base.read(name).reshape(-1)[start:][: pieces.PIECE] if self.base.has_weights else None
+        bad_base = piece is not None and not bool(piece.isfinite().all())
         raise non_finite(name, self.base) if bad_base else non_finite(self._stored(name), self.expert)
 
 

@@ -2,57 +2,65 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+import math
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from mergestream.algebra.bounds import matrix_shape
-from mergestream.algebra.lowrank import LowRank, dense
+from mergestream.algebra.lowrank import LowRank
 from mergestream.algebra.svd import thin_svd
 from mergestream.base.model import BaseModel, BaseTensor
 from mergestream.base.skeleton import Skeleton
 from mergestream.checkpoints import Checkpoint, TensorSpec
+from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
-from mergestream.export.card import CardFacts, draw_pictures, model_card
+from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import DTYPES, Output
+from mergestream.export.model import Illustrate
 from mergestream.export.peft import AdaptedModule, Energy, Kind, modules_saved, write_adapter
 from mergestream.files import write_text
-from mergestream.merging.readout import Readout
-
-if TYPE_CHECKING:
-    from mergestream.store import Store
-    from mergestream.store.steps import StepReader
+from mergestream.methods.scale import Scale
+from mergestream.progress import Progress
+from mergestream.store.snapshot import Snapshot
 
 
-def export_adapter(store: Store, output: Output, *, rank: int | None = None, command: str | None = None) -> Energy:
+def export_adapter(
+    snapshot: Snapshot,
+    output: Output,
+    engine: Engine,
+    progress: Progress,
+    *,
+    rank: int | None = None,
+    scale: Scale | None = None,
+    command: str | None = None,
+    illustrate: Illustrate | None = None,
+) -> Energy:
     """Write scale · direction as factors, exactly or cut down to ``rank``; returns what that leaves out.
 
     Weights whose state is dense have no small exact rank: they need ``rank``. Other dense tensors (biases,
     norms) go along whole, as ``modules_to_save`` do.
     """
-    if not store.history:
-        raise MergestreamError(f"{store.path} has absorbed nothing yet; add an expert first")
+    model, last, readout = snapshot.manifest.base, snapshot.last, snapshot.readout(engine)
     with ExitStack() as stack:
-        state = stack.enter_context(closing(store.open_step()))
-        modules, whole = _sort(store, state, rank)
-        model = store.manifest.base
+        modules, whole = _sort(snapshot, rank)
         base: Checkpoint = Skeleton(model.source, None, model.tensors)
         if whole:
-            base = stack.enter_context(store.open_base())
-        readout = Readout(model, base, store.method, store.manifest.step, store.history[-1].scale, state.read)
+            base = stack.enter_context(snapshot.open_base())
+        rule = snapshot.method.scale_rule if scale is None else scale
+        factor = readout.scale(rule, last.mean_norm, last.direction_norm, engine)
 
         def read(name: str) -> LowRank:
-            return _factors(readout.direction_of(name)) * readout.scale
+            return _factors(readout.direction(name)) * factor
 
         def read_whole(parameter: str) -> Tensor:
-            pieces = [piece for _, piece in readout.pieces(whole[parameter], dtype)]
+            pieces = [piece for _, piece in readout.pieces(whole[parameter], base, factor, dtype)]
             return torch.cat(pieces).view(model.tensors[whole[parameter]].shape)
 
         dtype = DTYPES[output.dtype or "float32"]
         draft = stack.enter_context(output.draft())
-        with store.progress.task(f"writing {output.path.name}", len(modules) + len(whole)) as advance:
+        with progress.task(f"writing {output.path.name}", len(modules) + len(whole)) as advance:
             energy = write_adapter(
                 draft,
                 modules,
@@ -63,14 +71,16 @@ def export_adapter(store: Store, output: Output, *, rank: int | None = None, com
                 dtype=dtype,
                 advance=lambda name: advance(1),
             )
-        facts = CardFacts.of(store.manifest, None, command, draw_pictures(draft, store))
+        pictures = illustrate(draft) if illustrate else {}
+        distance = math.sqrt(energy.total + factor**2 * math.fsum(readout.norm2.values()))
+        facts = CardFacts.of(snapshot.manifest, factor, distance, None, command, pictures)
         write_text(draft / "README.md", model_card(facts, library="peft"))
     return energy
 
 
-def _sort(store: Store, state: StepReader, rank: int | None) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
+def _sort(snapshot: Snapshot, rank: int | None) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
     """The modules that get factors, by the name of their tensor, and whole parameters with the name of theirs."""
-    model, slots = store.manifest.base, store.method.slots(store.manifest.step)
+    model = snapshot.manifest.base
     called = {stored: name for name, stored in model.spellings.items()}
     modules: dict[str, AdaptedModule] = {}
     whole: dict[str, str] = {}
@@ -79,20 +89,20 @@ def _sort(store: Store, state: StepReader, rank: int | None) -> tuple[dict[str, 
             continue
         parameter = called.get(name, name)
         module, _, leaf = parameter.rpartition(".")
-        room = state.rank_bound(slots, name)
-        if room is None and not any(dense(state.read(slot, name)).any() for slot in slots):
+        bound = snapshot.rank_bound(name)
+        if bound is None and snapshot.is_zero(name):
             continue
-        if room is None and not _is_weight(tensor, leaf):
+        if bound is None and not _is_weight(tensor, leaf):
             if leaf not in ("weight", "bias"):
                 raise MergestreamError(f"{name} has changed, and an adapter cannot hold it; export with --format full")
             whole[parameter] = name
             continue
-        if room is None and rank is None:
+        if bound is None and rank is None:
             raise MergestreamError(
                 f"the state of {name} is dense, so it has no small exact rank; choose one with --rank K, or export "
                 "with --format full"
             )
-        most = min(matrix_shape(tensor.shape)) if room is None else room
+        most = min(matrix_shape(tensor.shape)) if bound is None else bound
         if most:
             chosen = most if rank is None else min(most, rank)
             modules[name] = AdaptedModule(module, _kind(model, name), chosen, tensor.shape)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
+from mergestream.methods.scale import inverse
 
 if TYPE_CHECKING:
-    from mergestream.store import Store
     from mergestream.store.manifest import Manifest
 
 
@@ -34,6 +33,8 @@ class CardFacts:
     method: str
     parameters: Mapping[str, Any]
     experts: Sequence[CardRow]
+    scale: float
+    """1/λ: merged = θ⁰ + scale · direction"""
     distance: float
     task: str | None = None
     command: str | None = None
@@ -42,13 +43,17 @@ class CardFacts:
 
     @classmethod
     def of(
-        cls, manifest: Manifest, task: str | None, command: str | None, pictures: Mapping[str, str] | None = None
+        cls,
+        manifest: Manifest,
+        scale: float,
+        distance: float,
+        task: str | None,
+        command: str | None,
+        pictures: Mapping[str, str],
     ) -> CardFacts:
         rows = [CardRow(e.name, e.digest, e.norm, e.kept, e.lambda_) for e in manifest.history]
-        distance = manifest.history[-1].distance
-        return cls(
-            manifest.base.source, manifest.method, manifest.parameters, rows, distance, task, command, pictures or {}
-        )
+        base = manifest.base.source
+        return cls(base, manifest.method, manifest.parameters, rows, scale, distance, task, command, pictures)
 
 
 def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "transformers") -> str:
@@ -67,7 +72,7 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
         "",
         f"* Base: `{facts.base}`",
         f"* Method: `{facts.method}`; parameters: {parameters}",
-        f"* λ = {facts.experts[-1].lambda_:.6g}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
+        f"* λ = {inverse(facts.scale):.6g}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
         *([f"* Head: the one of `{facts.task}`"] if facts.task else []),
         "",
         "| step | expert | digest | ‖Δ‖ | kept | λ |",
@@ -85,13 +90,3 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
 def _row(number: int, row: CardRow) -> str:
     name = row.name.replace("|", "\\|")
     return f"| {number} | {name} | `{row.digest}` | {row.norm:.4g} | {row.kept:.1%} | {row.lambda_:.4g} |"
-
-
-def draw_pictures(directory: Path, store: Store) -> dict[str, str]:
-    """The model card's pictures: files and what they show; none, and a note, where matplotlib is not installed."""
-    try:
-        from mergestream.report.pictures import write_pictures
-    except ImportError:
-        store.progress.note("the model card has no pictures: they need matplotlib; pip install 'mergestream[report]'")
-        return {}
-    return write_pictures(directory, store)

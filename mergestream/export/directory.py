@@ -1,34 +1,23 @@
-"""Where and how a merged model is written: a directory that ``from_pretrained`` loads, whole or not at all."""
+"""A directory that is replaced whole, or not at all."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
-from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.export.card import CardFacts, model_card
-from mergestream.files import sync_directory, write_text
-from mergestream.progress import Progress
+from mergestream.files import sync_directory
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
-"""Configuration, tokenizer and generation files; weights and the base's own model card stay behind."""
-
-Pieces = Callable[[str, str], "Iterator[tuple[int, Tensor]]"]
-"""Tensor name and dtype to the tensor's pieces in order, each with the number of its first element."""
 
 
 @dataclass(frozen=True)
@@ -93,82 +82,9 @@ class Output:
     def _prefix(self) -> str:
         return f".{self.path.name}.mergestream-"
 
-    def write_tensors(
-        self, draft: Path, forms: Mapping[str, TensorSpec], pieces: Pieces, engine: LocalEngine, progress: Progress
-    ) -> None:
-        """Stream every tensor to its place, several at a time."""
-        dtype = DTYPES.get(self.dtype or "")
-        layout = {
-            name: TensorSpec(dtype if dtype and form.is_float else form.dtype, form.shape)
-            for name, form in forms.items()
-        }
-
-        def write(name: str) -> None:
-            for start, piece in pieces(name, layout[name].dtype):
-                writer.write_piece(name, start, piece)
-
-        costs = {name: spec.nbytes for name, spec in layout.items()}
-        with (
-            SafetensorsWriter(draft, layout, max_shard_size=self.max_shard_size) as writer,
-            progress.task(f"writing {self.path.name}", sum(costs.values())) as advance,
-        ):
-            for name, _ in engine.run(costs, write):
-                advance(costs[name])
-
-    def write_companions(
-        self, draft: Path, base: Checkpoint, card: CardFacts, config: Mapping[str, Any] | None = None
-    ) -> None:
-        """Copy config, tokenizer and generation files from the base, and write the model card.
-
-        ``config`` is that of the expert whose head is put in place, with labels of its own.
-        """
-        if base.directory is not None:
-            for pattern in COMPANIONS:
-                for path in sorted(base.directory.glob(pattern)):
-                    if path.is_file() and not path.name.endswith(".index.json"):
-                        shutil.copyfile(path, draft / path.name)
-        if config is not None:
-            _put_config(draft / "config.json", config)
-        if self.dtype is not None:
-            _set_config_dtype(draft / "config.json", self.dtype)
-        write_text(draft / "README.md", model_card(card, _hub_id(base)))
-
 
 def remove_left_behind(place: Path, prefix: str) -> None:
     """Remove what a killed process that wrote to the same place has left beside it."""
     for path in place.iterdir():
         if path.name.startswith(prefix):
             shutil.rmtree(path, ignore_errors=True)
-
-
-_DTYPE_KEYS = {"dtype", "torch_dtype"}
-
-
-def _put_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Put an expert's config in place of the base's; the tensors still have the base's type."""
-    base = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    theirs = {key: value for key, value in config.items() if key not in _DTYPE_KEYS}
-    _write_config(path, theirs | {key: base[key] for key in sorted(_DTYPE_KEYS & base.keys())})
-
-
-def _set_config_dtype(path: Path, dtype: str) -> None:
-    """Make ``from_pretrained`` load what was written, not the base's type."""
-    if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        _write_config(path, config | dict.fromkeys(sorted(_DTYPE_KEYS & config.keys()), dtype))
-
-
-def _write_config(path: Path, config: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
-def _hub_id(base: Checkpoint) -> str | None:
-    """The base's id on the hub: as it was given, or as its config remembers it."""
-    source = base.source.split("@")[0]
-    if not Path(base.source).exists() and source.count("/") == 1:
-        return source
-    config = base.directory / "config.json" if base.directory else None
-    if config is None or not config.is_file():
-        return None
-    remembered = str(json.loads(config.read_text(encoding="utf-8")).get("_name_or_path"))
-    return remembered if remembered.count("/") == 1 and not remembered.startswith((".", "/")) else None

@@ -1,44 +1,126 @@
-"""Read the merged model out of a store."""
+"""A merged model as a directory that ``from_pretrained`` loads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec
+from mergestream.engine import Engine
+from mergestream.export.card import CardFacts, model_card
+from mergestream.export.directory import DTYPES, Output
+from mergestream.export.source import Source, StateSource
+from mergestream.files import write_text
+from mergestream.methods.scale import Scale
+from mergestream.progress import Progress
+from mergestream.store.snapshot import Snapshot
 
-from mergestream.checkpoints import TensorSpec
-from mergestream.export.card import CardFacts, draw_pictures
-from mergestream.export.directory import Output
-from mergestream.merging.readout import Readout, cast
-
-if TYPE_CHECKING:
-    from mergestream.store import Store
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
+"""Configuration, tokenizer and generation files; weights and the base's own model card stay behind."""
+Illustrate = Callable[[Path], Mapping[str, str]]
+"""Draws pictures for the card into a directory; returns the files and what they show, in words."""
 
 
-def export(
-    store: Store, output: Output, *, task: str | None = None, command: str | None = None, pictures: bool = True
+def export_model(
+    snapshot: Snapshot,
+    output: Output,
+    engine: Engine,
+    progress: Progress,
+    *,
+    scale: Scale | None = None,
+    task: str | None = None,
+    command: str | None = None,
+    illustrate: Illustrate | None = None,
 ) -> None:
     """Write ``merged = θ⁰ + scale · direction``; ``task`` names the expert whose head to put in place."""
     with ExitStack() as stack:
-        state = stack.enter_context(closing(store.open_step()))
-        base = stack.enter_context(store.open_base())
-        heads = stack.enter_context(store.open_heads(task)) if task is not None else None
-        manifest = store.manifest
-        readout = Readout(manifest.base, base, store.method, manifest.step, store.history[-1].scale, state.read)
-        forms: dict[str, TensorSpec] = {**manifest.base.tensors, **(heads.tensors if heads else {})}
-
-        def pieces(name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
-            if heads and name in heads.tensors:
-                head = heads.read(name).reshape(-1)
-                yield 0, cast(head, dtype, name) if head.is_floating_point() else head
-            else:
-                yield from readout.pieces(manifest.base.tensors[name].tied_to or name, dtype)
-
-        output.spare(store.path, manifest.base.source)
+        last, readout = snapshot.last, snapshot.readout(engine)
+        rule = snapshot.method.scale_rule if scale is None else scale
+        factor = readout.scale(rule, last.mean_norm, last.direction_norm, engine)
+        base = stack.enter_context(snapshot.open_base())
+        heads = stack.enter_context(snapshot.open_heads(task)) if task is not None else None
+        output.spare(snapshot.path, snapshot.manifest.base.source)
+        source = StateSource(readout, base, factor, heads)
         draft = stack.enter_context(output.draft())
-        output.write_tensors(draft, forms, pieces, store.engine, store.progress)
-        config = store.head_config(task) if task is not None else None
-        drawn = draw_pictures(draft, store) if pictures else {}
-        output.write_companions(draft, base, CardFacts.of(manifest, task, command, drawn), config)
+        write_tensors(source, draft, output, engine, progress)
+        config = snapshot.head_config(task) if task is not None else None
+        pictures = illustrate(draft) if illustrate else {}
+        card = CardFacts.of(snapshot.manifest, factor, source.distance, task, command, pictures)
+        write_companions(draft, output, base, card, config)
+
+
+def write_tensors(source: Source, draft: Path, output: Output, engine: Engine, progress: Progress) -> None:
+    """Stream every tensor to its place, several at a time."""
+    dtype = DTYPES.get(output.dtype or "")
+    layout = {
+        name: TensorSpec(dtype if dtype and form.is_float else form.dtype, form.shape)
+        for name, form in source.forms.items()
+    }
+
+    def write(name: str) -> None:
+        for start, piece in source.pieces(name, layout[name].dtype):
+            writer.write_piece(name, start, piece)
+
+    costs = {name: spec.nbytes for name, spec in layout.items()}
+    with (
+        SafetensorsWriter(draft, layout, max_shard_size=output.max_shard_size) as writer,
+        progress.task(f"writing {output.path.name}", sum(costs.values())) as advance,
+    ):
+        for name, _ in engine.run(costs, write, source.memory):
+            advance(costs[name])
+
+
+def write_companions(
+    draft: Path, output: Output, base: Checkpoint, card: CardFacts, config: Mapping[str, Any] | None = None
+) -> None:
+    """Copy config, tokenizer and generation files from the base, and write the model card.
+
+    ``config`` is that of the expert whose head is put in place, with labels of its own.
+    """
+    if base.directory is not None:
+        for pattern in COMPANIONS:
+            for path in sorted(base.directory.glob(pattern)):
+                if path.is_file() and not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, draft / path.name)
+    if config is not None:
+        _put_config(draft / "config.json", config)
+    if output.dtype is not None:
+        _set_config_dtype(draft / "config.json", output.dtype)
+    write_text(draft / "README.md", model_card(card, _hub_id(base)))
+
+
+_DTYPE_KEYS = {"dtype", "torch_dtype"}
+
+
+def _put_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Put an expert's config in place of the base's; the tensors still have the base's type."""
+    base = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    theirs = {key: value for key, value in config.items() if key not in _DTYPE_KEYS}
+    _write_config(path, theirs | {key: base[key] for key in sorted(_DTYPE_KEYS & base.keys())})
+
+
+def _set_config_dtype(path: Path, dtype: str) -> None:
+    """Make ``from_pretrained`` load what was written, not the base's type."""
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        _write_config(path, config | dict.fromkeys(sorted(_DTYPE_KEYS & config.keys()), dtype))
+
+
+def _write_config(path: Path, config: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _hub_id(base: Checkpoint) -> str | None:
+    """The base's id on the hub: as it was given, or as its config remembers it."""
+    source = base.source.split("@")[0]
+    if not Path(base.source).exists() and source.count("/") == 1:
+        return source
+    config = base.directory / "config.json" if base.directory else None
+    if config is None or not config.is_file():
+        return None
+    remembered = str(json.loads(config.read_text(encoding="utf-8")).get("_name_or_path"))
+    return remembered if remembered.count("/") == 1 and not remembered.startswith((".", "/")) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,16 +12,25 @@ from torch import Tensor
 from mergestream.algebra.lowrank import LowRank
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint, torch_dtype
-from mergestream.engine import LocalEngine
+from mergestream.engine import Engine, LocalEngine
 from mergestream.experts.vector import TaskVector
 from mergestream.merging.readout import Readout
-from mergestream.merging.step import Step, Totals, thresholds, total
-from mergestream.methods import OPCM
+from mergestream.merging.step import Step, Totals, total
 from mergestream.methods.base import Method
+from mergestream.methods.opcm import OPCM
+from mergestream.methods.scale import parse_scale
 
 
 class _State(dict[tuple[str, str], Tensor]):
     """Slots in memory, by slot and tensor name."""
+
+    def __init__(self, step: Step) -> None:
+        for name in step.names:
+            for slot, form in step.method.layout(step.context(name, step.counts[-1])).items():
+                self[slot, name] = torch.empty(form.shape, dtype=form.dtype)
+
+    def read(self, slot: str, name: str) -> Tensor:
+        return self[slot, name]
 
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
         self[slot, name].view(-1)[start : start + piece.numel()] = piece
@@ -37,49 +47,54 @@ class Merger:
     base.load_state_dict(merger.state_dict())
     """
 
-    def __init__(self, base: Mapping[str, Tensor], method: Method | None = None, *, workers: int | None = None) -> None:
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        method: Method | None = None,
+        *,
+        workers: int | None = None,
+        engine: Engine | None = None,
+    ) -> None:
         self.method = method or OPCM()
         self.history: list[Totals] = []
         self._base = open_checkpoint(base)
         self._model = BaseModel.examine(self._base)
-        self._engine = LocalEngine() if workers is None else LocalEngine(workers)
-        self._state = _State()
+        self._engine = engine or (LocalEngine() if workers is None else LocalEngine(workers))
+        self._state: _State | None = None
 
     def add(self, expert: Mapping[str, Tensor]) -> Totals:
         """Absorb the next model; returns the norms and λ after it."""
-        t = len(self.history) + 1
         vector = TaskVector(self._model, self._base, open_checkpoint(expert))
-        step = Step(self.method, t, vector, lambda slot, name: self._state[slot, name])
-        state = _State()
-        for name in vector.names:
-            tensor = self._model.tensors[name]
-            for slot in self.method.slots(t):
-                state[slot, name] = torch.empty(tensor.shape, dtype=torch_dtype(tensor.state_dtype))
-        ranked = thresholds([step], self._engine)
-        costs = {name: vector.numel(name) for name in vector.names}
-        outcomes = dict(self._engine.run(costs, lambda name: step.absorb(name, ranked(name)[0], state)))
-        totals = total(self.method, t, self.history[-1].mean_norm if self.history else 0.0, outcomes)
+        step = Step(self.method, [vector], len(self.history), device=self._engine.device)
+        if self._state is not None:
+            step = replace(step, read_state=self._state.read)
+        state = _State(step)
+        outcomes = dict(step.run(self._engine, state))
+        mean_norm = self.history[-1].mean_norm if self.history else 0.0
+        totals = total(self.method, step.counts[-1], mean_norm, outcomes.values())
         self._state = state
         self.history.append(totals)
         return totals
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The merged model, in the base's dtypes; tied tensors stay one tensor."""
-        if not self.history:
+    def state_dict(self, scale: str | float | None = None) -> dict[str, Tensor]:
+        """The merged model, in the base's dtypes; tied tensors stay one tensor.
+
+        ``scale`` is the method's own by default, else ``adaptive``, ``sqrt``, ``mean`` or a number.
+        """
+        rule = self.method.scale_rule if scale is None else parse_scale(scale)
+        if self._state is None:
             return {name: self._base.read(name) for name in self._model.tensors}
-        totals = self.history[-1]
-        readout = Readout(
-            self._model,
-            self._base,
-            self.method,
-            totals.t,
-            totals.scale,
-            lambda slot, name: self._state[slot, name],
-        )
-        stored = {name: tensor for name, tensor in self._model.tensors.items() if tensor.tied_to is None}
-        merged = {}
-        for name, tensor in stored.items():
-            merged[name] = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
-            for start, piece in readout.pieces(name, tensor.dtype):
-                merged[name].view(-1)[start : start + piece.numel()] = piece
+        totals, engine = self.history[-1], self._engine
+        readout = Readout(self._model, self.method, totals.t, self._state.read, engine.device)
+        factor = readout.scale(rule, totals.mean_norm, totals.direction_norm, engine)
+
+        def merge(name: str) -> Tensor:
+            tensor = self._model.tensors[name]
+            merged = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+            for start, piece in readout.pieces(name, self._base, factor, tensor.dtype):
+                merged.view(-1)[start : start + piece.numel()] = piece
+            return merged
+
+        stored = {name: tensor.numel for name, tensor in self._model.tensors.items() if tensor.tied_to is None}
+        merged = dict(engine.run(stored, merge, readout.memory))
         return {name: merged[tensor.tied_to or name] for name, tensor in self._model.tensors.items()}

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast as cast_type
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mergestream.algebra.lowrank import LowRank, Value, dense
-from mergestream.algebra.pieces import PIECE, Elements
+from mergestream.algebra import pieces
+from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
+from mergestream.algebra.pieces import Elements, SquaredNorm, ranges
 from mergestream.base.model import BaseModel, base_changed
 from mergestream.checkpoints import Checkpoint, torch_dtype
-from mergestream.digest import TensorHasher
+from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
-from mergestream.merging.step import ReadState
-from mergestream.methods.base import Method, State
+from mergestream.experts.vector import BasePieces
+from mergestream.merging.step import WORKSPACE, ReadState, tensor_context
+from mergestream.methods.base import Context, Method, State
+from mergestream.methods.scale import Scale, scale_value
 
 
 @dataclass(frozen=True)
@@ -24,50 +27,110 @@ class Readout:
     """A method's state after t models, ready to be read out."""
 
     model: BaseModel
-    base: Checkpoint
     method: Method
     t: int
-    scale: float
     read_state: ReadState
+    device: str = "cpu"
+    factored: Collection[str] = ()
+    """The tensors whose state is in factors"""
+    norm2: dict[str, float] = field(default_factory=dict)
+    """‖direction‖² of the tensors that have been read out to their end"""
 
-    def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, name: str, base: Checkpoint, scale: float, dtype: str) -> Iterator[tuple[int, Tensor]]:
         """The merged tensor in order, as (first element, elements), rounded once, to ``dtype``."""
         tensor = self.model.tensors[name]
-        base = self.base.read(name)
-        hasher = TensorHasher(base.dtype, base.shape)
-        base = base.reshape(-1)
-        direction_of = self.direction(name) if tensor.merges else None
-        for start in range(0, tensor.numel, PIECE):
-            piece = base[start : start + PIECE]
-            hasher.update(piece)
-            if direction_of is not None:
-                direction = direction_of(start, start + piece.numel())
-                piece = torch.add(piece.to(direction.dtype), direction, alpha=self.scale)
-            if piece.is_floating_point():
-                piece = cast(piece, dtype, name)
-            yield start, piece
-        if tensor.digest and hasher.hexdigest() != tensor.digest:
-            raise base_changed(name, self.base)
+        theirs = BasePieces(base.read(name), torch_dtype(tensor.state_dtype if tensor.merges else tensor.dtype))
+        direction, norm = self.elements(name) if tensor.merges else None, SquaredNorm()
+        for start, stop in ranges(tensor.numel):
+            piece = theirs.at(start, stop)
+            if direction is not None:
+                moved = direction(start, stop)
+                norm.add(moved)
+                piece = torch.add(piece, moved, alpha=scale)
+            yield start, cast(piece, dtype, name)
+        if tensor.digest and theirs.digest() != tensor.digest:
+            raise base_changed(name, base)
+        self.norm2[name] = norm.total()
 
-    def direction(self, name: str) -> Elements | None:
+    def elements(self, name: str) -> Elements | None:
         """A function that gives consecutive elements of the direction; None where all of them are zero."""
-        values = self._state(name)
-        if any(isinstance(value, LowRank) for value in values.values()):
-            factors = cast_type(LowRank, self.direction_of(name))
-            return factors.elements() if factors.any() else None
-        flat = {slot: dense(value).reshape(-1) for slot, value in values.items()}
-        return lambda start, stop: self.method.direction({s: v[start:stop] for s, v in flat.items()}, self.t)
+        context, state = self._context(name), self._state(name)
+        if _in_factors(state) or self.method.is_whole(context):
+            direction = self._whole(state, context)
+            if isinstance(direction, LowRank):
+                return direction.elements() if direction.any() else None
+            whole = direction.reshape(-1)
+            return lambda start, stop: whole[start:stop]
+        flat = {slot: dense(value).reshape(-1) for slot, value in state.items()}
 
-    def direction_of(self, name: str) -> Value:
+        def between(start: int, stop: int) -> Tensor:
+            cut: State = {slot: value[start:stop].to(self.device) for slot, value in flat.items()}
+            return dense(self.method.direction(cut, context)).cpu()
+
+        return between
+
+    def direction(self, name: str) -> Value:
         """The direction of a whole tensor, in factors where the state is."""
-        return self.method.direction(cast_type(State, self._state(name)), self.t)
+        context, state = self._context(name), self._state(name)
+        if _in_factors(state) or self.method.is_whole(context):
+            return self._whole(state, context)
+        elements = self.elements(name)
+        assert elements is not None
+        return elements(0, math.prod(context.shape)).view(context.shape)
 
-    def _state(self, name: str) -> dict[str, Value]:
-        return {slot: self.read_state(slot, name) for slot in self.method.slots(self.t)}
+    def scale(self, rule: Scale, mean_norm: float, direction_norm: float | None, engine: Engine) -> float:
+        """The scale by a rule; ‖direction‖ is measured where the rule needs it and nobody has measured it yet."""
+        self.method.check_scale(rule)
+        return scale_value(
+            rule, self.t, mean_norm, lambda: self.norm(engine) if direction_norm is None else direction_norm
+        )
+
+    def norm(self, engine: Engine) -> float:
+        """‖direction‖ over all tensors."""
+        sizes = {name: tensor.numel for name, tensor in self.model.tensors.items() if tensor.merges}
+        return math.sqrt(math.fsum(norm2 for _, norm2 in engine.run(sizes, self._norm2, self.memory)))
+
+    def _norm2(self, name: str) -> float:
+        state = self._state(name)
+        if _in_factors(state):  # the norm of the core: nothing is multiplied out
+            return squared_norm(self._whole(state, self._context(name)))
+        elements, norm = self.elements(name), SquaredNorm()
+        for start, stop in ranges(self.model.tensors[name].numel):
+            norm.add(elements(start, stop) if elements else torch.zeros(0))
+        return norm.total()
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that reading out each tensor takes at its peak."""
+        sizes = {}
+        for name, tensor in self.model.tensors.items():
+            context = self._context(name)
+            whole = tensor.merges and self.method.is_whole(context) and name not in self.factored
+            held = tensor.numel if whole else min(pieces.PIECE, tensor.numel)
+            sizes[name] = WORKSPACE * held * context.dtype.itemsize
+        return sizes
+
+    def _context(self, name: str) -> Context:
+        return tensor_context(self.model.tensors[name], self.t, {})
+
+    def _state(self, name: str) -> State:
+        return {slot: self.read_state(slot, name) for slot in self.method.layout(self._context(name))}
+
+    def _whole(self, state: State, context: Context) -> Value:
+        if _in_factors(state):
+            return self.method.direction(state, context)
+        on_device: State = {slot: dense(value).to(self.device) for slot, value in state.items()}
+        return dense(self.method.direction(on_device, context)).cpu()
+
+
+def _in_factors(state: State) -> bool:
+    return any(isinstance(value, LowRank) for value in state.values())
 
 
 def cast(piece: Tensor, dtype: str, name: str) -> Tensor:
-    """Round to the output's type; float16 ends at 65504, and an overflow is refused."""
+    """Round to the output's type; float16 ends at 65504, and an overflow is refused. Integers stay what they are."""
+    if not piece.is_floating_point():
+        return piece
     rounded = piece.to(torch_dtype(dtype))
     if dtype == "F16" and piece.dtype != torch.float16 and not bool(rounded.isfinite().all()):
         raise MergestreamError(

@@ -1,34 +1,42 @@
-"""One step: every tensor of a task vector is absorbed, and the norms of all tensors are summed up.
+"""One step: task vectors meet the state of a method, tensor by tensor.
 
-Δ (pieces) ──► method.absorb ──► state (pieces) ──► norms ──► λ
+    Δ (pieces, or whole) ──► method.absorb ──► state ──► writer,     norms ──► totals
+
+A store's step and an in-memory `Merger`'s have one task vector and a state before it. A one-shot merge has all task
+vectors at once and no state: then the direction after the last of them comes out, and nothing is kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from mergestream.algebra.bounds import Room
+from mergestream.algebra import pieces
+from mergestream.algebra.bounds import FactorBounds
 from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
-from mergestream.algebra.pieces import PIECE, Elements
-from mergestream.algebra.selection import Search, Tally, sample_ranges, sample_stride, tally
+from mergestream.algebra.pieces import SquaredNorm, ranges
+from mergestream.base.model import BaseTensor
 from mergestream.checkpoints import torch_dtype
 from mergestream.digest import TensorHasher
-from mergestream.engine import LocalEngine
+from mergestream.engine import Engine
 from mergestream.experts.sketch import Sketch
-from mergestream.experts.vector import TaskVector
+from mergestream.experts.vector import BasePieces, TaskVector
+from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods.base import Absorbed, Context, Method, State
+from mergestream.methods.scale import scale_value
 
 ReadState = Callable[[str, str], Value]
-"""Slot and tensor name to the state before this step."""
+"""Slot and tensor name to the state before a step."""
+WORKSPACE = 6
+"""Copies of a matrix that live at the same time while it is projected."""
 
 
 class StateWriter(Protocol):
-    """Takes the state after this step."""
+    """Takes the state after a step."""
 
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
         """Consecutive elements of a dense slot, from ``start`` on."""
@@ -53,7 +61,8 @@ class Outcome:
 
     norm2: float
     kept2: float
-    direction2: float
+    direction2: float | None
+    """‖direction‖², where it was measured"""
     protected: int | None
     slots: dict[str, str] = field(default_factory=dict)
     """The digest of every dense slot of the new state."""
@@ -77,225 +86,210 @@ class Totals:
     """‖Δ_t‖"""
     mean_norm: float
     """n_t, the mean of ‖Δ_1‖ … ‖Δ_t‖"""
-    direction_norm: float
-    """‖S_t‖ for the methods that sum"""
+    direction_norm: float | None
+    """‖S_t‖ for the methods that sum; None where nobody asked for it"""
     scale: float
-    """1/λ_t"""
+    """1/λ_t by the method's own rule"""
     kept: float
     """The share of ‖Δ_t‖² that entered the state"""
     lost: float = 0.0
     """The share of the state's energy that was cut off to bound its rank"""
 
     @property
-    def distance(self) -> float:
+    def distance(self) -> float | None:
         """‖merged − θ⁰‖"""
-        return self.scale * self.direction_norm
+        return None if self.direction_norm is None else abs(self.scale) * self.direction_norm
 
 
-def total(method: Method, t: int, previous_mean: float, outcomes: Mapping[str, Outcome]) -> Totals:
+def total(method: Method, t: int, previous_mean: float, outcomes: Collection[Outcome]) -> Totals:
     """Sum up a step: n_t = ((t−1)·n_{t−1} + ‖Δ_t‖)/t and the method's scale.
 
     The sums are exact (fsum), so they do not depend on the order in which tensors finished.
     """
-    norm2 = math.fsum(outcome.norm2 for outcome in outcomes.values())
-    kept2 = math.fsum(outcome.kept2 for outcome in outcomes.values())
+    norm2 = math.fsum(outcome.norm2 for outcome in outcomes)
+    kept2 = math.fsum(outcome.kept2 for outcome in outcomes)
     norm = math.sqrt(norm2)
     mean_norm = ((t - 1) * previous_mean + norm) / t
-    direction_norm = math.sqrt(math.fsum(outcome.direction2 for outcome in outcomes.values()))
-    scale = method.readout_scale(t, mean_norm, direction_norm)
-    lost2 = math.fsum(outcome.lost2 for outcome in outcomes.values())
-    lost = lost2 / (lost2 + direction_norm**2) if lost2 else 0.0
+    measured = [outcome.direction2 for outcome in outcomes if outcome.direction2 is not None]
+    direction_norm = math.sqrt(math.fsum(measured)) if len(measured) == len(outcomes) else None
+    scale = scale_value(method.scale_rule, t, mean_norm, lambda: direction_norm or 0.0)
+    lost2 = math.fsum(outcome.lost2 for outcome in outcomes)
+    lost = lost2 / (lost2 + (direction_norm or 0.0) ** 2) if lost2 else 0.0
     return Totals(t, norm, mean_norm, direction_norm, scale, kept2 / norm2 if norm2 else 1.0, lost)
+
+
+def no_state(slot: str, name: str) -> Value:
+    raise AssertionError("there is no state before the first model")
 
 
 @dataclass(frozen=True)
 class Step:
-    """The t-th task vector meets the state of a method, on a device."""
+    """Task vectors that meet the state of a method, on a device."""
 
     method: Method
-    t: int
-    vector: TaskVector
-    read_state: ReadState
+    vectors: Sequence[TaskVector]
+    before: int = 0
+    """How many models have been absorbed already"""
+    read_state: ReadState = no_state
     device: str = "cpu"
-    rooms: Mapping[str, Room] = field(default_factory=dict)
+    bounds: Mapping[str, FactorBounds] = field(default_factory=dict)
     """The tensors whose state is kept in factors, and how much space there is for them."""
     max_rank: int | None = None
     sketch: Sketch | None = None
     """Takes the task vector as it goes by, where it is to be remembered."""
+    measured: bool = False
+    """Whether ‖direction‖ is measured even where the method's scale does not need it"""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.vectors[0].names
+
+    @property
+    def counts(self) -> range:
+        """t for each of the task vectors."""
+        return range(self.before + 1, self.before + len(self.vectors) + 1)
+
+    def context(self, name: str, t: int, thresholds: Mapping[str, float] | None = None) -> Context:
+        return tensor_context(self.vectors[0].model.tensors[name], t, thresholds or {})
+
+    def run(self, engine: Engine, writer: StateWriter, *, done: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
+        """Absorb the one task vector, all tensors but those that are done; yields the outcomes as they come."""
+        waiting = {name: self.vectors[0].numel(name) for name in self.names if name not in done}
+        if waiting:
+            found = find_thresholds(self, engine)
+            yield from engine.run(waiting, lambda name: self.absorb(name, found(name)[0], writer), self.memory)
 
     def absorb(self, name: str, thresholds: Mapping[str, float], writer: StateWriter) -> Outcome:
-        """Absorb one tensor and hand the new state to ``writer``, piece by piece."""
-        tensor = self.vector.model.tensors[name]
-        linear = tensor.role == "linear"
-        context = Context(self.t, linear, thresholds)
-        if name in self.rooms:
-            return self._absorb_factors(name, context, writer)
-        slots = self.method.slots(self.t)
-        values = self._state(name)
-        before = {slot: dense(value) for slot, value in values.items()} if values else None
-        dtype = torch_dtype(tensor.state_dtype)
-        hashers = {slot: TensorHasher(dtype, tensor.shape) for slot in slots}
-        norms, kept, directions, protected = [], [], [], None
+        """Absorb one tensor of the one task vector and hand its new state to the writer."""
+        (vector,) = self.vectors
+        context = self.context(name, self.counts[-1], thresholds)
+        if name in self.bounds:
+            return self._absorb_factors(vector, name, context, writer)
+        layout = self.method.layout(context)
+        before = self._state_before(name)
+        whole = self.method.is_whole(context)
         sketched = self.sketch.tensor(name) if self.sketch else None
-        for piece in self.vector.pieces(name, whole=linear and self.method.whole_linear):
-            state = _cut(before, piece.start, piece.delta, self.device)
+        hashers = {slot: TensorHasher(form.dtype, form.shape) for slot, form in layout.items()}
+        kept, directions = SquaredNorm(), SquaredNorm()
+        absorbed: Absorbed | None = None
+        for start, piece in [(0, vector.whole(name))] if whole else vector.pieces(name):
             if sketched:
-                sketched.update(piece.start, piece.delta)
-            delta = piece.delta.to(self.device)
-            absorbed = self.method.absorb(state, delta, context)
-            norms.append(piece.norm2)
-            kept.append(piece.norm2 if absorbed.kept is delta else squared_norm(absorbed.kept))
-            direction = self.method.direction(absorbed.state, self.t)
-            directions.append(piece.norm2 if direction is delta else squared_norm(direction))
-            protected = absorbed.protected
-            for slot in slots:
-                value = absorbed.state[slot].cpu().contiguous()
+                sketched.update(start, piece)
+            state = before and {slot: _cut(value, start, piece, whole, self.device) for slot, value in before.items()}
+            absorbed = self.method.absorb(state or None, piece.to(self.device), context)
+            if absorbed.kept is not None:
+                kept.add(dense(absorbed.kept))
+            if self.measures_direction:
+                directions.add(dense(self.method.direction(absorbed.state, context)))
+            for slot, form in layout.items():
+                value = dense(absorbed.state[slot]).cpu().contiguous()
+                expected = form.shape if whole else piece.shape
+                assert tuple(value.shape) == tuple(expected), f"{self.method.name}: the slot {slot} is not as laid out"
                 hashers[slot].update(value)
-                writer.write(slot, name, piece.start, value.reshape(-1))
+                writer.write(slot, name, start, value.reshape(-1))
         if self.sketch and sketched:
             self.sketch.add(sketched)
+        norm2 = vector.norm2[name]
         return Outcome(
-            math.fsum(norms),
-            math.fsum(kept),
-            math.fsum(directions),
-            protected,
+            norm2,
+            norm2 if absorbed is None or absorbed.kept is None else kept.total(),
+            directions.total() if self.measures_direction else None,
+            absorbed.protected if absorbed else None,
             {slot: hasher.hexdigest() for slot, hasher in hashers.items()},
         )
 
-    def _absorb_factors(self, name: str, context: Context, writer: StateWriter) -> Outcome:
+    def _absorb_factors(self, vector: TaskVector, name: str, context: Context, writer: StateWriter) -> Outcome:
         """The same in factors, which are small: always on the CPU and in one piece."""
-        delta = self.vector.factors(name)
+        delta = vector.factors(name)
         if self.sketch and delta.any():
             self.sketch.add_elements(name, delta.elements())
-        state = self._state(name)
-        absorbed = self.method.absorb(cast(State | None, state), cast(Tensor, delta), context)
-        slots, lost2 = self._bounded(absorbed)
-        direction = self.method.direction(cast(State, slots), self.t)
+        absorbed = self.method.absorb(self._state_before(name), delta, context)
+        slots, lost2 = self._bounded(absorbed.state)
+        direction2 = squared_norm(self.method.direction({**slots}, context)) if self.measures_direction else None
+        norm2 = vector.norm2[name]
         return Outcome(
-            squared_norm(delta),
-            squared_norm(absorbed.kept),
-            squared_norm(direction),
+            norm2,
+            norm2 if absorbed.kept is None else squared_norm(absorbed.kept),
+            direction2,
             absorbed.protected,
             factors=writer.write_factors(name, slots),
             lost2=lost2,
         )
 
-    def _bounded(self, absorbed: Absorbed) -> tuple[dict[str, LowRank], float]:
+    def _bounded(self, state: State) -> tuple[dict[str, LowRank], float]:
         """The new slots, cut down to the rank that they may have, and the energy that this costs."""
-        slots, lost2 = {}, 0.0
-        for slot in self.method.slots(self.t):
-            value = cast(LowRank, absorbed.state[slot])
+        slots: dict[str, LowRank] = {}
+        lost2 = 0.0
+        for slot, value in state.items():
+            assert isinstance(value, LowRank), f"{self.method.name} does not keep {slot} in factors"
             if self.max_rank is not None and max(value.left.rank, value.right.rank) > self.max_rank:
                 value, lost = value.truncate(self.max_rank)
                 lost2 += lost
             slots[slot] = value
         return slots, lost2
 
-    def ranked(self, which: str, name: str, base: Elements) -> Elements:
-        """Any range of the magnitudes that are to be ranked."""
-        if which == "delta":
-            fresh = self.vector.elements(name, base)
-        else:
-            state = self.read_state(which, name)
-            if isinstance(state, Tensor):
-                flat = state.reshape(-1)
-                return lambda start, stop: flat[start:stop].abs()
-            fresh = state.elements()
-        return lambda start, stop: fresh(start, stop).abs_()
+    def directions(
+        self, name: str, thresholds: Sequence[Mapping[str, float]], base: BasePieces
+    ) -> Iterator[tuple[int, Tensor, list[float | None]]]:
+        """All task vectors at once, without a state: consecutive elements of the direction after the last of them,
+        and ‖kept‖² of each (None where all is kept). They share the pieces of the ``base``."""
+        contexts = [self.context(name, t, found) for t, found in zip(self.counts, thresholds, strict=True)]
+        if self.method.is_whole(contexts[0]):
+            deltas = [vector.whole(name).to(self.device) for vector in self.vectors]
+            kept2, direction = self.method.absorb_all(deltas, contexts)
+            flat = direction.cpu().reshape(-1)
+            for start, stop in ranges(flat.numel()):
+                yield start, flat[start:stop], kept2
+                kept2 = [0.0] * len(kept2)
+            return
+        for arriving in zip(*(vector.pieces(name, base) for vector in self.vectors), strict=True):
+            kept2, direction = self.method.absorb_all([delta.to(self.device) for _, delta in arriving], contexts)
+            yield arriving[0][0], direction.cpu(), kept2
 
-    def _state(self, name: str) -> dict[str, Value] | None:
-        if self.t == 1:
+    @property
+    def measures_direction(self) -> bool:
+        """Where the scale needs it, where the share that bounding the rank costs does, or where it was asked for."""
+        return self.measured or self.method.scale_rule == "adaptive" or self.max_rank is not None
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that each tensor takes at its peak: whole ones are held with workspace for their decomposition;
+        everything else goes by in small pieces."""
+        sizes = {}
+        for name in self.names:
+            context = self.context(name, self.counts[-1])
+            if name in self.bounds:
+                sizes[name] = self.bounds[name].workspace
+                continue
+            numel = math.prod(context.shape)
+            held = numel if self.method.is_whole(context) else min(pieces.PIECE, numel)
+            slots = max((math.prod(form.shape) for form in self.method.layout(context).values()), default=0)
+            largest = max(held, slots) if self.method.is_whole(context) else held
+            sizes[name] = (WORKSPACE + len(self.vectors) - 1) * largest * context.dtype.itemsize
+        return sizes
+
+    def _state_before(self, name: str) -> State | None:
+        if not self.before:
             return None
-        return {slot: self.read_state(slot, name) for slot in self.method.slots(self.t - 1)}
+        layout = self.method.layout(self.context(name, self.before))
+        return {slot: self.read_state(slot, name) for slot in layout}
 
 
-def thresholds(steps: Sequence[Step], engine: LocalEngine) -> Callable[[str], list[dict[str, float]]]:
-    """What the method asks to be ranked before each of the steps, by the name of the tensor.
-
-    Steps that are taken at once share their passes over the base.
-    """
-    wanted = []
-    over, density = "model", 1.0
-    for number, step in enumerate(steps):
-        ranking = step.method.ranking(step.t)
-        if ranking is not None:
-            wanted += [(number, which) for which in ranking.names]
-            over, density = ranking.over, ranking.density
-    if not wanted:
-        return lambda name: [{} for _ in steps]
-
-    def search(engine: LocalEngine, names: Sequence[str]) -> list[dict[str, float]]:
-        found: list[dict[str, float]] = [{} for _ in steps]
-        for (number, which), value in zip(wanted, _search(steps, wanted, density, engine, names), strict=True):
-            found[number][which] = value
-        return found
-
-    if over == "tensor":
-        alone = LocalEngine(workers=1)
-        return lambda name: search(alone, (name,))
-    common = search(engine, steps[0].vector.names)
-    return lambda name: common
+def tensor_context(tensor: BaseTensor, t: int, thresholds: Mapping[str, float]) -> Context:
+    """What a method may know of a tensor of the base after t models."""
+    return Context(t, tensor.role == "linear", tensor.shape, torch_dtype(tensor.state_dtype), thresholds)
 
 
-def _search(
-    steps: Sequence[Step], wanted: Sequence[tuple[int, str]], density: float, engine: LocalEngine, names: Sequence[str]
-) -> list[float]:
-    """The magnitude that the ``density`` largest entries of all these tensors reach, for everything that is wanted."""
-    vector = steps[0].vector
-    sizes = {name: vector.numel(name) for name in names}
-    total = sum(sizes.values())
-
-    def elements(name: str) -> list[Elements]:
-        base = vector.base_elements(name)
-        return [steps[number].ranked(which, name, base) for number, which in wanted]
-
-    blocks: list[list[Tensor]] = [[] for _ in wanted]
-    for name in names:
-        ranked = elements(name)
-        for start, stop in sample_ranges(sizes[name], sample_stride(total)):
-            for sample, part in zip(blocks, ranked, strict=True):
-                sample.append(part(start, stop))
-    searches = [Search(int(density * total), total, sample) for sample in blocks]
-    while any(search.found is None for search in searches):
-        open_ones = [number for number, search in enumerate(searches) if search.found is None]
-
-        def tallies(name: str, numbers: Sequence[int] = open_ones) -> list[list[Tally]]:
-            ranked, size = elements(name), sizes[name]
-            return [
-                [tally(ranked[number](i, min(i + PIECE, size)), searches[number].bracket) for number in numbers]
-                for i in range(0, size, PIECE)
-            ]
-
-        pieces = [piece for _, results in engine.run(sizes, tallies) for piece in results]
-        for place, number in enumerate(open_ones):
-            searches[number].narrow([piece[place] for piece in pieces])
-    return [search.found for search in searches if search.found is not None]
+def carries_through(method: Method, count: int) -> bool:
+    """Whether a tensor can be carried through so many models and read out without the other tensors: then a one-shot
+    merge needs no store."""
+    rankings = [method.ranking(t) for t in range(1, count + 1)]
+    return method.scale_rule != "adaptive" and all(
+        ranking is None or ranking.names == ("delta",) for ranking in rankings
+    )
 
 
-def memory_of(method: Method, vector: TaskVector, rooms: Mapping[str, Room]) -> dict[str, int]:
-    """Bytes that absorbing each tensor takes at its peak: matrices are held whole, with workspace
-    for their decomposition; everything else goes by in small pieces."""
-    sizes = {}
-    for name in vector.names:
-        tensor = vector.model.tensors[name]
-        if name in rooms:
-            sizes[name] = rooms[name].workspace
-            continue
-        whole = tensor.role == "linear" and method.whole_linear
-        held = tensor.numel if whole else min(PIECE, tensor.numel)
-        sizes[name] = WORKSPACE * held * (8 if tensor.state_dtype == "F64" else 4)
-    return sizes
-
-
-WORKSPACE = 6
-"""Copies of a matrix that live at the same time while it is projected."""
-
-
-def _cut(state: Mapping[str, Tensor] | None, start: int, like: Tensor, device: str) -> State | None:
-    """The part of the state that belongs to a piece."""
-    if state is None:
-        return None
-    return {
-        slot: value.reshape(-1)[start : start + like.numel()].view(like.shape).to(device)
-        for slot, value in state.items()
-    }
+def _cut(value: Value, start: int, piece: Tensor, whole: bool, device: str) -> Tensor:
+    """The part of a slot that belongs to a piece; all of it for a whole tensor."""
+    slot = dense(value)
+    return (slot if whole else slot.reshape(-1)[start : start + piece.numel()]).to(device)

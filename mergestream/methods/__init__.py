@@ -1,46 +1,38 @@
-"""Merging methods: one small class each, registered here by name."""
+"""Merging methods: one file, one formula each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mergestream.errors import UsageError
-from mergestream.methods.average import Average
-from mergestream.methods.base import Absorbed, Context, Method, Ranking, State, parse_parameters
-from mergestream.methods.ema import EMA
-from mergestream.methods.lawa import LAWA
-from mergestream.methods.magmax import MagMax
-from mergestream.methods.opcm import OPCM
-from mergestream.methods.task_arithmetic import TaskArithmetic
-from mergestream.methods.ties import TIES
+from mergestream.registry import Registry
 
-METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (OPCM, Average, TaskArithmetic, TIES, EMA, LAWA, MagMax)
-}
+if TYPE_CHECKING:
+    from mergestream.methods.base import Method
+
+METHODS: Registry[type[Method]] = Registry(
+    "method",
+    "mergestream.methods",
+    {
+        "opcm": "mergestream.methods.opcm:OPCM",
+        "average": "mergestream.methods.average:Average",
+        "task_arithmetic": "mergestream.methods.task_arithmetic:TaskArithmetic",
+        "ties": "mergestream.methods.ties:TIES",
+        "ema": "mergestream.methods.ema:EMA",
+        "lawa": "mergestream.methods.lawa:LAWA",
+        "magmax": "mergestream.methods.magmax:MagMax",
+    },
+)
 
 
 def make_method(name: str, parameters: Mapping[str, Any] | None = None) -> Method:
     """The method of that name, with parameters given as values or as text."""
-    if name not in METHODS:
-        raise UsageError(f"there is no method {name} (there are: {', '.join(METHODS)})")
-    method = METHODS[name]
+    from mergestream.methods.base import parse_parameters
+
+    method = METHODS.choose(name)
     return method(**parse_parameters(method, parameters or {}))
 
 
-__all__ = [
-    "EMA",
-    "LAWA",
-    "METHODS",
-    "OPCM",
-    "TIES",
-    "Absorbed",
-    "Average",
-    "Context",
-    "MagMax",
-    "Method",
-    "Ranking",
-    "State",
-    "TaskArithmetic",
-    "make_method",
-]
+def register_method(method: type[Method]) -> type[Method]:
+    """Make a method of your own known by its name in this process, so that stores can be made with it."""
+    return METHODS.register(method.name, method)

@@ -8,7 +8,9 @@ from functools import reduce
 
 from torch import Tensor
 
-from mergestream.methods.base import Absorbed, Context, Method, State
+from mergestream.algebra.lowrank import Value
+from mergestream.methods.base import Absorbed, Context, Method, Slot, State
+from mergestream.methods.scale import Scale
 
 
 @dataclass(frozen=True)
@@ -21,26 +23,23 @@ class Average(Method):
     """
 
     name = "average"
+    whole = "none"
+    factored = True
+    commutative = True
+    additive = True
 
     @property
-    def factored(self) -> bool:
-        return True
+    def scale_rule(self) -> Scale:
+        return "mean"
 
-    @property
-    def commutative(self) -> bool:
-        return True
+    def layout(self, context: Context) -> dict[str, Slot]:
+        return {"sum": context.like}
 
-    def slots(self, t: int) -> tuple[str, ...]:
-        return ("sum",)
+    def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
+        return Absorbed({"sum": delta if state is None else state["sum"] + delta})
 
-    def absorb(self, state: State | None, delta: Tensor, context: Context) -> Absorbed:
-        return Absorbed({"sum": delta if state is None else state["sum"] + delta}, kept=delta)
-
-    def direction(self, state: State, t: int) -> Tensor:
+    def direction(self, state: State, context: Context) -> Value:
         return state["sum"]
 
     def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
         return [None] * len(deltas), reduce(Tensor.add_, deltas)
-
-    def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
-        return 1 / t

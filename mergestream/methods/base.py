@@ -1,9 +1,13 @@
-"""The contract of a method: absorb a task vector into a state of fixed size, read a model out of it.
+"""The contract of a method: absorb a task vector into a state of fixed size, read a direction out of it.
 
 A method is a pure function of tensors. It sees one tensor at a time and knows nothing of files,
 devices or threads; of the whole model it sees only the few scalars that it asks for.
 
-    merged = θ⁰ + readout_scale(t, mean ‖Δ‖, ‖direction‖) · direction(state)
+    merged = θ⁰ + scale · direction(state)
+
+There are two kinds of tensor. *Whole* ones are never cut, neither when they are absorbed nor when they are read out,
+and their slots have any shape that the method lays out. *Elementwise* ones go by in pieces: there a method works on
+each element alone, and every slot has the shape of the tensor.
 """
 
 from __future__ import annotations
@@ -16,26 +20,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
-from mergestream.algebra.pieces import squared_norm
-from mergestream.errors import UsageError
+from mergestream.algebra.lowrank import Value, dense, squared_norm
+from mergestream.errors import UsageError, nearest
+from mergestream.methods.scale import NAMED, Scale
 
-State = dict[str, Tensor]
-"""The named slots that a method keeps for one tensor of the model."""
+State = dict[str, Value]
+"""The named slots that a method keeps for one tensor of the model, or the same elements of each."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The form of a slot."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a method may know beside the tensor at hand."""
+    """What a method may know beside the tensor, or the piece of it, at hand."""
 
     t: int
     """How many models there are with this one: 1 for the first."""
     linear: bool
-    """Whether the tensor is the weight of a linear layer (or a stack of them, in three dimensions).
-    Tensors come in pieces, except linear weights where the method asks for them whole."""
+    """Whether the tensor is the weight of a linear layer (or a stack of them, in three dimensions)."""
+    shape: tuple[int, ...] = ()
+    """Of the whole tensor"""
+    dtype: torch.dtype = torch.float32
+    """Of task vectors and states: float32, and float64 for a float64 model"""
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """For every name in the method's ranking: the least of the magnitudes that are kept."""
+
+    @property
+    def like(self) -> Slot:
+        """A slot of the tensor's own form."""
+        return Slot(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -54,8 +76,8 @@ class Absorbed:
     """What became of one task vector."""
 
     state: State
-    kept: Tensor
-    """The part of Δ that entered the state."""
+    kept: Value | None = None
+    """The part of Δ that entered the state; None where all of it did. Of all pieces of a tensor, or of none."""
     protected: int | None = None
     """How many directions of the old state were protected, where the method protects any."""
 
@@ -75,35 +97,17 @@ def parameter(
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Base class of all methods; the dataclass fields of a subclass are its parameters."""
+    """Base class of all methods; the dataclass fields of a subclass are its parameters.
+
+    The properties below are constant for most methods, which override them by class attributes.
+    """
 
     name: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value, limits = getattr(self, item.name), item.metadata
-            if limits["choices"] and value not in limits["choices"]:
-                raise UsageError(f"{self.name}: {item.name}={value} is not one of {', '.join(limits['choices'])}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"{self.name}: {item.name}={value} must be finite")
-            low, high = limits["at_least"], limits["at_most"]
-            if (low is not None and not value >= low) or (high is not None and not value <= high):
-                bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-                raise UsageError(f"{self.name}: {item.name}={value} must be {bounds}")
-
     @property
-    def parameters(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @property
-    def commutative(self) -> bool:
-        """Whether the order of arrival makes no difference."""
-        return False
-
-    @property
-    def whole_linear(self) -> bool:
-        """Whether linear weights are absorbed as matrices; everything else is elementwise."""
-        return False
+    def whole(self) -> Literal["linear", "none"]:
+        """Which tensors are never cut: the weights of linear layers, or none."""
+        return "linear"
 
     @property
     def factored(self) -> bool:
@@ -112,26 +116,35 @@ class Method(ABC):
         return False
 
     @property
-    def one_pass(self) -> bool:
-        """Whether a tensor can be carried through all models and read out without the others'
-        states or norms; then a one-shot merge needs no store."""
-        return True
+    def commutative(self) -> bool:
+        """Whether the order of arrival makes no difference."""
+        return False
 
-    @abstractmethod
-    def slots(self, t: int) -> tuple[str, ...]:
-        """Names of the state's slots after t models; each slot has the shape of the tensor."""
+    @property
+    def additive(self) -> bool:
+        """Whether the direction is the sum of what was kept: then any scale makes sense, chosen when it is read out."""
+        return False
+
+    @property
+    def scale_rule(self) -> Scale:
+        """The method's own scale."""
+        return 1.0
 
     def ranking(self, t: int) -> Ranking | None:
         """Which magnitudes must be ranked before the t-th model is absorbed, if any."""
         return None
 
     @abstractmethod
-    def absorb(self, state: State | None, delta: Tensor, context: Context) -> Absorbed:
+    def layout(self, context: Context) -> dict[str, Slot]:
+        """The state's slots of a tensor after ``context.t`` models."""
+
+    @abstractmethod
+    def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         """Absorb Δ; ``state`` is None before the first model. Arguments are never written to."""
 
     @abstractmethod
-    def direction(self, state: State, t: int) -> Tensor:
-        """The merged task vector up to a scale that is common to all tensors."""
+    def direction(self, state: State, context: Context) -> Value:
+        """The merged task vector up to a scale that is common to all tensors, in the form of what was absorbed."""
 
     def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
         """‖kept‖² of every Δ (None where all is kept), and the direction after the last.
@@ -144,13 +157,36 @@ class Method(ABC):
         for delta, context in zip(deltas, contexts, strict=True):
             absorbed = self.absorb(state, delta, context)
             state = absorbed.state
-            kept2.append(None if absorbed.kept is delta else squared_norm(absorbed.kept))
+            kept2.append(None if absorbed.kept is None else squared_norm(absorbed.kept))
         assert state is not None
-        return kept2, self.direction(state, len(deltas))
+        return kept2, dense(self.direction(state, contexts[-1]))
 
-    def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
-        """The common scale, from the mean norm of the task vectors and the norm of the direction."""
-        return 1.0
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def is_whole(self, context: Context) -> bool:
+        return context.linear and self.whole == "linear"
+
+    def check_scale(self, rule: Scale) -> None:
+        """Refuse a scale that this method's state cannot be read out with."""
+        if rule in NAMED and rule != self.scale_rule and not self.additive:
+            raise UsageError(
+                f"{self.name} does not add up task vectors, so the scale {rule} is none of its own; pass a number"
+            )
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value, limits = getattr(self, item.name), item.metadata
+            choices = limits.get("choices")
+            if choices and value not in choices:
+                raise UsageError(f"{self.name}: {item.name}={value} is not one of {', '.join(choices)}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{self.name}: {item.name}={value} must be finite")
+            low, high = limits.get("at_least"), limits.get("at_most")
+            if (low is not None and not value >= low) or (high is not None and not value <= high):
+                bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise UsageError(f"{self.name}: {item.name}={value} must be {bounds}")
 
 
 def parse_parameters(method: type[Method], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +197,7 @@ def parse_parameters(method: type[Method], given: Mapping[str, Any]) -> dict[str
     for key, value in given.items():
         if key not in fields:
             known = ", ".join(fields) or "none"
-            raise UsageError(f"{method.name} has no parameter {key} (it has: {known})")
+            raise UsageError(f"{method.name} has no parameter {key}{nearest(key, fields)} (it has: {known})")
         kind = types[key] if types[key] in (int, float) else str
         try:
             parsed[key] = kind(value)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from mergestream.methods.base import Absorbed, Context, Method, State, parameter
+from mergestream.algebra.lowrank import Value
+from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
 
 
 @dataclass(frozen=True)
@@ -19,19 +18,16 @@ class EMA(Method):
     """
 
     name = "ema"
+    whole = "none"
+    factored = True
 
     beta: float = parameter(0.9, "β, the share that the models so far keep", at_least=0, at_most=1)
 
-    @property
-    def factored(self) -> bool:
-        return True
+    def layout(self, context: Context) -> dict[str, Slot]:
+        return {"mean": context.like}
 
-    def slots(self, t: int) -> tuple[str, ...]:
-        return ("mean",)
+    def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
+        return Absorbed({"mean": delta if state is None else state["mean"] * self.beta + delta * (1 - self.beta)})
 
-    def absorb(self, state: State | None, delta: Tensor, context: Context) -> Absorbed:
-        mean = delta if state is None else state["mean"] * self.beta + delta * (1 - self.beta)
-        return Absorbed({"mean": mean}, kept=delta)
-
-    def direction(self, state: State, t: int) -> Tensor:
+    def direction(self, state: State, context: Context) -> Value:
         return state["mean"]

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
-from torch import Tensor
-
-from mergestream.methods.base import Absorbed, Context, Method, State, parameter
+from mergestream.algebra.lowrank import Value
+from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
 
 
 @dataclass(frozen=True)
@@ -21,19 +20,17 @@ class LAWA(Method):
     """
 
     name = "lawa"
+    whole = "none"
+    factored = True
 
     window: int = parameter(5, "k, how many of the latest models are averaged", at_least=1)
 
-    @property
-    def factored(self) -> bool:
-        return True
+    def layout(self, context: Context) -> dict[str, Slot]:
+        return {f"delta{i}": context.like for i in range(min(context.t, self.window))}
 
-    def slots(self, t: int) -> tuple[str, ...]:
-        return tuple(f"delta{i}" for i in range(min(t, self.window)))
-
-    def absorb(self, state: State | None, delta: Tensor, context: Context) -> Absorbed:
+    def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         latest = [*(state or {}).values(), delta][-self.window :]
-        return Absorbed(dict(zip(self.slots(context.t), latest, strict=True)), kept=delta)
+        return Absorbed({f"delta{i}": value for i, value in enumerate(latest)})
 
-    def direction(self, state: State, t: int) -> Tensor:
+    def direction(self, state: State, context: Context) -> Value:
         return reduce(add, state.values()) / len(state)

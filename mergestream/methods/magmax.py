@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from mergestream.methods.base import Absorbed, Context, Method, State, parameter
+from mergestream.algebra.lowrank import Value, dense
+from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
+from mergestream.methods.scale import Scale
 
 
 @dataclass(frozen=True)
@@ -17,27 +17,27 @@ class MagMax(Method):
     """
 
     name = "magmax"
+    whole = "none"
+    commutative = True
 
     scale: float = parameter(0.5, "λ, the weight of the selected entries")
 
     @property
-    def commutative(self) -> bool:
-        return True
+    def scale_rule(self) -> Scale:
+        return self.scale
 
-    def slots(self, t: int) -> tuple[str, ...]:
-        return ("largest",)
+    def layout(self, context: Context) -> dict[str, Slot]:
+        return {"largest": context.like}
 
-    def absorb(self, state: State | None, delta: Tensor, context: Context) -> Absorbed:
+    def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
+        delta = dense(delta)
         if state is None:
-            return Absorbed({"largest": delta}, kept=delta)
-        largest = state["largest"]
+            return Absorbed({"largest": delta})
+        largest = dense(state["largest"])
         magnitude, old = delta.abs(), largest.abs()
         # Entries of equal magnitude and opposite sign: the positive one, so that order does not matter.
         wins = (magnitude > old) | ((magnitude == old) & (delta > largest))
         return Absorbed({"largest": delta.where(wins, largest)}, kept=delta * wins)
 
-    def direction(self, state: State, t: int) -> Tensor:
+    def direction(self, state: State, context: Context) -> Value:
         return state["largest"]
-
-    def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
-        return self.scale

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from mergestream.algebra.lowrank import dense
+from mergestream.algebra.lowrank import Value, dense
 from mergestream.algebra.svd import project, protected_directions, thin_svd
-from mergestream.methods.base import Absorbed, Context, Method, State, parameter
+from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
+from mergestream.methods.scale import Scale
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,8 @@ class OPCM(Method):
     """
 
     name = "opcm"
+    factored = True
+    additive = True
 
     alpha: float = parameter(0.5, "share of the singular values that is protected", at_least=0, at_most=1)
     projection: Literal["reference", "paper", "block"] = parameter(
@@ -37,47 +38,35 @@ class OPCM(Method):
     scaling: Literal["adaptive", "sqrt"] = parameter("adaptive", "λ_t = ‖S_t‖/n_t or √t", choices=("adaptive", "sqrt"))
 
     @property
-    def whole_linear(self) -> bool:
-        return True
+    def scale_rule(self) -> Scale:
+        return self.scaling
 
-    @property
-    def factored(self) -> bool:
-        return True
+    def layout(self, context: Context) -> dict[str, Slot]:
+        return {"sum": context.like}
 
-    @property
-    def one_pass(self) -> bool:
-        return False  # λ needs the norm of the whole S
-
-    def slots(self, t: int) -> tuple[str, ...]:
-        return ("sum",)
-
-    def absorb(self, state: State | None, delta: Tensor, context: Context) -> Absorbed:
+    def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         if state is None:
-            return Absorbed({"sum": delta}, kept=delta)
+            return Absorbed({"sum": delta})
         S = state["sum"]
         if not context.linear:
-            return Absorbed({"sum": S + delta}, kept=delta)
+            return Absorbed({"sum": S + delta})
         if not delta.any():
-            return Absorbed({"sum": S}, kept=delta, protected=0)
+            return Absorbed({"sum": S}, protected=0)
+        kept: Value
         if delta.ndim == 3:
             S, delta = dense(S), dense(delta)
             parts = [self._project(s, d) for s, d in zip(S, delta, strict=True)]
-            kept = torch.stack([part for part, _ in parts])
+            kept = torch.stack([dense(part) for part, _ in parts])
             protected = sum(q for _, q in parts)
         else:
             kept, protected = self._project(S, delta)
         return Absorbed({"sum": S + kept}, kept, protected)
 
-    def _project(self, S: Tensor, delta: Tensor) -> tuple[Tensor, int]:
+    def _project(self, S: Value, delta: Value) -> tuple[Value, int]:
         protected = partial(protected_directions, alpha=self.alpha)
         svd = thin_svd(S, leading=protected) if self.projection == "block" else thin_svd(S)
         q = protected(svd.s)
         return project(delta, svd, q, self.projection), q
 
-    def direction(self, state: State, t: int) -> Tensor:
+    def direction(self, state: State, context: Context) -> Value:
         return state["sum"]
-
-    def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
-        if self.scaling == "sqrt":
-            return 1 / math.sqrt(t)
-        return mean_norm / direction_norm if direction_norm else 1.0

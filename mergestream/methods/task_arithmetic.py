@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mergestream.methods.average import Average
 from mergestream.methods.base import parameter
+from mergestream.methods.scale import Scale
 
 
 @dataclass(frozen=True)
@@ -21,5 +22,6 @@ class TaskArithmetic(Average):
 
     scale: float = parameter(0.3, "λ, the weight of every task vector")
 
-    def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
+    @property
+    def scale_rule(self) -> Scale:
         return self.scale

@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mergestream.algebra.pieces import squared_norm
-from mergestream.methods.base import Absorbed, Context, Method, Ranking, State, parameter
+from mergestream.algebra.lowrank import Value, dense, squared_norm
+from mergestream.methods.base import Absorbed, Context, Method, Ranking, Slot, State, parameter
+from mergestream.methods.scale import Scale
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class TIES(Method):
     """
 
     name = "ties"
+    whole = "none"
 
     density: float = parameter(0.2, "share of the entries that survives trimming", at_least=0, at_most=1)
     scale: float = parameter(0.3, "λ, the weight of the merged task vector")
@@ -45,13 +47,13 @@ class TIES(Method):
         return self.mode == "streaming"
 
     @property
-    def one_pass(self) -> bool:
-        return self.mode == "streaming"
+    def scale_rule(self) -> Scale:
+        return self.scale if self.mode == "streaming" else 1.0
 
-    def slots(self, t: int) -> tuple[str, ...]:
+    def layout(self, context: Context) -> dict[str, Slot]:
         if self.mode == "streaming":
-            return ("positive", "negative", "positive_count", "negative_count")
-        return ("merged",)
+            return dict.fromkeys(("positive", "negative", "positive_count", "negative_count"), context.like)
+        return {"merged": context.like}
 
     def ranking(self, t: int) -> Ranking | None:
         if t == 1 and self.mode != "streaming":
@@ -59,21 +61,23 @@ class TIES(Method):
         names = ("delta",) if self.mode == "streaming" else ("delta", "merged")
         return Ranking(names, self.density, self.trim)
 
-    def absorb(self, state: State | None, delta: Tensor, context: Context) -> Absorbed:
+    def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
+        delta = dense(delta)
+        before = {slot: dense(value) for slot, value in state.items()} if state is not None else None
         if self.mode == "streaming":
-            return self._add(state, trim(delta, context.thresholds["delta"]))
-        if state is None:
-            return Absorbed({"merged": delta * self.scale}, kept=delta)
+            return self._add(before, trim(delta, context.thresholds["delta"]))
+        if before is None:
+            return Absorbed({"merged": delta * self.scale})
         trimmed = trim(delta, context.thresholds["delta"])
-        merged = trim(state["merged"], context.thresholds["merged"])
+        merged = trim(before["merged"], context.thresholds["merged"])
         elected = (merged + trimmed).sign()
         kept = trimmed * agreement(trimmed, elected)
         result = (merged * agreement(merged, elected) + kept) * self.scale
         if self.mode == "reference":
-            result += state["merged"]
+            result += before["merged"]
         return Absorbed({"merged": result}, kept)
 
-    def _add(self, state: State | None, trimmed: Tensor) -> Absorbed:
+    def _add(self, before: dict[str, Tensor] | None, trimmed: Tensor) -> Absorbed:
         sign = trimmed.sign()
         above = sign.clamp(min=0)
         new = {
@@ -82,17 +86,17 @@ class TIES(Method):
             "positive_count": above,
             "negative_count": above - sign,
         }
-        if state is not None:
+        if before is not None:
             for slot, value in new.items():
-                value += state[slot]
-        return Absorbed(new, kept=trimmed)
+                value += before[slot]
+        return Absorbed({**new}, kept=trimmed)
 
-    def direction(self, state: State, t: int) -> Tensor:
+    def direction(self, state: State, context: Context) -> Value:
         if self.mode != "streaming":
             return state["merged"]
-        positive, negative = state["positive"], state["negative"]
+        positive, negative = dense(state["positive"]), dense(state["negative"])
         up = (positive + negative).sign_().add_(1).clamp_(max=1)  # 1 where the positive side is elected, else 0
-        count = torch.lerp(state["negative_count"], state["positive_count"], up)
+        count = torch.lerp(dense(state["negative_count"]), dense(state["positive_count"]), up)
         return torch.lerp(negative, positive, up).div_(count.clamp_(min=1))
 
     def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
@@ -108,9 +112,6 @@ class TIES(Method):
         agreeing = [delta.mul_(elected).relu_() for delta in deltas]
         count = reduce(Tensor.add_, (x.sign() for x in agreeing))
         return kept2, reduce(Tensor.add_, agreeing).mul_(elected).div_(count.clamp_(min=1))
-
-    def readout_scale(self, t: int, mean_norm: float, direction_norm: float) -> float:
-        return self.scale if self.mode == "streaming" else 1.0
 
 
 # Masks and torch.where are many times slower than arithmetic on signs (docs/performance.md).

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mergestream.experts.sketch import STANDARD_ERROR, cosine, read_sketch
+from mergestream.base.names import layer_of, natural
+from mergestream.experts.sketch import STANDARD_ERROR, cosine
+from mergestream.store.records import read_sketch, record_directory, tensor_records
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
-
-    from mergestream.store import Store
-
-LARGE = 5.0
-"""An expert whose norm is this many times the others' mean deserves a warning: it would drown them."""
+    from mergestream.store import StoreDirectory
 
 
 @dataclass(frozen=True)
@@ -81,16 +76,16 @@ class Survival:
         return Survival(self.experts, tuple(members), tuple(norm), tuple(kept), tuple(protected))
 
 
-def similarity(store: Store) -> Similarity:
-    sketches = [sketch_of(store, number) for number in range(1, store.manifest.step + 1)]
+def similarity(store: StoreDirectory) -> Similarity:
+    sketches = [read_sketch(record_directory(store.path, number)) for number in range(1, store.manifest.step + 1)]
     cosines = [[cosine(a, b) for b in sketches] for a in sketches]
     return Similarity(tuple(entry.name for entry in store.history), tuple(map(tuple, cosines)))
 
 
-def survival(store: Store) -> Survival:
+def survival(store: StoreDirectory) -> Survival:
     merged = (name for name, tensor in store.manifest.base.tensors.items() if tensor.merges)
     parts = tuple(sorted(merged, key=natural))  # files have layer.10 before layer.2
-    records = [store.tensor_records(number) for number in range(1, store.manifest.step + 1)]
+    records = [tensor_records(store.path, number) for number in range(1, store.manifest.step + 1)]
     return Survival(
         tuple(entry.name for entry in store.history),
         parts,
@@ -99,31 +94,3 @@ def survival(store: Store) -> Survival:
             for what in ("norm", "kept", "protected")
         ),
     )
-
-
-def sketch_of(store: Store, number: int) -> np.ndarray | None:
-    """The sketch of the expert of a step."""
-    return read_sketch(store.record_directory(number))
-
-
-def cosines_to(store: Store, sketch: Tensor) -> dict[str, float | None]:
-    """A new expert's cosine to each absorbed one, by name."""
-    new = sketch.float().numpy()
-    return {entry.name: cosine(new, sketch_of(store, number)) for number, entry in enumerate(store.history, 1)}
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Numbers in a name by their value: layer.2 before layer.10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-_NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
-
-
-def layer_of(tensor: str) -> str:
-    """The layer that a tensor belongs to: ``encoder.layer.3`` of ``encoder.layer.3.attention.query.weight``.
-
-    Where no part of the name is a number, the module: ``pooler.dense`` of ``pooler.dense.bias``.
-    """
-    numbered = _NUMBERED.match(tensor)
-    return numbered.group() if numbered else tensor.rpartition(".")[0] or tensor

@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mergestream.algebra.pieces import PIECE, Elements
-from mergestream.errors import MergestreamError
+from mergestream.algebra.pieces import Elements, ranges
+from mergestream.base.names import layer_of
 from mergestream.experts.opening import open_expert, task_vector
-from mergestream.merging.readout import Readout
-from mergestream.report.diagnostics import layer_of
-from mergestream.store.steps import StepReader, step_directory
 
 if TYPE_CHECKING:
-    from mergestream.store import Store
+    from mergestream.store import StoreDirectory
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Model:
     """By the name of a tensor: its difference from the base; None where that is zero"""
 
 
-def compare(store: Store, a: str, b: str) -> Comparison:
+def compare(store: StoreDirectory, a: str, b: str) -> Comparison:
     """Compare two models, each the number of a step (0 for the base) or a checkpoint."""
     tensors = {name: tensor.numel for name, tensor in store.manifest.base.tensors.items() if tensor.merges}
     with ExitStack() as stack:
@@ -100,7 +97,7 @@ def compare(store: Store, a: str, b: str) -> Comparison:
     )
 
 
-def _open(stack: ExitStack, store: Store, which: str) -> Model:
+def _open(stack: ExitStack, store: StoreDirectory, which: str) -> Model:
     if which.isdecimal():
         return _open_step(stack, store, int(which))
     base = stack.enter_context(store.open_base())
@@ -110,30 +107,22 @@ def _open(stack: ExitStack, store: Store, which: str) -> Model:
     return Model(opened.source, vector.elements)
 
 
-def _open_step(stack: ExitStack, store: Store, number: int) -> Model:
-    if number > store.manifest.step:
-        raise MergestreamError(f"{store.path} has taken {store.manifest.step} steps, there is no step {number}")
+def _open_step(stack: ExitStack, store: StoreDirectory, number: int) -> Model:
     if number == 0:
         return Model("the base", lambda name: None)
-    if not step_directory(store.path, number).is_dir():
-        raise MergestreamError(
-            f"{store.path} no longer keeps step {number}; a store made with a larger --keep goes back further"
-        )
-    entry, base = store.history[number - 1], stack.enter_context(store.open_base())
-    reader = stack.enter_context(closing(StepReader(store.path, number)))
-    readout = Readout(store.manifest.base, base, store.method, number, entry.scale, reader.read)
+    snapshot = stack.enter_context(store.snapshot(number))
+    readout, scale = snapshot.readout(store.engine), snapshot.last.scale
 
     def elements(name: str) -> Elements | None:
-        direction = readout.direction(name)
-        return None if direction is None else lambda start, stop: direction(start, stop) * entry.scale
+        direction = readout.elements(name)
+        return None if direction is None else lambda start, stop: direction(start, stop) * scale
 
-    return Model(f"step {number} ({entry.name})", elements)
+    return Model(f"step {number} ({snapshot.last.name})", elements)
 
 
 def _sums(a: Elements | None, b: Elements | None, numel: int) -> Sums:
     parts = []
-    for start in range(0, numel, PIECE):
-        stop = min(start + PIECE, numel)
+    for start, stop in ranges(numel):
         zero = torch.zeros(stop - start, dtype=torch.float64)
         x = a(start, stop).double() if a else zero
         y = b(start, stop).double() if b else zero

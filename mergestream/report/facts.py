@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
-from mergestream.report.diagnostics import LARGE, Similarity, Survival, similarity, survival
+from mergestream.report.diagnostics import Similarity, Survival, similarity, survival
 from mergestream.report.scores import Scores, attached
+from mergestream.store.arrival import LARGE
 
 if TYPE_CHECKING:
     from mergestream.base.model import BaseTensor
-    from mergestream.store import Expert, Store
+    from mergestream.store import Expert, StoreDirectory
 
 SIMILAR = 0.5
 """A cosine above this is no coincidence: unrelated task vectors have nearly none."""
@@ -41,7 +42,7 @@ class Facts:
     commands: tuple[str, ...]
 
     @classmethod
-    def of(cls, store: Store) -> Facts:
+    def of(cls, store: StoreDirectory) -> Facts:
         manifest = store.manifest
         return cls(
             store=str(store.path),
@@ -128,12 +129,17 @@ class Facts:
         }
 
 
+def shown(value: float | None, form: str = ".4g") -> str:
+    """A number for people; a dash where it is not known."""
+    return "–" if value is None else format(value, form)
+
+
 def finite(value: float) -> float | None:
     """JSON knows no infinity."""
     return value if math.isfinite(value) else None
 
 
-def _commands(store: Store) -> Iterator[str]:
+def _commands(store: StoreDirectory) -> Iterator[str]:
     """The command lines that make this store again."""
     manifest, path = store.manifest, str(store.path)
     rules = dict.fromkeys(tensor.rule for tensor in manifest.base.tensors.values())

@@ -66,8 +66,8 @@ def norms(history: Sequence[Expert]) -> go.Figure:
         marker={"color": "#a9c4f2", "line": {"width": 0}},
         hovertemplate="step %{x}: %{customdata}<br>‖Δ‖ = %{y:.5g}<extra></extra>",
     )
-    lines: tuple[tuple[str, list[float], dict[str, Any], str], ...] = (
-        ("n, their mean", [e.mean_norm for e in history], {"color": GREY, "dash": "dash"}, "n"),
+    lines: tuple[tuple[str, list[float | None], dict[str, Any], str], ...] = (
+        ("n, their mean", [*(e.mean_norm for e in history)], {"color": GREY, "dash": "dash"}, "n"),
         ("‖merged − base‖", [e.distance for e in history], {"color": ORANGE}, "‖merged − base‖"),
     )
     for name, values, line, symbol in lines:

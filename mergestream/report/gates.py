@@ -10,18 +10,14 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.export.directory import Output
+from mergestream.export.model import export_model
 from mergestream.files import remove
-from mergestream.report.diagnostics import cosines_to
-from mergestream.store import Expert, Store
-from mergestream.store.steps import StepReader
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mergestream.merging.step import Totals
+from mergestream.store.arrival import Candidate
+from mergestream.store.manifest import Expert
 
 QUANTITIES = {
     "kept": "the share of the expert that enters the merged state",
@@ -42,18 +38,6 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({_NUMBER})\s*")
 _STANDALONE_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}(?![\w])")
 MODEL = "{model}"
-
-
-class Candidate(Store):
-    """A store as it would be with an expert whose step is written but does not count yet."""
-
-    def __init__(self, store: Store, expert: Expert) -> None:
-        self.path, self.engine, self.progress = store.path, store.engine, store.progress
-        self.manifest = store.manifest.with_expert(expert)
-
-    def open_step(self) -> StepReader:
-        """The manifest on disk does not know this step; we hold the lock, so nobody changes it."""
-        return StepReader(self.path, self.manifest.step)
 
 
 class GateError(MergestreamError):
@@ -102,43 +86,53 @@ class Gatekeeper:
             raise UsageError("a gate on the score needs a command that gives it; pass --evaluate CMD")
         return cls(parsed, command)
 
-    def check(self, store: Store, totals: Totals, sketch: Tensor, source: str) -> list[dict[str, Any]]:
-        """Hold the numbers of a step that is not finished yet against the gates; the score comes later."""
-        gates = [gate for gate in self.gates if gate.quantity != "score"]
-        if not gates:
-            return []
+    def asks_for(self, quantity: str) -> bool:
+        return any(gate.quantity == quantity for gate in self.gates)
+
+    def review(self, candidate: Candidate) -> Expert:
+        """Hold a step against the gates, the numbers first, then the score of the model that it would give.
+
+        Returns its entry with what was found.
+        """
+        expert = candidate.expert
+        numbers = [gate for gate in self.gates if gate.quantity != "score"]
+        passed = check(numbers, self._numbers(candidate), expert.source) if numbers else []
+        if self.command is None:
+            return replace(expert, gates=passed)
+        score = self._score(candidate, self.command)
+        passed += check([gate for gate in self.gates if gate.quantity == "score"], {"score": score}, expert.source)
+        return replace(expert, gates=passed, evaluation={"command": self.command, "score": score})
+
+    def _numbers(self, candidate: Candidate) -> dict[str, float | None]:
+        expert, history = candidate.expert, candidate.store.history
         values: dict[str, float | None] = {
-            "kept": totals.kept,
+            "kept": expert.kept,
             "max_cosine": None,
             "relative_norm": None,
-            "norm": totals.norm,
-            "lambda": 1 / totals.scale if totals.scale else math.inf,
-            "distance": totals.distance,
+            "norm": expert.norm,
+            "lambda": expert.lambda_,
+            "distance": expert.distance,
         }
-        if store.history:
-            cosines = [value for value in cosines_to(store, sketch).values() if value is not None]
-            mean = store.history[-1].mean_norm
+        if history:
+            mean = history[-1].mean_norm
+            values["relative_norm"] = expert.norm / mean if mean else math.nan
+        if history and self.asks_for("max_cosine"):
+            cosines = [value for value in candidate.cosines().values() if value is not None]
             values["max_cosine"] = max(cosines, default=math.nan)
-            values["relative_norm"] = totals.norm / mean if mean else math.nan
-        return check(gates, values, source)
+        return values
 
-    def evaluate(self, store: Store, expert: Expert) -> Expert:
-        """Run the command on the model that the store would give with ``expert``, whose state is on disk already.
-
-        Returns the expert with the score and what it was held against.
-        """
-        if self.command is None:
-            return expert
+    def _score(self, candidate: Candidate, command: str) -> float:
+        """What the command makes of the model that the store would give."""
+        store = candidate.store
         place = store.path / "candidate"
         remove(place)  # a killed process may have left it
+        output = Output(place / "model")
         try:
-            score = evaluate(self.command, Candidate(store, expert).export(place / "model", pictures=False))
+            with candidate.snapshot() as snapshot:
+                export_model(snapshot, output, store.engine, store.progress)
+            return evaluate(command, output.path)
         finally:
             remove(place)
-        gates = [gate for gate in self.gates if gate.quantity == "score"]
-        passed = check(gates, {"score": score}, expert.source)
-        evaluation = {"command": self.command, "score": score}
-        return replace(expert, gates=[*expert.gates, *passed], evaluation=evaluation)
 
 
 def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mergestream.report.facts import Facts
+from mergestream.report.facts import Facts, shown
 
 FEWEST = 20
 """Layers that are listed, those of which the least survived."""
@@ -41,7 +41,7 @@ def _experts(facts: Facts) -> Iterable[str]:
             entry.added,
             f"{entry.norm:.4g}",
             f"{entry.mean_norm:.4g}",
-            f"{entry.distance:.4g}",
+            shown(entry.distance),
             f"{entry.lambda_:.4g}",
             f"{math.sqrt(number):.4g}",
             f"{entry.kept:.1%}",

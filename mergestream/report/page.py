@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
+from mergestream.base.names import natural
 from mergestream.report import figures
-from mergestream.report.diagnostics import Survival, natural
-from mergestream.report.facts import Facts
+from mergestream.report.diagnostics import Survival
+from mergestream.report.facts import Facts, shown
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -86,12 +87,11 @@ def _plots(facts: Facts) -> Iterator[Plot]:
     yield Plot(
         "norms",
         "Distance to the base",
-        f"The merged model is {last.distance:.4g} away from the base; the experts are {last.mean_norm:.4g} away "
-        "in the mean.",
+        f"{_distance(last)}The experts are {last.mean_norm:.4g} away from it in the mean.",
         {"": figures.norms(history)},
         ("step", "expert", "‖Δ‖", "n", "‖merged − base‖"),
         [
-            (*step, f"{e.norm:.5g}", f"{e.mean_norm:.5g}", f"{e.distance:.5g}")
+            (*step, f"{e.norm:.5g}", f"{e.mean_norm:.5g}", shown(e.distance, ".5g"))
             for step, e in zip(steps, history, strict=True)
         ],
     )
@@ -221,6 +221,10 @@ def _experts_count(facts: Facts) -> str:
     return f"{count} expert{'' if count == 1 else 's'}"
 
 
+def _distance(last: Expert) -> str:
+    return "" if last.distance is None else f"The merged model is {last.distance:.4g} away from the base. "
+
+
 def _tiles(facts: Facts) -> Iterator[str]:
     def tile(value: str, label: str, hint: str) -> str:
         return f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}<p>{escape(hint)}</p></dd></div>'
@@ -231,7 +235,7 @@ def _tiles(facts: Facts) -> Iterator[str]:
     last, count = facts.history[-1], len(facts.history)
     yield tile(str(count), "experts", f"the last: {last.name}")
     yield tile(f"{last.lambda_:.3g}", "λ", f"√{count} = {count**0.5:.3g}")
-    yield tile(f"{last.distance:.3g}", "‖merged − base‖", f"mean of the experts: {last.mean_norm:.3g}")
+    yield tile(shown(last.distance, ".3g"), "‖merged − base‖", f"mean of the experts: {last.mean_norm:.3g}")
     least = min(facts.history, key=lambda entry: entry.kept)
     yield tile(f"{least.kept:.0%}", "least kept", least.name)
     nearest = [

@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from mergestream.report import diagnostics
 from mergestream.report.diagnostics import Similarity
 
 if TYPE_CHECKING:
-    from mergestream.store import Expert, Store
+    from mergestream.store import Expert, StoreDirectory
 
 BLUE, GREY = "#2f6fde", "#8a94a3"
 COLOURS = ("#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5")
 MOST_LABELLED = 12
 
 
-def write_pictures(directory: Path, store: Store) -> dict[str, str]:
+def write_pictures(directory: Path, store: StoreDirectory) -> dict[str, str]:
     """Draw what a model card shows; returns the names of the files and what they show, in words."""
     figures = {"lambda.png": (scaling(store.history), "The scaling factor λ after each expert, against √t")}
     if store.manifest.step > 1:
-        drawn = similarity(store.similarity())
+        drawn = similarity(diagnostics.similarity(store))
         figures["similarity.png"] = (drawn, "Cosine similarity of the experts' task vectors")
     for name, (figure, _) in figures.items():
         figure.savefig(directory / name, dpi=120, metadata={"Software": None})

@@ -13,7 +13,7 @@ from mergestream.errors import MergestreamError
 from mergestream.files import read_json, write_json
 
 if TYPE_CHECKING:
-    from mergestream.store import Store
+    from mergestream.store import StoreDirectory
 
 NAME = "scores.json"
 Row = Sequence[float | None]
@@ -70,7 +70,7 @@ class Scores:
         return backward_transfer(self.matrix) if len(self.matrix) > 1 else None
 
 
-def attach(store: Store, scores: Scores) -> None:
+def attach(store: StoreDirectory, scores: Scores) -> None:
     """Keep scores in the store; they replace earlier ones."""
     if not scores.matrix or len(scores.matrix) > store.manifest.step:
         raise MergestreamError(
@@ -98,7 +98,7 @@ def attach(store: Store, scores: Scores) -> None:
     write_json(store.path / NAME, {**data, "digest": _digest(data)})
 
 
-def attached(store: Store) -> Scores | None:
+def attached(store: StoreDirectory) -> Scores | None:
     """The scores of the store's present history, or None."""
     path = store.path / NAME
     if not path.is_file():

@@ -1,6 +1,6 @@
-"""The durable store: a directory that absorbs models one by one and survives whatever happens."""
+"""The durable directory: manifest, lock, steps, and what is remembered of each expert."""
 
-from mergestream.store.manifest import Expert
-from mergestream.store.store import Store
+from mergestream.store.directory import StoreDirectory
+from mergestream.store.manifest import Expert, Manifest
 
-__all__ = ["Expert", "Store"]
+__all__ = ["Expert", "Manifest", "StoreDirectory"]

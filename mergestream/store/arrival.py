@@ -3,50 +3,91 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.algebra.bounds import Room
+from mergestream.algebra.bounds import FactorBounds
 from mergestream.base.skeleton import Skeleton
-from mergestream.checkpoints import Checkpoint, TensorSpec
+from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name
 from mergestream.digest import combined_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters import Adapter, same_model
 from mergestream.experts.opening import ExpertSource, open_expert, task_vector
 from mergestream.experts.sketch import Sketch
-from mergestream.merging.step import Discard, Outcome, Step, Totals, memory_of, thresholds, total
-from mergestream.report.diagnostics import LARGE
+from mergestream.merging.step import Discard, Outcome, Step, Totals, no_state, total
 from mergestream.store.factors import block_layout, core_layout
-from mergestream.store.steps import StepWriter, slot_name
+from mergestream.store.manifest import Expert
+from mergestream.store.records import cosines_to, record_directory, write_record
+from mergestream.store.snapshot import Snapshot
+from mergestream.store.steps import StepReader, StepWriter, slot_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergestream.algebra.lowrank import LowRank
     from mergestream.experts.vector import TaskVector
-    from mergestream.store.store import Store
+    from mergestream.store.directory import StoreDirectory
 
 OTHER_BASE = 0.7
 """Two unrelated models are about 1.4 apart, relative to their norm; fine-tuning moves 0.1 at most."""
+LARGE = 5.0
+"""An expert whose norm is this many times the others' mean deserves a warning: it would drown them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A step that is written but does not count yet: what a review accepts or refuses."""
+
+    store: StoreDirectory
+    """As it is without it"""
+    expert: Expert
+    """Its entry in the history to be"""
+    sketch: Tensor
+
+    def cosines(self) -> dict[str, float | None]:
+        """To each expert in the store, by name."""
+        return cosines_to(self.store.path, self.store.history, self.sketch)
+
+    def snapshot(self) -> Snapshot:
+        """The store as it would be with it."""
+        manifest = self.store.manifest.with_expert(self.expert)
+        return Snapshot(self.store.path, manifest, StepReader(self.store.path, manifest.step))
+
+
+Review = Callable[[Candidate], Expert]
+"""Accepts a candidate and returns its entry, with what was found; refuses it by raising a MergestreamError."""
 
 
 class Arrival:
     """One model, checked against the store by its headers; ``absorb`` does the work, with a writer or for the facts."""
 
-    def __init__(self, store: Store, expert: ExpertSource, *, partial: bool, ignore: Sequence[str]) -> None:
+    def __init__(
+        self,
+        store: StoreDirectory,
+        expert: ExpertSource,
+        *,
+        partial: bool,
+        ignore: Sequence[str],
+        measured: bool = False,
+    ) -> None:
+        """``measured``: the distance to the base is wanted, even where the method's scale does not need it."""
         self.store = store
         self.options: dict[str, Any] = {"partial": partial, "ignore": list(ignore)}
         self.t = store.manifest.step + 1
         self.outcomes: dict[str, Outcome] = {}
         self.digests: dict[str, str] = {}
+        self._measured = measured
         self._files = ExitStack()
         try:
             self.vector = self._open(expert, partial, ignore)
-            self.before = self._files.enter_context(closing(store.open_step())) if store.history else None
+            self.before = self._files.enter_context(store.snapshot()) if store.history else None
         except BaseException:
             self._files.close()
             raise
@@ -69,11 +110,16 @@ class Arrival:
 
     @cached_property
     def totals(self) -> Totals:
-        return total(self.store.method, self.t, self.mean_norm_before, self.outcomes)
+        return total(self.store.method, self.t, self.mean_norm_before, self.outcomes.values())
 
     @property
     def mean_norm_before(self) -> float:
         return self.store.history[-1].mean_norm if self.store.history else 0.0
+
+    @property
+    def fates(self) -> dict[str, int]:
+        """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored."""
+        return dict(sorted(Counter(self.vector.fates.values()).items()))
 
     def _open(self, expert: ExpertSource, partial: bool, ignore: Sequence[str]) -> TaskVector:
         store, model = self.store, self.store.manifest.base
@@ -91,87 +137,87 @@ class Arrival:
         return task_vector(model, base, opened, partial=partial, ignore=ignore)
 
     @cached_property
-    def rooms(self) -> dict[str, Room]:
+    def step(self) -> Step:
+        store = self.store
+        return Step(
+            store.method,
+            [self.vector],
+            self.t - 1,
+            self.before.state.read if self.before else no_state,
+            store.engine.device,
+            self.bounds,
+            store.manifest.max_rank,
+            self.sketch,
+            self._measured,
+        )
+
+    @cached_property
+    def bounds(self) -> dict[str, FactorBounds]:
         """The tensors whose state is in factors and stays so, with the space that they may take.
 
         A tensor leaves them for good when a dense task vector comes, when the method needs it dense,
         or when its factors would take as much as the dense tensor.
         """
-        rooms: dict[str, Room] = {}
+        bounds: dict[str, FactorBounds] = {}
         method, before = self.store.method, self.before
         if not method.factored:
-            return rooms
+            return bounds
         for name in self.vector.names:
-            rank = self.vector.rank(name)
-            keys = [slot_name(slot, name) for slot in method.slots(self.t - 1)] if before else []
-            if rank is None or (before and not all(key in before.factors.index for key in keys)):
+            rank, ranks = self.vector.rank(name), before.ranks(name) if before else []
+            if rank is None or ranks is None:
                 continue
-            ranks = [before.factors.ranks(key) for key in keys] if before else []
-            room = Room.after(self.vector.model.tensors[name].shape, ranks, rank, self.store.manifest.max_rank)
-            if room is not None:
-                rooms[name] = room
-        return rooms
+            shape = self.vector.model.tensors[name].shape
+            found = FactorBounds.after(shape, ranks, rank, self.store.manifest.max_rank)
+            if found is not None:
+                bounds[name] = found
+        return bounds
 
     @cached_property
     def layout(self) -> dict[str, TensorSpec]:
         """The tensors of the new state: dense slots, and the cores of those in factors."""
         layout: dict[str, TensorSpec] = {}
         for name in self.vector.names:
-            tensor = self.vector.model.tensors[name]
-            for slot in self.store.method.slots(self.t):
+            for slot, form in self.store.method.layout(self.step.context(name, self.t)).items():
                 key = slot_name(slot, name)
-                dense = {key: TensorSpec(tensor.state_dtype, tensor.shape)}
-                layout |= core_layout(self.rooms[name], key) if name in self.rooms else dense
+                if name in self.bounds:
+                    layout |= core_layout(self.bounds[name], key)
+                else:
+                    layout[key] = TensorSpec(dtype_name(form.dtype), form.shape)
         return layout
 
     @cached_property
     def blocks(self) -> dict[str, TensorSpec]:
         """What the step may add to the bases of the slots in factors."""
         layout: dict[str, TensorSpec] = {}
-        for name, room in self.rooms.items():
+        for name, bounds in self.bounds.items():
             tensor = self.vector.model.tensors[name]
-            layout |= block_layout(room, TensorSpec(tensor.state_dtype, tensor.shape), name)
+            layout |= block_layout(bounds, TensorSpec(tensor.state_dtype, tensor.shape), name)
         return layout
 
     def writer(self) -> StepWriter:
-        """Begin the new step on disk, or go on with one that was cut short."""
+        """Begin the new step on disk, or resume one that was cut short."""
         plan = {
             "source": self.source,
             "fingerprint": self.vector.expert.fingerprint,
             "after": [entry.digest for entry in self.store.history],
             **self.options,
         }
-        return StepWriter(self.store.path, self.t, self.layout, self.blocks, self.before, plan)
+        before = self.before.state if self.before else None
+        return StepWriter(self.store.path, self.t, self.layout, self.blocks, before, plan)
 
     def absorb(self, writer: StepWriter | None = None) -> None:
         """Absorb every tensor; without a writer only to know the outcome."""
         engine, vector = self.store.engine, self.vector
-        step = Step(
-            self.store.method,
-            self.t,
-            vector,
-            self._read_state,
-            engine.device,
-            self.rooms,
-            self.store.manifest.max_rank,
-            self.sketch,
-        )
         done = writer.done if writer else {}
         self.outcomes = {name: outcome for name, (outcome, _) in done.items()}
-        costs = {name: vector.numel(name) for name in vector.names if name not in done}
-        ranked = thresholds([step], engine) if costs else None
-        target = writer or Discard()
+        waiting = sum(vector.numel(name) for name in vector.names if name not in done)
         label = f"{'absorbing' if writer else 'inspecting'} {Path(self.source).name}"
-        with self.store.progress.task(label, sum(costs.values()) * 4) as advance:
-            for name, outcome in engine.run(
-                costs,
-                lambda name: step.absorb(name, ranked(name)[0] if ranked else {}, target),
-                self.memory,
-            ):
+        with self.store.progress.task(label, 4 * waiting) as advance:
+            for name, outcome in self.step.run(engine, writer or Discard(), done=done):
                 self.outcomes[name] = outcome
                 if writer:
                     writer.record(name, outcome, vector.digests.get(name))
-                advance(costs[name] * 4)
+                advance(4 * vector.numel(name))
         sizes = {name: vector.numel(name) for name in done}
         for _ in engine.run(sizes, lambda name: self.sketch.add_elements(name, vector.elements(name))):
             pass
@@ -180,14 +226,29 @@ class Arrival:
         earlier = {name: digest for name, (_, digest) in done.items() if digest is not None}
         self.digests = {**earlier, **vector.digests}
 
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes of RAM that each tensor takes at its peak."""
-        return memory_of(self.store.method, self.vector, self.rooms)
-
-    def _read_state(self, slot: str, name: str) -> Tensor | LowRank:
-        assert self.before is not None
-        return self.before.read(slot, name)
+    def finish(self, writer: StepWriter, name: str, started: float) -> Candidate:
+        """Bring the step and what is remembered of the expert to the disk; it does not count before the commit."""
+        totals, sketch = self.totals, self.sketch.values()
+        entry = Expert(
+            name=name,
+            source=self.source,
+            digest=self.digest,
+            added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            seconds=round(time.monotonic() - started, 3),
+            norm=totals.norm,
+            kept=totals.kept,
+            scale=totals.scale,
+            mean_norm=totals.mean_norm,
+            direction_norm=totals.direction_norm,
+            distance=totals.distance,
+            lost=totals.lost,
+            rank=max((max(bounds.core) for bounds in self.bounds.values()), default=0),
+            state=writer.finish(self.outcomes),
+            record=write_record(record_directory(self.store.path, self.t), self, sketch),
+            fates=self.fates,
+            options=self.options,
+        )
+        return Candidate(self.store, entry, sketch)
 
     def refuse_duplicate(self) -> None:
         for entry in self.store.history:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.algebra.bounds import Room, matrix_shape
+from mergestream.algebra.bounds import FactorBounds, matrix_shape
 from mergestream.checkpoints import (
     Checkpoint,
     SafetensorsWriter,
@@ -40,15 +40,15 @@ INDEX = "factors.json"
 SIDES = ("left", "right")
 
 
-def core_layout(room: Room, slot: str) -> dict[str, TensorSpec]:
+def core_layout(bounds: FactorBounds, slot: str) -> dict[str, TensorSpec]:
     """Cores are float64: rounding them at every step would be felt where singular values nearly coincide."""
-    return {core_name(slot): TensorSpec("F64", room.core)} if all(room.core) else {}
+    return {core_name(slot): TensorSpec("F64", bounds.core)} if all(bounds.core) else {}
 
 
-def block_layout(room: Room, spec: TensorSpec, name: str) -> dict[str, TensorSpec]:
+def block_layout(bounds: FactorBounds, spec: TensorSpec, name: str) -> dict[str, TensorSpec]:
     return {
         block_name(side, name): TensorSpec(spec.dtype, (rows, length))
-        for side, rows, length in zip(SIDES, room.new, matrix_shape(spec.shape), strict=True)
+        for side, rows, length in zip(SIDES, bounds.new, matrix_shape(spec.shape), strict=True)
         if rows
     }
 

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mergestream.report.diagnostics import LARGE, cosines_to, layer_of
+from mergestream.base.names import layer_of
+from mergestream.methods.scale import inverse
+from mergestream.store.arrival import LARGE
+from mergestream.store.records import cosines_to
 
 if TYPE_CHECKING:
     from mergestream.experts.vector import TaskVector
@@ -45,7 +48,7 @@ class Inspection:
     """The cosine to each expert so far, from their sketches; None where one did not move at all"""
     kept: float
     lambda_: float
-    distance: float
+    distance: float | None
     fates: Mapping[str, int]
     seconds: float
     """Measured: absorbing without writing the state"""
@@ -59,18 +62,18 @@ class Inspection:
     def of(cls, arrival: Arrival, seconds: float) -> Inspection:
         """The facts of an arrival that was absorbed without being written, in so many seconds."""
         store, totals, before = arrival.store, arrival.totals, arrival.mean_norm_before
-        peaks = sorted(arrival.memory.values(), reverse=True)
+        peaks = sorted(arrival.step.memory.values(), reverse=True)
         return cls(
             source=arrival.source,
             step=totals.t,
             duplicate_of=next((entry.name for entry in store.history if entry.digest == arrival.digest), None),
             norm=totals.norm,
             relative_norm=totals.norm / before if before else 1.0,
-            cosines=cosines_to(store, arrival.sketch.values()),
+            cosines=cosines_to(store.path, store.history, arrival.sketch.values()),
             kept=totals.kept,
-            lambda_=1 / totals.scale if totals.scale else math.inf,
+            lambda_=inverse(totals.scale),
             distance=totals.distance,
-            fates=dict(sorted(Counter(arrival.vector.fates.values()).items())),
+            fates=arrival.fates,
             seconds=round(seconds, 3),
             memory=sum(peaks[: store.engine.workers]),
             disk=sum(spec.nbytes for spec in (*arrival.layout.values(), *arrival.blocks.values())),

@@ -7,14 +7,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mergestream.base.model import BaseModel
 from mergestream.digest import text_digest
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, nearest
 from mergestream.files import read_json, write_json
+from mergestream.methods.scale import inverse
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from mergestream.methods.base import Method
+
+FORMAT = 2
+READABLE = (1, FORMAT)
+"""Format 1 lacks some facts of the base, which are told from others, and has always measured ‖direction‖."""
 NAME = "manifest.json"
 
 
@@ -36,9 +42,10 @@ class Expert:
     """1/λ_t: merged = θ⁰ + scale · direction"""
     mean_norm: float
     """n_t"""
-    direction_norm: float
-    distance: float
-    """‖merged − θ⁰‖"""
+    direction_norm: float | None
+    """None where the method's scale does not need it and nobody asked for it"""
+    distance: float | None
+    """‖merged − θ⁰‖ by the method's own scale, where it is known"""
     lost: float
     """The share of the state's energy that was cut off to bound its rank"""
     rank: int
@@ -57,7 +64,7 @@ class Expert:
 
     @property
     def lambda_(self) -> float:
-        return 1 / self.scale if self.scale else float("inf")
+        return inverse(self.scale)
 
 
 @dataclass(frozen=True)
@@ -76,11 +83,28 @@ class Manifest:
     def step(self) -> int:
         return len(self.history)
 
+    def make_method(self) -> Method:
+        from mergestream.methods import make_method
+
+        return make_method(self.method, self.parameters)
+
+    def number(self, name: str) -> int:
+        """The step of the expert of that name."""
+        for number, entry in enumerate(self.history, 1):
+            if entry.name == name:
+                return number
+        known = [entry.name for entry in self.history]
+        raise MergestreamError(
+            f"no expert named {name} has been absorbed{nearest(name, known)} "
+            f"(there are: {', '.join(known) or 'none yet'})"
+        )
+
     def with_expert(self, expert: Expert) -> Manifest:
         return dataclasses.replace(self, history=(*self.history, expert))
 
-    def without_last(self) -> Manifest:
-        return dataclasses.replace(self, history=self.history[:-1])
+    def at(self, step: int) -> Manifest:
+        """As it was after a step."""
+        return dataclasses.replace(self, history=self.history[:step])
 
     def save(self, store: Path) -> None:
         data = {
@@ -104,9 +128,10 @@ class Manifest:
         data = read_json(path)
         if not isinstance(data, dict) or not isinstance(data.get("format"), int):
             raise MergestreamError(f"{path} is not the manifest of a mergestream store")
-        if data["format"] != FORMAT:
+        if data["format"] not in READABLE:
             raise MergestreamError(
-                f"{path} has format {data['format']}, this version of mergestream reads {FORMAT}; upgrade mergestream"
+                f"{path} has format {data['format']}, this version of mergestream reads up to {FORMAT}; "
+                "upgrade mergestream"
             )
         digest = data.pop("digest", None)
         if digest != text_digest(_canonical(data)):

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints import SafetensorsWriter, open_checkpoint
+from mergestream.checkpoints import SafetensorsWriter, TensorSpec, open_checkpoint
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
+from mergestream.experts.sketch import FORMAT, WIDTH, cosine
 from mergestream.files import read_json, remove, sync_directory, write_json
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from mergestream.store.arrival import Arrival
+    from mergestream.store.manifest import Expert
 
 _NAME = "tensors.json"
 HEADS = "heads.safetensors"
+_SKETCH = "sketch"
+
+
+def record_directory(store: Path, number: int) -> Path:
+    """Where a store keeps what it must know of the expert of a step, beside the state."""
+    return store / "experts" / f"{number:04d}"
 
 
 def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
     """Keep what happened to each tensor, the sketch and the expert's heads; returns the record's digest."""
-    from mergestream.experts.sketch import write_sketch
-
     remove(directory)
     directory.mkdir(parents=True)
     vector, config = arrival.vector, None
@@ -48,6 +56,12 @@ def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
     return text_digest((directory / _NAME).read_text(encoding="utf-8"))
 
 
+def tensor_records(store: Path, number: int) -> dict[str, dict[str, Any]]:
+    """What a step did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
+    records: dict[str, dict[str, Any]] = read_record(record_directory(store, number))["tensors"]
+    return records
+
+
 def read_record(directory: Path) -> dict[str, Any]:
     """``tensors``: norm, kept and protected of each; ``heads``; ``config``, where the expert has a head of its own."""
     record: dict[str, Any] = read_json(directory / _NAME)
@@ -67,3 +81,37 @@ def verify_record(directory: Path, digest: str) -> None:
             for name, expected in digests.items():
                 if name not in checkpoint.tensors or tensor_digest(checkpoint.read(name)) != expected:
                     raise MergestreamError(f"{directory / file} is damaged: the digest of {name} does not match")
+
+
+def write_sketch(directory: Path, values: Tensor) -> str:
+    """Keep a sketch as ``sketch.safetensors``; returns its digest."""
+    layout = {_SKETCH: TensorSpec("F16", (WIDTH,))}
+    with SafetensorsWriter(directory, layout, prefix=_SKETCH, metadata={"sketch": FORMAT}) as writer:
+        writer.write(_SKETCH, values)
+    return tensor_digest(values)
+
+
+def read_sketch(directory: Path) -> np.ndarray | None:
+    """The sketch of an expert in float32, or None where none was kept."""
+    import numpy as np
+    from safetensors import SafetensorError, safe_open
+
+    path = directory / f"{_SKETCH}.safetensors"
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            if (file.metadata() or {}).get("sketch") != FORMAT:
+                raise MergestreamError(f"{path} is a sketch of another version of mergestream; upgrade mergestream")
+            values: np.ndarray = file.get_tensor(_SKETCH)
+    except (OSError, SafetensorError) as error:
+        raise MergestreamError(f"{path} is damaged: {error}; restore it from a backup") from error
+    return values.astype(np.float32)
+
+
+def cosines_to(store: Path, history: Sequence[Expert], sketch: Tensor) -> dict[str, float | None]:
+    """A task vector's cosine to that of each absorbed expert, by name."""
+    new = sketch.float().numpy()
+    return {
+        entry.name: cosine(new, read_sketch(record_directory(store, number))) for number, entry in enumerate(history, 1)
+    }

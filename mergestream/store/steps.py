@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -65,13 +65,12 @@ class StepReader:
         assert self._checkpoint is not None
         return self._checkpoint.read(key)
 
-    def rank_bound(self, slots: Sequence[str], name: str) -> int | None:
-        """A bound of the rank of any combination of these slots; None where they are dense."""
+    def ranks(self, slots: Collection[str], name: str) -> list[tuple[int, int]] | None:
+        """The ranks of the left and the right basis of each of these slots; None where they are dense."""
         keys = [slot_name(slot, name) for slot in slots]
         if not all(key in self.factors.index for key in keys):
             return None
-        ranks = [self.factors.ranks(key) for key in keys]
-        return min(sum(left for left, _ in ranks), sum(right for _, right in ranks))
+        return [self.factors.ranks(key) for key in keys]
 
     def _tensors(self) -> Iterator[tuple[str, int, Checkpoint, str]]:
         """Every tensor on disk: its name in the digests, its bytes, where it is and its name there."""

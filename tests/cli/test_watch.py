@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from safetensors.torch import save, save_file
 
-from mergestream import Store
+from mergestream import Average, Store
 from mergestream.cli.watch import Watcher
-from mergestream.methods import Average
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:

@@ -12,7 +12,8 @@ from mergestream.digest import tensor_digest
 from mergestream.engine.local import single_threaded
 from mergestream.errors import MergestreamError
 from mergestream.experts import sketch as module
-from mergestream.experts.sketch import STANDARD_ERROR, WIDTH, Sketch, cosine, read_sketch, write_sketch
+from mergestream.experts.sketch import STANDARD_ERROR, WIDTH, Sketch, cosine
+from mergestream.store.records import read_sketch, write_sketch
 
 Vector = dict[str, torch.Tensor]
 ERROR = 0.01

@@ -23,29 +23,29 @@ def test_the_difference_is_taken_in_float32_and_in_float64_for_float64():
     base, expert = toy_base(), toy_expert(1)
     found = vector(expert)
     for name in found.names:
-        (piece,) = found.pieces(name, whole=True)
+        delta = found.whole(name)
         wide = torch.float64 if base[name].dtype == torch.float64 else torch.float32
-        assert piece.delta.dtype == wide
-        assert torch.equal(piece.delta, expert[name].to(wide) - base[name].to(wide))
-        assert piece.norm2 == pytest.approx(float(piece.delta.double().square().sum()))
+        assert delta.dtype == wide
+        assert torch.equal(delta, expert[name].to(wide) - base[name].to(wide))
+        assert found.norm2[name] == pytest.approx(float(delta.double().square().sum()))
 
 
 def test_pieces_are_the_whole_in_order(monkeypatch):
-    monkeypatch.setattr("mergestream.experts.vector.PIECE", 7)
+    monkeypatch.setattr("mergestream.algebra.pieces.PIECE", 7)
     found = vector(toy_expert(1))
-    (whole,) = found.pieces("layers.0.up.weight", whole=True)
+    whole = found.whole("layers.0.up.weight").flatten()
     parts = list(found.pieces("layers.0.up.weight"))
-    assert [part.start for part in parts] == list(range(0, 128, 7))
-    assert torch.equal(torch.cat([part.delta for part in parts]), whole.delta.flatten())
+    assert [start for start, _ in parts] == list(range(0, 128, 7))
+    assert torch.equal(torch.cat([part for _, part in parts]), whole)
     elements = found.elements("layers.0.up.weight")
-    assert torch.equal(elements(10, 31), whole.delta.flatten()[10:31])
+    assert torch.equal(elements(10, 31), whole[10:31])
 
 
 def test_digests_are_those_of_the_expert_whole_or_in_pieces(monkeypatch):
     expert = toy_expert(1)
     digests = []
     for size in (pieces.PIECE, 7):
-        monkeypatch.setattr("mergestream.experts.vector.PIECE", size)
+        monkeypatch.setattr("mergestream.algebra.pieces.PIECE", size)
         found = vector(expert)
         for name in found.names:
             list(found.pieces(name))
@@ -56,8 +56,7 @@ def test_digests_are_those_of_the_expert_whole_or_in_pieces(monkeypatch):
 
 def test_experts_in_another_dtype_are_welcome():
     expert = {name: t.double() if t.is_floating_point() else t for name, t in toy_expert(1).items()}
-    (piece,) = vector(expert).pieces("layers.0.q.weight", whole=True)
-    assert piece.delta.dtype == torch.float32
+    assert vector(expert).whole("layers.0.q.weight").dtype == torch.float32
 
 
 def test_every_tensor_has_a_fate():
@@ -74,8 +73,7 @@ def test_every_tensor_has_a_fate():
         "head.weight": "head",
     }
     for name in ("temperature", "half.weight"):
-        (piece,) = found.pieces(name, whole=True)
-        assert piece.norm2 == 0 and not piece.delta.any()
+        assert not found.whole(name).any() and found.norm2[name] == 0
         assert name not in found.digests
 
 
@@ -134,5 +132,4 @@ def test_a_tied_tensor_counts_once():
 def test_an_expert_may_store_a_tied_tensor_under_its_other_name():
     base = tied_base(stored=True)
     expert = {"lm_head.weight": base["lm_head.weight"] + 1, "layer.weight": base["layer.weight"] + 1}
-    (piece,) = vector(expert, base).pieces("embed_tokens.weight", whole=True)
-    torch.testing.assert_close(piece.delta, torch.ones(5, 4))
+    torch.testing.assert_close(vector(expert, base).whole("embed_tokens.weight"), torch.ones(5, 4))

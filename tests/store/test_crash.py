@@ -22,14 +22,13 @@ import torch
 from safetensors.torch import save_file
 
 from mergestream import OPCM, LocalEngine, MergestreamError, Store
-from mergestream.export.directory import Output
 from tests.conftest import Toys, files, save_model, toy_expert
 
 CHANGES = ("replace", "rename", "link", "unlink", "rmdir", "mkdir", "pwrite", "fsync", "posix_fallocate", "ftruncate")
 
 children = multiprocessing.get_context("forkserver")
 children.set_forkserver_preload(
-    ["pytest", "torch", "mergestream.store", "mergestream.merging.step", "mergestream.export.model"]
+    ["pytest", "torch", "mergestream.api", "mergestream.merging.step", "mergestream.export.model"]
 )
 
 
@@ -73,9 +72,7 @@ def undo(store: Path) -> None:
 
 
 def export(store: Path, out: Path) -> None:
-    from mergestream.export.model import export
-
-    export(Store(store, engine=one_worker()), Output(out, overwrite=True), pictures=False)  # drawing takes most of it
+    Store(store, engine=one_worker()).export(out, overwrite=True, pictures=False)  # drawing takes most of it
 
 
 def run_and_die(number: int, operation: Callable[..., None], arguments: tuple[Path, ...]) -> None:

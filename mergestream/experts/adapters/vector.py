@@ -7,13 +7,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mergestream.algebra.lowrank import LowRank, squared_norm
-from mergestream.algebra.pieces import PIECE, Elements
+from mergestream.algebra.pieces import Elements, ranges
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorInfo, torch_dtype
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.reading import Adapter, BoundAdapter
-from mergestream.experts.vector import BasePieces, Piece, TaskVector
+from mergestream.experts.vector import BasePieces, TaskVector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,24 +64,24 @@ class AdapterVector(TaskVector):
     def factors(self, name: str) -> LowRank:
         tensor = self.model.tensors[name]
         dtype = torch_dtype(tensor.state_dtype)
-        if not self._reads(name):
-            return LowRank.zeros(tensor.shape, dtype)
-        self._check_copy(name)
-        self.digests[name] = self._digest(name)
-        return self.adapter.delta(name, dtype)
+        delta = LowRank.zeros(tensor.shape, dtype)
+        if self._reads(name):
+            self._check_copy(name)
+            self.digests[name] = self._digest(name)
+            delta = self.adapter.delta(name, dtype)
+        self.norm2[name] = squared_norm(delta)
+        return delta
 
     def elements(self, name: str, base: Elements | None = None) -> Elements:
         return self.factors(name).elements() if self._in_factors(name) else super().elements(name, base)
 
-    def _pieces(self, name: str, shared: BasePieces | None = None) -> Iterator[Piece]:
+    def _differences(self, name: str, shared: BasePieces | None) -> Iterator[tuple[int, Tensor]]:
         if not self._in_factors(name):
-            yield from super()._pieces(name, shared)
+            yield from super()._differences(name, shared)
             return
         elements = self.factors(name).elements()
-        numel = self.model.tensors[name].numel
-        for start in range(0, numel, PIECE):
-            delta = elements(start, min(start + PIECE, numel))
-            yield Piece(start, delta, squared_norm(delta))
+        for start, stop in ranges(self.model.tensors[name].numel):
+            yield start, elements(start, stop)
 
     def _in_factors(self, name: str) -> bool:
         return self._reads(name) and name in self.adapter.terms

@@ -1,0 +1,186 @@
+"""The store as Python users and the command line know it: a durable directory, and all that is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial as bind
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
+from mergestream.experts.opening import ExpertSource
+from mergestream.methods.scale import Scale, parse_scale
+from mergestream.store.directory import StoreDirectory
+from mergestream.store.lock import writer_lock
+from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.records import tensor_records
+
+if TYPE_CHECKING:
+    from mergestream.export.peft import Energy
+    from mergestream.report.diagnostics import Similarity, Survival
+    from mergestream.report.scores import Scores
+
+
+class Store(StoreDirectory):
+    """A directory that keeps the merged state of all models absorbed so far::
+
+    store = Store.create("store", base="path/or/hub-id", method=OPCM(alpha=0.5))
+    store.add("expert-1")
+    store.export("merged")
+    """
+
+    def add(
+        self,
+        expert: ExpertSource,
+        name: str | None = None,
+        *,
+        partial: bool = False,
+        ignore: Sequence[str] = (),
+        allow_duplicate: bool = False,
+        gates: Sequence[str] = (),
+        evaluate: str | None = None,
+    ) -> Expert:
+        """Absorb a model as one durable step; if it fails or is interrupted, the store is as before.
+
+        The same call resumes one that was interrupted. ``gates`` are conditions such as ``kept>=0.6``;
+        ``evaluate`` is a command that is run on the merged model before it counts, with ``{model}`` for its
+        directory, and the last number that it prints is ``score``.
+        """
+        from mergestream.report.gates import Gatekeeper
+
+        gatekeeper = Gatekeeper.of(gates, evaluate)
+        return self.absorb(
+            expert,
+            name,
+            partial=partial,
+            ignore=ignore,
+            allow_duplicate=allow_duplicate,
+            measure_distance=gatekeeper.asks_for("distance"),
+            review=gatekeeper.review,
+        )
+
+    def export(
+        self,
+        out: str | Path,
+        *,
+        scale: str | float | None = None,
+        dtype: str | None = None,
+        task: str | None = None,
+        max_shard_size: int = DEFAULT_SHARD_SIZE,
+        overwrite: bool = False,
+        command: str | None = None,
+        pictures: bool = True,
+    ) -> Path:
+        """Write the merged model as a Hugging Face directory.
+
+        ``scale`` is the method's own by default, else ``adaptive``, ``sqrt``, ``mean`` or a number; ``dtype`` is the
+        base's by default, ``task`` names the expert whose head to put in place of the base's, ``command`` goes into
+        the model card, and ``pictures`` beside it.
+        """
+        from mergestream.export.directory import Output
+        from mergestream.export.model import export_model
+
+        output, rule = Output(Path(out), dtype, max_shard_size, overwrite), self._scale(scale)
+        with self.snapshot() as snapshot:
+            export_model(
+                snapshot,
+                output,
+                self.engine,
+                self.progress,
+                scale=rule,
+                task=task,
+                command=command,
+                illustrate=bind(draw_pictures, self) if pictures else None,
+            )
+        return output.path
+
+    def export_adapter(
+        self,
+        out: str | Path,
+        *,
+        rank: int | None = None,
+        scale: str | float | None = None,
+        dtype: str | None = None,
+        overwrite: bool = False,
+        command: str | None = None,
+    ) -> Energy:
+        """Write the merged task vector as a PEFT adapter of the base, exactly or cut down to ``rank``;
+        returns how much of it was left out."""
+        from mergestream.export.adapter import export_adapter
+        from mergestream.export.directory import Output
+
+        output, rule = Output(Path(out), dtype, overwrite=overwrite), self._scale(scale)
+        with self.snapshot() as snapshot:
+            return export_adapter(
+                snapshot,
+                output,
+                self.engine,
+                self.progress,
+                rank=rank,
+                scale=rule,
+                command=command,
+                illustrate=bind(draw_pictures, self),
+            )
+
+    def _scale(self, given: str | float | None) -> Scale | None:
+        """Refuses, before any work, a scale that the store's method cannot be read out with."""
+        if given is None:
+            return None
+        rule = parse_scale(given)
+        self.method.check_scale(rule)
+        return rule
+
+    def similarity(self) -> Similarity:
+        """Cosines of all task vectors, from their sketches."""
+        from mergestream.report.diagnostics import similarity
+
+        return similarity(self)
+
+    def survival(self) -> Survival:
+        """How much of each expert entered the state, and how many directions were protected, per tensor."""
+        from mergestream.report.diagnostics import survival
+
+        return survival(self)
+
+    @property
+    def scores(self) -> Scores | None:
+        """The evaluation that is attached to the present history, if there is one."""
+        from mergestream.report.scores import attached
+
+        return attached(self)
+
+    def attach_scores(
+        self,
+        tasks: Sequence[str],
+        matrix: Sequence[Sequence[float | None]],
+        *,
+        base: Sequence[float | None] | None = None,
+        experts: Sequence[float | None] | None = None,
+        metric: str = "accuracy",
+    ) -> Scores:
+        """Keep an evaluation: ``matrix[i][j]`` is the score on task j of the model after i + 1 steps.
+
+        Tasks are in the order in which their experts came; ``base`` and ``experts`` are the scores of the
+        base, and of each expert on its own task.
+        """
+        from mergestream.report.scores import Scores, attach
+
+        scores = Scores.of(tasks, matrix, base=base, experts=experts, metric=metric)
+        with writer_lock(self.path):
+            self.manifest = Manifest.load(self.path)
+            attach(self, scores)
+        return scores
+
+    def tensor_records(self, number: int) -> dict[str, dict[str, Any]]:
+        """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
+        return tensor_records(self.path, number)
+
+
+def draw_pictures(store: Store, directory: Path) -> dict[str, str]:
+    """The model card's pictures: files and what they show; none, and a note, where matplotlib is not installed."""
+    try:
+        from mergestream.report.pictures import write_pictures
+    except ImportError:
+        store.progress.note("the model card has no pictures: they need matplotlib; pip install 'mergestream[report]'")
+        return {}
+    return write_pictures(directory, store)

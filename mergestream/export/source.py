@@ -1,0 +1,137 @@
+"""Where merged tensors come from, piece by piece: a store's state, or experts that are all at hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mergestream.algebra.pieces import SquaredNorm
+from mergestream.base.model import BaseModel
+from mergestream.checkpoints import Checkpoint, TensorSpec
+from mergestream.engine import Engine
+from mergestream.merging.readout import Readout, cast
+from mergestream.merging.step import Outcome, Step, Totals, total
+from mergestream.merging.thresholds import Thresholds, find_thresholds
+from mergestream.methods.scale import scale_value
+
+
+class Source(Protocol):
+    """The tensors of a merged model."""
+
+    @property
+    def forms(self) -> Mapping[str, TensorSpec]:
+        """Every tensor that is written, in the types of the base."""
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that each takes at its peak."""
+
+    @property
+    def distance(self) -> float:
+        """‖merged − θ⁰‖, once all has been read."""
+
+    def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
+        """A tensor in order, each piece with the number of its first element, rounded once, to ``dtype``."""
+
+
+@dataclass(frozen=True)
+class StateSource:
+    """A state that is read out, with the head of a task in place of the base's where one is given."""
+
+    readout: Readout
+    base: Checkpoint
+    scale: float
+    heads: Checkpoint | None = None
+
+    @property
+    def forms(self) -> Mapping[str, TensorSpec]:
+        return {**self.readout.model.tensors, **(self.heads.tensors if self.heads else {})}
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        return self.readout.memory
+
+    def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
+        if self.heads and name in self.heads.tensors:
+            yield 0, cast(self.heads.read(name).reshape(-1), dtype, name)
+        else:
+            stored = self.readout.model.tensors[name].tied_to or name
+            yield from self.readout.pieces(stored, self.base, self.scale, dtype)
+
+    @property
+    def distance(self) -> float:
+        return abs(self.scale) * math.sqrt(math.fsum(self.readout.norm2.values()))
+
+
+@dataclass(frozen=True)
+class ExpertsSource:
+    """Carries each tensor through all task vectors at once: every file is read once, and no state is kept."""
+
+    step: Step
+    base: Checkpoint
+    engine: Engine
+    kept2: dict[str, list[float | None]] = field(default_factory=dict)
+    """‖kept‖² of each task vector, None where all is kept, of the tensors that have been merged"""
+    direction2: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def model(self) -> BaseModel:
+        return self.step.vectors[0].model
+
+    @property
+    def forms(self) -> Mapping[str, TensorSpec]:
+        return self.model.tensors
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        return self.step.memory
+
+    @cached_property
+    def _thresholds(self) -> Thresholds:
+        return find_thresholds(self.step, self.engine)
+
+    @cached_property
+    def scale(self) -> float:
+        """No norm decides it: else the method could not be carried through."""
+        return scale_value(self.step.method.scale_rule, self.step.counts[-1], math.nan, lambda: math.nan)
+
+    def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
+        name = self.model.tensors[name].tied_to or name
+        if not self.model.tensors[name].merges:
+            yield 0, cast(self.base.read(name).reshape(-1), dtype, name)
+            return
+        base, norm = self.step.vectors[0].base_pieces(name), SquaredNorm()
+        kept: list[list[float | None]] = []
+        for start, direction, kept2 in self.step.directions(name, self._thresholds(name), base):
+            norm.add(direction)
+            kept.append(kept2)
+            merged = torch.add(base.at(start, start + direction.numel()), direction, alpha=self.scale)
+            yield start, cast(merged, dtype, name)
+        self.direction2[name] = norm.total()
+        self.kept2[name] = [_sum(parts) for parts in zip(*kept, strict=True)] or [None] * len(self.step.vectors)
+
+    def totals(self) -> list[Totals]:
+        """What each model adds to the merge, once all has been read."""
+        found: list[Totals] = []
+        for number, (t, vector) in enumerate(zip(self.step.counts, self.step.vectors, strict=True)):
+            outcomes = []
+            for name in self.step.names:
+                norm2, kept2 = vector.norm2[name], self.kept2[name][number]
+                outcomes.append(Outcome(norm2, norm2 if kept2 is None else kept2, None, None))
+            found.append(total(self.step.method, t, found[-1].mean_norm if found else 0.0, outcomes))
+        return found
+
+    @property
+    def distance(self) -> float:
+        return abs(self.scale) * math.sqrt(math.fsum(self.direction2.values()))
+
+
+def _sum(parts: Sequence[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return math.fsum(known) if known else None

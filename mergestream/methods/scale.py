@@ -1,0 +1,54 @@
+"""The common scale of a merged task vector: merged = θ⁰ + scale · direction, chosen when the model is read out.
+
+    adaptive:  n_t / ‖direction‖, so that the distance to the base is n_t, the mean of ‖Δ_1‖ … ‖Δ_t‖   (OPCM)
+    sqrt:      1 / √t                                                                        (OPCM's alternative)
+    mean:      1 / t                                                                                  (averaging)
+    a number:  itself                                                                          (task arithmetic)
+
+The paper calls 1/scale λ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from mergestream.errors import UsageError, nearest
+
+NamedScale = Literal["adaptive", "sqrt", "mean"]
+Scale = NamedScale | float
+NAMED: tuple[NamedScale, ...] = get_args(NamedScale)
+
+
+def parse_scale(given: str | float) -> Scale:
+    """A rule by its name, or a number."""
+    for name in NAMED:
+        if given == name:
+            return name
+    try:
+        number = float(given)
+    except ValueError:
+        raise UsageError(
+            f"scale {given} is neither a number nor one of {', '.join(NAMED)}{nearest(str(given), NAMED)}"
+        ) from None
+    if not math.isfinite(number):
+        raise UsageError(f"scale {given} must be finite")
+    return number
+
+
+def scale_value(rule: Scale, t: int, mean_norm: float, direction_norm: Callable[[], float]) -> float:
+    """The scale after t models; ‖direction‖ is asked for only where the rule needs it."""
+    if rule == "sqrt":
+        return 1 / math.sqrt(t)
+    if rule == "mean":
+        return 1 / t
+    if rule == "adaptive":
+        norm = direction_norm()
+        return mean_norm / norm if norm else 1.0
+    return rule
+
+
+def inverse(scale: float) -> float:
+    """λ, which is infinite where nothing is added to the base."""
+    return 1 / scale if scale else math.inf
