@@ -18,8 +18,6 @@ _RUN = 1024
 _TINY = 1e-24
 PIECE = 1 << 18
 """Elements in a piece."""
-ALIGNMENT = 64
-"""Bytes of a cache line: where torch lets its arrays start, and we let a file's."""
 Elements = Callable[[int, int], "Tensor"]
 """Any range of a flattened tensor, by its start and its end."""
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergestream.algebra.pieces import ALIGNMENT
 from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.errors import MergestreamError
 from mergestream.files import sync_directory
+from mergestream.sizes import CACHE_LINE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -196,7 +196,7 @@ def _plan_file(path: Path, layout: Mapping[str, TensorSpec], metadata: Mapping[s
         end += spec.nbytes
         header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin[name], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % CACHE_LINE)
     data_start = 8 + len(text)
     return _Plan(
         path,
