@@ -6,7 +6,6 @@ for every tensor that the architecture does not know, its name and shape decide.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 from mergestream.base.architecture import Architecture, load_architecture
 from mergestream.digest import tensor_digest
-from mergestream.errors import UsageError
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from mergestream.checkpoints import Checkpoint, TensorInfo
@@ -326,8 +326,8 @@ def _config_ties_embeddings(directory: Path | None) -> bool:
     if directory is None:
         return False
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = read_json(directory / "config.json")
         settings = {**(config.get("text_config") or {}), **config}
         return settings.get("tie_word_embeddings") is True
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (MergestreamError, TypeError):  # there is none, or its text_config is no object
         return False

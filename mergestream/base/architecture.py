@@ -7,7 +7,6 @@ no network.
 from __future__ import annotations
 
 import importlib
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import TensorSpec, dtype_name
+from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,7 @@ def load_architecture(directory: Path) -> Architecture | str:
 def _build(directory: Path, transformers: Any) -> Any:
     import torch
 
-    raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    raw = read_json(directory / "config.json")
     model_class: Any = getattr(transformers, (raw.get("architectures") or [""])[0], None)
     if _is_model_class(model_class, transformers):
         config_class = model_class.config_class

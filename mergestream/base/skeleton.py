@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 from mergestream.base.anatomy import model_names
 from mergestream.base.architecture import Architecture, load_architecture
 from mergestream.checkpoints import Checkpoint, TensorInfo, TensorSpec, open_checkpoint
-from mergestream.checkpoints.opening import is_hub_id, read_json
+from mergestream.checkpoints.opening import is_hub_id
 from mergestream.errors import MergestreamError
+from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

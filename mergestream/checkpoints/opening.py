@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.errors import MergestreamError
+from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,18 +101,6 @@ def find_weights(names: Collection[str], source: str) -> str:
         if name in names:
             return name
     raise MergestreamError(f"{source} holds no checkpoint: neither model.safetensors nor pytorch_model.bin")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise MergestreamError(f"{path} is not valid JSON; download or copy it again") from error
-    if not isinstance(content, dict):
-        raise MergestreamError(f"{path} is not a JSON object; download or copy it again")
-    return content
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.card import CardFacts, model_card
-from mergestream.files import sync_directory, write_text
+from mergestream.files import read_json, sync_directory, write_text
 from mergestream.progress import Progress
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ _DTYPE_KEYS = {"dtype", "torch_dtype"}
 
 def _put_config(path: Path, config: Mapping[str, Any]) -> None:
     """Put an expert's config in place of the base's; the tensors still have the base's type."""
-    base = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    base = read_json(path) if path.is_file() else {}
     theirs = {key: value for key, value in config.items() if key not in _DTYPE_KEYS}
     _write_config(path, theirs | {key: base[key] for key in sorted(_DTYPE_KEYS & base.keys())})
 
@@ -154,7 +154,7 @@ def _put_config(path: Path, config: Mapping[str, Any]) -> None:
 def _set_config_dtype(path: Path, dtype: str) -> None:
     """Make ``from_pretrained`` load what was written, not the base's type."""
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         _write_config(path, config | dict.fromkeys(sorted(_DTYPE_KEYS & config.keys()), dtype))
 
 
@@ -170,5 +170,5 @@ def _hub_id(base: Checkpoint) -> str | None:
     config = base.directory / "config.json" if base.directory else None
     if config is None or not config.is_file():
         return None
-    remembered = str(json.loads(config.read_text(encoding="utf-8")).get("_name_or_path"))
+    remembered = str(read_json(config).get("_name_or_path"))
     return remembered if remembered.count("/") == 1 and not remembered.startswith((".", "/")) else None
