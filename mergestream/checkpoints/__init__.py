@@ -5,10 +5,12 @@ beyond plain tensors; no path outside the given directory is followed.
 """
 
 from mergestream.checkpoints.base import Checkpoint, TensorInfo, TensorSpec, dtype_name, torch_dtype
+from mergestream.checkpoints.layout import WEIGHT_SUFFIXES
 from mergestream.checkpoints.opening import open_checkpoint
 from mergestream.checkpoints.writer import SafetensorsWriter
 
 __all__ = [
+    "WEIGHT_SUFFIXES",
     "Checkpoint",
     "SafetensorsWriter",
     "TensorInfo",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec
+from mergestream.checkpoints.layout import is_companion
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
-"""Configuration, tokenizer and generation files; weights and the base's own model card stay behind."""
 
 Pieces = Callable[[str, str], "Iterator[tuple[int, Tensor]]"]
 """Tensor name and dtype to the tensor's pieces in order, each with the number of its first element."""
@@ -123,10 +121,9 @@ class Output:
         ``config`` is that of the expert whose head is put in place, with labels of its own.
         """
         if base.directory is not None:
-            for pattern in COMPANIONS:
-                for path in sorted(base.directory.glob(pattern)):
-                    if path.is_file() and not path.name.endswith(".index.json"):
-                        shutil.copyfile(path, draft / path.name)
+            for path in base.directory.iterdir():
+                if path.is_file() and is_companion(path.name):
+                    shutil.copyfile(path, draft / path.name)
         if config is not None:
             _put_config(draft / "config.json", config)
         if self.dtype is not None:
