@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mergestream.base.anatomy import model_names
 from mergestream.base.architecture import Architecture, load_architecture
-from mergestream.checkpoints import Checkpoint, TensorInfo, TensorSpec
+from mergestream.checkpoints import FLOATS, Checkpoint, TensorInfo, TensorSpec
 from mergestream.checkpoints.layout import WEIGHT_SUFFIXES
 from mergestream.checkpoints.location import locate
 from mergestream.checkpoints.opening import open_located
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CONFIG = "config.json"
-_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class Skeleton(Checkpoint):
@@ -101,7 +100,7 @@ def _from_config(directory: Path, source: str) -> Skeleton:
             f"{source} has no weights, and its tensors cannot be told from {_CONFIG} ({architecture})"
         )
     tied = {name for group in architecture.ties for name in group[1:]}
-    floats = _DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))), "F32")
+    floats = FLOATS.get(str(config.get("dtype", config.get("torch_dtype"))), "F32")
     tensors = {
         name: TensorSpec(floats if slot.spec.is_float else slot.spec.dtype, slot.spec.shape)
         for name, slot in architecture.slots.items()

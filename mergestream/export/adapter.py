@@ -13,10 +13,10 @@ from mergestream.algebra.lowrank import LowRank, dense
 from mergestream.algebra.svd import thin_svd
 from mergestream.base.model import BaseModel, BaseTensor
 from mergestream.base.skeleton import Skeleton
-from mergestream.checkpoints import Checkpoint, TensorSpec
+from mergestream.checkpoints import FLOATS, Checkpoint, TensorSpec
 from mergestream.errors import MergestreamError
 from mergestream.export.card import CardFacts, draw_pictures, model_card
-from mergestream.export.directory import DTYPES, Output
+from mergestream.export.directory import Output
 from mergestream.export.peft import AdaptedModule, Energy, Kind, modules_saved, write_adapter
 from mergestream.files import write_text
 from mergestream.merging.readout import Readout
@@ -50,7 +50,7 @@ def export_adapter(store: Store, output: Output, *, rank: int | None = None, com
             pieces = [piece for _, piece in readout.pieces(whole[parameter], dtype)]
             return torch.cat(pieces).view(model.tensors[whole[parameter]].shape)
 
-        dtype = DTYPES[output.dtype or "float32"]
+        dtype = FLOATS[output.dtype or "float32"]
         draft = stack.enter_context(output.draft())
         with store.progress.task(f"writing {output.path.name}", len(modules) + len(whole)) as advance:
             energy = write_adapter(

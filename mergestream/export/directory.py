@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec
+from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec
 from mergestream.checkpoints.layout import is_companion
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import LocalEngine
@@ -22,8 +22,6 @@ from mergestream.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 Pieces = Callable[[str, str], "Iterator[tuple[int, Tensor]]"]
 """Tensor name and dtype to the tensor's pieces in order, each with the number of its first element."""
@@ -40,15 +38,15 @@ class Output:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UsageError(f"--dtype {self.dtype} is not one of {', '.join(DTYPES)}")
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise UsageError(f"--dtype {self.dtype} is not one of {', '.join(FLOATS)}")
         if self.path.exists() and not self.path.is_dir():
             raise MergestreamError(f"{self.path} is a file; choose another place")
         if self.path.exists() and not self.overwrite:
             raise MergestreamError(f"{self.path} exists already; pass --overwrite to replace it")
 
-    def spare(self, *sources: str | Path) -> None:
-        """Refuse to replace what is being read."""
+    def refuse_to_replace(self, *sources: str | Path) -> None:
+        """Refuse an output that is, or holds, one of the sources: they are being read."""
         place = self.path.resolve()
         for source in map(Path, sources):
             if self.path.exists() and (place == source.resolve() or place in source.resolve().parents):
@@ -95,7 +93,7 @@ class Output:
         self, draft: Path, forms: Mapping[str, TensorSpec], pieces: Pieces, engine: LocalEngine, progress: Progress
     ) -> None:
         """Stream every tensor to its place, several at a time."""
-        dtype = DTYPES.get(self.dtype or "")
+        dtype = FLOATS.get(self.dtype or "")
         layout = {
             name: TensorSpec(dtype if dtype and form.is_float else form.dtype, form.shape)
             for name, form in forms.items()

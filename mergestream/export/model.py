@@ -36,7 +36,7 @@ def export(
             else:
                 yield from readout.pieces(manifest.base.tensors[name].tied_to or name, dtype)
 
-        output.spare(store.path, manifest.base.source)
+        output.refuse_to_replace(store.path, manifest.base.source)
         draft = stack.enter_context(output.draft())
         output.write_tensors(draft, forms, pieces, store.engine, store.progress)
         config = store.head_config(task) if task is not None else None

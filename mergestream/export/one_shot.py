@@ -63,7 +63,7 @@ def merge(
     output, so that every file is read once; otherwise the models pass through a temporary store.
     """
     output = Output(Path(out), dtype, max_shard_size, overwrite)
-    output.spare(base, *experts)
+    output.refuse_to_replace(base, *experts)
     engine, progress = engine or LocalEngine(usual_workers(method)), progress or Progress()
     if not method.one_pass:
         place = output.path.absolute().parent
