@@ -113,7 +113,7 @@ def _is_weight(tensor: BaseTensor, leaf: str) -> bool:
     """Whether PEFT has factors for it."""
     return (
         leaf == "weight"
-        and (tensor.role in ("linear", "embedding") or tensor.rule.startswith("torch.nn.Conv"))
+        and (tensor.role in ("linear", "embedding") or (tensor.module or "").startswith("torch.nn.Conv"))
         and len(tensor.shape) != 3
     )
 
