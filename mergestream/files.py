@@ -25,12 +25,8 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Replace a file at once: written beside, flushed to the disk, renamed."""
-    write_text(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file at once: written beside, flushed to the disk, renamed. What goes wrong is an OSError."""
     beside = path.with_name(path.name + BESIDE)
     try:
         with beside.open("w", encoding="utf-8") as file:
@@ -39,18 +35,34 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         beside.replace(path)
         sync_directory(path.parent)
-    except OSError as error:
+    except OSError:
         beside.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file at once; what goes wrong is told to the user."""
+    try:
+        replace_text(path, text)
+    except OSError as error:
         raise MergestreamError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def read_json(path: Path) -> Any:
+def write_json(path: Path, data: Any) -> None:
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file: nothing that we read is another kind of JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise MergestreamError(f"{path} is damaged: it is not valid JSON") from error
+    except (ValueError, RecursionError) as error:
+        raise MergestreamError(f"{path} is not valid JSON; restore it, or download it again") from error
+    if not isinstance(content, dict):
+        raise MergestreamError(f"{path} is not a JSON object; restore it, or download it again")
+    return content
 
 
 def remove(directory: Path) -> None:

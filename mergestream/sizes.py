@@ -1,10 +1,13 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes in bytes, and how people write and read them."""
 
 from __future__ import annotations
 
 import re
 
 from mergestream.errors import UsageError
+
+CACHE_LINE = 64
+"""Where torch lets its arrays start, and we let a file's"""
 
 _UNITS = {
     "": 1,

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 18
 """Elements in a piece. What is merged does not depend on it."""
-ALIGNMENT = 64
-"""Bytes of a cache line: where torch lets its arrays start, and we let a file's."""
 Elements = Callable[[int, int], "Tensor"]
 """Any range of a flattened tensor, by its start and its end."""
 _RUN = 1 << 10

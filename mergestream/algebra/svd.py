@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from mergestream.algebra.lapack import eigh_upper
 from mergestream.algebra.lowrank import Basis, LowRank, Value, dense
-from mergestream.algebra.pieces import ALIGNMENT
+from mergestream.sizes import CACHE_LINE
 
 Projection = Literal["reference", "paper", "block"]
 
@@ -84,7 +84,7 @@ def thin_svd(matrix: Tensor, leading: Leading | None = ...) -> ThinSVD: ...
 def thin_svd(matrix: LowRank, leading: Leading | None = ...) -> FactoredSVD: ...
 def thin_svd(matrix: Value, leading: Leading | None = None) -> ThinSVD | FactoredSVD:
     """The singular triplets of a float32 or float64 matrix whose singular value is above rounding noise."""
-    if isinstance(matrix, Tensor) and matrix.data_ptr() % ALIGNMENT:
+    if isinstance(matrix, Tensor) and matrix.data_ptr() % CACHE_LINE:
         matrix = matrix.clone()  # BLAS rounds small products by where they lie; a store may keep this one anywhere
     decompose = _direct_svd if matrix.dtype == torch.float64 else _gram_svd
     tolerance = RANK_TOLERANCE[matrix.dtype]

@@ -6,7 +6,6 @@ for every tensor that the architecture does not know, its name and shape decide.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mergestream.base.architecture import Architecture, load_architecture
+from mergestream.base.architecture import Architecture, Slot, load_architecture
 from mergestream.digest import tensor_digest
-from mergestream.errors import UsageError
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from mergestream.checkpoints import Checkpoint, TensorInfo
@@ -30,7 +30,10 @@ class Part:
 
     role: Role
     rule: str
+    """Why, for people"""
     tied_to: str | None = None
+    module: str | None = None
+    """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), where the architecture tells"""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,12 @@ def anatomy(
     ties += _ties_of_architecture(base, found, architecture)
     ties += _ties_by_bytes(base, found, architecture)
     ties = [tie for tie in ties if found[tie.first].role != "copied"]
-    overrides = _overrides(base, linear, not_linear)
-    kept = {name: Part("head", f"--heads {glob}") for glob in heads for name in _matching(glob, found)}
+    overrides = _overrides(base, found, linear, not_linear)
+    kept = {
+        name: replace(found[name], role="head", rule=f"--heads {glob}")
+        for glob in heads
+        for name in _matching(glob, found)
+    }
     parts = found | overrides
     for group in _groups(ties, found):
         parts |= _tied(group, found, overrides, kept)
@@ -115,7 +122,11 @@ def _part(name: str, info: TensorInfo, architecture: Architecture | str) -> Part
     slot = architecture.slots.get(architecture.slot_of(name) or "")
     if slot is None:
         return _by_rule(name, ndim, f"not in {architecture.name}")
-    rule = f"{slot.owner} in {architecture.name}"
+    part = _by_architecture(name, ndim, slot, f"{slot.owner} in {architecture.name}")
+    return replace(part, module=slot.module) if slot.is_weight else part
+
+
+def _by_architecture(name: str, ndim: int, slot: Slot, rule: str) -> Part:
     if slot.kind == "custom":
         if ndim == 3 and _EXPERTS.search(slot.owner):
             return Part("linear", f"3-D, {rule}")
@@ -151,7 +162,9 @@ def _matching(glob: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if fnmatchcase(name, glob)]
 
 
-def _overrides(base: Checkpoint, linear: Sequence[str], not_linear: Sequence[str]) -> dict[str, Part]:
+def _overrides(
+    base: Checkpoint, found: Mapping[str, Part], linear: Sequence[str], not_linear: Sequence[str]
+) -> dict[str, Part]:
     options: list[tuple[str, Role, Sequence[str]]] = [
         ("--linear", "linear", linear),
         ("--not-linear", "other", not_linear),
@@ -163,7 +176,7 @@ def _overrides(base: Checkpoint, linear: Sequence[str], not_linear: Sequence[str
             if not names:
                 raise UsageError(f"{option} {glob} matches no tensor of {base.source}: check the spelling")
             for name in names:
-                info, part = base.tensors[name], Part(role, f"{option} {glob}")
+                info, part = base.tensors[name], replace(found[name], role=role, rule=f"{option} {glob}")
                 if role == "linear" and not (info.is_float and len(info.shape) in (2, 3)):
                     raise UsageError(
                         f"{part.rule} matches {name} ({info.dtype}, shape {list(info.shape)}); only floating "
@@ -182,7 +195,7 @@ def _overrides(base: Checkpoint, linear: Sequence[str], not_linear: Sequence[str
 
 
 def _ties_of_architecture(base: Checkpoint, found: dict[str, Part], architecture: Architecture | str) -> list[Tie]:
-    """Ties that the model makes, where the stored values agree; where they do not, ``found`` is told."""
+    """Ties that the model makes, where the stored values agree; where they do not, the rules in ``found`` say so."""
     if isinstance(architecture, str):
         return []
     stored: dict[str | None, list[str]] = {}
@@ -201,7 +214,8 @@ def _ties_of_architecture(base: Checkpoint, found: dict[str, Part], architecture
             # Only the head is stored: the embedding that it is tied to is not, but it counts as one.
             embeddings = [slot for slot in group if architecture.slots[slot].kind == "embedding"]
             if embeddings:
-                found[names[0]] = Part("embedding", f"tied by {architecture.name} to {embeddings[0]}")
+                rule = f"tied by {architecture.name} to {embeddings[0]}"
+                found[names[0]] = replace(found[names[0]], role="embedding", rule=rule)
     return ties
 
 
@@ -281,8 +295,12 @@ def _tied(
             f"{overrides[said['other']].rule}, but they are tied: narrow one of them"
         )
     canonical = next((name for name in group if found[name].role == "embedding"), next(iter(group)))
-    parts = {name: Part("tied", f"{reason} {canonical}", canonical) for name, reason in group.items()}
-    parts[canonical] = next((overrides[name] for name in said.values()), found[canonical])
+    parts = {
+        name: replace(found[name], role="tied", rule=f"{reason} {canonical}", tied_to=canonical)
+        for name, reason in group.items()
+    }
+    decided = next((overrides[name] for name in said.values()), found[canonical])
+    parts[canonical] = replace(found[canonical], role=decided.role, rule=decided.rule)
     return parts
 
 
@@ -326,8 +344,8 @@ def _config_ties_embeddings(directory: Path | None) -> bool:
     if directory is None:
         return False
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = read_json(directory / "config.json")
         settings = {**(config.get("text_config") or {}), **config}
         return settings.get("tie_word_embeddings") is True
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (MergestreamError, TypeError):  # there is none, or its text_config is no object
         return False

@@ -7,28 +7,42 @@ no network.
 from __future__ import annotations
 
 import importlib
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.checkpoints import TensorSpec, dtype_name
+from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+Kind = Literal["linear", "embedding", "torch", "custom"]
+"""The weight of a linear layer or an embedding, or else who wrote the class that has the tensor."""
 
 
 @dataclass(frozen=True)
 class Slot:
     """A parameter or buffer of the model."""
 
-    owner: str  # the class of the module that has it
-    kind: str  # "linear" or "embedding" weight, else "torch" or "custom": who wrote the owner's class
+    module: str  # the class of the module that has it, such as torch.nn.Linear or Conv1D
+    leaf: str  # what the module calls it
+    kind: Kind
     spec: TensorSpec | None  # its form where checkpoints hold it; None for buffers that are computed
+
+    @property
+    def owner(self) -> str:
+        """The module, for people."""
+        return self.module if self.is_weight else f"{self.leaf} of {self.module}"
+
+    @property
+    def is_weight(self) -> bool:
+        return self.leaf == "weight"
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,7 @@ def load_architecture(directory: Path) -> Architecture | str:
 def _build(directory: Path, transformers: Any) -> Any:
     import torch
 
-    raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    raw = read_json(directory / "config.json")
     model_class: Any = getattr(transformers, (raw.get("architectures") or [""])[0], None)
     if _is_model_class(model_class, transformers):
         config_class = model_class.config_class
@@ -82,10 +96,9 @@ def _describe(model: Any) -> Architecture:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for leaf, tensor in own:
             name = f"{path}.{leaf}" if path else leaf
-            owner = _class_name(module) if leaf == "weight" else f"{leaf} of {_class_name(module)}"
             computed = leaf in module._non_persistent_buffers_set
             spec = None if computed else TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
-            slots[name] = Slot(owner, _kind(module, leaf), spec)
+            slots[name] = Slot(_class_name(module), leaf, _kind(module, leaf), spec)
             names_of.setdefault(id(tensor), []).append(name)
     ties = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
     return Architecture(type(model).__name__, slots, ties, _name_matcher(model, slots))
@@ -96,7 +109,7 @@ def _class_name(module: nn.Module) -> str:
     return f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__
 
 
-def _kind(module: nn.Module, leaf: str) -> str:
+def _kind(module: nn.Module, leaf: str) -> Kind:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,6 +31,8 @@ class BaseTensor(TensorSpec):
     """Empty where the base was not measured: then it is not verified either"""
     norm: float
     """0 for integers"""
+    module: str | None = None
+    """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), where the architecture tells"""
 
     @property
     def merges(self) -> bool:
@@ -50,6 +53,9 @@ class BaseModel:
     tensors: Mapping[str, BaseTensor]
     tied_names: Mapping[str, str]
     """Names that the base does not store but an expert may, because they are tied to another."""
+    linear: tuple[str, ...]
+    """The globs that it was examined with, as ``not_linear`` and ``heads``"""
+    not_linear: tuple[str, ...]
     heads: tuple[str, ...]
     spellings: Mapping[str, str]
     """What the model's class calls a tensor, where it is stored under another name"""
@@ -81,10 +87,19 @@ class BaseModel:
                 parts[name].rule,
                 parts[name].tied_to,
                 *measured[name],
+                parts[name].module,
             )
             for name, info in checkpoint.tensors.items()
         }
-        return cls(checkpoint.source, tensors, tied_names(checkpoint, parts), tuple(heads), model_names(checkpoint))
+        return cls(
+            checkpoint.source,
+            tensors,
+            tied_names(checkpoint, parts),
+            tuple(linear),
+            tuple(not_linear),
+            tuple(heads),
+            model_names(checkpoint),
+        )
 
     @cached_property
     def measured(self) -> bool:
@@ -104,7 +119,7 @@ class BaseModel:
     @cached_property
     def conv1d(self) -> frozenset[str]:
         """Weights that are stored input × output."""
-        return frozenset(name for name, tensor in self.tensors.items() if tensor.rule.startswith("Conv1D in "))
+        return frozenset(name for name, tensor in self.tensors.items() if tensor.module == "Conv1D")
 
     def is_head(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.heads)
@@ -148,6 +163,8 @@ class BaseModel:
         return {
             "source": self.source,
             "digest": self.digest,
+            "linear": list(self.linear),
+            "not_linear": list(self.not_linear),
             "heads": list(self.heads),
             "tied_names": dict(self.tied_names),
             "spellings": dict(self.spellings),
@@ -156,10 +173,35 @@ class BaseModel:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BaseModel:
+        data = data if "linear" in data else _from_format_1(data)
         tensors = {
             name: BaseTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for name, tensor in data["tensors"].items()
         }
-        return cls(data["source"], tensors, data["tied_names"], tuple(data["heads"]), data["spellings"])
+        return cls(
+            data["source"],
+            tensors,
+            data["tied_names"],
+            tuple(data["linear"]),
+            tuple(data["not_linear"]),
+            tuple(data["heads"]),
+            data["spellings"],
+        )
+
+
+def _from_format_1(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what the first manifests say in the sentences of the rules only: the globs, and the class of the module."""
+    rules = {name: tensor["rule"] for name, tensor in data["tensors"].items()}
+
+    def globs(option: str) -> list[str]:
+        found = [rule.removeprefix(f"{option} ") for rule in rules.values() if rule.startswith(f"{option} ")]
+        return list(dict.fromkeys(found))
+
+    def module(rule: str) -> str | None:
+        owner = re.match(r"([\w.]+) in \w+", rule)
+        return owner[1] if owner else None
+
+    tensors = {name: {**tensor, "module": module(rules[name])} for name, tensor in data["tensors"].items()}
+    return {**data, "linear": globs("--linear"), "not_linear": globs("--not-linear"), "tensors": tensors}
 
 
 def base_changed(name: str, checkpoint: Checkpoint) -> MergestreamError:

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mergestream.base.anatomy import model_names
 from mergestream.base.architecture import Architecture, load_architecture
-from mergestream.checkpoints import Checkpoint, TensorInfo, TensorSpec, open_checkpoint
-from mergestream.checkpoints.opening import is_hub_id, read_json
+from mergestream.checkpoints import FLOATS, Checkpoint, TensorInfo, TensorSpec
+from mergestream.checkpoints.layout import WEIGHT_SUFFIXES
+from mergestream.checkpoints.location import locate
+from mergestream.checkpoints.opening import open_located
 from mergestream.errors import MergestreamError
+from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _CONFIG = "config.json"
-_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class Skeleton(Checkpoint):
@@ -73,18 +75,15 @@ def under_names(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
 
 def open_base(source: str | Path, *, config_only: bool) -> Checkpoint:
     """Open a base; its skeleton where it has no weights, or where they are not to be fetched."""
-    path = Path(source).expanduser()
-    if path.is_dir() and (path / _CONFIG).is_file() and not any(_weight_files(path)):
-        return _from_config(path.resolve(), str(path.resolve()))
-    if config_only and not path.exists() and is_hub_id(source):
-        from mergestream.checkpoints.hub import download
-
-        return _from_config(*download(str(source), weights=False))
-    return open_checkpoint(source)
+    location = locate(source, weights=not config_only)
+    # Weights that an earlier run has left in the hub's cache are not asked for either.
+    not_fetched = config_only and not location.is_local
+    return _from_config(*location) if not_fetched or _has_only_config(location.path) else open_located(location)
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    return [path for suffix in ("safetensors", "bin", "pt", "pth") for path in directory.glob(f"*.{suffix}")]
+def _has_only_config(directory: Path) -> bool:
+    weights = (path for suffix in WEIGHT_SUFFIXES for path in directory.glob(f"*{suffix}"))
+    return (directory / _CONFIG).is_file() and not any(weights)
 
 
 def _from_config(directory: Path, source: str) -> Skeleton:
@@ -101,7 +100,7 @@ def _from_config(directory: Path, source: str) -> Skeleton:
             f"{source} has no weights, and its tensors cannot be told from {_CONFIG} ({architecture})"
         )
     tied = {name for group in architecture.ties for name in group[1:]}
-    floats = _DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))), "F32")
+    floats = FLOATS.get(str(config.get("dtype", config.get("torch_dtype"))), "F32")
     tensors = {
         name: TensorSpec(floats if slot.spec.is_float else slot.spec.dtype, slot.spec.shape)
         for name, slot in architecture.slots.items()

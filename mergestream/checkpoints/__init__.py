@@ -4,11 +4,14 @@ Everything is checked from the headers before a single weight is read; nothing i
 beyond plain tensors; no path outside the given directory is followed.
 """
 
-from mergestream.checkpoints.base import Checkpoint, TensorInfo, TensorSpec, dtype_name, torch_dtype
+from mergestream.checkpoints.base import FLOATS, Checkpoint, TensorInfo, TensorSpec, dtype_name, torch_dtype
+from mergestream.checkpoints.layout import WEIGHT_SUFFIXES
 from mergestream.checkpoints.opening import open_checkpoint
 from mergestream.checkpoints.writer import SafetensorsWriter
 
 __all__ = [
+    "FLOATS",
+    "WEIGHT_SUFFIXES",
     "Checkpoint",
     "SafetensorsWriter",
     "TensorInfo",

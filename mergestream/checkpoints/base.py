@@ -33,8 +33,9 @@ _DTYPES = {
     "U8": (1, "uint8"),
     "BOOL": (1, "bool"),
 }
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _NAMES = {torch_name: name for name, (_, torch_name) in _DTYPES.items()}
+FLOATS = {torch_name: name for torch_name, name in _NAMES.items() if "float" in torch_name}
+"""The floating-point types: torch's name to the safetensors name"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class TensorSpec:
 
     @property
     def is_float(self) -> bool:
-        return self.dtype in _FLOATS
+        return self.dtype in FLOATS.values()
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors name of a torch dtype; a KeyError for one that no checkpoint may have."""
-    return _NAMES[str(dtype).removeprefix("torch.")]
+    return _NAMES[_torch_name(dtype)]
 
 
 def check_dtype(dtype: str, where: str) -> None:
@@ -176,7 +177,7 @@ def describe(name: str, tensor: Tensor, holder: str | Path) -> TensorInfo:
     import torch
 
     where = f"the tensor {name!r} in {holder}"
-    check_dtype(str(tensor.dtype).removeprefix("torch."), where)
+    check_dtype(_torch_name(tensor.dtype), where)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise MergestreamError(f"{where} is not a plain dense tensor; save it dense, with its data")
     return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), Path(holder).name)
@@ -193,6 +194,10 @@ def shared_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if first.setdefault(view, name) != name:
             aliases[name] = first[view]
     return aliases
+
+
+def _torch_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _fingerprint(shards: Iterable[Shard]) -> str:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mergestream.checkpoints.opening import find_weights, read_index
+from mergestream.checkpoints.layout import INDEX_SUFFIX, find_weights, is_companion, read_index
 from mergestream.errors import MergestreamError
-
-# What an exported model needs beside its weights. Python files are left where they are.
-_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
 def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
@@ -28,7 +25,7 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
     try:
         info = hub.model_info(repo, revision=revision or None)
         files = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
-        wanted = (_weights(hub_id, files) if weights else []) + [name for name in files if name.endswith(_COMPANIONS)]
+        wanted = (_weights(hub_id, files) if weights else []) + [name for name in files if is_companion(name)]
         snapshot = Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=wanted))
     except MergestreamError:
         raise
@@ -49,17 +46,17 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
 
 
 def _weights(hub_id: str, files: list[str]) -> list[str]:
-    """The weight files that opening the snapshot will want, and no other variant of them."""
+    """The weight files that opening the snapshot will want, with their index, and no other variant of them."""
     import huggingface_hub as hub
 
     if "adapter_config.json" in files:
         return [name for name in files if name.startswith("adapter_model.")]
     entry = find_weights(files, hub_id)
-    if not entry.endswith(".index.json"):
+    if not entry.endswith(INDEX_SUFFIX):
         return [entry]
     repo, _, revision = hub_id.partition("@")
     index = Path(hub.hf_hub_download(repo, entry, revision=revision or None))
-    return sorted(set(read_index(index).values()))
+    return [entry, *sorted(set(read_index(index).values()))]
 
 
 def _cached(hub_id: str, reason: Exception) -> Path:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard
+from mergestream.checkpoints.layout import INDEX_SUFFIX, WEIGHT_SUFFIXES, find_weights, read_index
+from mergestream.checkpoints.location import Location, locate, system_errors_explained
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.errors import MergestreamError
+from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-TORCH_INDEX = "pytorch_model.bin.index.json"
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-_SHARD = re.compile(r"-(\d+)-of-(\d+)\.(safetensors|bin)$")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
@@ -28,35 +23,18 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
         from mergestream.checkpoints.memory import MemoryCheckpoint
 
         return MemoryCheckpoint(source)
-    try:
-        return _open_named(source)
-    except (OSError, RuntimeError) as error:  # no permission, a name too long, a home that does not exist
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise MergestreamError(f"{source} cannot be opened: {reason}") from error
+    return open_located(locate(source))
 
 
-def _open_named(source: str | Path) -> Checkpoint:
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return open_directory(path.resolve(), str(path.resolve()))
-    path = path.parent.resolve() / path.name  # a cache's link tells the format by its name, its target does not
-    if path.exists():
-        return FileCheckpoint(str(path), None, [_open_file(path)])
-    if is_hub_id(source):
-        from mergestream.checkpoints.hub import download
-
-        directory, resolved = download(str(source))
-        return open_directory(directory, resolved)
-    raise MergestreamError(f"{source} does not exist: give a directory, a file, or a hub id org/name[@revision]")
+def open_located(location: Location) -> Checkpoint:
+    """Open the file or the Hugging Face directory that has been found."""
+    with system_errors_explained(location.source):
+        if location.path.is_dir():
+            return _open_directory(location.path, location.source)
+        return FileCheckpoint(location.source, None, [_open_file(location.path)])
 
 
-def is_hub_id(source: str | Path) -> bool:
-    """Whether a name that is no local path may be one on the hub."""
-    return isinstance(source, str) and bool(_HUB_ID.fullmatch(source)) and not _is_weight_file(source)
-
-
-def open_directory(directory: Path, source: str) -> Checkpoint:
-    """Open the weights in a Hugging Face directory; ``source`` is how the user knows it."""
+def _open_directory(directory: Path, source: str) -> Checkpoint:
     names = {entry.name for entry in directory.iterdir()}
     if "adapter_config.json" in names:
         raise MergestreamError(f"{source} is an adapter, and a full checkpoint is needed here")
@@ -66,66 +44,16 @@ def open_directory(directory: Path, source: str) -> Checkpoint:
             "first, or name the model that it was made from"
         )
     entry = find_weights(names, source)
-    if not entry.endswith(".index.json"):
+    if not entry.endswith(INDEX_SUFFIX):
         return FileCheckpoint(source, directory, [_open_file(directory / entry)])
     index = directory / entry
     weight_map = read_index(index)
-    single = entry.removesuffix(".index.json")
+    single = entry.removesuffix(INDEX_SUFFIX)
     if single in names and single not in weight_map.values():
         raise MergestreamError(f"{source} holds both {single} and {entry}; remove the one that is out of date")
     shards = [_open_shard(directory, name, index) for name in sorted(set(weight_map.values()))]
     _check_index(index, weight_map, shards)
     return FileCheckpoint(source, directory, shards)
-
-
-def find_weights(names: Collection[str], source: str) -> str:
-    """The file among those of a directory that leads to its weights: an index, or the only file."""
-    for name in (SAFETENSORS_INDEX, "model.safetensors"):
-        if name in names:
-            return name
-    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
-    if len(indexes) == 1:
-        return indexes[0]
-    safetensors = sorted(name for name in names if name.endswith(".safetensors"))
-    shard = next((name for name in safetensors if (m := _SHARD.search(name)) and int(m[2]) > 1), None)
-    if shard:
-        raise MergestreamError(f"{source} holds the shard {shard}, but no index (such as {SAFETENSORS_INDEX})")
-    if len(safetensors) > 1:
-        raise MergestreamError(
-            f"{source} holds {len(safetensors)} .safetensors files and no index; "
-            f"name the one you mean ({', '.join(safetensors[:3])}{', …' if len(safetensors) > 3 else ''})"
-        )
-    if safetensors:
-        return safetensors[0]
-    for name in (TORCH_INDEX, "pytorch_model.bin"):
-        if name in names:
-            return name
-    raise MergestreamError(f"{source} holds no checkpoint: neither model.safetensors nor pytorch_model.bin")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise MergestreamError(f"{path} is not valid JSON; download or copy it again") from error
-    if not isinstance(content, dict):
-        raise MergestreamError(f"{path} is not a JSON object; download or copy it again")
-    return content
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """Tensor to shard. A shard is a file beside the index: nothing else is followed."""
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise MergestreamError(f"{path} is no index: it has no weight_map")
-    for tensor, shard in weight_map.items():
-        if not isinstance(shard, str) or "/" in shard or "\\" in shard or not _is_weight_file(shard):
-            raise MergestreamError(
-                f"{path} sends the tensor {tensor!r} to {shard!r}, which is no weight file beside it"
-            )
-    return weight_map
 
 
 def _open_shard(directory: Path, name: str, index: Path) -> Shard:
@@ -155,12 +83,13 @@ def _open_file(path: Path) -> Shard:
         raise MergestreamError(f"{path} is only Git LFS's pointer to the file; fetch the file with `git lfs pull`")
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
-    if path.suffix in _TORCH_SUFFIXES:
+    if path.suffix in WEIGHT_SUFFIXES:
         from mergestream.checkpoints.torch_file import TorchFile
 
         return TorchFile(path)
+    *suffixes, last = WEIGHT_SUFFIXES
     raise MergestreamError(
-        f"{path} is no checkpoint: give a directory, or a file that ends in .safetensors, .bin, .pt or .pth"
+        f"{path} is no checkpoint: give a directory, or a file that ends in {', '.join(suffixes)} or {last}"
     )
 
 
@@ -169,7 +98,3 @@ def _is_lfs_pointer(path: Path) -> bool:
     start = b"version https://git-lfs.github.com"
     with path.open("rb") as file:
         return file.read(len(start)) == start
-
-
-def _is_weight_file(name: str) -> bool:
-    return name.endswith((".safetensors", *_TORCH_SUFFIXES))

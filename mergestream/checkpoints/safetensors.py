@@ -116,8 +116,9 @@ def _check_header(
     for name, entry in header.items():
         tensors[name], spans[name] = _check_entry(path, name, entry)
 
+    in_order = sorted(spans.items(), key=lambda item: item[1])
     end, before = 0, ""
-    for name, (begin, stop) in sorted(spans.items(), key=lambda item: item[1]):
+    for name, (begin, stop) in in_order:
         if begin != end:
             fault = "overlaps" if begin < end else "leaves a gap after"
             raise MergestreamError(
@@ -128,7 +129,7 @@ def _check_header(
 
     missing = data_start + end - size
     if missing > 0:
-        cut = next(n for n, span in sorted(spans.items(), key=lambda s: s[1]) if data_start + span[1] > size)
+        cut = next(name for name, (_, stop) in in_order if data_start + stop > size)
         raise MergestreamError(
             f"{path} is truncated: {missing} bytes are missing, from the tensor {cut!r} on; {_AGAIN}"
         )

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergestream.algebra.pieces import ALIGNMENT
 from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.errors import MergestreamError
-from mergestream.files import sync_directory
+from mergestream.files import replace_text, sync_directory
+from mergestream.sizes import CACHE_LINE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +40,8 @@ class SafetensorsWriter:
 
     The same layout always gives the same files: shards are filled in the order of the layout up to
     ``max_shard_size`` bytes, and a tensor is never split. The index appears with ``close()`` only.
-    With ``resume=True`` files of an earlier, interrupted writer with the same plan are gone on with
-    (``resumed`` tells); ``read`` shows what they hold, and ``keep`` counts a tensor as written.
+    With ``resume=True`` files of an earlier, interrupted writer with the same plan are continued
+    (``resumed`` says whether); ``read`` shows what they hold, and ``keep`` counts a tensor as written.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class SafetensorsWriter:
         try:
             for file in self._files:
                 os.fsync(file)
+            sync_directory(self.directory)
             if len(self._plans) > 1:
                 self._write_index()
-            sync_directory(self.directory)
         except OSError as error:
             raise _write_error(self.directory, error, self.nbytes) from error
         finally:
@@ -158,12 +158,7 @@ class SafetensorsWriter:
             "metadata": {"total_size": sum(spec.nbytes for spec in self._layout.values())},
             "weight_map": {name: self._plans[self._place[name]].path.name for name in self._layout},
         }
-        beside = self._index.with_suffix(".tmp")
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(index, indent=2, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(self._index)
+        replace_text(self._index, json.dumps(index, indent=2, ensure_ascii=False) + "\n")
 
 
 def _plan(
@@ -196,7 +191,7 @@ def _plan_file(path: Path, layout: Mapping[str, TensorSpec], metadata: Mapping[s
         end += spec.nbytes
         header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin[name], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % CACHE_LINE)
     data_start = 8 + len(text)
     return _Plan(
         path,

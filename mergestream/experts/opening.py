@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import Checkpoint, open_checkpoint
-from mergestream.checkpoints.opening import is_hub_id, open_directory
-from mergestream.experts.adapters import Adapter, adapter_directory, is_adapter, open_adapter
+from mergestream.checkpoints.location import locate
+from mergestream.checkpoints.opening import open_located
+from mergestream.experts.adapters import Adapter, find_adapter, open_adapter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,15 +25,9 @@ def open_expert(source: ExpertSource) -> Checkpoint | Adapter:
     are the weights in it."""
     if isinstance(source, Mapping):
         return open_checkpoint(source)
-    path = Path(source).expanduser()
-    if adapter := adapter_directory(path):
-        return open_adapter(adapter.resolve())
-    if not path.exists() and is_hub_id(source):
-        from mergestream.checkpoints.hub import download
-
-        directory, resolved = download(str(source))
-        return open_adapter(directory, resolved) if is_adapter(directory) else open_directory(directory, resolved)
-    return open_checkpoint(source)
+    location = locate(source)
+    adapter = find_adapter(location)
+    return open_adapter(*adapter) if adapter else open_located(location)
 
 
 def task_vector(

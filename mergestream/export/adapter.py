@@ -13,11 +13,11 @@ from mergestream.algebra.lowrank import LowRank
 from mergestream.algebra.svd import thin_svd
 from mergestream.base.model import BaseModel, BaseTensor
 from mergestream.base.skeleton import Skeleton
-from mergestream.checkpoints import Checkpoint, TensorSpec
+from mergestream.checkpoints import FLOATS, Checkpoint, TensorSpec
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.export.card import CardFacts, model_card
-from mergestream.export.directory import DTYPES, Output
+from mergestream.export.directory import Output
 from mergestream.export.model import Illustrate
 from mergestream.export.peft import AdaptedModule, Energy, Kind, modules_saved, write_adapter
 from mergestream.files import write_text
@@ -58,7 +58,7 @@ def export_adapter(
             pieces = [piece for _, piece in readout.pieces(whole[parameter], base, factor, dtype)]
             return torch.cat(pieces).view(model.tensors[whole[parameter]].shape)
 
-        dtype = DTYPES[output.dtype or "float32"]
+        dtype = FLOATS[output.dtype or "float32"]
         draft = stack.enter_context(output.draft())
         with progress.task(f"writing {output.path.name}", len(modules) + len(whole)) as advance:
             energy = write_adapter(
@@ -123,7 +123,7 @@ def _is_weight(tensor: BaseTensor, leaf: str) -> bool:
     """Whether PEFT has factors for it."""
     return (
         leaf == "weight"
-        and (tensor.role in ("linear", "embedding") or tensor.rule.startswith("torch.nn.Conv"))
+        and (tensor.role in ("linear", "embedding") or (tensor.module or "").startswith("torch.nn.Conv"))
         and len(tensor.shape) != 3
     )
 

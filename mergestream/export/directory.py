@@ -8,16 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mergestream.checkpoints import FLOATS
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.files import sync_directory
-
-if TYPE_CHECKING:
-    pass
-
-DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
@@ -31,15 +26,15 @@ class Output:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UsageError(f"--dtype {self.dtype} is not one of {', '.join(DTYPES)}")
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise UsageError(f"--dtype {self.dtype} is not one of {', '.join(FLOATS)}")
         if self.path.exists() and not self.path.is_dir():
             raise MergestreamError(f"{self.path} is a file; choose another place")
         if self.path.exists() and not self.overwrite:
             raise MergestreamError(f"{self.path} exists already; pass --overwrite to replace it")
 
-    def spare(self, *sources: str | Path) -> None:
-        """Refuse to replace what is being read."""
+    def refuse_to_replace(self, *sources: str | Path) -> None:
+        """Refuse an output that is, or holds, one of the sources: they are being read."""
         place = self.path.resolve()
         for source in map(Path, sources):
             if self.path.exists() and (place == source.resolve() or place in source.resolve().parents):

@@ -9,18 +9,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec
+from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec
+from mergestream.checkpoints.layout import is_companion
 from mergestream.engine import Engine
 from mergestream.export.card import CardFacts, model_card
-from mergestream.export.directory import DTYPES, Output
+from mergestream.export.directory import Output
 from mergestream.export.source import Source, StateSource
-from mergestream.files import write_text
+from mergestream.files import read_json, write_text
 from mergestream.methods.scale import Scale
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
 
-COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
-"""Configuration, tokenizer and generation files; weights and the base's own model card stay behind."""
 Illustrate = Callable[[Path], Mapping[str, str]]
 """Draws pictures for the card into a directory; returns the files and what they show, in words."""
 
@@ -43,7 +42,7 @@ def export_model(
         factor = readout.scale(rule, last.mean_norm, last.direction_norm, engine)
         base = stack.enter_context(snapshot.open_base())
         heads = stack.enter_context(snapshot.open_heads(task)) if task is not None else None
-        output.spare(snapshot.path, snapshot.manifest.base.source)
+        output.refuse_to_replace(snapshot.path, snapshot.manifest.base.source)
         source = StateSource(readout, base, factor, heads)
         draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)
@@ -55,7 +54,7 @@ def export_model(
 
 def write_tensors(source: Source, draft: Path, output: Output, engine: Engine, progress: Progress) -> None:
     """Stream every tensor to its place, several at a time."""
-    dtype = DTYPES.get(output.dtype or "")
+    dtype = FLOATS.get(output.dtype or "")
     layout = {
         name: TensorSpec(dtype if dtype and form.is_float else form.dtype, form.shape)
         for name, form in source.forms.items()
@@ -82,10 +81,9 @@ def write_companions(
     ``config`` is that of the expert whose head is put in place, with labels of its own.
     """
     if base.directory is not None:
-        for pattern in COMPANIONS:
-            for path in sorted(base.directory.glob(pattern)):
-                if path.is_file() and not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, draft / path.name)
+        for path in base.directory.iterdir():
+            if path.is_file() and is_companion(path.name):
+                shutil.copyfile(path, draft / path.name)
     if config is not None:
         _put_config(draft / "config.json", config)
     if output.dtype is not None:
@@ -98,7 +96,7 @@ _DTYPE_KEYS = {"dtype", "torch_dtype"}
 
 def _put_config(path: Path, config: Mapping[str, Any]) -> None:
     """Put an expert's config in place of the base's; the tensors still have the base's type."""
-    base = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    base = read_json(path) if path.is_file() else {}
     theirs = {key: value for key, value in config.items() if key not in _DTYPE_KEYS}
     _write_config(path, theirs | {key: base[key] for key in sorted(_DTYPE_KEYS & base.keys())})
 
@@ -106,7 +104,7 @@ def _put_config(path: Path, config: Mapping[str, Any]) -> None:
 def _set_config_dtype(path: Path, dtype: str) -> None:
     """Make ``from_pretrained`` load what was written, not the base's type."""
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         _write_config(path, config | dict.fromkeys(sorted(_DTYPE_KEYS & config.keys()), dtype))
 
 
@@ -122,5 +120,5 @@ def _hub_id(base: Checkpoint) -> str | None:
     config = base.directory / "config.json" if base.directory else None
     if config is None or not config.is_file():
         return None
-    remembered = str(json.loads(config.read_text(encoding="utf-8")).get("_name_or_path"))
+    remembered = str(read_json(config).get("_name_or_path"))
     return remembered if remembered.count("/") == 1 and not remembered.startswith((".", "/")) else None

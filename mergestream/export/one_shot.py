@@ -56,7 +56,7 @@ def merge(
     output, so that every file is read once; otherwise the models pass through a temporary store.
     """
     output = Output(Path(out), dtype, max_shard_size, overwrite)
-    output.spare(base, *experts)
+    output.refuse_to_replace(base, *experts)
     engine = engine or LocalEngine(usual_workers(method, len(experts)))
     progress = progress or Progress()
     if not carries_through(method, len(experts)):

@@ -142,11 +142,10 @@ def finite(value: float) -> float | None:
 def _commands(store: StoreDirectory) -> Iterator[str]:
     """The command lines that make this store again."""
     manifest, path = store.manifest, str(store.path)
-    rules = dict.fromkeys(tensor.rule for tensor in manifest.base.tensors.values())
-    overrides = [rule.split(" ", 1) for rule in rules if rule.startswith(("--linear ", "--not-linear "))]
     init = ["init", path, "--base", manifest.base.source, "--method", manifest.method]
     init += [part for key, value in manifest.parameters.items() for part in ("--set", f"{key}={value}")]
-    init += [part for override in overrides for part in override]
+    init += [part for glob in manifest.base.linear for part in ("--linear", glob)]
+    init += [part for glob in manifest.base.not_linear for part in ("--not-linear", glob)]
     init += [part for glob in manifest.base.heads for part in ("--heads", glob)]
     init += ["--max-rank", str(manifest.max_rank)] if manifest.max_rank is not None else []
     init += ["--config-only"] if not manifest.base.measured else []

@@ -104,7 +104,7 @@ def attached(store: StoreDirectory) -> Scores | None:
     if not path.is_file():
         return None
     data = read_json(path)
-    if not isinstance(data, dict) or data.pop("digest", None) != _digest(data):
+    if data.pop("digest", None) != _digest(data):
         raise MergestreamError(f"{path} is damaged: its digest does not match; attach the scores once more")
     valid = 0
     for state, entry in zip(data["states"], store.history, strict=False):

@@ -126,7 +126,7 @@ class Manifest:
                 f"{store} is not a mergestream store; make one with: mergestream init {store} --base MODEL"
             )
         data = read_json(path)
-        if not isinstance(data, dict) or not isinstance(data.get("format"), int):
+        if not isinstance(data.get("format"), int):
             raise MergestreamError(f"{path} is not the manifest of a mergestream store")
         if data["format"] not in READABLE:
             raise MergestreamError(

@@ -124,8 +124,9 @@ def test_the_rule_decides_and_says_so_without_transformers(make, tmp_path, monke
 
 def test_rules_read_well(tmp_path):
     parts = examine(save(gpt2(), tmp_path))
-    assert parts["transformer.h.0.attn.c_attn.weight"] == Part("linear", "Conv1D in GPT2LMHeadModel")
-    assert parts["transformer.wte.weight"] == Part("embedding", "torch.nn.Embedding in GPT2LMHeadModel")
+    conv1d, embedding = parts["transformer.h.0.attn.c_attn.weight"], parts["transformer.wte.weight"]
+    assert conv1d == Part("linear", "Conv1D in GPT2LMHeadModel", module="Conv1D")
+    assert embedding == Part("embedding", "torch.nn.Embedding in GPT2LMHeadModel", module="torch.nn.Embedding")
     assert parts["transformer.h.0.ln_1.bias"] == Part("other", "bias of torch.nn.LayerNorm in GPT2LMHeadModel")
     assert examine({"fc.weight": torch.ones(2, 2)}) == {"fc.weight": Part("linear", "2-D *.weight")}
 

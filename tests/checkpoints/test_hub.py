@@ -31,13 +31,20 @@ class Hub:
         weights = {"a": torch.ones(2)}
         shards = {f"model-0000{i}-of-00002.safetensors": save({f"w{i}": torch.ones(i)}) for i in (1, 2)}
         index = {"weight_map": {f"w{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}}
-        plain = {"config.json": b"{}", "tokenizer.json": b"{}", "evil.py": b"raise SystemExit", "logo.png": b"png"}
+        plain = {
+            "config.json": b"{}",
+            "tokenizer.json": b"{}",
+            "source.spm": b"pieces",
+            "evil.py": b"raise SystemExit",
+            "logo.png": b"png",
+        }
         self.repositories: dict[str, dict[str, Files]] = {
             "org/both": {
                 COMMIT: {
                     **plain,
                     "model.safetensors": save(weights),
                     "pytorch_model.bin": b"never wanted",
+                    "tf_model.h5.index.json": b"never wanted",
                     "onnx/model.safetensors": b"never wanted",
                 },
                 OTHER: {"model.safetensors": save({"a": torch.ones(5)})},
@@ -110,8 +117,9 @@ def unused_endpoint() -> str:
 def test_what_is_needed_is_fetched_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
     both, sharded, pickled = run(["org/both", "org/sharded", "org/torch"], hub.endpoint, tmp_path)
     assert both["source"] == f"org/both@{COMMIT}" and both["shapes"] == {"a": [2]}
-    assert both["files"] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert both["files"] == ["config.json", "model.safetensors", "source.spm", "tokenizer.json"]
     assert sharded["shapes"] == {"w1": [1], "w2": [2]} and "consolidated.safetensors" not in sharded["files"]
+    assert "model.safetensors.index.json" in sharded["files"]
     assert pickled["shapes"] == {"a": [2]} and "pytorch_model.bin" in pickled["files"]
 
 

@@ -255,6 +255,18 @@ def test_a_disk_that_fills_up_is_a_sentence(tmp_path: Path, monkeypatch: pytest.
     writer.abandon()
 
 
+def test_a_disk_that_has_no_room_for_the_index_is_a_sentence(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(MergestreamError, match=r"cannot be written: \d+ bytes are needed and \d+ are free; make room"):
+        write_all(tmp_path, tensors, max_shard_size=800)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
+
+
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:7], offset))

@@ -108,13 +108,14 @@ def test_companions_that_are_strange_do_not_matter(tmp_path):
     base = save_model(tmp_path / "base", toy_base())
     (base / "config.json").write_text('{"_name_or_path": null, "torch_dtype": "float32"}')
     (base / "folder.json").mkdir()
+    (base / "source.spm").write_bytes(b"pieces")
     (base / "model.safetensors.index.json.bak").write_text("{}")
     store = Store.create(tmp_path / "store", base, Average())
     store.add(save_model(tmp_path / "expert", toy_expert(1)))
     out = store.export(tmp_path / "merged", dtype="bfloat16")
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
     written = {path.name for path in out.iterdir() if path.suffix != ".png"}
-    assert written == {"README.md", "config.json", "model.safetensors"}
+    assert written == {"README.md", "config.json", "model.safetensors", "source.spm"}
     assert "base_model:" not in (out / "README.md").read_text(), "no hub id is known"
 
 

@@ -70,6 +70,13 @@ def test_the_commands_make_the_same_store_again(scored: Store, tmp_path: Path, m
     assert [entry.state for entry in Store(again).history] == [entry.state for entry in scored.history]
 
 
+def test_the_commands_have_the_globs_as_they_were_given(tmp_path: Path, models: Path) -> None:
+    globs = {"linear": ["pool*.weight", "embed*"], "not_linear": ["*.10.*"], "heads": ["none.in.the.base"]}
+    store = make_store(tmp_path / "store", models, (), **globs)
+    options = " --linear 'pool*.weight' --linear 'embed*' --not-linear '*.10.*' --heads none.in.the.base "
+    assert options in Facts.of(store).commands[0]
+
+
 def test_findings_name_what_deserves_a_look(tmp_path: Path, models: Path) -> None:
     store = make_store(tmp_path / "store", models, ("cars", "digits", "giant"))
     store.add(models / "cars", "cars-again", allow_duplicate=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergestream.checkpoints.opening import read_json
 from mergestream.errors import MergestreamError
+from mergestream.files import read_json
 
 CONFIG_NAME = "adapter_config.json"
 WAY_OUT = "merge the adapter into its model with PEFT's merge_and_unload, then add the checkpoint"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import Checkpoint, TensorSpec, open_checkpoint
+from mergestream.checkpoints.location import Location
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, AdapterConfig, read_config
@@ -200,14 +201,11 @@ def same_model(one: str, other: str) -> bool:
     return first == second
 
 
-def is_adapter(directory: Path) -> bool:
-    return (directory / CONFIG_NAME).is_file()
-
-
-def adapter_directory(path: Path) -> Path | None:
-    """The directory of the adapter that a path names, be it by its weights; None where it names no adapter."""
-    directory = path.parent if path.name in _WEIGHTS else path
-    return directory if is_adapter(directory) else None
+def find_adapter(location: Location) -> Location | None:
+    """The directory of the adapter at a place, which may be that of its weights; None where there is none."""
+    if location.path.name in _WEIGHTS:
+        location = Location(location.path.parent, str(location.path.parent))
+    return location if (location.path / CONFIG_NAME).is_file() else None
 
 
 def open_adapter(directory: Path, source: str | None = None) -> Adapter:

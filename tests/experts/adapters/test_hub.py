@@ -48,3 +48,16 @@ def test_weights_come_only_when_a_full_model_is_asked_for(repositories, tmp_path
     assert not answer["measured"]
     assert json.loads((home / "store-full" / "config.json").read_text())["hidden_size"] == 8
     assert (home / "store-full" / "model.safetensors").is_file()
+
+
+def test_weights_in_the_cache_are_no_reason_to_take_more_than_the_configuration(repositories, tmp_path):
+    program = """
+import json, sys
+from mergestream.base.skeleton import open_base
+for config_only in (False, True):
+    base = open_base(sys.argv[1], config_only=config_only)
+    print(json.dumps({"source": base.source, "weights": base.has_weights}))
+"""
+    full, bare = run(["org/model"], repositories.endpoint, tmp_path / "home", program)
+    assert full == {"source": f"org/model@{COMMIT}", "weights": True}
+    assert bare == {"source": f"org/model@{COMMIT}", "weights": False}

@@ -1,0 +1,57 @@
+"""From what a user names to files on this machine: a local path, or else a hub id that is downloaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from mergestream.checkpoints.hub import download
+from mergestream.checkpoints.layout import is_weight_file
+from mergestream.errors import MergestreamError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+
+class Location(NamedTuple):
+    """A file or directory, and how people know it: by its path, or as ``org/name@commit``."""
+
+    path: Path
+    source: str
+
+    @property
+    def is_local(self) -> bool:
+        return self.source == str(self.path)
+
+
+def locate(source: str | Path, *, weights: bool = True) -> Location:
+    """Find a local file or directory, or download a hub id ``org/name[@revision]``.
+
+    Without ``weights`` only the configuration and what goes with it are downloaded.
+    """
+    with system_errors_explained(source):
+        path = Path(source).expanduser()
+        # Of a file only the directory is resolved: a cache's link tells the format by its name, its target does not.
+        path = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+        if path.exists():
+            return Location(path, str(path))
+        if _is_hub_id(source):
+            return Location(*download(str(source), weights=weights))
+    raise MergestreamError(f"{source} does not exist: give a directory, a file, or a hub id org/name[@revision]")
+
+
+@contextmanager
+def system_errors_explained(source: str | Path) -> Iterator[None]:
+    """What the system has against it, in a sentence: no permission, a name too long, a home that does not exist."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MergestreamError(f"{source} cannot be opened: {reason}") from error
+
+
+def _is_hub_id(source: str | Path) -> bool:
+    """Whether a name that is no local path may be one on the hub."""
+    return isinstance(source, str) and bool(_HUB_ID.fullmatch(source)) and not is_weight_file(source)
