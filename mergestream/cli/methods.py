@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from argparse import Namespace
+from argparse import ArgumentParser
+from dataclasses import dataclass, fields
 from typing import Any
 
-from mergestream.cli.common import print_json
-from mergestream.methods import METHODS
+from mergestream.cli.printing import print_json
+
+HELP = "list the methods and their parameters"
+EXAMPLES = "mergestream methods"
 
 
-def methods(arguments: Namespace) -> int:
-    if arguments.json:
-        print_json([_describe(name) for name in METHODS])
+@dataclass(frozen=True)
+class Options:
+    json: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(options: Options) -> int:
+    from mergestream.methods import METHODS
+
+    described = [_describe(name) for name in METHODS]
+    if options.json:
+        print_json(described)
         return 0
-    for name in METHODS:
-        described = _describe(name)
-        print(f"{name}: {described['summary']}")
-        for parameter in described["parameters"]:
+    for method in described:
+        print(f"{method['name']}: {method['summary']}")
+        for parameter in method["parameters"]:
             choices = f" ({', '.join(parameter['choices'])})" if parameter["choices"] else ""
             print(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
     return 0
 
 
 def _describe(name: str) -> dict[str, Any]:
+    import inspect
+
+    from mergestream.methods import METHODS
+
     method = METHODS[name]
     return {
         "name": name,
@@ -37,6 +53,6 @@ def _describe(name: str) -> dict[str, Any]:
                 "help": field.metadata["help"],
                 "choices": list(field.metadata["choices"]),
             }
-            for field in dataclasses.fields(method)
+            for field in fields(method)
         ],
     }

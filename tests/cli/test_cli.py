@@ -44,7 +44,7 @@ for arguments in (["--help"], ["add", "--help"], ["status", {str(store)!r}], ["l
         assert main(arguments) == 0
     except SystemExit as exit:
         assert exit.code == 0
-slow = {{"torch", "transformers", "numpy", "huggingface_hub"}} & sys.modules.keys()
+slow = {{"torch", "transformers", "numpy", "huggingface_hub", "rich"}} & sys.modules.keys()
 assert not slow, slow
 """
     result = python("-c", code)
