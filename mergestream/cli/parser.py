@@ -7,13 +7,14 @@ Every command is a module of the same shape: what it is (``HELP``, ``EXAMPLES``)
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import Action, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from itertools import takewhile
 from typing import Any, NoReturn, Protocol, cast
 
 from mergestream import __version__
-from mergestream.errors import UsageError
+from mergestream.errors import UsageError, nearest
 
 DESCRIPTION = """\
 Merge fine-tuned models into one model as they arrive.
@@ -54,32 +55,54 @@ def load(name: str) -> Command:
 
 def parse(words: Sequence[str]) -> tuple[Command, Any]:
     """The command that is meant, and its ``Options``. Wrong usage exits, as does help."""
-    parser = _make_parser(words[:1] if words and words[0] in COMMANDS else COMMANDS)
+    first, *others = words or [""]
+    if first in COMMANDS:
+        parser, parsers = _make_parser([first])
+        parsers[first].refuse_unknown_options(others)
+    else:
+        parser, _ = _make_parser(COMMANDS)
+        parser.refuse_unknown_options([first])
     values = vars(parser.parse_args(words))
     command = load(values.pop("command"))
     return command, command.Options(**values)
 
 
-def _make_parser(names: Iterable[str]) -> Parser:
-    """The parser of the whole command line, with the named commands."""
+def _make_parser(names: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the whole command line, and that of each of the named commands."""
     parser = Parser(prog="mergestream", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"mergestream {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    parsers: dict[str, Parser] = {}
     for name in names:
         command = load(name)
-        of_command = commands.add_parser(
+        parsers[name] = commands.add_parser(
             name,
             help=command.HELP,
             description=command.HELP[0].upper() + command.HELP[1:] + ".",
             epilog="\n  ".join(["examples:", *command.EXAMPLES.strip().splitlines()]),
             formatter_class=RawDescriptionHelpFormatter,
         )
-        command.add_arguments(of_command)
-    return parser
+        command.add_arguments(parsers[name])
+    return parser, parsers
 
 
 class Parser(ArgumentParser):
-    """Prints wrong usage like every other error, with exit code 2."""
+    """Prints wrong usage like every other error, with the nearest right word, and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(UsageError.exit_code, f"error: {message} (see: {self.prog} --help)\n")
+
+    def refuse_unknown_options(self, words: Iterable[str]) -> None:
+        """Before parsing, where argparse would say that a required option is missing when it is only misspelt."""
+        known = self._option_string_actions
+        for word in takewhile(lambda word: word != "--", words):
+            option = word.partition("=")[0]
+            is_option = word.startswith("--") and " " not in word  # as argparse sees it
+            if is_option and not any(name.startswith(option) for name in known):
+                self.error(f"there is no option {option}{nearest(option, known)}")
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        """Where argparse compares a command, or the value of an option, with its choices."""
+        if action.choices is not None and value not in action.choices:
+            choices = ", ".join(action.choices)
+            raise ArgumentError(action, f"there is no {value}{nearest(value, action.choices)} (there are: {choices})")

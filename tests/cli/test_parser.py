@@ -1,4 +1,4 @@
-"""The parser: all commands have one shape."""
+"""The parser: all commands have one shape, and what is nearly right is told what would be right."""
 
 from __future__ import annotations
 
@@ -43,6 +43,45 @@ def test_options_are_what_was_said():
     assert isinstance(options, ComputingOptions)
     engine = options.make_engine()
     assert (engine.workers, engine.max_memory, engine.device) == (3, 4_000_000_000, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("expot store out", "export"),
+        ("ad store expert --quiet", "add"),
+        ("--verson", "--version"),
+        ("export store out --overwite", "--overwrite"),
+        ("export store out --max-shard-sise=2GB", "--max-shard-size"),
+        ("init store --bse model", "--base"),
+        ("merge --base model expert --otu merged", "--out"),
+        ("bench vision --otput results", "--output"),
+        ("export store out --format lroa", "lora"),
+        ("report store --format htlm", "html"),
+        ("add store expert --engine locl", "local"),
+    ],
+)
+def test_an_unknown_word_gets_the_nearest_known_one(words, right, mergestream):
+    result = mergestream(*words.split())
+    assert result.code == 2 and result.out == ""
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1
+    assert f"; did you mean {right}?" in result.err
+
+
+@pytest.mark.parametrize("words", ["xyzzy", "status store --xyzzy", "status store extra", "status store -x"])
+def test_a_word_that_is_near_to_nothing_is_refused_without_a_guess(words, mergestream):
+    result = mergestream(*words.split())
+    assert result.code == 2 and result.err.startswith("error: ") and result.err.count("\n") == 1
+    assert "did you mean" not in result.err
+
+
+def test_what_only_looks_like_an_unknown_option_is_none():
+    assert parse(["export", "store", "out", "--over"])[1].overwrite, (
+        "options may be shortened as long as they are clear"
+    )
+    assert parse(["add", "store", "--", "--expert"])[1].experts == ["--expert"]
+    assert parse(["add", "store", "expert", "--name", "--an expert"])[1].name == "--an expert"
+    assert parse(["add", "store", "expert", "--name=--x"])[1].name == "--x"
 
 
 def test_no_command_imports_what_takes_long_before_it_runs():
