@@ -54,8 +54,9 @@ def load(name: str) -> Command:
 
 
 def parse(words: Sequence[str]) -> tuple[Command, Any]:
-    """The command that is meant, and its ``Options``. Wrong usage exits, as does help."""
-    first, *others = words or [""]
+    """The command that is meant, and its ``Options``. Wrong usage exits, as does help; no words at all ask for help."""
+    words = words or ["--help"]
+    first, *others = words
     if first in COMMANDS:
         parser, parsers = _make_parser([first])
         parsers[first].refuse_unknown_options(others)

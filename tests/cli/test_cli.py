@@ -330,7 +330,6 @@ def test_errors_name_file_and_tensor_and_say_what_to_do(junk, store, mergestream
 @pytest.mark.parametrize(
     "arguments",
     [
-        (),
         ("unknown",),
         ("init",),
         ("init", "STORE"),

@@ -45,6 +45,13 @@ def test_options_are_what_was_said():
     assert (engine.workers, engine.max_memory, engine.device) == (3, 4_000_000_000, "cpu")
 
 
+def test_no_command_is_a_question_for_help(mergestream):
+    asked, alone = mergestream("--help"), mergestream()
+    assert alone == asked and alone.code == 0 and alone.err == ""
+    for name in COMMANDS:
+        assert f"\n    {name} " in alone.out
+
+
 @pytest.mark.parametrize(
     ("words", "right"),
     [
