@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from mergestream.cli.parser import make_parser
+from mergestream.cli.parser import parse
 from mergestream.errors import MergestreamError, UsageError
 
 INTERRUPTED = 130
@@ -18,10 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show λ is no reason to fail
-    parsed = make_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    command, options = parse(words)
     try:
-        _check_text(sys.argv[1:] if arguments is None else arguments)
-        code: int = parsed.run(parsed)
+        _check_text(words)
+        code = command.run(options)
         sys.stdout.flush()
         return code
     except MergestreamError as error:
@@ -45,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return MergestreamError.exit_code
 
 
-def _check_text(arguments: Sequence[str]) -> None:
+def _check_text(words: Sequence[str]) -> None:
     """Names end up in JSON and in model cards, which are text."""
-    for argument in arguments:
-        if any("\ud800" <= character <= "\udfff" for character in argument):
-            raise UsageError(f"{argument!r} is not valid UTF-8; rename the file")
+    for word in words:
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise UsageError(f"{word!r} is not valid UTF-8; rename the file")

@@ -2,41 +2,63 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from argparse import Namespace
+from argparse import ArgumentParser
+from dataclasses import dataclass, fields
 from typing import Any
 
-from mergestream.cli.common import print_json
-from mergestream.methods import METHODS
+from mergestream.cli.printing import print_json
+from mergestream.errors import UsageError
+
+HELP = "list the methods, their parameters, and who brings them"
+EXAMPLES = "mergestream methods"
 
 
-def methods(arguments: Namespace) -> int:
-    if arguments.json:
-        print_json([_describe(name) for name in METHODS])
+@dataclass(frozen=True)
+class Options:
+    json: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(options: Options) -> int:
+    from mergestream.methods import METHODS
+
+    described = [_describe(name) for name in METHODS]
+    if options.json:
+        print_json(described)
         return 0
-    for name in METHODS:
-        described = _describe(name)
-        print(f"{name}: {described['summary']}")
-        for parameter in described["parameters"]:
+    for method in described:
+        brought = "" if method["origin"] == "mergestream" else f" (from {method['origin']})"
+        print(f"{method['name']}: {method['summary']}{brought}")
+        for parameter in method["parameters"]:
             choices = f" ({', '.join(parameter['choices'])})" if parameter["choices"] else ""
             print(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
     return 0
 
 
 def _describe(name: str) -> dict[str, Any]:
-    method = METHODS[name]
+    import inspect
+
+    from mergestream.methods import METHODS
+
+    described: dict[str, Any] = {"name": name, "origin": METHODS.origin(name)}
+    try:
+        method = METHODS[name]
+    except UsageError as error:  # of another package: the others are still there
+        return {**described, "summary": str(error), "commutative": None, "parameters": []}
     return {
-        "name": name,
+        **described,
         "summary": (inspect.getdoc(method) or "").splitlines()[0],
         "commutative": method().commutative,
         "parameters": [
             {
                 "name": field.name,
                 "default": field.default,
-                "help": field.metadata["help"],
-                "choices": list(field.metadata["choices"]),
+                "help": field.metadata.get("help", ""),
+                "choices": list(field.metadata.get("choices", ())),
             }
-            for field in dataclasses.fields(method)
+            for field in fields(method)
         ],
     }

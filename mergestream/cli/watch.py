@@ -1,32 +1,59 @@
-"""The watch command: absorb experts as they appear in a directory."""
+"""The watch command."""
 
 from __future__ import annotations
 
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mergestream.api import Store
-from mergestream.cli.common import open_store
-from mergestream.cli.store import print_step
+from mergestream.cli.add import print_step
+from mergestream.cli.options import (
+    ComputingOptions,
+    WorkingStoreOptions,
+    add_computing_options,
+    add_moved_base,
+    add_store,
+)
 from mergestream.errors import MergestreamError, StoreBusyError
+
+if TYPE_CHECKING:
+    from mergestream.api import Store
+
+HELP = "absorb experts as they appear in a directory, until interrupted"
+EXAMPLES = "mergestream watch store incoming/"
 
 Signature = tuple[tuple[str, int, int], ...]
 
 
-def watch(arguments: Namespace) -> int:
+@dataclass(frozen=True)
+class Options(WorkingStoreOptions, ComputingOptions):
+    directory: str
+    interval: float
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_store(parser)
+    parser.add_argument("directory", metavar="DIR", help="each file or directory in it is an expert")
+    parser.add_argument("--interval", type=float, default=10, metavar="SECONDS", help="between two looks (10)")
+    add_moved_base(parser)
+    add_computing_options(parser)
+
+
+def run(options: Options) -> int:
     """Look every few seconds; what has not changed between two looks is complete, and is added."""
-    directory = Path(arguments.directory)
+    directory = Path(options.directory)
     if not directory.is_dir():
         raise MergestreamError(f"{directory} is not a directory")
-    store = open_store(arguments)
+    store = options.open_store()
     watcher = Watcher(store, directory)
     print(f"watching {directory} for {store.path}; stop with Ctrl-C", flush=True)
     try:
         while True:
             watcher.look()
-            time.sleep(arguments.interval)
+            time.sleep(options.interval)
     except KeyboardInterrupt:
         return 0
 

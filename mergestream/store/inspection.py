@@ -48,7 +48,7 @@ class Inspection:
     """The cosine to each expert so far, from their sketches; None where one did not move at all"""
     kept: float
     lambda_: float
-    distance: float | None
+    distance: float
     fates: Mapping[str, int]
     seconds: float
     """Measured: absorbing without writing the state"""
@@ -72,7 +72,7 @@ class Inspection:
             cosines=cosines_to(store.path, store.history, arrival.sketch.values()),
             kept=totals.kept,
             lambda_=inverse(totals.scale),
-            distance=totals.distance,
+            distance=totals.distance or 0.0,
             fates=arrival.fates,
             seconds=round(seconds, 3),
             memory=sum(peaks[: store.engine.workers]),

@@ -44,7 +44,7 @@ for arguments in (["--help"], ["add", "--help"], ["status", {str(store)!r}], ["l
         assert main(arguments) == 0
     except SystemExit as exit:
         assert exit.code == 0
-slow = {{"torch", "transformers", "numpy", "huggingface_hub"}} & sys.modules.keys()
+slow = {{"torch", "transformers", "numpy", "huggingface_hub", "rich"}} & sys.modules.keys()
 assert not slow, slow
 """
     result = python("-c", code)
@@ -330,7 +330,6 @@ def test_errors_name_file_and_tensor_and_say_what_to_do(junk, store, mergestream
 @pytest.mark.parametrize(
     "arguments",
     [
-        (),
         ("unknown",),
         ("init",),
         ("init", "STORE"),

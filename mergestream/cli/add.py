@@ -1,0 +1,121 @@
+"""The add command."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mergestream.cli.inspect import print_inspection
+from mergestream.cli.log import entry_json
+from mergestream.cli.options import (
+    A_MODEL,
+    ComputingOptions,
+    DuplicateOptions,
+    ExpertOptions,
+    WorkingStoreOptions,
+    add_computing_options,
+    add_duplicate_option,
+    add_expert_options,
+    add_moved_base,
+    add_store,
+)
+from mergestream.cli.printing import print_json
+from mergestream.errors import UsageError
+
+if TYPE_CHECKING:
+    from mergestream.api import Store
+    from mergestream.store import Expert
+
+HELP = "absorb experts, in the given order, each as a step of its own"
+EXAMPLES = """
+mergestream add store path/to/expert
+mergestream add store experts/* --workers 4 --max-memory 8GB
+mergestream add store path/to/expert --dry-run
+mergestream add store path/to/expert --gate 'kept>=0.6' --gate 'max_cosine<=0.5'
+mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate 'score>=0.8'
+"""
+
+
+@dataclass(frozen=True)
+class Options(WorkingStoreOptions, ComputingOptions, ExpertOptions, DuplicateOptions):
+    experts: list[str]
+    name: str | None
+    dry_run: bool
+    gate: list[str]
+    evaluate: str | None
+    json: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_store(parser)
+    parser.add_argument("experts", nargs="+", metavar="EXPERT", help=A_MODEL)
+    parser.add_argument("--name", help="how to call the expert (the last part of its path)")
+    add_expert_options(parser)
+    add_duplicate_option(parser)
+    parser.add_argument("--dry-run", action="store_true", help="tell what would happen, change nothing (as inspect)")
+    parser.add_argument(
+        "--gate",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="refuse an expert that fails it; on kept, max_cosine, relative_norm, norm, lambda, distance or score",
+    )
+    parser.add_argument(
+        "--evaluate",
+        metavar="CMD",
+        help="run this on the merged model before it counts, with {model} for its directory; "
+        "score is the last number it prints",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was absorbed as JSON")
+    add_moved_base(parser)
+    add_computing_options(parser)
+
+
+def run(options: Options) -> int:
+    if options.name and len(options.experts) > 1:
+        raise UsageError("--name is for one expert, and several were given")
+    store = options.open_store()
+    if options.dry_run:
+        _tell(store, options)
+    else:
+        _absorb(store, options)
+    return 0
+
+
+def _tell(store: Store, options: Options) -> None:
+    told = [store.inspect(expert, partial=options.partial, ignore=options.ignore) for expert in options.experts]
+    if options.json:
+        print_json([inspection.to_json() for inspection in told])
+        return
+    for inspection in told:
+        print_inspection(inspection)
+
+
+def _absorb(store: Store, options: Options) -> None:
+    absorbed = []
+    try:
+        for expert in options.experts:
+            entry = store.add(
+                expert,
+                options.name,
+                partial=options.partial,
+                ignore=options.ignore,
+                allow_duplicate=options.allow_duplicate,
+                gates=options.gate,
+                evaluate=options.evaluate,
+            )
+            absorbed.append(entry)
+            if not options.json:
+                print_step(store, entry)
+    finally:  # those before a failing one are committed
+        if options.json:
+            print_json([entry_json(entry) for entry in absorbed])
+
+
+def print_step(store: Store, entry: Expert) -> None:
+    print(
+        f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  kept {entry.kept:.1%}  "
+        f"λ {entry.lambda_:.4g}  {entry.seconds:.1f} s",
+        flush=True,
+    )

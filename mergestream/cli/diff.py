@@ -1,0 +1,69 @@
+"""The diff command."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import dataclass
+
+from mergestream.cli.options import WorkingStoreOptions, add_moved_base, add_running_options, add_store
+from mergestream.cli.printing import print_json, print_table
+
+HELP = "compare two steps of a store, or a step and a checkpoint"
+EXAMPLES = """
+mergestream diff store 3 4
+mergestream diff store 0 4
+mergestream diff store 4 path/to/expert
+"""
+
+MOST_LAYERS = 20
+
+
+@dataclass(frozen=True)
+class Options(WorkingStoreOptions):
+    a: str
+    b: str
+    json: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_store(parser)
+    for side in ("A", "B"):
+        parser.add_argument(side.lower(), metavar=side, help="number of a step (0 is the base), or a checkpoint")
+    parser.add_argument("--json", action="store_true", help="one JSON object, with every layer and tensor")
+    add_moved_base(parser)
+    add_running_options(parser)
+
+
+def run(options: Options) -> int:
+    from mergestream.report.diff import compare
+
+    found = compare(options.open_store(), options.a, options.b)
+    if options.json:
+        print_json(found.to_json())
+        return 0
+    total = found.total
+    print(f"A: {found.a}, ‖A − base‖ {total.norm_a:.6g}")
+    print(f"B: {found.b}, ‖B − base‖ {total.norm_b:.6g}")
+    print(f"‖A − B‖ {total.distance:.6g}   cosine of A − base and B − base {_cosine_text(total.cosine)}")
+    print("\nlayers that moved most:")
+    print_table(
+        ("layer", "‖A − B‖", "share", "‖A − base‖", "‖B − base‖", "cosine"),
+        (
+            (
+                layer,
+                f"{one.distance:.4g}",
+                f"{one.distance**2 / total.distance**2:.1%}" if total.distance else "-",
+                f"{one.norm_a:.4g}",
+                f"{one.norm_b:.4g}",
+                _cosine_text(one.cosine),
+            )
+            for layer, one in list(found.layers.items())[:MOST_LAYERS]
+        ),
+    )
+    if len(found.layers) > MOST_LAYERS:
+        print(f"… and {len(found.layers) - MOST_LAYERS} more (--json lists all, and the tensors)")
+    return 0
+
+
+def _cosine_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

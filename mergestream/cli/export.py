@@ -1,0 +1,91 @@
+"""The export command."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import dataclass
+
+from mergestream.cli.options import (
+    OutputOptions,
+    WorkingStoreOptions,
+    add_moved_base,
+    add_output_options,
+    add_running_options,
+    add_store,
+    at_least,
+    command_line,
+)
+from mergestream.errors import UsageError
+
+HELP = "write the merged model as a directory that from_pretrained loads"
+EXAMPLES = """
+mergestream export store merged
+mergestream export store merged --dtype bfloat16 --max-shard-size 2GB --overwrite
+mergestream export store merged-for-spam --task spam
+mergestream export store merged-gently --scale 0.2
+mergestream export store merged-adapter --format lora --rank 32
+"""
+
+
+@dataclass(frozen=True)
+class Options(WorkingStoreOptions, OutputOptions):
+    task: str | None
+    format: str
+    rank: int | None
+    scale: str | None
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_store(parser)
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--task", metavar="NAME", help="with the head of this expert")
+    parser.add_argument("--format", choices=("full", "lora"), default="full", help="a model, or a PEFT adapter (full)")
+    parser.add_argument("--rank", type=at_least(1), metavar="K", help="the adapter's rank (exact without)")
+    parser.add_argument(
+        "--scale",
+        metavar="X",
+        help="merged = base + X · direction: adaptive, sqrt, mean or a number (the method's own)",
+    )
+    add_output_options(parser)
+    add_moved_base(parser)
+    add_running_options(parser)
+
+
+def run(options: Options) -> int:
+    if options.format == "full" and options.rank is not None:
+        raise UsageError("--rank is for adapters: add --format lora")
+    if options.format == "lora" and options.task is not None:
+        raise UsageError("--task is for full models: an adapter has no head of its own")
+    if options.format == "lora":
+        _export_adapter(options)
+    else:
+        _export_model(options)
+    return 0
+
+
+def _export_adapter(options: Options) -> None:
+    store = options.open_store()
+    energy = store.export_adapter(
+        options.out,
+        rank=options.rank,
+        scale=options.scale,
+        dtype=options.dtype,
+        overwrite=options.overwrite,
+        command=command_line(),
+    )
+    exact = "exactly" if energy.lost_share < 1e-12 else f"{energy.lost_share:.3%} of the energy left out"
+    print(f"{options.out}: {store.manifest.step} experts merged by {store.manifest.method}, {exact}")
+
+
+def _export_model(options: Options) -> None:
+    store = options.open_store()
+    out = store.export(
+        options.out,
+        dtype=options.dtype,
+        scale=options.scale,
+        task=options.task,
+        max_shard_size=options.max_shard_size,
+        overwrite=options.overwrite,
+        command=command_line(),
+    )
+    print(f"{out}: {store.manifest.step} experts merged by {store.manifest.method}")

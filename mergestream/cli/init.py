@@ -1,0 +1,78 @@
+"""The init command."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections import Counter
+from dataclasses import dataclass
+
+from mergestream.cli.options import (
+    MethodOptions,
+    RoleOptions,
+    RunningOptions,
+    add_method_options,
+    add_required_base,
+    add_role_options,
+    add_running_options,
+    add_store,
+    at_least,
+)
+from mergestream.cli.printing import counts_text
+from mergestream.cli.status import method_text
+
+HELP = "make an empty store for a base model"
+EXAMPLES = """
+mergestream init store --base path/to/base
+mergestream init store --base org/model@main --method ties --set density=0.1 --set mode=streaming
+mergestream init store --base bert --heads 'classifier.*' --not-linear '*.pooler.*'
+mergestream init store --base org/model --config-only --max-rank 64    # adapters only
+"""
+
+
+@dataclass(frozen=True)
+class Options(MethodOptions, RoleOptions, RunningOptions):
+    store: str
+    base: str
+    heads: list[str]
+    keep: int
+    config_only: bool
+    max_rank: int | None
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_store(parser)
+    add_required_base(parser)
+    add_method_options(parser)
+    add_role_options(parser)
+    parser.add_argument(
+        "--heads", action="append", default=[], metavar="GLOB", help="tensors kept per expert, not merged"
+    )
+    parser.add_argument("--keep", type=int, default=1, metavar="N", help="earlier steps kept for undo (1)")
+    parser.add_argument(
+        "--config-only", action="store_true", help="fetch and read the base's weights only when they are needed"
+    )
+    parser.add_argument(
+        "--max-rank", type=at_least(1), metavar="K", help="bound the rank of what adapters add up to (exact without)"
+    )
+    add_running_options(parser)
+
+
+def run(options: Options) -> int:
+    from mergestream.api import Store
+
+    store = Store.create(
+        options.store,
+        base=options.base,
+        method=options.make_method(),
+        linear=options.linear,
+        not_linear=options.not_linear,
+        heads=options.heads,
+        keep=options.keep,
+        max_rank=options.max_rank,
+        config_only=options.config_only,
+        engine=options.make_engine(),
+        progress=options.make_progress(),
+    )
+    print(f"{store.path}: {method_text(store)} on {store.manifest.base.source}")
+    print(counts_text(Counter(tensor.role for tensor in store.manifest.base.tensors.values())))
+    return 0

@@ -1,0 +1,115 @@
+"""The inspect command."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mergestream.cli.options import (
+    ComputingOptions,
+    ExpertOptions,
+    WorkingStoreOptions,
+    add_computing_options,
+    add_expert_options,
+    add_moved_base,
+    add_store,
+)
+from mergestream.cli.printing import counts_text, print_json, print_table
+from mergestream.sizes import format_size
+
+if TYPE_CHECKING:
+    from mergestream.store.inspection import Inspection
+
+HELP = "tell what adding an expert would do; changes nothing"
+EXAMPLES = """
+mergestream inspect store path/to/expert
+mergestream inspect store path/to/expert --json
+"""
+
+MOST_LAYERS = 5
+MOST_TENSORS = 20
+
+
+@dataclass(frozen=True)
+class Options(WorkingStoreOptions, ComputingOptions, ExpertOptions):
+    expert: str
+    json: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_store(parser)
+    parser.add_argument("expert", metavar="EXPERT")
+    add_expert_options(parser)
+    parser.add_argument("--json", action="store_true", help="all facts, as one JSON object")
+    add_moved_base(parser)
+    add_computing_options(parser)
+
+
+def run(options: Options) -> int:
+    inspection = options.open_store().inspect(options.expert, partial=options.partial, ignore=options.ignore)
+    if options.json:
+        print_json(inspection.to_json())
+    else:
+        print_inspection(inspection)
+    return 0
+
+
+def print_inspection(inspection: Inspection) -> None:
+    print(f"{inspection.source} would be step {inspection.step}")
+    if inspection.duplicate_of:
+        print(f"it has been absorbed already, as {inspection.duplicate_of}")
+    print(f"tensors: {counts_text(inspection.fates)}")
+    print(f"‖Δ‖ {inspection.norm:.4g}, {inspection.relative_norm:.2f} × the mean of the experts so far")
+    if inspection.large:
+        print("warning: it is so much larger than they are that it would outweigh them")
+    print(f"kept {inspection.kept:.1%}   λ {inspection.lambda_:.4g}   distance to the base {inspection.distance:.4g}")
+    print(
+        f"time about {inspection.seconds:.1f} s   RAM for tensors {format_size(inspection.memory)}   "
+        f"disk {format_size(inspection.disk)}"
+    )
+    if inspection.cosines:
+        _print_cosines(inspection)
+    if inspection.kept < 1:
+        _print_layers(inspection)
+    _print_linear_weights(inspection)
+
+
+def _print_cosines(inspection: Inspection) -> None:
+    print("\ncosine to each expert, largest first:")
+    known = {name: value for name, value in inspection.cosines.items() if value is not None}
+    print_table(
+        ("expert", "cosine"),
+        ((name, f"{known[name]:.3f}") for name in sorted(known, key=lambda name: -known[name])),
+    )
+
+
+def _print_layers(inspection: Inspection) -> None:
+    print("\nlayers with the most interference:")
+    print_table(
+        ("layer", "kept"),
+        ((layer, f"{share:.1%}") for layer, share in list(inspection.layers.items())[:MOST_LAYERS]),
+    )
+
+
+def _print_linear_weights(inspection: Inspection) -> None:
+    linear = {name: tensor for name, tensor in inspection.tensors.items() if tensor.role == "linear"}
+    if not linear:
+        return
+    print("\nlinear weights by what survives, least first:")
+    least = sorted(linear.items(), key=lambda item: (item[1].kept, item[0]))
+    print_table(
+        ("tensor", "kept", "‖Δ‖", "‖Δ‖/‖θ⁰‖", "protected"),
+        (
+            (
+                name,
+                f"{t.kept:.1%}",
+                f"{t.norm:.4g}",
+                f"{t.relative_norm:.2%}",
+                "-" if t.protected is None else t.protected,
+            )
+            for name, t in least[:MOST_TENSORS]
+        ),
+    )
+    if len(least) > MOST_TENSORS:
+        print(f"… and {len(least) - MOST_TENSORS} more (--json lists all)")

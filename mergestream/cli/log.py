@@ -1,0 +1,70 @@
+"""The log command."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mergestream.cli.options import StoreOptions, add_store
+from mergestream.cli.printing import print_json, print_table
+
+if TYPE_CHECKING:
+    from mergestream.store import Expert
+
+HELP = "list the absorbed experts"
+EXAMPLES = "mergestream log store --json"
+
+
+@dataclass(frozen=True)
+class Options(StoreOptions):
+    json: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_store(parser)
+    parser.add_argument("--json", action="store_true", help="a JSON list, one object per expert")
+
+
+def run(options: Options) -> int:
+    store = options.open_store()
+    if options.json:
+        print_json([entry_json(entry) for entry in store.history])
+        return 0
+    if not store.history:
+        print(f"{store.path} has absorbed nothing yet")
+        return 0
+    print_table(
+        ("expert", "added", "digest", "step", "‖Δ‖", "kept", "λ", "rank", "dropped"),
+        (
+            (
+                *(e.name, e.added, e.digest[:12], number, f"{e.norm:.4g}", f"{e.kept:.1%}", f"{e.lambda_:.4g}"),
+                *(e.rank or "-", f"{e.lost:.2%}" if e.lost else "-"),
+            )
+            for number, e in enumerate(store.history, 1)
+        ),
+        left=3,
+    )
+    return 0
+
+
+def entry_json(entry: Expert) -> dict[str, Any]:
+    """An absorbed expert as one object."""
+    return {
+        "name": entry.name,
+        "source": entry.source,
+        "digest": entry.digest,
+        "norm": entry.norm,
+        "lambda": entry.lambda_,
+        "kept": entry.kept,
+        "time": entry.added,
+        "seconds": entry.seconds,
+        "mean_norm": entry.mean_norm,
+        "distance": entry.distance,
+        "rank": entry.rank,
+        "lost": entry.lost,
+        "tensors": dict(entry.fates),
+        "options": dict(entry.options),
+        "gates": [dict(gate) for gate in entry.gates],
+        "evaluation": entry.evaluation,
+    }

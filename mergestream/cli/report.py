@@ -1,0 +1,64 @@
+"""The report command."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergestream.cli.options import StoreOptions, add_store
+from mergestream.errors import UsageError
+
+HELP = "write a page with the figures and facts of a store"
+EXAMPLES = """
+mergestream report store -o report.html
+mergestream report store --format md
+mergestream report store -o report.json
+"""
+
+FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
+"""By a file's ending."""
+
+
+@dataclass(frozen=True)
+class Options(StoreOptions):
+    out: str | None
+    format: str | None
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_store(parser)
+    parser.add_argument("-o", "--out", metavar="FILE", help="where to (md and json: standard output)")
+    parser.add_argument("--format", choices=("html", "md", "json"), help="what to write (by FILE's ending, or html)")
+
+
+def run(options: Options) -> int:
+    out = Path(options.out) if options.out else None
+    form = options.format or (FORMATS.get(out.suffix.lower(), "html") if out else "html")
+    if form == "html" and out is None:
+        raise UsageError("say where the page is to be written: -o report.html")
+    text = _render(options, form)
+    if out is None:
+        print(text, end="")
+        return 0
+    from mergestream.files import write_text
+
+    write_text(out, text)
+    print(f"{out}: the report of {options.store}")
+    return 0
+
+
+def _render(options: Options, form: str) -> str:
+    from mergestream.report.facts import Facts
+
+    facts = Facts.of(options.open_store())
+    if form == "html":
+        from mergestream.report.page import page
+
+        return page(facts)
+    if form == "md":
+        from mergestream.report.markdown import markdown
+
+        return markdown(facts)
+    return json.dumps(facts.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"

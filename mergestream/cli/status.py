@@ -1,0 +1,118 @@
+"""The status command."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mergestream.cli.options import StoreOptions, add_store
+from mergestream.cli.printing import counts_text, print_json, print_table
+
+if TYPE_CHECKING:
+    from mergestream.api import Store
+
+HELP = "show what a store holds, and what each tensor is"
+EXAMPLES = """
+mergestream status store
+mergestream status store --tensors
+mergestream status store --json
+"""
+
+
+@dataclass(frozen=True)
+class Options(StoreOptions):
+    tensors: bool
+    json: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_store(parser)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor with its role and rule")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(options: Options) -> int:
+    store = options.open_store()
+    if options.json:
+        print_json(_status_json(store))
+        return 0
+    _print_status(store)
+    if options.tensors:
+        print()
+        _print_tensors(store)
+    return 0
+
+
+def _print_status(store: Store) -> None:
+    base = store.manifest.base
+    print(f"{store.path}: {store.manifest.step} experts merged by {method_text(store)}")
+    print(f"base: {base.source}")
+    print(f"tensors: {counts_text(Counter(tensor.role for tensor in base.tensors.values()))}")
+    if store.history:
+        last = store.history[-1]
+        distance = "" if last.distance is None else f"   distance to the base {last.distance:.6g}"
+        print(f"λ {last.lambda_:.6g}   n {last.mean_norm:.6g}{distance}")
+        print(f"last: {last.name} ({last.added})")
+        if last.rank or last.lost:
+            print(_ranks_text(store))
+
+
+def _ranks_text(store: Store) -> str:
+    """How large the factors are, and what bounding them has cost so far."""
+    bound = f", bounded by {store.manifest.max_rank}" if store.manifest.max_rank else ""
+    lost = [entry for entry in store.history if entry.lost]
+    cost = f"; {len(lost)} steps dropped up to {max(e.lost for e in lost):.2%} of the energy" if lost else ""
+    return f"in factors of rank {store.history[-1].rank} at most{bound}{cost}"
+
+
+def _print_tensors(store: Store) -> None:
+    print_table(
+        ("tensor", "role", "rule", "dtype", "shape"),
+        (
+            (name, tensor.role, tensor.rule, tensor.dtype, "×".join(map(str, tensor.shape)) or "scalar")
+            for name, tensor in store.manifest.base.tensors.items()
+        ),
+        left=4,
+    )
+
+
+def method_text(store: Store) -> str:
+    """``opcm(alpha=0.5)``"""
+    parameters = ", ".join(f"{key}={value}" for key, value in store.manifest.parameters.items())
+    return f"{store.manifest.method}({parameters})"
+
+
+def _status_json(store: Store) -> dict[str, Any]:
+    """The store as one object, nothing in it volatile."""
+    manifest = store.manifest
+    last = manifest.history[-1] if manifest.history else None
+    tensors = manifest.base.tensors
+    return {
+        "step": manifest.step,
+        "method": manifest.method,
+        "parameters": dict(manifest.parameters),
+        "base": {"source": manifest.base.source, "digest": manifest.base.digest},
+        "lambda": last.lambda_ if last else None,
+        "n": last.mean_norm if last else None,
+        "distance": last.distance if last else 0.0,
+        "experts": [entry.name for entry in manifest.history],
+        "keep": manifest.keep,
+        "max_rank": manifest.max_rank,
+        "rank": last.rank if last else 0,
+        "lost": [entry.lost for entry in manifest.history],
+        "heads": list(manifest.base.heads),
+        "counts": dict(sorted(Counter(tensor.role for tensor in tensors.values()).items())),
+        "tensors": [
+            {
+                "name": name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "role": tensor.role,
+                "rule": tensor.rule,
+                "tied_to": tensor.tied_to,
+            }
+            for name, tensor in tensors.items()
+        ],
+    }

@@ -1,0 +1,107 @@
+"""The parser: all commands have one shape, and what is nearly right is told what would be right."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import subprocess
+import sys
+from argparse import ArgumentParser
+
+import pytest
+
+from mergestream.cli.options import ComputingOptions
+from mergestream.cli.parser import COMMANDS, load, parse
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_the_same_shape(name):
+    command = load(name)
+    assert command.HELP and "\n" not in command.HELP and not command.HELP.endswith(".")
+    assert callable(command.run)
+    parser = ArgumentParser(add_help=False)
+    command.add_arguments(parser)
+    destinations = [action.dest for action in parser._actions]
+    assert sorted(destinations) == sorted(field.name for field in dataclasses.fields(command.Options))
+    assert command.Options.__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_example_parses(name):
+    examples = load(name).EXAMPLES.strip().splitlines()
+    assert examples
+    for example in examples:
+        program, *words = shlex.split(example, comments=True)
+        assert program == "mergestream" and words[0] == name
+        command, options = parse(words)
+        assert command is load(name) and isinstance(options, command.Options)
+
+
+def test_options_are_what_was_said():
+    _, options = parse(["add", "store", "a", "b", "--max-memory", "4GB", "--gate", "kept>=0.6", "--workers", "3"])
+    assert (options.store, options.experts, options.gate) == ("store", ["a", "b"], ["kept>=0.6"])
+    assert isinstance(options, ComputingOptions)
+    engine = options.make_engine()
+    assert (engine.workers, engine.max_memory, engine.device) == (3, 4_000_000_000, "cpu")
+
+
+def test_no_command_is_a_question_for_help(mergestream):
+    asked, alone = mergestream("--help"), mergestream()
+    assert alone == asked and alone.code == 0 and alone.err == ""
+    for name in COMMANDS:
+        assert f"\n    {name} " in alone.out
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("expot store out", "export"),
+        ("ad store expert --quiet", "add"),
+        ("--verson", "--version"),
+        ("export store out --overwite", "--overwrite"),
+        ("export store out --max-shard-sise=2GB", "--max-shard-size"),
+        ("init store --bse model", "--base"),
+        ("merge --base model expert --otu merged", "--out"),
+        ("bench vision --otput results", "--output"),
+        ("export store out --format lroa", "lora"),
+        ("report store --format htlm", "html"),
+        ("add store expert --engine locl", "local"),
+    ],
+)
+def test_an_unknown_word_gets_the_nearest_known_one(words, right, mergestream):
+    result = mergestream(*words.split())
+    assert result.code == 2 and result.out == ""
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1
+    assert f"; did you mean {right}?" in result.err
+
+
+@pytest.mark.parametrize("words", ["xyzzy", "status store --xyzzy", "status store extra", "status store -x"])
+def test_a_word_that_is_near_to_nothing_is_refused_without_a_guess(words, mergestream):
+    result = mergestream(*words.split())
+    assert result.code == 2 and result.err.startswith("error: ") and result.err.count("\n") == 1
+    assert "did you mean" not in result.err
+
+
+def test_what_only_looks_like_an_unknown_option_is_none():
+    assert parse(["export", "store", "out", "--over"])[1].overwrite, (
+        "options may be shortened as long as they are clear"
+    )
+    assert parse(["add", "store", "--", "--expert"])[1].experts == ["--expert"]
+    assert parse(["add", "store", "expert", "--name", "--an expert"])[1].name == "--an expert"
+    assert parse(["add", "store", "expert", "--name=--x"])[1].name == "--x"
+
+
+def test_no_command_imports_what_takes_long_before_it_runs():
+    code = """
+import sys
+from mergestream.cli.parser import COMMANDS, parse
+for name in COMMANDS:
+    try:
+        parse([name, "--help"])
+    except SystemExit as exit:
+        assert exit.code == 0
+slow = {"torch", "transformers", "numpy", "huggingface_hub", "rich", "mergestream.store"} & sys.modules.keys()
+assert not slow, slow
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
