@@ -28,7 +28,8 @@ from benchmarks.measure import ROOT, Cost, run
 from benchmarks.suite import Target
 from mergestream import OPCM
 from mergestream.algebra.lowrank import LowRank, dense
-from mergestream.algebra.svd import project, protected_directions, thin_svd
+from mergestream.algebra.projection import project, protected_directions
+from mergestream.algebra.svd import thin_svd
 from mergestream.api import Store
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.local import single_threaded

@@ -165,9 +165,9 @@ class Step:
         context = self.context(name, self.counts[-1], thresholds)
         if name in self.bounds:
             return self._absorb_factors(vector, name, context, writer)
-        layout = self.method.layout(context)
+        layout, whole = self.method.layout(context), self.method.is_whole(context)
         before = self._state_before(name)
-        whole = self.method.is_whole(context)
+        held = {slot: dense(value) for slot, value in before.items()} if before is not None else None
         sketched = self.sketch.tensor(name) if self.sketch else None
         hashers = {slot: TensorHasher(form.dtype, form.shape) for slot, form in layout.items()}
         kept, directions = SquaredNorm(), SquaredNorm()
@@ -175,8 +175,8 @@ class Step:
         for start, piece in [(0, vector.whole(name))] if whole else vector.pieces(name):
             if sketched:
                 sketched.update(start, piece)
-            state = before and {slot: _cut(value, start, piece, whole, self.device) for slot, value in before.items()}
-            absorbed = self.method.absorb(state or None, piece.to(self.device), context)
+            state = held if whole or held is None else _cut(held, start, piece)
+            absorbed = self.method.absorb(self._on_device(state), piece.to(self.device), context)
             if absorbed.kept is not None:
                 kept.add(dense(absorbed.kept))
             if self.measures_direction:
@@ -231,20 +231,28 @@ class Step:
     def directions(
         self, name: str, thresholds: Sequence[Mapping[str, float]], base: BasePieces
     ) -> Iterator[tuple[int, Tensor, list[float | None]]]:
-        """All task vectors at once, without a state: consecutive elements of the direction after the last of them,
-        and ‖kept‖² of each (None where all is kept). They share the pieces of the ``base``."""
+        """Carry one tensor through all task vectors, without a state before or after: consecutive elements of the
+        direction at the end, and what they add to ‖kept‖² of each (None where all is kept).
+
+        Pieces go side by side and share those of the ``base``; of whole tensors only one is held at a time.
+        """
         contexts = [self.context(name, t, found) for t, found in zip(self.counts, thresholds, strict=True)]
-        if self.method.is_whole(contexts[0]):
-            deltas = [vector.whole(name).to(self.device) for vector in self.vectors]
-            kept2, direction = self.method.absorb_all(deltas, contexts)
-            flat = direction.cpu().reshape(-1)
-            for start, stop in ranges(flat.numel()):
-                yield start, flat[start:stop], kept2
-                kept2 = [0.0] * len(kept2)
+        if not self.method.is_whole(contexts[0]):
+            for arriving in zip(*(vector.pieces(name, base) for vector in self.vectors), strict=True):
+                kept2, direction = self.method.absorb_all([delta.to(self.device) for _, delta in arriving], contexts)
+                yield arriving[0][0], direction.cpu(), kept2
             return
-        for arriving in zip(*(vector.pieces(name, base) for vector in self.vectors), strict=True):
-            kept2, direction = self.method.absorb_all([delta.to(self.device) for _, delta in arriving], contexts)
-            yield arriving[0][0], direction.cpu(), kept2
+        state: State | None = None
+        kept2 = []
+        for vector, context in zip(self.vectors, contexts, strict=True):
+            absorbed = self.method.absorb(state, vector.whole(name).to(self.device), context)
+            state = absorbed.state
+            kept2.append(None if absorbed.kept is None else squared_norm(absorbed.kept))
+        assert state is not None
+        flat = dense(self.method.direction(state, contexts[-1])).cpu().reshape(-1)
+        for start, stop in ranges(flat.numel()):
+            yield start, flat[start:stop], kept2
+            kept2 = [None if part is None else 0.0 for part in kept2]
 
     @property
     def measures_direction(self) -> bool:
@@ -260,13 +268,16 @@ class Step:
             context = self.context(name, self.counts[-1])
             if name in self.bounds:
                 sizes[name] = self.bounds[name].workspace
-                continue
-            numel = math.prod(context.shape)
-            held = numel if self.method.is_whole(context) else min(pieces.PIECE, numel)
-            slots = max((math.prod(form.shape) for form in self.method.layout(context).values()), default=0)
-            largest = max(held, slots) if self.method.is_whole(context) else held
-            sizes[name] = (WORKSPACE + len(self.vectors) - 1) * largest * context.dtype.itemsize
+            elif self.method.is_whole(context):
+                forms = (context.like, *self.method.layout(context).values())
+                sizes[name] = WORKSPACE * max(math.prod(form.shape) * form.dtype.itemsize for form in forms)
+            else:
+                together = WORKSPACE + len(self.vectors) - 1
+                sizes[name] = together * min(pieces.PIECE, math.prod(context.shape)) * context.dtype.itemsize
         return sizes
+
+    def _on_device(self, state: dict[str, Tensor] | None) -> State | None:
+        return None if state is None else {slot: value.to(self.device) for slot, value in state.items()}
 
     def _state_before(self, name: str) -> State | None:
         if not self.before:
@@ -283,13 +294,10 @@ def tensor_context(tensor: BaseTensor, t: int, thresholds: Mapping[str, float]) 
 def carries_through(method: Method, count: int) -> bool:
     """Whether a tensor can be carried through so many models and read out without the other tensors: then a one-shot
     merge needs no store."""
-    rankings = [method.ranking(t) for t in range(1, count + 1)]
-    return method.scale_rule != "adaptive" and all(
-        ranking is None or ranking.names == ("delta",) for ranking in rankings
-    )
+    rankings = [ranking for t in range(1, count + 1) if (ranking := method.ranking(t))]
+    return method.scale_rule != "adaptive" and all(ranking.names == ("delta",) for ranking in rankings)
 
 
-def _cut(value: Value, start: int, piece: Tensor, whole: bool, device: str) -> Tensor:
-    """The part of a slot that belongs to a piece; all of it for a whole tensor."""
-    slot = dense(value)
-    return (slot if whole else slot.reshape(-1)[start : start + piece.numel()]).to(device)
+def _cut(state: dict[str, Tensor], start: int, piece: Tensor) -> dict[str, Tensor]:
+    """The part of every slot that belongs to a piece."""
+    return {slot: value.reshape(-1)[start : start + piece.numel()] for slot, value in state.items()}

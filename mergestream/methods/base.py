@@ -147,7 +147,8 @@ class Method(ABC):
         """The merged task vector up to a scale that is common to all tensors, in the form of what was absorbed."""
 
     def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
-        """‖kept‖² of every Δ (None where all is kept), and the direction after the last.
+        """‖kept‖² of every Δ (None where all is kept), and the direction after the last, for pieces of elementwise
+        tensors.
 
         Where all models are at hand, a method may know a shorter way to the same than absorbing one after the other.
         The deltas may be written to.

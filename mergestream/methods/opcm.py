@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from mergestream.algebra.lowrank import Value, dense
-from mergestream.algebra.svd import project, protected_directions, thin_svd
+from mergestream.algebra.projection import project, protected_directions
+from mergestream.algebra.svd import thin_svd
 from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
 from mergestream.methods.scale import Scale
 

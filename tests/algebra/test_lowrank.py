@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mergestream.algebra.lowrank import Basis, LowRank, dense, squared_norm
-from mergestream.algebra.svd import project, protected_directions, thin_svd
+from mergestream.algebra.projection import project, protected_directions
+from mergestream.algebra.svd import thin_svd
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mergestream.algebra import lapack
-from mergestream.algebra.svd import RANK_TOLERANCE, project, protected_directions, thin_svd
+from mergestream.algebra.projection import project, protected_directions
+from mergestream.algebra.svd import RANK_TOLERANCE, thin_svd
 
 SHAPES = [(24, 60), (40, 40), (60, 24), (1, 7), (7, 1), (1, 1), (2, 2)]
 PROJECTIONS = ["reference", "paper", "block"]
