@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -71,6 +71,8 @@ class Model:
     label: str
     elements: Callable[[str], Elements | None]
     """By the name of a tensor: its difference from the base; None where that is zero"""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that a tensor takes at its peak, where it is not streamed"""
 
 
 def compare(store: StoreDirectory, a: str, b: str) -> Comparison:
@@ -78,10 +80,11 @@ def compare(store: StoreDirectory, a: str, b: str) -> Comparison:
     tensors = {name: tensor.numel for name, tensor in store.manifest.base.tensors.items() if tensor.merges}
     with ExitStack() as stack:
         left, right = (_open(stack, store, which) for which in (a, b))
+        memory = {name: left.memory.get(name, 0) + right.memory.get(name, 0) for name in tensors}
         found: dict[str, Sums] = {}
         with store.progress.task("comparing", sum(tensors.values()) * 4) as advance:
             for name, sums in store.engine.run(
-                tensors, lambda name: _sums(left.elements(name), right.elements(name), tensors[name])
+                tensors, lambda name: _sums(left.elements(name), right.elements(name), tensors[name]), memory
             ):
                 found[name] = sums
                 advance(tensors[name] * 4)
@@ -117,7 +120,7 @@ def _open_step(stack: ExitStack, store: StoreDirectory, number: int) -> Model:
         direction = readout.elements(name)
         return None if direction is None else lambda start, stop: direction(start, stop) * scale
 
-    return Model(f"step {number} ({snapshot.last.name})", elements)
+    return Model(f"step {number} ({snapshot.last.name})", elements, readout.memory)
 
 
 def _sums(a: Elements | None, b: Elements | None, numel: int) -> Sums:

@@ -200,6 +200,7 @@ class Arrival:
             "source": self.source,
             "fingerprint": self.vector.expert.fingerprint,
             "after": [entry.digest for entry in self.store.history],
+            "measured": self.step.measures_direction,
             **self.options,
         }
         before = self.before.state if self.before else None

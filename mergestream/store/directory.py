@@ -221,17 +221,11 @@ class StoreDirectory:
         A writer may commit meanwhile, take steps back and write others in their place: what was opened
         counts only if the manifest is the same before and after.
         """
+        self.manifest = Manifest.load(self.path)
         while True:
             manifest = self.manifest
             number = manifest.step if step is None else step
-            if not manifest.history:
-                raise MergestreamError(f"{self.path} has absorbed nothing yet; add an expert first")
-            if number > manifest.step:
-                raise MergestreamError(f"{self.path} has taken {manifest.step} steps, there is no step {number}")
-            if number < manifest.step and not step_directory(self.path, number).is_dir():
-                raise MergestreamError(
-                    f"{self.path} no longer keeps step {number}; a store made with a larger --keep goes back further"
-                )
+            self._check_kept(number)
             reader, fault = None, None
             try:
                 reader = StepReader(self.path, number)
@@ -244,6 +238,17 @@ class StoreDirectory:
                 return Snapshot(self.path, manifest.at(number), reader)
             if reader is not None:
                 reader.close()
+
+    def _check_kept(self, number: int) -> None:
+        """Refuse a step that the store has not taken, or no longer keeps."""
+        if not self.history:
+            raise MergestreamError(f"{self.path} has absorbed nothing yet; add an expert first")
+        if number > self.manifest.step:
+            raise MergestreamError(f"{self.path} has taken {self.manifest.step} steps, there is no step {number}")
+        if number < self.manifest.step and not step_directory(self.path, number).is_dir():
+            raise MergestreamError(
+                f"{self.path} no longer keeps step {number}; a store made with a larger --keep goes back further"
+            )
 
     def _free_name(self, name: str | None, source: str) -> str:
         taken = {entry.name for entry in self.history}
