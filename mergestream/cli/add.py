@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mergestream.cli.inspect import print_inspection
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import (
-    A_MODEL,
-    ComputingOptions,
-    DuplicateOptions,
-    ExpertOptions,
-    WorkingStoreOptions,
-    add_computing_options,
-    add_duplicate_option,
-    add_expert_options,
-    add_moved_base,
-    add_store,
-)
+from mergestream.cli.options import A_MODEL, AddingOptions, ComputingOptions, WorkingStoreOptions, argument, repeated, switch
 from mergestream.cli.printing import print_json
 from mergestream.errors import UsageError
 
@@ -38,38 +26,22 @@ mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, ComputingOptions, ExpertOptions, DuplicateOptions):
-    experts: list[str]
-    name: str | None
-    dry_run: bool
-    gate: list[str]
-    evaluate: str | None
-    json: bool
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_store(parser)
-    parser.add_argument("experts", nargs="+", metavar="EXPERT", help=A_MODEL)
-    parser.add_argument("--name", help="how to call the expert (the last part of its path)")
-    add_expert_options(parser)
-    add_duplicate_option(parser)
-    parser.add_argument("--dry-run", action="store_true", help="tell what would happen, change nothing (as inspect)")
-    parser.add_argument(
+class Options(WorkingStoreOptions, ComputingOptions, AddingOptions):
+    experts: list[str] = argument(nargs="+", metavar="EXPERT", help=A_MODEL)
+    name: str | None = argument("--name", help="how to call the expert (the last part of its path)")
+    dry_run: bool = switch("--dry-run", "tell what would happen, change nothing (as inspect)")
+    gate: list[str] = repeated(
         "--gate",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="refuse an expert that fails it; on kept, max_cosine, relative_norm, norm, lambda, distance or score",
+        "CONDITION",
+        "refuse an expert that fails it; on kept, max_cosine, relative_norm, norm, lambda, distance or score",
     )
-    parser.add_argument(
+    evaluate: str | None = argument(
         "--evaluate",
         metavar="CMD",
         help="run this on the merged model before it counts, with {model} for its directory; "
         "score is the last number it prints",
     )
-    parser.add_argument("--json", action="store_true", help="print what was absorbed as JSON")
-    add_moved_base(parser)
-    add_computing_options(parser)
+    json: bool = switch("--json", "print what was absorbed as JSON")
 
 
 def run(options: Options) -> int:
@@ -77,18 +49,18 @@ def run(options: Options) -> int:
         raise UsageError("--name is for one expert, and several were given")
     store = options.open_store()
     if options.dry_run:
-        _tell(store, options)
+        _inspect(store, options)
     else:
         _absorb(store, options)
     return 0
 
 
-def _tell(store: Store, options: Options) -> None:
-    told = [store.inspect(expert, partial=options.partial, ignore=options.ignore) for expert in options.experts]
+def _inspect(store: Store, options: Options) -> None:
+    inspections = [store.inspect(expert, partial=options.partial, ignore=options.ignore) for expert in options.experts]
     if options.json:
-        print_json([inspection.to_json() for inspection in told])
+        print_json([inspection.to_json() for inspection in inspections])
         return
-    for inspection in told:
+    for inspection in inspections:
         print_inspection(inspection)
 
 

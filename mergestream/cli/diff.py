@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from dataclasses import dataclass
 
-from mergestream.cli.options import WorkingStoreOptions, add_moved_base, add_running_options, add_store
+from mergestream.cli.options import WorkingStoreOptions, argument, switch
 from mergestream.cli.printing import print_json, print_table
 
 HELP = "compare two steps of a store, or a step and a checkpoint"
@@ -20,18 +19,9 @@ MOST_LAYERS = 20
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions):
-    a: str
-    b: str
-    json: bool
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_store(parser)
-    for side in ("A", "B"):
-        parser.add_argument(side.lower(), metavar=side, help="number of a step (0 is the base), or a checkpoint")
-    parser.add_argument("--json", action="store_true", help="one JSON object, with every layer and tensor")
-    add_moved_base(parser)
-    add_running_options(parser)
+    a: str = argument(metavar="A", help="number of a step (0 is the base), or a checkpoint")
+    b: str = argument(metavar="B", help="the other, likewise")
+    json: bool = switch("--json", "one JSON object, with every layer and tensor")
 
 
 def run(options: Options) -> int:

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from dataclasses import dataclass
 
-from mergestream.cli.options import (
-    OutputOptions,
-    WorkingStoreOptions,
-    add_moved_base,
-    add_output_options,
-    add_running_options,
-    add_store,
-    at_least,
-    command_line,
-)
+from mergestream.cli.options import OutputOptions, WorkingStoreOptions, argument, at_least, command_line
 from mergestream.errors import UsageError
 
 HELP = "write the merged model as a directory that from_pretrained loads"
@@ -29,26 +19,17 @@ mergestream export store merged-adapter --format lora --rank 32
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, OutputOptions):
-    task: str | None
-    format: str
-    rank: int | None
-    scale: str | None
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_store(parser)
-    parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--task", metavar="NAME", help="with the head of this expert")
-    parser.add_argument("--format", choices=("full", "lora"), default="full", help="a model, or a PEFT adapter (full)")
-    parser.add_argument("--rank", type=at_least(1), metavar="K", help="the adapter's rank (exact without)")
-    parser.add_argument(
+    out: str = argument(metavar="OUT")
+    task: str | None = argument("--task", metavar="NAME", help="with the head of this expert")
+    format: str = argument(
+        "--format", choices=("full", "lora"), default="full", help="a model, or a PEFT adapter (full)"
+    )
+    rank: int | None = argument("--rank", type=at_least(1), metavar="K", help="the adapter's rank (exact without)")
+    scale: str | None = argument(
         "--scale",
         metavar="X",
         help="merged = base + X · direction: adaptive, sqrt, mean or a number (the method's own)",
     )
-    add_output_options(parser)
-    add_moved_base(parser)
-    add_running_options(parser)
 
 
 def run(options: Options) -> int:

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections import Counter
 from dataclasses import dataclass
 
-from mergestream.cli.options import (
-    MethodOptions,
-    RoleOptions,
-    RunningOptions,
-    add_method_options,
-    add_required_base,
-    add_role_options,
-    add_running_options,
-    add_store,
-    at_least,
-)
+from mergestream.cli.options import MethodOptions, RunningOptions, argument, at_least, repeated, switch
 from mergestream.cli.printing import counts_text
 from mergestream.cli.status import method_text
 
@@ -30,31 +19,14 @@ mergestream init store --base org/model --config-only --max-rank 64    # adapter
 
 
 @dataclass(frozen=True)
-class Options(MethodOptions, RoleOptions, RunningOptions):
-    store: str
-    base: str
-    heads: list[str]
-    keep: int
-    config_only: bool
-    max_rank: int | None
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_store(parser)
-    add_required_base(parser)
-    add_method_options(parser)
-    add_role_options(parser)
-    parser.add_argument(
-        "--heads", action="append", default=[], metavar="GLOB", help="tensors kept per expert, not merged"
-    )
-    parser.add_argument("--keep", type=int, default=1, metavar="N", help="earlier steps kept for undo (1)")
-    parser.add_argument(
-        "--config-only", action="store_true", help="fetch and read the base's weights only when they are needed"
-    )
-    parser.add_argument(
+class Options(MethodOptions, RunningOptions):
+    store: str = argument(metavar="STORE")
+    heads: list[str] = repeated("--heads", "GLOB", "tensors kept per expert, not merged")
+    keep: int = argument("--keep", type=int, default=1, metavar="N", help="earlier steps kept for undo (1)")
+    config_only: bool = switch("--config-only", "fetch and read the base's weights only when they are needed")
+    max_rank: int | None = argument(
         "--max-rank", type=at_least(1), metavar="K", help="bound the rank of what adapters add up to (exact without)"
     )
-    add_running_options(parser)
 
 
 def run(options: Options) -> int:

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mergestream.cli.options import (
-    ComputingOptions,
-    ExpertOptions,
-    WorkingStoreOptions,
-    add_computing_options,
-    add_expert_options,
-    add_moved_base,
-    add_store,
-)
+from mergestream.cli.options import A_MODEL, ComputingOptions, ExpertOptions, WorkingStoreOptions, argument, switch
 from mergestream.cli.printing import counts_text, print_json, print_table
 from mergestream.sizes import format_size
 
@@ -33,17 +24,8 @@ MOST_TENSORS = 20
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, ExpertOptions):
-    expert: str
-    json: bool
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_store(parser)
-    parser.add_argument("expert", metavar="EXPERT")
-    add_expert_options(parser)
-    parser.add_argument("--json", action="store_true", help="all facts, as one JSON object")
-    add_moved_base(parser)
-    add_computing_options(parser)
+    expert: str = argument(metavar="EXPERT", help=A_MODEL)
+    json: bool = switch("--json", "all facts, as one JSON object")
 
 
 def run(options: Options) -> int:

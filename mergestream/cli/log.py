@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mergestream.cli.options import StoreOptions, add_store
+from mergestream.cli.options import StoreOptions, switch
 from mergestream.cli.printing import print_json, print_table
 
 if TYPE_CHECKING:
@@ -18,12 +17,7 @@ EXAMPLES = "mergestream log store --json"
 
 @dataclass(frozen=True)
 class Options(StoreOptions):
-    json: bool
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_store(parser)
-    parser.add_argument("--json", action="store_true", help="a JSON list, one object per expert")
+    json: bool = switch("--json", "a JSON list, one object per expert")
 
 
 def run(options: Options) -> int:

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from dataclasses import dataclass
 
-from mergestream.cli.options import (
-    ComputingOptions,
-    DuplicateOptions,
-    ExpertOptions,
-    MethodOptions,
-    OutputOptions,
-    RoleOptions,
-    add_computing_options,
-    add_duplicate_option,
-    add_expert_options,
-    add_method_options,
-    add_output_options,
-    add_required_base,
-    add_role_options,
-    command_line,
-)
+from mergestream.cli.options import A_MODEL, AddingOptions, ComputingOptions, MethodOptions, OutputOptions, argument, at_least, command_line
 
 HELP = "merge experts that are all at hand, in one go"
 EXAMPLES = """
@@ -30,21 +14,15 @@ mergestream merge --base base --method opcm --alpha 0.4 experts/* -o merged
 
 
 @dataclass(frozen=True)
-class Options(MethodOptions, RoleOptions, ExpertOptions, DuplicateOptions, OutputOptions, ComputingOptions):
-    experts: list[str]
-    base: str
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("experts", nargs="+", metavar="EXPERT")
-    add_required_base(parser)
-    add_method_options(parser)
-    add_role_options(parser)
-    add_expert_options(parser)
-    add_duplicate_option(parser)
-    parser.add_argument("-o", "--out", required=True, metavar="OUT")
-    add_output_options(parser)
-    add_computing_options(parser, workers="one where each file is read once, else all cores")
+class Options(MethodOptions, AddingOptions, OutputOptions, ComputingOptions):
+    experts: list[str] = argument(nargs="+", metavar="EXPERT", help=A_MODEL)
+    out: str = argument("-o", "--out", required=True, metavar="OUT", help="the directory to be")
+    workers: int | None = argument(
+        "--workers",
+        type=at_least(1),
+        metavar="N",
+        help="tensors worked on at a time (one where each file is read once, else all cores)",
+    )
 
 
 def run(options: Options) -> int:

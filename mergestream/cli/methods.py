@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mergestream.cli.options import switch
 from mergestream.cli.printing import print_json
 from mergestream.errors import UsageError
 
@@ -15,11 +15,7 @@ EXAMPLES = "mergestream methods"
 
 @dataclass(frozen=True)
 class Options:
-    json: bool
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    json: bool = switch("--json", "as JSON")
 
 
 def run(options: Options) -> int:

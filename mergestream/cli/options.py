@@ -1,6 +1,7 @@
-"""Options that several commands share: what they are called, what they are parsed into, and what is made of them.
+"""Options: dataclasses whose fields are the arguments of a command, and what is made of those that commands share.
 
-A command's own ``Options`` inherits from the groups whose arguments it adds. Defaults are given once, to argparse.
+A command's own ``Options`` inherits the groups that it needs. Each argument is declared once: its name and type by the
+field, the rest as argparse knows it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import UsageError
@@ -22,6 +23,30 @@ if TYPE_CHECKING:
 
 A_MODEL = "directory, file, or hub id org/name[@revision]"
 """What names a base or an expert."""
+
+
+def argument(*flags: str, **settings: Any) -> Any:
+    """A field that is given on the command line: by one of the flags, or by its place if there are none."""
+    return field(metadata={"flags": flags, "settings": settings})
+
+
+def switch(flag: str, help: str) -> Any:
+    return argument(flag, action="store_true", help=help)
+
+
+def repeated(flag: str, metavar: str, help: str) -> Any:
+    return argument(flag, action="append", default=[], metavar=metavar, help=help)
+
+
+def add_arguments(parser: ArgumentParser, options: type[Any]) -> None:
+    """All fields of an options class; in the help those of the command itself come before inherited ones."""
+    own = vars(options).get("__annotations__", {})
+    for item in sorted(fields(options), key=lambda item: bool(item.metadata["flags"]) and item.name not in own):
+        flags, settings = item.metadata["flags"], item.metadata["settings"]
+        if flags:
+            parser.add_argument(*flags, dest=item.name, **settings)
+        else:
+            parser.add_argument(item.name, **settings)
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -47,15 +72,14 @@ def size(text: str) -> int:
         raise ArgumentTypeError(str(error)) from None
 
 
-# --- how the work runs -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RunningOptions:
     """How many tensors are worked on at a time, and whether progress is shown."""
 
-    workers: int | None
-    quiet: bool
+    workers: int | None = argument(
+        "--workers", type=at_least(1), metavar="N", help="tensors worked on at a time (all cores)"
+    )
+    quiet: bool = switch("--quiet", "no progress bars and no notes")
 
     def make_engine(self, usual_workers: int | None = None) -> Engine:
         """``usual_workers`` is how many there are if the user does not say; else it is the engine's own choice."""
@@ -73,9 +97,11 @@ class RunningOptions:
 class ComputingOptions(RunningOptions):
     """The same for commands that compute: also within which memory, and on what."""
 
-    max_memory: int | None
-    device: str
-    engine: str
+    max_memory: int | None = argument(
+        "--max-memory", type=size, metavar="SIZE", help="budget for tensors in RAM, such as 4GB"
+    )
+    device: str = argument("--device", default="cpu", help="where the arithmetic runs: cpu, cuda or cuda:N (cpu)")
+    engine: str = argument("--engine", default="local", metavar="NAME", help="who runs the work (local)")
 
     def make_engine(self, usual_workers: int | None = None) -> Engine:
         from mergestream.engine import ENGINES
@@ -103,35 +129,11 @@ def _checked_device(device: str) -> str:
     return device
 
 
-def add_running_options(parser: ArgumentParser) -> None:
-    _add_workers(parser, "all cores")
-    _add_quiet(parser)
-
-
-def add_computing_options(parser: ArgumentParser, workers: str = "all cores") -> None:
-    _add_workers(parser, workers)
-    parser.add_argument("--max-memory", type=size, metavar="SIZE", help="budget for tensors in RAM, such as 4GB")
-    parser.add_argument("--device", default="cpu", help="where the arithmetic runs: cpu, cuda or cuda:N (cpu)")
-    parser.add_argument("--engine", default="local", metavar="NAME", help="who runs the work (local)")
-    _add_quiet(parser)
-
-
-def _add_workers(parser: ArgumentParser, default: str) -> None:
-    parser.add_argument("--workers", type=at_least(1), metavar="N", help=f"tensors worked on at a time ({default})")
-
-
-def _add_quiet(parser: ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
-
-
-# --- the store and its base --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StoreOptions:
     """Which store is looked at."""
 
-    store: str
+    store: str = argument(metavar="STORE")
 
     def open_store(self) -> Store:
         from mergestream.api import Store
@@ -143,7 +145,9 @@ class StoreOptions:
 class WorkingStoreOptions(StoreOptions, RunningOptions):
     """Which store is worked with: by an engine, and re-pointed to ``--base`` where that is given."""
 
-    base: str | None
+    base: str | None = argument(
+        "--base", metavar="MODEL", help="where the base is now, if it has moved (its digest is checked)"
+    )
 
     def open_store(self) -> Store:
         from mergestream.api import Store
@@ -154,30 +158,20 @@ class WorkingStoreOptions(StoreOptions, RunningOptions):
         return store
 
 
-def add_store(parser: ArgumentParser) -> None:
-    parser.add_argument("store", metavar="STORE")
-
-
-def add_moved_base(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--base", metavar="MODEL", help="where the base is now, if it has moved (its digest is checked)"
-    )
-
-
-def add_required_base(parser: ArgumentParser) -> None:
-    parser.add_argument("--base", required=True, metavar="MODEL", help=A_MODEL)
-
-
-# --- how models are merged ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MethodOptions:
-    """Which method merges, with which parameters."""
+    """Which base is merged into, by which method, with which parameters, and which tensors are linear weights."""
 
-    method: str
-    alpha: float | None
-    parameters: list[str]
+    base: str = argument("--base", required=True, metavar="MODEL", help=A_MODEL)
+    method: str = argument(
+        "--method", default="opcm", metavar="M", help="opcm, average, …: see mergestream methods (opcm)"
+    )
+    alpha: float | None = argument(
+        "--alpha", type=float, help="OPCM's projection threshold, the same as --set alpha=…"
+    )
+    parameters: list[str] = repeated("--set", "KEY=VALUE", "a parameter of the method")
+    linear: list[str] = repeated("--linear", "GLOB", "tensors to treat as linear weights")
+    not_linear: list[str] = repeated("--not-linear", "GLOB", "tensors not to treat as linear weights")
 
     def make_method(self) -> Method:
         from mergestream.methods import make_method
@@ -193,74 +187,30 @@ class MethodOptions:
         return make_method(self.method, parameters)
 
 
-def add_method_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--method", default="opcm", metavar="M", help="opcm, average, …: see mergestream methods (opcm)"
-    )
-    parser.add_argument("--alpha", type=float, help="OPCM's projection threshold, the same as --set alpha=…")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="parameters", help="a parameter of the method"
-    )
-
-
-@dataclass(frozen=True)
-class RoleOptions:
-    """Which tensors are linear weights, where the rules of mergestream would say otherwise."""
-
-    linear: list[str]
-    not_linear: list[str]
-
-
-def add_role_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--linear", action="append", default=[], metavar="GLOB", help="tensors to treat as linear weights")
-    add("--not-linear", action="append", default=[], metavar="GLOB", help="tensors not to treat as linear weights")
-
-
 @dataclass(frozen=True)
 class ExpertOptions:
     """Which tensors an expert may lack, and which of its own are left out."""
 
-    partial: bool
-    ignore: list[str]
-
-
-def add_expert_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--partial", action="store_true", help="tensors missing from an expert count as unchanged")
-    parser.add_argument("--ignore", action="append", default=[], metavar="GLOB", help="leave these tensors out")
+    partial: bool = switch("--partial", "tensors missing from an expert count as unchanged")
+    ignore: list[str] = repeated("--ignore", "GLOB", "leave these tensors out")
 
 
 @dataclass(frozen=True)
-class DuplicateOptions:
-    """Whether an expert may come twice."""
+class AddingOptions(ExpertOptions):
+    """The same for experts that are merged: also whether one may come twice."""
 
-    allow_duplicate: bool
-
-
-def add_duplicate_option(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--allow-duplicate", action="store_true", help="also one that was absorbed already, or the base itself"
-    )
-
-
-# --- what is written ---------------------------------------------------------------------------------------
+    allow_duplicate: bool = switch("--allow-duplicate", "also one that was absorbed already, or the base itself")
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How a model is written."""
+    """How a model is written; where to has a place of its own on every command line."""
 
-    out: str
-    dtype: str | None
-    max_shard_size: int
-    overwrite: bool
-
-
-def add_output_options(parser: ArgumentParser) -> None:
-    """All but ``out``, which is a place of its own on every command line."""
-    parser.add_argument("--dtype", help="float32, float16, bfloat16 or float64 (the base's own)")
-    parser.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help="size of a file (5GB)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
+    dtype: str | None = argument("--dtype", help="float32, float16, bfloat16 or float64 (the base's own)")
+    max_shard_size: int = argument(
+        "--max-shard-size", type=size, default="5GB", metavar="SIZE", help="size of a file (5GB)"
+    )
+    overwrite: bool = switch("--overwrite", "replace an existing directory")
 
 
 def command_line() -> str:

@@ -1,7 +1,7 @@
 """From the words of a command line to a command and its options.
 
-Every command is a module of the same shape: what it is (``HELP``, ``EXAMPLES``), what it is told (``Options``,
-``add_arguments``) and what it does (``run``). Help is to answer at once: what takes time to import is imported by
+Every command is a module of the same shape: what it is (``HELP``, ``EXAMPLES``), what it is told (``Options``) and what it
+does (``run``). Help is to answer at once: what takes time to import is imported by
 ``run``, and the other commands' modules are only imported to list them.
 """
 
@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Any, NoReturn, Protocol, cast
 
 from mergestream import __version__
+from mergestream.cli.options import add_arguments
 from mergestream.errors import UsageError, nearest
 
 DESCRIPTION = """\
@@ -43,8 +44,6 @@ class Command(Protocol):
     @property
     def Options(self) -> type[Any]:  # noqa: N802
         """A dataclass with a field for every argument."""
-
-    def add_arguments(self, parser: ArgumentParser) -> None: ...
 
     def run(self, options: Any) -> int: ...
 
@@ -83,7 +82,7 @@ def _make_parser(names: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
             epilog="\n  ".join(["examples:", *command.EXAMPLES.strip().splitlines()]),
             formatter_class=RawDescriptionHelpFormatter,
         )
-        command.add_arguments(parsers[name])
+        add_arguments(parsers[name], command.Options)
     return parser, parsers
 
 

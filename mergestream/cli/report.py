@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergestream.cli.options import StoreOptions, add_store
+from mergestream.cli.options import StoreOptions, argument
 from mergestream.errors import UsageError
 
 HELP = "write a page with the figures and facts of a store"
@@ -23,14 +22,10 @@ FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 
 @dataclass(frozen=True)
 class Options(StoreOptions):
-    out: str | None
-    format: str | None
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_store(parser)
-    parser.add_argument("-o", "--out", metavar="FILE", help="where to (md and json: standard output)")
-    parser.add_argument("--format", choices=("html", "md", "json"), help="what to write (by FILE's ending, or html)")
+    out: str | None = argument("-o", "--out", metavar="FILE", help="where to (md and json: standard output)")
+    format: str | None = argument(
+        "--format", choices=("html", "md", "json"), help="what to write (by FILE's ending, or html)"
+    )
 
 
 def run(options: Options) -> int:

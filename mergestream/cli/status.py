@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mergestream.cli.options import StoreOptions, add_store
+from mergestream.cli.options import StoreOptions, switch
 from mergestream.cli.printing import counts_text, print_json, print_table
 
 if TYPE_CHECKING:
@@ -23,14 +22,8 @@ mergestream status store --json
 
 @dataclass(frozen=True)
 class Options(StoreOptions):
-    tensors: bool
-    json: bool
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_store(parser)
-    parser.add_argument("--tensors", action="store_true", help="list every tensor with its role and rule")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    tensors: bool = switch("--tensors", "list every tensor with its role and rule")
+    json: bool = switch("--json", "one JSON object")
 
 
 def run(options: Options) -> int:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 
-from mergestream.cli.options import StoreOptions, add_store
+from mergestream.cli.options import StoreOptions
 
 HELP = "go back to before the last expert"
 EXAMPLES = "mergestream undo store"
 
 Options = StoreOptions
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_store(parser)
 
 
 def run(options: Options) -> int:

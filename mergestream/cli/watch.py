@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.cli.add import print_step
-from mergestream.cli.options import (
-    ComputingOptions,
-    WorkingStoreOptions,
-    add_computing_options,
-    add_moved_base,
-    add_store,
-)
+from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
 from mergestream.errors import MergestreamError, StoreBusyError
 
 if TYPE_CHECKING:
@@ -30,16 +23,10 @@ Signature = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions):
-    directory: str
-    interval: float
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_store(parser)
-    parser.add_argument("directory", metavar="DIR", help="each file or directory in it is an expert")
-    parser.add_argument("--interval", type=float, default=10, metavar="SECONDS", help="between two looks (10)")
-    add_moved_base(parser)
-    add_computing_options(parser)
+    directory: str = argument(metavar="DIR", help="each file or directory in it is an expert")
+    interval: float = argument(
+        "--interval", type=float, default=10, metavar="SECONDS", help="between two looks (10)"
+    )
 
 
 def run(options: Options) -> int:
