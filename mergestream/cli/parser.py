@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 
 from mergestream import __version__
+from mergestream.cli import bench
 from mergestream.cli.options import at_least, size
 from mergestream.errors import UsageError
-from mergestream.evaluation.command import add_arguments as add_bench_arguments
 
 DESCRIPTION = """\
 Merge fine-tuned models into one model as they arrive.
@@ -230,23 +231,18 @@ def make_parser() -> argparse.ArgumentParser:
     _running_options(watch)
     watch.set_defaults(run=_lazy("mergestream.cli.watch", "watch"))
 
-    bench = command(
-        "bench",
-        "merge a suite's experts in shuffled orders with several methods, and score every task after each step",
-        """
-        mergestream bench vision --tasks 8 --orders 10 -o results
-        mergestream bench text --methods opcm --orders 3 --sweep alpha=0.1:1.0:0.1 -o results
-        mergestream bench clip --model vit-b-32 --tasks 8 --orders 10 -o results
-        mergestream bench my-suite.yaml --methods opcm,average --evaluate 'python score.py {model} {task}' -o results
-        """,
-    )
-    add_bench_arguments(bench)
-    bench.set_defaults(run=_lazy("mergestream.evaluation.command", "run"))
+    benched = command("bench", bench.HELP, bench.EXAMPLES)
+    bench.add_arguments(benched)
+    benched.set_defaults(run=_bench)
 
     methods = command("methods", "list the methods and their parameters", "mergestream methods")
     methods.add_argument("--json", action="store_true", help="as JSON")
     methods.set_defaults(run=_lazy("mergestream.cli.methods", "methods"))
     return parser
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    return bench.run(bench.Options(**{field.name: getattr(arguments, field.name) for field in fields(bench.Options)}))
 
 
 def _lazy(module: str, function: str) -> Callable[[argparse.Namespace], int]:

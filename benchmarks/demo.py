@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mergestream.evaluation.results import Results
-    from mergestream.evaluation.suites.base import TrainedSuite
+    from mergestream.evaluation.suites.base import Suite
 
 METHODS = ("opcm", "average")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mergestream.evaluation.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.add_argument("-o", "--output", default="demo-output", metavar="DIR", help="where everything goes")
     output = Path(parser.parse_args(arguments).output)
 
@@ -37,14 +37,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(output: Path) -> None:
-    from mergestream.evaluation.bench import Plan, run_bench
-    from mergestream.evaluation.command import progress_bars, write_report
+    from mergestream.evaluation.bench import Plan, run_bench, write_report
+    from mergestream.evaluation.progress import progress_bars
     from mergestream.evaluation.rows import Row
-    from mergestream.evaluation.suites.text import text_suite
+    from mergestream.evaluation.suites.catalogue import open_suite
     from mergestream.evaluation.workers import available_cores
 
     started = time.monotonic()
-    suite = text_suite(tasks=4, test_limit=200)
+    suite = open_suite("text", tasks=4, test_limit=200)
     print(f"MiniLM and four text tasks ({', '.join(suite.tasks)}); four experts, fine-tuned here or from the cache.")
     plan = Plan([Row(method) for method in METHODS], orders=1, full_orders=1, workers=available_cores())
     with progress_bars() as on_progress:
@@ -60,7 +60,7 @@ def run(output: Path) -> None:
 
 def accuracy_report(results: Results) -> str:
     """The accuracy matrix of each method as text, ACC and BWT below it."""
-    from mergestream.evaluation.metrics import average_accuracy, backward_transfer
+    from mergestream.report.metrics import average_accuracy, backward_transfer
 
     lines = []
     for method in METHODS:
@@ -80,7 +80,7 @@ def _cells(values: list[str]) -> str:
     return "".join(f"{value:>14}" for value in values)
 
 
-def merged_model(suite: TrainedSuite, results: Results, output: Path) -> tuple[Path, Path]:
+def merged_model(suite: Suite, results: Results, output: Path) -> tuple[Path, Path]:
     """The same OPCM merge once more, kept: a store to go on with, its merged model, and its report with the scores."""
     from mergestream.report.facts import Facts
     from mergestream.report.page import page

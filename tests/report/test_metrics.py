@@ -2,7 +2,7 @@
 
 import pytest
 
-from mergestream.evaluation.metrics import (
+from mergestream.report.metrics import (
     Spread,
     average_accuracy,
     backward_transfer,

@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from benchmarks.suites.fetch import Package, fetch
 from mergestream.evaluation.cache import cache_directory, cached_directory
-from mergestream.evaluation.fetch import Package, fetch
+from mergestream.evaluation.pretrained import load_pretrained
 
 if TYPE_CHECKING:
     import torch
@@ -46,17 +47,6 @@ class Backbone(Protocol):
 
     def features(self, model: torch.nn.Module, items: Sequence[Any]) -> Tensor:
         """One row of features for each item."""
-
-
-def load_pretrained(class_name: str, directory: Path, **options: Any) -> torch.nn.Module:
-    """``transformers.<class_name>.from_pretrained`` without its progress bars, in float32, without dropout."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # a tower out of a whole model is meant to leave the rest
-    model_class = getattr(transformers, class_name)
-    model: torch.nn.Module = model_class.from_pretrained(directory, local_files_only=True, **options)
-    return model.float().eval()
 
 
 class MiniLM:

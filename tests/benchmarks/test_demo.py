@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks import demo
 from mergestream.errors import MergestreamError
-from mergestream.evaluation import demo
 from mergestream.evaluation.results import Results, Run
 
 

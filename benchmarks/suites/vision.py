@@ -16,13 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.errors import UsageError
-from mergestream.evaluation.backbones import DINOv2Small
-from mergestream.evaluation.fetch import Package, fetch
-from mergestream.evaluation.suites.base import Data, Task, TrainedSuite
-from mergestream.evaluation.suites.scripts import SIDE, TEST_IMAGES, TRAIN_IMAGES, script_task
-from mergestream.evaluation.suites.text import ECCD
-from mergestream.evaluation.training import Recipe
+from benchmarks.suites.backbones import DINOv2Small
+from benchmarks.suites.fetch import Package, fetch
+from benchmarks.suites.scripts import SIDE, TEST_IMAGES, TRAIN_IMAGES, script_task
+from benchmarks.suites.text import ECCD
+from benchmarks.suites.trained import Data, Task, TrainedSuite
+from benchmarks.suites.training import Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -247,8 +246,4 @@ TASKS = (
     _task("emoji-vendor", EMOJI_VENDORS, (EMOJI,), emoji_vendor),
 )
 
-
-def vision_suite(tasks: int = 8, test_limit: int = 500) -> TrainedSuite:
-    if not 2 <= tasks <= len(TASKS):
-        raise UsageError(f"the vision suite has between 2 and {len(TASKS)} tasks (8, 14 or 18), not {tasks}")
-    return TrainedSuite("vision", DINOv2Small(), TASKS[:tasks], RECIPE, test_limit=test_limit)
+SUITE = TrainedSuite("vision", DINOv2Small(), TASKS, RECIPE)

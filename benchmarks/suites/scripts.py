@@ -12,13 +12,12 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache, partial
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.suites.fetch import Package, fetch_all
+from benchmarks.suites.trained import Data, Task
 from mergestream.errors import MergestreamError
-from mergestream.evaluation.fetch import Package, fetch_all
-from mergestream.evaluation.suites.base import Data, Task
 
 if TYPE_CHECKING:
     from PIL.ImageFont import FreeTypeFont
@@ -30,8 +29,7 @@ NOT_CHARACTERS = ("\ufffe", "\U000efffe", "\u0378")
 
 @cache
 def catalogue() -> dict[str, Any]:
-    text = files("mergestream.evaluation.suites").joinpath("fonts.json").read_text("utf-8")
-    loaded: dict[str, Any] = json.loads(text)
+    loaded: dict[str, Any] = json.loads((Path(__file__).parent / "fonts.json").read_text("utf-8"))
     return loaded
 
 

