@@ -59,7 +59,7 @@ class CustomSuite(Suite):
     def limited(self, tasks: int | None = None, test_limit: int | None = None) -> Suite:
         if test_limit is not None:
             raise UsageError(
-                f"{self.source}: the suite {self.name} is scored on all its test data: leave --test-limit out"
+                f"{self.source}: the suite {self.name} is scored on all its test data; leave --test-limit out"
             )
         if tasks is None:
             return self
