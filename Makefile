@@ -13,7 +13,7 @@ BIN := .venv/bin
 	touch $@
 
 demo: .venv/installed
-	$(BIN)/python -m mergestream.evaluation.demo
+	$(BIN)/python -m benchmarks.demo
 
 test: .venv/installed lint
 	$(BIN)/python -m pytest -q --durations=10

@@ -146,8 +146,7 @@ def plot(points: Sequence[Point], directory: Path) -> None:
                 axis.set_ylim(bottom=0)
             else:
                 axis.legend(fontsize=8)
-    for suffix in ("png", "svg"):
-        figure.savefig(directory / f"growth.{suffix}", dpi=120)
+    figure.savefig(directory / "growth.png", dpi=120)
 
 
 def main() -> None:

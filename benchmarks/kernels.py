@@ -1,6 +1,6 @@
 """The OPCM kernel: what was tried, and the bare kernels that no OPCM step can do without.
 
-    python -m benchmarks.kernels                                    the tables of docs/performance.md
+    python -m benchmarks.kernels                                    the tables of docs/notes/performance.md
     python -m benchmarks.kernels --base B --experts E1 E2           the limit for one step on these checkpoints
 
 The tables run every way to decompose S and project Δ on one thread, interleaved, and print the median of the

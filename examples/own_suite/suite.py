@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from features import features
+from safetensors.torch import load_file
+
 from mergestream.evaluation.suites.custom import CustomSuite, CustomTask
 
 HERE = Path(__file__).parent
@@ -9,13 +12,6 @@ HERE = Path(__file__).parent
 
 def accuracy_on(task: str):
     def accuracy(model: Path) -> float:
-        import sys
-
-        from safetensors.torch import load_file
-
-        sys.path.insert(0, str(HERE))
-        from features import features
-
         test = load_file(HERE / "data" / task / "test.safetensors")
         head = load_file(HERE / "heads" / f"{task}.safetensors")["weight"]
         return float(((features(model, test["inputs"]) @ head.T).argmax(1) == test["labels"]).double().mean())

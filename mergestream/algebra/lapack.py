@@ -3,7 +3,7 @@
 ``eigh`` is three steps: A = Q T Qᵀ with T tridiagonal, T = Z Λ Zᵀ, and the vectors Q Z. The eigenvalues and Z need
 float64, the last product does not, and it is the longest. torch offers only the three together in one precision,
 so the first two are called in the LAPACK that NumPy's wheels bring along and have loaded already. That is 1.5
-times as fast (docs/performance.md). NumPy built in another way does not have these names: then torch does it all.
+times as fast (docs/notes/performance.md). NumPy built in another way does not have these names: then torch does it all.
 """
 
 from __future__ import annotations

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from mergestream.cli.inspect import print_inspection
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import A_MODEL, AddingOptions, ComputingOptions, WorkingStoreOptions, argument, repeated, switch
+from mergestream.cli.options import (
+    A_MODEL,
+    AddingOptions,
+    ComputingOptions,
+    WorkingStoreOptions,
+    argument,
+    repeated,
+    switch,
+)
 from mergestream.cli.printing import print_json
 from mergestream.errors import UsageError
 

@@ -2,43 +2,115 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+import json
 from dataclasses import dataclass
+from pathlib import Path
+
+from mergestream.cli.options import argument, at_least, command_line, switch
+from mergestream.errors import UsageError
 
 HELP = "merge a suite's experts in shuffled orders with several methods, and score every task after each step"
 EXAMPLES = """
-mergestream bench vision --tasks 8 --orders 10 -o results
-mergestream bench text --methods opcm --orders 3 --sweep alpha=0.1:1.0:0.1 -o results
-mergestream bench clip --model vit-b-32 --tasks 8 --orders 10 -o results
 mergestream bench my-suite.yaml --methods opcm,average --evaluate 'python score.py {model} {task}' -o results
+mergestream bench clip --model vit-b-32 --tasks 8 --orders 10 -o results
+mergestream bench benchmarks/suites/vision.py --tasks 8 --orders 10 -o results
+mergestream bench text --methods opcm --orders 3 --sweep alpha=0.1:1.0:0.1 -o results    # in a checkout
 """
 
 
 @dataclass(frozen=True)
 class Options:
-    suite: str
-    output: str
-    methods: str
-    orders: int
-    seed: int
-    tasks: int | None
-    sweep: str | None
-    full_orders: int
-    finetune_orders: int
-    last_only: bool
-    test_limit: int | None
-    model: str
-    evaluate: str | None
-    workers: int | None
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    from mergestream.evaluation.command import add_arguments
-
-    add_arguments(parser)
+    suite: str = argument(metavar="SUITE", help="clip, text, vision, or the file of a suite (.py, .yaml)")
+    output: str = argument("-o", "--output", required=True, metavar="DIR", help="where results, tables and figures go")
+    methods: str = argument(
+        "--methods",
+        default="all",
+        metavar="LIST",
+        help="comma-separated, as in opcm,opcm:projection=paper,average (all: the paper's rows and every other method)",
+    )
+    orders: int = argument(
+        "--orders", type=at_least(1), default=10, metavar="N", help="shuffled orders of arrival (10)"
+    )
+    seed: int = argument("--seed", type=int, default=0, metavar="S", help="of the first order; the next has S+1 (0)")
+    tasks: int | None = argument(
+        "--tasks", type=at_least(2), metavar="K", help="the first K tasks of the suite (8 of ours)"
+    )
+    sweep: str | None = argument(
+        "--sweep", metavar="P=A:B:S", help="ACC for every value of a parameter, as in alpha=0.1:1.0:0.1"
+    )
+    full_orders: int = argument(
+        "--full-orders",
+        type=at_least(0),
+        default=3,
+        metavar="N",
+        help="orders with the whole accuracy matrix; the others have what ACC and BWT need (3)",
+    )
+    finetune_orders: int = argument(
+        "--finetune-orders",
+        type=at_least(0),
+        default=1,
+        metavar="N",
+        help="orders of continual fine-tuning, which trains (1)",
+    )
+    last_only: bool = switch("--last-only", "score the last model of every order alone: ACC without BWT, cheaply")
+    test_limit: int | None = argument(
+        "--test-limit", type=at_least(1), metavar="N", help="test samples a task (text, vision: 500)"
+    )
+    model: str | None = argument("--model", help="of the clip suite: vit-b-32 (the default), vit-b-16 or vit-l-14")
+    evaluate: str | None = argument(
+        "--evaluate",
+        metavar="CMD",
+        help="of a suite of your own: a command that prints the accuracy, as in 'python score.py {model} {task}'",
+    )
+    workers: int | None = argument(
+        "--workers", type=at_least(1), metavar="N", help="processes side by side (all cores)"
+    )
 
 
 def run(options: Options) -> int:
-    from mergestream.evaluation.command import run
+    from mergestream.evaluation.requirements import missing_packages_told
 
-    return run(Namespace(**vars(options)))
+    with missing_packages_told():
+        return _bench(options)
+
+
+def _bench(options: Options) -> int:
+    from mergestream.evaluation.bench import Plan, run_bench, run_sweep, write_report, write_sweep
+    from mergestream.evaluation.progress import progress_bars
+    from mergestream.evaluation.rows import Sweep, parse_rows
+    from mergestream.evaluation.suites.catalogue import open_suite
+    from mergestream.evaluation.workers import available_cores
+
+    suite = open_suite(
+        options.suite,
+        tasks=options.tasks,
+        test_limit=options.test_limit,
+        model=options.model,
+        evaluate=options.evaluate,
+    )
+    plan = Plan(
+        parse_rows(options.methods, trains=suite.can_fine_tune),
+        orders=options.orders,
+        seed=options.seed,
+        full_orders=options.full_orders,
+        finetune_orders=options.finetune_orders,
+        workers=options.workers or available_cores(),
+        last_only=options.last_only,
+    )
+    output = Path(options.output)
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"-o {output} is a file; name a directory for the results")
+    if options.sweep:
+        sweep = Sweep.parse(options.sweep)
+        with progress_bars() as on_progress:
+            table = run_sweep(suite, plan, sweep, output, on_progress)
+        name = write_sweep(table, sweep, output)
+        print(json.dumps(table, indent=1))
+        print(f"written to {output}: {name}.json, {name}.png, {name}.svg")
+        return 0
+    with progress_bars() as on_progress:
+        results = run_bench(suite, plan, output, on_progress, command_line())
+    names = write_report(results, output)
+    print((output / "table1.md").read_text("utf-8"))
+    print(f"written to {output}: results.json, results.parquet, {', '.join(names)}")
+    return 0

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.options import A_MODEL, AddingOptions, ComputingOptions, MethodOptions, OutputOptions, argument, at_least, command_line
+from mergestream.cli.options import (
+    A_MODEL,
+    AddingOptions,
+    ComputingOptions,
+    MethodOptions,
+    OutputOptions,
+    argument,
+    at_least,
+    command_line,
+)
 
 HELP = "merge experts that are all at hand, in one go"
 EXAMPLES = """

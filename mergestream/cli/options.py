@@ -166,9 +166,7 @@ class MethodOptions:
     method: str = argument(
         "--method", default="opcm", metavar="M", help="opcm, average, …: see mergestream methods (opcm)"
     )
-    alpha: float | None = argument(
-        "--alpha", type=float, help="OPCM's projection threshold, the same as --set alpha=…"
-    )
+    alpha: float | None = argument("--alpha", type=float, help="OPCM's projection threshold, the same as --set alpha=…")
     parameters: list[str] = repeated("--set", "KEY=VALUE", "a parameter of the method")
     linear: list[str] = repeated("--linear", "GLOB", "tensors to treat as linear weights")
     not_linear: list[str] = repeated("--not-linear", "GLOB", "tensors not to treat as linear weights")

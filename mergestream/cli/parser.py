@@ -1,8 +1,8 @@
 """From the words of a command line to a command and its options.
 
-Every command is a module of the same shape: what it is (``HELP``, ``EXAMPLES``), what it is told (``Options``) and what it
-does (``run``). Help is to answer at once: what takes time to import is imported by
-``run``, and the other commands' modules are only imported to list them.
+Every command is a module of the same shape: what it is (``HELP``, ``EXAMPLES``), what it is told (``Options``) and
+what it does (``run``). Help is to answer at once: what takes time to import is imported by ``run``, and the other
+commands' modules are only imported to list them.
 """
 
 from __future__ import annotations

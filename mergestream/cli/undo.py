@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from mergestream.cli.options import StoreOptions
 
 HELP = "go back to before the last expert"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from mergestream.cli.options import WorkingStoreOptions
 
 HELP = "recompute every digest of a store and its base"

@@ -24,9 +24,7 @@ Signature = tuple[tuple[str, int, int], ...]
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions):
     directory: str = argument(metavar="DIR", help="each file or directory in it is an expert")
-    interval: float = argument(
-        "--interval", type=float, default=10, metavar="SECONDS", help="between two looks (10)"
-    )
+    interval: float = argument("--interval", type=float, default=10, metavar="SECONDS", help="between two looks (10)")
 
 
 def run(options: Options) -> int:

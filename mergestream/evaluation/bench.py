@@ -19,6 +19,8 @@ from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row, Sweep
 from mergestream.evaluation.streams import Entries, Stream, run_stream, score_individual
 from mergestream.evaluation.suites.base import Suite
 from mergestream.evaluation.workers import run_parallel
+from mergestream.files import write_json
+from mergestream.report.metrics import Spread, average_accuracy
 
 OnProgress = Callable[[str, int, int], None]  # what, done, in all
 
@@ -99,8 +101,6 @@ def run_sweep(
     suite: Suite, plan: Plan, sweep: Sweep, output: Path, on_progress: OnProgress
 ) -> dict[str, dict[str, Any]]:
     """ACC after the last model for every value of one parameter: {method: {value: {mean, std, count}}}."""
-    from mergestream.evaluation.metrics import Spread, average_accuracy
-
     swept = sweep.rows(list(plan.rows))
     plan.check(suite)
     suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
@@ -116,6 +116,27 @@ def run_sweep(
         rest = Row(row.name, {key: value for key, value in row.parameters.items() if key != sweep.parameter})
         table.setdefault(rest.key, {})[row.parameters[sweep.parameter]] = asdict(spread) if spread else None
     return table
+
+
+def write_report(results: Results, output: Path) -> list[str]:
+    """Tables and figures of the results; returns their names."""
+    from mergestream.evaluation.figures import draw_all
+    from mergestream.evaluation.tables import per_task_table, table1
+
+    table1(results).write(output, "table1")
+    per_task_table(results).write(output, "per-task")
+    return ["table1", "per-task", *draw_all(results, output)]
+
+
+def write_sweep(table: dict[str, dict[str, Any]], sweep: Sweep, output: Path) -> str:
+    """The table of a sweep and its figure; returns their name."""
+    from mergestream.evaluation.figures import draw_sweep
+
+    name = f"sweep-{sweep.parameter}"
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / f"{name}.json", table)
+    draw_sweep(table, sweep.parameter, output, name)
+    return name
 
 
 def score_individuals(suite: Suite, workers: int, on_progress: OnProgress) -> tuple[dict[str, float], dict[str, float]]:

@@ -50,8 +50,3 @@ def cached_directory(target: Path, make: Callable[[Path], None]) -> Path:
             draft.mkdir()
             make(draft)
     return target
-
-
-def write_json(path: Path, content: Any) -> None:
-    with written_whole(path) as draft:
-        draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

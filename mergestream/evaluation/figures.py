@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.evaluation.metrics import Spread, seen_means
+from matplotlib.figure import Figure
+
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
+from mergestream.report.metrics import Spread, seen_means
+from mergestream.report.pictures import heat_map, scaling, similarity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,23 +20,22 @@ if TYPE_CHECKING:
 GIGABYTE = 1e9
 
 
-@contextmanager
-def figure(directory: Path, name: str, size: tuple[float, float] = (6.4, 4.2), columns: int = 1) -> Iterator[Any]:
-    """Axes to draw on; saved as ``name.png`` and ``name.svg``."""
+def save(figure: Figure, directory: Path, name: str) -> None:
+    """As ``name.png`` and ``name.svg``; the same results give the same files."""
     import matplotlib
 
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "mergestream"  # the same results give the same file
-    import matplotlib.pyplot as plt
+    directory.mkdir(parents=True, exist_ok=True)
+    figure.savefig(directory / f"{name}.png", dpi=150)
+    with matplotlib.rc_context({"svg.hashsalt": "mergestream"}):
+        figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
 
-    drawn, axes = plt.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
-    try:
-        yield axes[0, 0] if columns == 1 else list(axes[0])
-        directory.mkdir(parents=True, exist_ok=True)
-        drawn.savefig(directory / f"{name}.png", dpi=150)
-        drawn.savefig(directory / f"{name}.svg", metadata={"Date": None})
-    finally:
-        plt.close(drawn)
+
+@contextmanager
+def chart(directory: Path, name: str, size: tuple[float, float] = (6.4, 4.2)) -> Iterator[Axes]:
+    """Axes to draw on, saved afterwards."""
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure.subplots()
+    save(figure, directory, name)
 
 
 def draw_all(results: Results, directory: Path) -> list[str]:
@@ -52,24 +53,6 @@ def draw_all(results: Results, directory: Path) -> list[str]:
     return drawn
 
 
-def heatmap(axes: Axes, values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str],
-            low: float, high: float, text: str) -> Any:  # fmt: skip
-    import numpy as np
-
-    array = np.array([[math.nan if value is None else value for value in row] for row in values], float)
-    image = axes.imshow(array, vmin=low, vmax=high, cmap="viridis", aspect="auto")
-    axes.set_xticks(range(len(columns)), columns, rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(range(len(rows)), rows, fontsize=7)
-    size = max(3.5, 8 - len(rows) / 4)
-    for i, row in enumerate(array):
-        for j, value in enumerate(row):
-            if not math.isnan(value):
-                colour = "black" if value > (low + high) / 2 else "white"
-                shown = format(round(value, 2) + 0.0, text)  # 0.00 and not -0.00
-                axes.text(j, i, shown, ha="center", va="center", fontsize=size, color=colour)
-    return image
-
-
 def accuracy_matrices(results: Results, directory: Path, name: str) -> bool:
     """A[i][j] of the first order, for each method."""
     first = {
@@ -78,13 +61,10 @@ def accuracy_matrices(results: Results, directory: Path, name: str) -> bool:
         if all(value is not None for row in runs[0].matrix for value in row)
     }
     for method, run in first.items():
-        side = 2.2 + 0.42 * len(results.tasks)
-        with figure(directory, f"{name}-{_file_name(method)}", (side + 0.8, side)) as axes:
-            values = [[100 * value if value is not None else None for value in row] for row in run.matrix]
-            steps = [f"{step + 1}: {task}" for step, task in enumerate(run.order)]
-            image = heatmap(axes, values, steps, run.order, 0, 100, ".0f")
-            axes.figure.colorbar(image, ax=axes, label="accuracy (%)")
-            axes.set(title=results.label(method), xlabel="task", ylabel="models absorbed (the last one named)")
+        values = [[None if value is None else 100 * value for value in row] for row in run.matrix]
+        steps = [f"{step + 1}: + {task}" for step, task in enumerate(run.order)]
+        drawn = heat_map(values, steps, run.order, (0, 100), ".0f", "accuracy (%)", title=results.label(method))
+        save(drawn, directory, f"{name}-{_file_name(method)}")
     return bool(first)
 
 
@@ -101,7 +81,7 @@ def accuracy_over_tasks(results: Results, directory: Path, name: str) -> bool:
             curves[method] = [Spread.of(column) for column in zip(*complete, strict=True)]
     if not curves:
         return False
-    with figure(directory, name, (8, 4.6)) as axes:
+    with chart(directory, name, (8, 4.6)) as axes:
         for method, spreads in curves.items():
             known = [spread for spread in spreads if spread is not None]
             steps = range(1, len(known) + 1)
@@ -128,26 +108,18 @@ def scaling_factor(results: Results, directory: Path, name: str) -> bool:
     }
     if not adaptive:
         return False
-    with figure(directory, name) as axes:
-        count = len(results.tasks)
-        steps = range(1, count + 1)
-        for method, runs in adaptive.items():
-            spreads = [Spread.of([run.steps[step]["lambda"] for run in runs]) for step in range(count)]
-            known = [spread for spread in spreads if spread is not None]
-            centre, band = [spread.mean for spread in known], [spread.std or 0 for spread in known]
-            axes.errorbar(steps, centre, yerr=band, marker="o", markersize=3, capsize=2, label=results.label(method))
-        axes.plot(steps, [math.sqrt(step) for step in steps], "k--", label="√t")
-        axes.set(xlabel="step t", ylabel=r"$\lambda_t$", title="Adaptive scaling factor")
-        axes.legend(fontsize=8)
+    curves, bands = {}, {}
+    for method, runs in adaptive.items():
+        spreads = [Spread.of([run.steps[step]["lambda"] for run in runs]) for step in range(len(results.tasks))]
+        known = [spread for spread in spreads if spread is not None]
+        curves[results.label(method)] = [spread.mean for spread in known]
+        bands[results.label(method)] = [spread.std or 0 for spread in known]
+    save(scaling(curves, bands), directory, name)
     return True
 
 
 def cosine_similarity(results: Results, directory: Path, name: str) -> bool:
-    side = 2.2 + 0.42 * len(results.tasks)
-    with figure(directory, name, (side + 0.8, side)) as axes:
-        image = heatmap(axes, results.cosines, results.tasks, results.tasks, 0, 1, ".2f")
-        axes.figure.colorbar(image, ax=axes, label="cosine similarity")
-        axes.set(title=f"Task vectors, {results.model}")
+    save(similarity(results.tasks, results.cosines, f"Task vectors, {results.model}"), directory, name)
     return True
 
 
@@ -157,7 +129,7 @@ def memory(results: Results, directory: Path, name: str) -> bool:
     streams = {method: runs[0] for method, runs in results.methods.items() if method != CONTINUAL_FINE_TUNING}
     if not streams:
         return False
-    with figure(directory, name, (7.4, 4.2)) as axes:
+    with chart(directory, name, (7.4, 4.2)) as axes:
         batch = [(step + 1) * results.model_bytes / GIGABYTE for step in steps]
         axes.plot(steps, batch, "k--", label="batch: base and all models")
         drawn: dict[tuple[float, ...], list[str]] = {}
@@ -172,10 +144,9 @@ def memory(results: Results, directory: Path, name: str) -> bool:
     return True
 
 
-def draw_sweep(table: dict[str, dict[str, Any]], parameter: str, directory: Path) -> str:
+def draw_sweep(table: dict[str, dict[str, Any]], parameter: str, directory: Path, name: str) -> None:
     """ACC against one parameter."""
-    name = f"sweep-{parameter}"
-    with figure(directory, name) as axes:
+    with chart(directory, name) as axes:
         for method, values in table.items():
             known = {float(value): spread for value, spread in values.items() if spread}
             centre = [100 * spread["mean"] for spread in known.values()]
@@ -184,4 +155,3 @@ def draw_sweep(table: dict[str, dict[str, Any]], parameter: str, directory: Path
             axes.errorbar(list(known), centre, yerr=band, marker="o", markersize=3, capsize=2, label=label)
         axes.set(xlabel=parameter, ylabel="ACC (%)", title=f"ACC against {parameter}")
         axes.legend(fontsize=8)
-    return name

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 from mergestream.errors import MergestreamError
 
-PACKAGES = {
-    "transformers": "transformers",
-    "tokenizers": "tokenizers",
-    "matplotlib": "matplotlib",
-    "pyarrow": "pyarrow",
-    "PIL": "pillow",
-    "onnx": "onnx",
-    "yaml": "pyyaml",
-    "huggingface_hub": "huggingface_hub",
+PACKAGES = {  # module: package, extra that brings it
+    "transformers": ("transformers", "evaluate"),
+    "tokenizers": ("tokenizers", "evaluate"),
+    "matplotlib": ("matplotlib", "evaluate"),
+    "pyarrow": ("pyarrow", "evaluate"),
+    "PIL": ("pillow", "evaluate"),
+    "yaml": ("pyyaml", "evaluate"),
+    "huggingface_hub": ("huggingface_hub", "clip"),
+    "onnx": ("onnx", "suites"),
 }
 
 
@@ -25,8 +25,8 @@ def missing_packages_told() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = PACKAGES.get((error.name or "").split(".")[0])
-        if package is None:
+        known = PACKAGES.get((error.name or "").split(".")[0])
+        if known is None:
             raise
-        extra = "clip" if package == "huggingface_hub" else "evaluate"
+        package, extra = known
         raise MergestreamError(f"evaluation needs the package {package}: pip install 'mergestream[{extra}]'") from error

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from mergestream.errors import MergestreamError
-from mergestream.evaluation import metrics
-from mergestream.evaluation.cache import write_json, written_whole
-from mergestream.evaluation.metrics import Spread
+from mergestream.evaluation.cache import written_whole
 from mergestream.evaluation.rows import Row
+from mergestream.files import write_json
+from mergestream.report import metrics
+from mergestream.report.metrics import Spread
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Results:
 
     def save(self, directory: Path) -> None:
         content = {**asdict(self), "summary": self.summary()}
+        directory.mkdir(parents=True, exist_ok=True)
         write_json(directory / "results.json", content)
         self._write_parquet(directory / "results.parquet")
 

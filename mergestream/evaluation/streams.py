@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.digest import combined_digest, tensor_digest
-from mergestream.evaluation.cache import cache_directory, key_of, write_json
+from mergestream.evaluation.cache import cache_directory, key_of, written_whole
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
 from mergestream.evaluation.workers import report
+from mergestream.files import write_json, write_text
 
 if TYPE_CHECKING:
     from mergestream.evaluation.suites.base import Suite
@@ -63,9 +64,11 @@ def score(suite: Suite, model: Path, digest: str, task: str) -> float:
     """Accuracy of a model on a task, measured once for every content of both."""
     path = _score_path(suite, digest, task)
     if not path.is_file():
-        write_json(path, {"task": task, "accuracy": suite.accuracy(model, task)})
-    accuracy: float = json.loads(path.read_text("utf-8"))["accuracy"]
-    return accuracy
+        accuracy = suite.accuracy(model, task)
+        with written_whole(path) as draft:  # another stream may come to the same model, and score it at the same time
+            write_json(draft, {"task": task, "accuracy": accuracy})
+    known: float = json.loads(path.read_text("utf-8"))["accuracy"]
+    return known
 
 
 def _score_path(suite: Suite, digest: str, task: str) -> Path:
@@ -90,7 +93,6 @@ def run_stream(suite: Suite, stream: Stream, directory: Path) -> dict[str, Any]:
 def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any]]:
     from mergestream.api import Store
     from mergestream.engine import LocalEngine
-    from mergestream.files import write_text
     from mergestream.report.facts import Facts
     from mergestream.report.markdown import markdown
 
@@ -170,6 +172,7 @@ def _fine_tuned(suite: Suite, stream: Stream, directory: Path) -> list[dict[str,
     θ^(1) is the first task's expert, which is there already.
     """
     work = directory / "work"
+    work.mkdir(parents=True, exist_ok=True)
     model, steps = suite.base(), []
     for step, task in enumerate(stream.order):
         record = work / f"step-{step:02d}.json"
@@ -178,7 +181,7 @@ def _fine_tuned(suite: Suite, stream: Stream, directory: Path) -> list[dict[str,
             if not trained.is_dir():
                 draft = work / "draft"
                 shutil.rmtree(draft, ignore_errors=True)
-                draft.mkdir(parents=True)
+                draft.mkdir()
                 suite.fine_tune(model, task, draft)
                 draft.replace(trained)
             digest = model_digest(trained)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergestream.evaluation.cache import written_whole
-from mergestream.evaluation.metrics import Spread, mean
 from mergestream.evaluation.paper import table1_value
 from mergestream.evaluation.results import Results
+from mergestream.files import write_text
+from mergestream.report.metrics import Spread, mean
 
 PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
 
@@ -55,9 +55,9 @@ class Table:
         return stream.getvalue()
 
     def write(self, directory: Path, name: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
         for suffix, text in (("md", self.markdown()), ("tex", self.latex()), ("csv", self.csv())):
-            with written_whole(directory / f"{name}.{suffix}") as draft:
-                draft.write_text(text, encoding="utf-8")
+            write_text(directory / f"{name}.{suffix}", text)
 
 
 def _escape(text: str) -> str:

@@ -7,10 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mergestream.evaluation.suites.base import TrainedSuite
+from typing import Any
 
 
 def available_cores() -> int:
@@ -74,23 +71,3 @@ def run_parallel(
                 yield future.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def train_experts(
-    suite: TrainedSuite, tasks: Sequence[str], on_event: Callable[[str, int, int], None], workers: int
-) -> None:
-    for _ in run_parallel(_train, [(suite, task) for task in tasks], workers, on_event):
-        pass
-
-
-def _train(suite: TrainedSuite, task: str) -> None:
-    total = suite.recipe.steps(len(suite.data(task).train_items))
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        report(task, done, total)
-
-    report(task, 0, total)
-    suite.train(task, step)

@@ -1,6 +1,7 @@
 """Pictures and numbers to decide by: reports, diagnostics, gates, comparisons.
 
 * ``diagnostics``: similarity of the experts, and what survived of each
+* ``metrics``: ACC, BWT and others, from the accuracy matrix
 * ``scores``: evaluations that are attached to a store
 * ``gates``: conditions under which ``add`` refuses
 * ``diff``: two steps, or a step and a checkpoint

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import operator
 import re
-import shlex
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mergestream.commands import NUMBER, check_command, last_number, run_command
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.directory import Output
 from mergestream.export.model import export_model
@@ -34,10 +33,7 @@ _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-_GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({_NUMBER})\s*")
-_STANDALONE_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}(?![\w])")
-MODEL = "{model}"
+_GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({NUMBER})\s*")
 
 
 class GateError(MergestreamError):
@@ -149,26 +145,12 @@ def _sentence(gate: Gate, value: float | None, source: str) -> str:
     return f"{source} was not added: {what} {found}, and the gate asks for {gate}"
 
 
-def check_command(command: str) -> None:
-    """Refuse a command line that cannot be meant, before any work is done."""
-    try:
-        parts = shlex.split(command)
-    except ValueError as error:
-        raise UsageError(f"--evaluate {command!r} is not a command line: {error}") from None
-    if not any(MODEL in part for part in parts):
-        raise UsageError(f"--evaluate {command!r} does not say where the model goes; write {MODEL} in its place")
-
-
 def evaluate(command: str, model: Path) -> float:
-    """Run a user's command on a model directory; returns the last number that it prints. No shell is involved."""
-    arguments = [part.replace(MODEL, str(model)) for part in shlex.split(command)]
+    """The last number that a user's command prints about a model's directory."""
     try:
-        run = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, errors="replace", check=False)
-    except OSError as error:
-        raise MergestreamError(f"{arguments[0]} of --evaluate cannot be run: {error.strerror}") from error
-    if run.returncode:
-        raise MergestreamError(f"{arguments[0]} of --evaluate ended with code {run.returncode}; nothing was added")
-    numbers = _STANDALONE_NUMBER.findall(run.stdout)
-    if not numbers:
-        raise MergestreamError(f"{arguments[0]} of --evaluate printed no number; nothing was added")
-    return float(numbers[-1])
+        score = last_number(run_command(command, model=model, show_errors=True))
+    except MergestreamError as error:
+        raise MergestreamError(f"{error}; nothing was added") from error
+    if score is None:
+        raise MergestreamError(f"--evaluate {command!r} printed no number; nothing was added")
+    return score

@@ -1,76 +1,95 @@
-"""The figures that go with a model card, as matplotlib figure objects and PNG files."""
+"""Charts as matplotlib figure objects, from plain numbers: for model cards, and for the results of a benchmark."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from mergestream.report import diagnostics
-from mergestream.report.diagnostics import Similarity
 
 if TYPE_CHECKING:
-    from mergestream.store import Expert, StoreDirectory
+    from mergestream.store import StoreDirectory
 
 BLUE, GREY = "#2f6fde", "#8a94a3"
-COLOURS = ("#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5")
-MOST_LABELLED = 12
+CURVES = (BLUE, "#d9730d", "#2e8b57", "#8e44ad", "#c0392b", "#16808f", "#7a6a2f", "#444b55")
+DIVERGING = ("#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5")
+MOST_LABELLED = 20
+"""Cells carry their values up to this many in a row."""
 
 
 def write_pictures(directory: Path, store: StoreDirectory) -> dict[str, str]:
     """Draw what a model card shows; returns the names of the files and what they show, in words."""
-    figures = {"lambda.png": (scaling(store.history), "The scaling factor λ after each expert, against √t")}
+    curve = scaling({"λ": [entry.lambda_ for entry in store.history]})
+    figures = {"lambda.png": (curve, "The scaling factor λ after each expert, against √t")}
     if store.manifest.step > 1:
-        drawn = similarity(diagnostics.similarity(store))
+        found = diagnostics.similarity(store)
+        drawn = similarity(found.experts, found.cosines)
         figures["similarity.png"] = (drawn, "Cosine similarity of the experts' task vectors")
     for name, (figure, _) in figures.items():
         figure.savefig(directory / name, dpi=120, metadata={"Software": None})
     return {name: words for name, (_, words) in figures.items()}
 
 
-def scaling(history: Sequence[Expert]) -> Figure:
-    """λ_t against √t (the paper's adaptive scaling factors)."""
+def scaling(curves: Mapping[str, Sequence[float]], bands: Mapping[str, Sequence[float]] | None = None) -> Figure:
+    """λ_t against √t (the paper's adaptive scaling factors), a curve a name; ``bands`` are the ± of its points."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
-    steps = range(1, len(history) + 1)
+    count = max(map(len, curves.values()), default=0)
+    steps = range(1, count + 1)
     axes.plot(steps, [math.sqrt(t) for t in steps], "--", color=GREY, label="√t")
-    axes.plot(steps, [entry.lambda_ for entry in history], "o-", color=BLUE, label="λ")
-    axes.set(xlabel="experts absorbed, t", ylabel="scaling factor", xlim=(0.5, max(len(history), 4) + 0.5))
+    for number, (name, values) in enumerate(curves.items()):
+        colour, band = CURVES[number % len(CURVES)], (bands or {}).get(name)
+        axes.errorbar(steps[: len(values)], values, band, fmt="o-", markersize=4, capsize=2, color=colour, label=name)
+    axes.set(xlabel="experts absorbed, t", ylabel="scaling factor λ", xlim=(0.5, max(count, 4) + 0.5))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=8)
     return figure
 
 
-def similarity(similarity: Similarity) -> Figure:
+def similarity(names: Sequence[str], cosines: Sequence[Sequence[float | None]], title: str = "") -> Figure:
     """The cosine matrix; colours are for the cosines between different experts."""
-    from matplotlib.colors import LinearSegmentedColormap
+    others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(cosines)]
+    limit = max(0.05, *(abs(value) for row in others for value in row if value is not None), 0.0)
+    colours = LinearSegmentedColormap.from_list("mergestream", DIVERGING)
+    return heat_map(others, names, names, (-limit, limit), ".2f", "cosine", title=title, colours=colours)
 
-    names, count = similarity.experts, len(similarity.experts)
-    values = [
-        [math.nan if i == j or value is None else value for j, value in enumerate(row)]
-        for i, row in enumerate(similarity.cosines)
-    ]
-    limit = max(0.05, *(abs(value) for row in values for value in row if not math.isnan(value)), 0.0)
-    size = 2.2 + 0.42 * count
+
+def heat_map(
+    values: Sequence[Sequence[float | None]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    limits: tuple[float, float],
+    form: str,
+    quantity: str,
+    *,
+    title: str = "",
+    colours: str | Colormap = "viridis",
+) -> Figure:
+    """A matrix in colours between ``limits``, with its values in the cells; None leaves a cell empty."""
+    size = 2.2 + 0.42 * len(rows)
     figure = Figure(figsize=(size + 0.8, size), layout="constrained")
     axes = figure.subplots()
-    scale = LinearSegmentedColormap.from_list("mergestream", COLOURS)
-    image = axes.imshow(values, cmap=scale, vmin=-limit, vmax=limit)
-    axes.set_xticks(range(count), names, rotation=45, ha="right", rotation_mode="anchor")
-    axes.set_yticks(range(count), names)
+    known = np.array([[math.nan if value is None else value for value in row] for row in values])
+    image = axes.imshow(known, cmap=colours, vmin=limits[0], vmax=limits[1])
+    axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.set_title(title)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-    if count <= MOST_LABELLED:
-        for i, row in enumerate(values):
-            for j, value in enumerate(row):
-                if not math.isnan(value):
-                    colour = "white" if abs(value) > 0.7 * limit else "black"
-                    axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
-    figure.colorbar(image, label="cosine", shrink=0.8)
+    if len(columns) <= MOST_LABELLED:
+        brightness = image.to_rgba(known)[..., :3] @ (0.3, 0.59, 0.11)
+        for i, j in np.argwhere(~np.isnan(known)):
+            shown = format(round(known[i, j], 2) + 0.0, form)  # 0.00 and not -0.00
+            colour = "black" if brightness[i, j] > 0.5 else "white"
+            axes.text(j, i, shown, ha="center", va="center", fontsize=8, color=colour)
+    figure.colorbar(image, label=quantity, shrink=0.8)
     return figure

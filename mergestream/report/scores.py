@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json, write_json
+from mergestream.report.metrics import average_accuracy, backward_transfer
 
 if TYPE_CHECKING:
     from mergestream.store import StoreDirectory
@@ -58,15 +59,11 @@ class Scores:
     @property
     def acc(self) -> float | None:
         """ACC: the mean over all tasks after the last step."""
-        from mergestream.evaluation.metrics import average_accuracy
-
         return average_accuracy(self.matrix)
 
     @property
     def bwt(self) -> float | None:
         """BWT: what the tasks lost, in the mean, since their own experts came; needs two steps."""
-        from mergestream.evaluation.metrics import backward_transfer
-
         return backward_transfer(self.matrix) if len(self.matrix) > 1 else None
 
 

@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 
 from mergestream.cli import main
+from mergestream.cli.bench import Options, add_arguments, run
 from mergestream.errors import UsageError
-from mergestream.evaluation import command, streams
+from mergestream.evaluation import progress, streams
 from mergestream.evaluation.bench import Plan, run_bench, run_sweep
-from mergestream.evaluation.command import add_arguments, run
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import Row, Sweep, parse_rows
 from mergestream.evaluation.streams import Stream, run_stream
-from mergestream.evaluation.suites.base import TrainedSuite
-from mergestream.evaluation.suites.custom import load_suite
+from mergestream.evaluation.suites.files import load_suite
 
 
 def bench(suite: Path, output: Path, *options: str) -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return run(parser.parse_args([str(suite), "-o", str(output), "--workers", "1", *options]))
+    parsed = parser.parse_args([str(suite), "-o", str(output), "--workers", "1", *options])
+    return run(Options(**vars(parsed)))
 
 
 def silent(*_: object) -> None:
@@ -224,21 +224,10 @@ def test_a_number_that_makes_no_sense_is_wrong_usage(option, value, tmp_path, ca
     assert line.startswith(f"error: argument {option}: ") and value in line
 
 
-def test_a_wrong_sweep_or_output_is_told_before_any_training(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(TrainedSuite, "prepare", lambda *_: pytest.fail("work was begun"))
-    output = ["-o", str(tmp_path / "out")]
-    assert main(["bench", "text", *output, "--methods", "average", "--sweep", "colour=0:1:1"]) == 2
-    assert main(["bench", "text", *output, "--methods", "opcm", "--sweep", "alpha=0:2:1"]) == 2
-    assert main(["bench", "text", "-o", __file__]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["error"] * 3
-    assert "colour" in lines[0] and "between 0 and 1" in lines[1] and "is a file" in lines[2]
-
-
 def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(capsys, monkeypatch):
-    with command.progress_bars() as on_progress:
+    with progress.progress_bars() as on_progress:
         on_progress("streams", 1, 4)
-        monkeypatch.setattr(command, "QUIET_SECONDS", 0)
+        monkeypatch.setattr(progress, "QUIET_SECONDS", 0)
         on_progress("streams", 2, 4)
         on_progress("streams", 4, 4)
         on_progress("streams", 4, 4)

@@ -14,7 +14,8 @@ import torch
 
 from mergestream.errors import UsageError
 from mergestream.evaluation.paper import paper_results
-from mergestream.evaluation.suites.clip import TASKS, clip_suite, preprocess
+from mergestream.evaluation.suites.catalogue import open_suite
+from mergestream.evaluation.suites.clip import TASKS, preprocess
 from tests.hub_server import COMMIT, Files, environment, serve
 
 CLASSES = ("red", "green", "dark_blue")
@@ -140,12 +141,12 @@ def zero_shot(base: Path, files: Files) -> float:
 def test_the_task_groups_are_the_papers():
     groups = paper_results()["task_groups"]
     for count in (8, 14, 20):
-        assert list(clip_suite(tasks=count).tasks) == groups[str(count)]
+        assert list(open_suite("clip", tasks=count).tasks) == groups[str(count)]
     assert len(TASKS) == 20
     with pytest.raises(UsageError):
-        clip_suite("vit-g-14")
+        open_suite("clip", model="vit-g-14")
     with pytest.raises(UsageError):
-        clip_suite(tasks=21)
+        open_suite("clip", tasks=21)
 
 
 def test_images_are_prepared_as_clip_does():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
+from mergestream.evaluation import checkout
 from mergestream.evaluation.paper import paper_results, table1_value
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.tables import per_task_table, table1
@@ -60,7 +61,7 @@ def test_the_per_task_table_ends_with_the_mean():
     assert rows[4] == ["OPCM", "75.0", "75.0", "75.0"]
 
 
-def test_the_papers_numbers_are_shipped_and_marked():
+def test_the_papers_numbers_are_in_the_checkout():
     assert table1_value("acc", "OPCM", "ViT-B/32", 8) == (75.5, 0.5)
     assert table1_value("bwt", "C. Ties-Merging", "ViT-L/14", 20) == (-2.9, 1.0)
     assert table1_value("acc", "OPCM", "ViT-B/32", 9) is None
@@ -71,6 +72,16 @@ def test_the_papers_numbers_stand_only_beside_its_own_suite():
     assert "paper" not in table1(results()).csv()
     clip = Results(**{**vars(results("ViT-B/32")), "tasks": [f"t{i}" for i in range(8)]})
     assert "paper (not ours)" in table1(clip).csv() and "75.5±0.5" in table1(clip).csv()
+
+
+def test_without_a_checkout_the_table_has_our_numbers_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkout, "SUITES", tmp_path)
+    paper_results.cache_clear()
+    clip = Results(**{**vars(results("ViT-B/32")), "tasks": [f"t{i}" for i in range(8)]})
+    try:
+        assert "paper" not in table1(clip).csv() and "ViT-B/32, 8 tasks" in table1(clip).csv()
+    finally:
+        paper_results.cache_clear()
 
 
 def test_results_survive_being_written(tmp_path):

@@ -135,10 +135,24 @@ def test_the_model_card_shows_pictures(scored: Store, tmp_path: Path) -> None:
 
 
 def test_pictures_are_figure_objects(scored: Store) -> None:
-    axes = pictures.scaling(scored.history).axes[0]
-    assert list(axes.lines[1].get_ydata()) == [entry.lambda_ for entry in scored.history]
-    image = pictures.similarity(scored.similarity()).axes[0].images[0]
-    assert image.get_array()[0, 1] == pytest.approx(scored.similarity().cosines[0][1])
+    factors = [entry.lambda_ for entry in scored.history]
+    axes = pictures.scaling({"λ": factors}).axes[0]
+    assert list(axes.lines[1].get_ydata()) == factors
+    found = scored.similarity()
+    image = pictures.similarity(found.experts, found.cosines).axes[0].images[0]
+    assert image.get_array()[0, 1] == pytest.approx(found.cosines[0][1])
+
+
+def test_a_chart_has_a_curve_and_a_band_for_each_name() -> None:
+    axes = pictures.scaling({"a": [1.0, 1.4, 1.7], "b": [1.0, 1.3]}, {"a": [0.0, 0.1, 0.2]}).axes[0]
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"√t", "a", "b"}
+    assert [len(container.lines[0].get_xdata()) for container in axes.containers] == [3, 2]
+
+
+def test_cells_carry_their_values_in_a_colour_that_can_be_read() -> None:
+    figure = pictures.heat_map([[0.0, 100.0], [None, -0.001]], ["r", "s"], ["a", "b"], (0, 100), ".0f", "percent")
+    written = {text.get_text(): text.get_color() for text in figure.axes[0].texts}
+    assert written == {"0": "white", "100": "black"} and len(figure.axes[0].texts) == 3
 
 
 def test_without_matplotlib_the_card_has_no_pictures_and_a_note_says_so(

@@ -1,1 +1,1 @@
-"""Suites of tasks: ``text`` and ``vision`` (offline), ``clip`` (the paper's), and your own."""
+"""Suites of tasks: ``clip`` (the paper's), and your own. ``text`` and ``vision`` are in a checkout, as files."""

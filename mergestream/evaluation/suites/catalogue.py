@@ -1,11 +1,19 @@
-"""Suites by name."""
+"""Suites by name or by file."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from mergestream.errors import UsageError
-from mergestream.evaluation.suites.base import Suite
+from mergestream.errors import UsageError, nearest
+from mergestream.evaluation.checkout import OFFLINE_SUITES, find
+from mergestream.evaluation.suites.base import Choices, Suite
+from mergestream.evaluation.suites.files import SUFFIXES, load_suite
+from mergestream.registry import Registry
+
+SUITES: Registry[Suite | Callable[[], Suite]] = Registry(
+    "suite", "mergestream.suites", {"clip": "mergestream.evaluation.suites.clip:ClipSuite"}
+)
 
 
 def open_suite(
@@ -13,27 +21,38 @@ def open_suite(
     *,
     tasks: int | None = None,
     test_limit: int | None = None,
-    model: str = "vit-b-32",
+    model: str | None = None,
     evaluate: str | None = None,
 ) -> Suite:
-    """``text``, ``vision``, ``clip``, or the path of a file that describes a suite of your own."""
-    if Path(name).suffix in (".py", ".yaml", ".yml"):
-        from mergestream.evaluation.suites.custom import load_suite
+    """The suite of a name (``clip``, in a checkout ``text`` and ``vision``, or another package's), or of a file."""
+    choices = Choices(tasks, test_limit, model, evaluate)
+    file = _file(name)
+    return choices.of(_registered(name)) if file is None else load_suite(file, choices)
 
-        return load_suite(Path(name), tasks, evaluate)
-    if evaluate is not None:
-        raise UsageError("--evaluate is for a suite of your own, a file ending in .py or .yaml")
-    given = {key: value for key, value in (("tasks", tasks), ("test_limit", test_limit)) if value is not None}
-    if name == "text":
-        from mergestream.evaluation.suites.text import text_suite
 
-        return text_suite(**given)
-    if name == "vision":
-        from mergestream.evaluation.suites.vision import vision_suite
+def _file(name: str) -> Path | None:
+    if Path(name).suffix in SUFFIXES:
+        return Path(name)
+    if name not in OFFLINE_SUITES:
+        return None
+    file = find(f"{name}.py")
+    if file is None:
+        raise UsageError(
+            f"the suite {name} is not in the installed package: it is benchmarks/suites/{name}.py in a checkout "
+            "of mergestream's repository, and mergestream bench takes that path"
+        )
+    return file
 
-        return vision_suite(**given)
-    if name == "clip":
-        from mergestream.evaluation.suites.clip import clip_suite
 
-        return clip_suite(model, **given)
-    raise UsageError(f"there is no suite {name!r}; there are text, vision, clip, and files ending in .py or .yaml")
+def _registered(name: str) -> Suite:
+    if name not in SUITES:
+        known = (*OFFLINE_SUITES, *SUITES)
+        raise UsageError(
+            f"there is no suite {name}{nearest(name, known)} "
+            f"(there are: {', '.join(known)}, and files ending in {', '.join(SUFFIXES)})"
+        )
+    found = SUITES[name]
+    suite = found if isinstance(found, Suite) else found()
+    if not isinstance(suite, Suite):
+        raise UsageError(f"{name} of {SUITES.origin(name)} is not a suite but {type(suite).__name__}")
+    return suite

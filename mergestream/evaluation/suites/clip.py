@@ -11,20 +11,19 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.evaluation.backbones import load_pretrained
 from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
-from mergestream.evaluation.suites.base import Suite
+from mergestream.evaluation.heads import Head
+from mergestream.evaluation.pretrained import load_pretrained
+from mergestream.evaluation.suites.base import Suite, first_tasks
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from mergestream.evaluation.heads import Head
 
 SIZES = {  # size: the paper's name, base
     "vit-b-32": ("ViT-B/32", "openai/clip-vit-base-patch32"),
@@ -98,17 +97,28 @@ TASKS = (
 )  # fmt: skip
 
 
+@dataclass
 class ClipSuite(Suite):
-    """``test_limit`` None: the whole test sets."""
+    """The first ``count`` tasks (8, 14 or 20 in the paper); ``test_limit`` None: the whole test sets."""
 
     name = "clip"
+    size: str = "vit-b-32"
+    count: int = 8
+    test_limit: int | None = None
 
-    def __init__(self, size: str, tasks: Sequence[ClipTask], test_limit: int | None) -> None:
-        self.size, self.test_limit = size, test_limit
-        self.model_name, self.base_id = SIZES[size]
-        self._tasks = {task.title: task for task in tasks}
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise UsageError(f"there is no CLIP model {self.size!r}; there are {', '.join(SIZES)}")
+        self.model_name, self.base_id = SIZES[self.size]
+        self._tasks = {task.title: task for task in first_tasks(self.name, TASKS, self.count)}
         self.tasks = tuple(self._tasks)
         self._model: tuple[Path, Any] | None = None
+
+    def limited(self, tasks: int | None = None, test_limit: int | None = None) -> Suite:
+        return replace(self, count=tasks if tasks is not None else self.count, test_limit=test_limit or self.test_limit)
+
+    def of_model(self, model: str) -> Suite:
+        return replace(self, size=model)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "whole_base"} | {"_model": None}
@@ -173,8 +183,6 @@ class ClipSuite(Suite):
                     yield [row[known.image]["bytes"] for row in rows], torch.tensor([row[known.label] for row in rows])
 
     def head(self, task: str) -> Head:
-        from mergestream.evaluation.heads import Head
-
         path = cache_directory() / "heads" / "clip" / f"{self.size}-{self._head_key(task)}.safetensors"
         if not path.is_file():
             head = self._make_head(self._tasks[task])
@@ -190,8 +198,6 @@ class ClipSuite(Suite):
         """Per class: embed every prompt, normalise, average (and normalise again, which the cosine does)."""
         import torch
         from torch.nn.functional import normalize
-
-        from mergestream.evaluation.heads import Head
 
         tokenizer = load_tokenizer(self.whole_base)
         clip: Any = load_pretrained("CLIPModel", self.whole_base)
@@ -217,14 +223,6 @@ class ClipSuite(Suite):
             "test_limit": self.test_limit,
             "data_sets": {title: task.dataset for title, task in self._tasks.items()},
         }
-
-
-def clip_suite(size: str = "vit-b-32", tasks: int = 8, test_limit: int | None = None) -> ClipSuite:
-    if size not in SIZES:
-        raise UsageError(f"there is no CLIP model {size!r}; there are {', '.join(SIZES)}")
-    if not 2 <= tasks <= len(TASKS):
-        raise UsageError(f"the clip suite has between 2 and {len(TASKS)} tasks (8, 14 or 20), not {tasks}")
-    return ClipSuite(size, TASKS[:tasks], test_limit)
 
 
 def vision_tower(hub_id: str) -> Path:

@@ -1,4 +1,4 @@
-"""A suite of your own: a small Python file or YAML that names a base, experts and how to score a task.
+"""A suite of your own: a base, experts and how to score a task, described in a small Python file or in YAML.
 
 Three ways to score, from the simplest: a command that prints the accuracy (``evaluate``), a Python function
 (``accuracy``), or test data and a head in files with a function that computes features (``features``).
@@ -6,20 +6,17 @@ Three ways to score, from the simplest: a command that prints the accuracy (``ev
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import shlex
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergestream.commands import check_command, last_number, run_command
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.cache import key_of
-from mergestream.evaluation.requirements import PACKAGES
-from mergestream.evaluation.suites.base import Suite
+from mergestream.evaluation.suites.base import Suite, first_tasks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,10 +53,20 @@ class CustomSuite(Suite):
             raise UsageError(f"{self.source}: {self.name!r} is no name for a suite; use letters, digits, '-', '_', '.'")
         if len(self.tasks) < 2:
             raise UsageError(f"{self.source}: a suite needs at least two tasks")
+        if self.evaluate is not None:
+            check_command(self.evaluate)
 
-    def __reduce__(self) -> Any:
-        # Functions of a file that is no module cannot be sent to another process; the file's name can.
-        return load_suite, (self.source, len(self.tasks), self.evaluate)
+    def limited(self, tasks: int | None = None, test_limit: int | None = None) -> Suite:
+        if test_limit is not None:
+            raise UsageError(
+                f"{self.source}: the suite {self.name} is scored on all its test data; leave --test-limit out"
+            )
+        if tasks is None:
+            return self
+        return replace(self, custom_tasks=dict(first_tasks(self.name, list(self.custom_tasks.items()), tasks)))
+
+    def scored_by(self, command: str) -> Suite:
+        return replace(self, evaluate=command)
 
     def base(self) -> Path:
         return self._model(self.base_model)
@@ -83,13 +90,13 @@ class CustomSuite(Suite):
 
     def accuracy(self, model: Path, task: str) -> float:
         if self.evaluate is not None:
-            return run_command(self.evaluate, model, task)
+            return read_accuracy(run_command(self.evaluate, model=model, task=task), task, self.evaluate)
         try:
             value = self._measured(model, task)
         except MergestreamError:
             raise
         except Exception as error:  # of the user's own functions
-            raise MergestreamError(f"{self.source}: the task {task} cannot be scored: {_reason(error)}") from error
+            raise MergestreamError(f"{self.source}: the task {task} cannot be scored: {reason(error)}") from error
         if not 0 <= value <= 1:
             raise MergestreamError(f"{self.source}: the accuracy of the task {task} is {value:g}, not between 0 and 1")
         return value
@@ -134,111 +141,26 @@ class CustomSuite(Suite):
         return {"suite_file": self.source.name, "evaluate": self.evaluate}
 
 
-def run_command(template: str, model: Path, task: str) -> float:
-    """The accuracy that a command prints: the last number of its output, or the task's entry of a JSON object."""
-    command = [part.replace("{model}", str(model)).replace("{task}", task) for part in shlex.split(template)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        raise MergestreamError(f"the command {command[0]!r} cannot be run: {error.strerror}") from None
-    if done.returncode != 0:
-        reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it gave no reason")
-        raise MergestreamError(f"the command {shlex.join(command)} failed: {reason.strip()}")
-    return read_accuracy(done.stdout, task, shlex.join(command))
-
-
-def _check_command(template: str) -> None:
-    try:
-        parts = shlex.split(template)
-    except ValueError as error:
-        raise UsageError(f"--evaluate {template!r} is no command ({str(error).lower()})") from None
-    if not any("{model}" in part for part in parts):
-        raise UsageError(f"--evaluate {template!r} does not say where the model goes; write {{model}} in its place")
-
-
 def read_accuracy(output: str, task: str, command: str) -> float:
+    """The accuracy that a command has printed: the last number of the last line, or the task's in a JSON object."""
     lines = [line for line in output.splitlines() if line.strip()]
     value: Any = None
     if lines:
         try:
             value = json.loads(lines[-1])
         except ValueError:
-            numbers = re.findall(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?", lines[-1])
-            value = float(numbers[-1]) if numbers else None
+            value = last_number(lines[-1])
     if isinstance(value, dict):
         value = value.get(task)
     if not isinstance(value, int | float) or not 0 <= value <= 1:
         raise MergestreamError(
-            f"the command {command} printed no accuracy for {task}; its last line must be a number between 0 and 1, "
+            f"--evaluate {command!r} printed no accuracy for {task}; its last line must be a number between 0 and 1, "
             'or a JSON object such as {"task": 0.93}'
         )
     return float(value)
 
 
-def load_suite(path: Path, tasks: int | None = None, evaluate: str | None = None) -> CustomSuite:
-    """Read a suite from a Python file that defines ``SUITE``, or from YAML."""
-    if not path.is_file():
-        raise UsageError(f"there is no suite file {path}")
-    suite = _from_python(path) if path.suffix == ".py" else _from_yaml(path)
-    if tasks is not None and not 2 <= tasks <= len(suite.tasks):
-        raise UsageError(f"{path}: the suite has between 2 and {len(suite.tasks)} tasks, not {tasks}")
-    if evaluate is not None:
-        _check_command(evaluate)
-    chosen = dict(list(suite.custom_tasks.items())[:tasks])
-    return replace(suite, custom_tasks=chosen, evaluate=evaluate or suite.evaluate, source=path)
-
-
-def _module(path: Path) -> Any:
-    if not path.is_file():
-        raise UsageError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except MergestreamError:
-        raise
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
-            raise
-        raise UsageError(f"{path} cannot be loaded: {_reason(error)}") from error
-    return module
-
-
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """What went wrong in a user's code, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _from_python(path: Path) -> CustomSuite:
-    suite = getattr(_module(path), "SUITE", None)
-    if not isinstance(suite, CustomSuite):
-        raise UsageError(f"{path} defines no SUITE = CustomSuite(…)")
-    return suite
-
-
-def _from_yaml(path: Path) -> CustomSuite:
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-        tasks = {str(name): CustomTask(**entry) for name, entry in content.pop("tasks").items()}
-        for name, task in tasks.items():
-            if task.accuracy is not None:
-                tasks[name] = replace(task, accuracy=_function(path, str(task.accuracy)))
-        if "features" in content:
-            content["features"] = _function(path, content["features"])
-        base = content.pop("base")
-        return CustomSuite(content.pop("name", path.stem), base, tasks, source=path, **content)
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path} is no description of a suite ({error!r}); see docs/evaluation.md") from None
-
-
-def _function(path: Path, reference: str) -> Any:
-    """``file.py:function``, beside the suite's file."""
-    file, _, name = reference.partition(":")
-    function = getattr(_module(path.resolve().parent / file), name, None)
-    if not callable(function):
-        raise UsageError(f"{path}: {reference} is not a function; write file.py:function")
-    return function

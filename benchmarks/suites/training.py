@@ -1,0 +1,73 @@
+"""The recipe that makes an expert: fine-tune the whole encoder below a fixed head."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.suites.heads import pick
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from benchmarks.suites.backbones import Backbone
+    from mergestream.evaluation.heads import Head
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """AdamW without weight decay, a tenth of the steps warming up, then cosine decay to zero; no dropout."""
+
+    samples: int = 2500
+    epochs: int = 2
+    batch_size: int = 32
+    learning_rate: float = 1e-4
+    seed: int = 0
+
+    def steps(self, available: int) -> int:
+        return self.epochs * -(-min(self.samples, available) // self.batch_size)
+
+
+def fine_tune(
+    backbone: Backbone,
+    start: Path,
+    items: Sequence[Any],
+    labels: Tensor,
+    head: Head,
+    recipe: Recipe,
+    output: Path,
+    on_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Fine-tune the model in ``start`` on the first ``recipe.samples`` items; write a directory like it."""
+    import torch
+
+    model = backbone.load(start)
+    count = min(recipe.samples, len(items))
+    total = recipe.steps(count)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
+    warm = max(1, total // 10)
+
+    def rate(step: int) -> float:
+        if step < warm:
+            return (step + 1) / warm
+        return 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * (step - warm) / max(1, total - warm)))))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    for _ in range(recipe.epochs):
+        for batch in torch.randperm(count, generator=generator).split(recipe.batch_size):
+            logits = head(backbone.features(model, pick(items, batch.tolist())))
+            loss = torch.nn.functional.cross_entropy(logits, labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            on_step()
+    model.save_pretrained(output)  # type: ignore[operator]
+    for extra in start.iterdir():  # the tokenizer and whatever else makes the directory complete
+        if extra.is_file() and not (output / extra.name).exists() and extra.suffix == ".json":
+            shutil.copy(extra, output / extra.name)

@@ -1,0 +1,56 @@
+"""Progress of a benchmark, for whoever waits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+QUIET_SECONDS = 60  # in a log, a long run says at least this often that it lives
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Bars with the time left on a terminal; elsewhere a line whenever something is finished, and one a minute."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        finished: set[str] = set()
+        told = time.monotonic()
+
+        def tell(what: str, done: int, total: int) -> None:
+            nonlocal told
+            if done == total and what not in finished:
+                finished.add(what)
+                print(f"{what}: done", file=sys.stderr, flush=True)
+            elif done < total and time.monotonic() - told >= QUIET_SECONDS:
+                print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+            else:
+                return
+            told = time.monotonic()
+
+        yield tell
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bars:
+        known = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in known:
+                known[what] = bars.add_task(what, total=total)
+            bars.update(known[what], completed=done, total=total)
+
+        yield show

@@ -1,0 +1,1 @@
+from tests.evaluation.conftest import own_cache  # noqa: F401

@@ -1,0 +1,185 @@
+"""Suites by name and by file: where they are found, what can be chosen of them, how they reach other processes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import mergestream
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.evaluation import checkout
+from mergestream.evaluation.suites.catalogue import SUITES, open_suite
+from mergestream.evaluation.suites.clip import ClipSuite
+from mergestream.evaluation.suites.files import load_suite
+from mergestream.evaluation.workers import run_parallel
+
+PACKAGE = Path(mergestream.__file__).parent
+
+
+def facts(suite, task):
+    """What a worker process finds in the suite that it was sent."""
+    return suite.tasks, suite.accuracy(suite.expert(task), task)
+
+
+def test_a_suite_of_a_file_survives_the_way_into_a_spawned_process(tiny_suite):
+    suite = open_suite(str(tiny_suite), tasks=2)
+    for tasks, accuracy in run_parallel(facts, [(suite, "red"), (suite, "green")], workers=2):
+        assert tasks == ("red", "green") and accuracy == 1.0
+
+
+OWN_CLASS = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from neighbour import ACCURACY
+
+from mergestream.evaluation.suites.base import Suite
+
+
+@dataclass
+class Own(Suite):
+    name: str = "own"
+    model_name: str = "none"
+    tasks: tuple[str, ...] = ("red", "green")
+
+    def base(self) -> Path:
+        return Path("base")
+
+    def expert(self, task: str) -> Path:
+        return Path(task)
+
+    def accuracy(self, model: Path, task: str) -> float:
+        from neighbour import later
+
+        return later(ACCURACY)
+
+    def evaluation_key(self, task: str) -> str:
+        return task
+
+
+SUITE = Own()
+"""
+
+
+@pytest.mark.parametrize("inside_a_package", [False, True])
+def test_a_suite_may_import_its_neighbours_here_and_in_a_worker(inside_a_package, tmp_path, monkeypatch):
+    name, code = f"neighbour_{inside_a_package}".lower(), OWN_CLASS
+    if inside_a_package:
+        (tmp_path / "__init__.py").touch()
+        code = code.replace("neighbour", f"{tmp_path.name}.{name}")
+    else:
+        code = code.replace("neighbour", name)
+    (tmp_path / f"{name}.py").write_text("ACCURACY = 0.25\n\n\ndef later(value):\n    return value\n")
+    (tmp_path / "own.py").write_text(code)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    suite = load_suite(tmp_path / "own.py")
+    assert list(run_parallel(facts, [(suite, "red"), (suite, "green")], workers=2)) == [(("red", "green"), 0.25)] * 2
+
+
+def test_what_a_suite_cannot_honour_is_refused(tiny_suite, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "other.py").write_text("ACCURACY, later = 1.0, float\n")
+    own = tmp_path / "own.py"
+    own.write_text(OWN_CLASS.replace("neighbour", "other"))
+    for name, choice, told in (
+        (str(tiny_suite), {"test_limit": 9}, "leave --test-limit out"),
+        (str(tiny_suite), {"model": "vit-b-32"}, "leave --model out"),
+        (str(own), {"tasks": 2}, "leave --tasks out"),
+        (str(own), {"test_limit": 9}, "leave --test-limit out"),
+        (str(own), {"evaluate": "cmd {model}"}, "suite of your own"),
+        ("clip", {"evaluate": "cmd {model}"}, "suite of your own"),
+        ("clip", {"model": "vit-g-14"}, "there is no CLIP model"),
+        ("clip", {"tasks": 21}, "between 2 and 20 tasks, not 21"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            open_suite(name, **choice)
+
+
+def test_clip_is_limited_as_asked():
+    suite = open_suite("clip", tasks=14, test_limit=7, model="vit-l-14")
+    assert isinstance(suite, ClipSuite) and len(suite.tasks) == 14
+    assert (suite.model_name, suite.test_limit) == ("ViT-L/14", 7)
+    assert len(open_suite("clip").tasks) == 8
+
+
+def test_an_unknown_name_is_told_with_the_nearest():
+    with pytest.raises(UsageError, match=r"there is no suite imagenet \(there are: text, vision, clip, and files"):
+        open_suite("imagenet")
+    with pytest.raises(UsageError, match="there is no suite vison; did you mean vision"):
+        open_suite("vison")
+
+
+def test_other_packages_bring_suites_as_objects_or_functions(monkeypatch):
+    entries = {
+        name: EntryPoint(name, f"tests.evaluation.test_catalogue:{value}", SUITES.group)
+        for name, value in (("object", "BROUGHT"), ("function", "ClipSuite"), ("broken", "OWN_CLASS.title"))
+    }
+    monkeypatch.setattr(SUITES, "_brought", entries)
+    assert open_suite("object") == BROUGHT.limited() and open_suite("function", tasks=3).tasks == BROUGHT.tasks[:3]
+    with pytest.raises(UsageError, match="is not a suite but str"):
+        open_suite("broken")
+
+
+BROUGHT = ClipSuite()
+
+
+def test_outside_of_a_checkout_one_sentence_says_where_the_suites_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkout, "SUITES", tmp_path)
+    with pytest.raises(UsageError, match=r"benchmarks/suites/vision\.py in a checkout") as told:
+        open_suite("vision")
+    assert "\n" not in str(told.value)
+
+
+def test_the_package_alone_has_no_suites_and_says_where_they_are(tmp_path):
+    """As a wheel installs it: nothing of the repository beside it."""
+    shutil.copytree(PACKAGE, tmp_path / "mergestream")
+    command = [sys.executable, "-m", "mergestream", "bench", "text", "-o", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: the suite text is not in the installed package: it is benchmarks/suites/text.py")
+
+
+def test_the_package_holds_no_suite_data():
+    """Fonts, packages to fetch and the paper's numbers are the repository's, not the users'."""
+    data = {path.suffix for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert data <= {".py", ".typed", ".js", ".css", ".html"}
+    names = {path.stem for path in PACKAGE.rglob("*.py")}
+    assert not names & {"fetch", "fonts", "scripts", "vision", "text", "backbones", "training", "demo"}
+
+
+def test_the_package_imports_nothing_of_the_repository_beside_it():
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {module.split(".")[0] for module in modules} & {"benchmarks", "tests"}, path
+
+
+def test_evaluation_knows_nothing_of_the_command_line():
+    for path in (PACKAGE / "evaluation").rglob("*.py"):
+        assert "mergestream.cli" not in path.read_text("utf-8"), path
+
+
+def test_the_command_is_described_without_heavy_imports():
+    code = "import sys, mergestream.cli.bench; print({'torch', 'numpy', 'rich', 'matplotlib'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_suite_that_cannot_be_imported_is_one_sentence(tmp_path):
+    with pytest.raises(UsageError, match="there is no suite file"):
+        load_suite(tmp_path / "absent.py")
+    (tmp_path / "own.py").write_text("SUITE = 3\n")
+    with pytest.raises(MergestreamError, match="defines no SUITE"):
+        load_suite(tmp_path / "own.py")
