@@ -10,7 +10,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from mergestream.cli.options import ComputingOptions
+from mergestream.cli.options import ComputingOptions, add_arguments
 from mergestream.cli.parser import COMMANDS, load, parse
 
 
@@ -20,7 +20,7 @@ def test_every_command_has_the_same_shape(name):
     assert command.HELP and "\n" not in command.HELP and not command.HELP.endswith(".")
     assert callable(command.run)
     parser = ArgumentParser(add_help=False)
-    command.add_arguments(parser)
+    add_arguments(parser, command.Options)
     destinations = [action.dest for action in parser._actions]
     assert sorted(destinations) == sorted(field.name for field in dataclasses.fields(command.Options))
     assert command.Options.__dataclass_params__.frozen

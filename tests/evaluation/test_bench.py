@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from mergestream.cli import main
-from mergestream.cli.bench import Options, add_arguments, run
+from mergestream.cli.parser import parse
 from mergestream.errors import UsageError
 from mergestream.evaluation import progress, streams
 from mergestream.evaluation.bench import Plan, run_bench, run_sweep
@@ -23,10 +23,10 @@ from mergestream.evaluation.suites.files import load_suite
 
 
 def bench(suite: Path, output: Path, *options: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parsed = parser.parse_args([str(suite), "-o", str(output), "--workers", "1", *options])
-    return run(Options(**vars(parsed)))
+    words = ["bench", str(suite), "--workers", "1", *options, "-o", str(output)]
+    command, parsed = parse(words)
+    with patch.object(sys, "argv", ["mergestream", *words]):
+        return command.run(parsed)
 
 
 def silent(*_: object) -> None:
@@ -119,11 +119,7 @@ def test_the_last_model_alone_is_enough_for_acc(tiny_suite, tmp_path):
     last, every = (Results.load(tmp_path / name).summary()["opcm"] for name in ("last", "all"))
     assert last["acc"] == every["acc"] and last["worst"] == every["worst"]
     assert last["bwt"] is None and every["bwt"] is not None
-    assert (
-        Results.load(tmp_path / "last")
-        .settings["command"]
-        .endswith("--last-only --workers 1 -o " + str(tmp_path / "last"))
-    )
+    assert Results.load(tmp_path / "last").settings["command"].endswith("--last-only -o " + str(tmp_path / "last"))
 
 
 def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeypatch):
