@@ -42,8 +42,8 @@ def run_command(template: str, *, show_errors: bool = False, **places: object) -
     except OSError as error:
         raise MergestreamError(f"{arguments[0]} of --evaluate cannot be run: {error.strerror}") from error
     if done.returncode:
-        told = [line.strip() for line in (done.stderr or "").splitlines() if line.strip()]
-        reason = told[-1] if told else f"it ended with code {done.returncode}"
+        lines = [line.strip() for line in (done.stderr or "").splitlines() if line.strip()]
+        reason = lines[-1] if lines else f"it ended with code {done.returncode}"
         raise MergestreamError(f"{arguments[0]} of --evaluate failed: {reason}")
     return done.stdout
 

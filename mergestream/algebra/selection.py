@@ -120,8 +120,8 @@ def sample_ranges(numel: int, stride: int) -> Iterator[tuple[int, int]]:
         return
     window = _BLOCK * stride
     for number, start in enumerate(range(0, numel, window)):
-        room = max(min(window, numel - start) - _BLOCK, 0)
-        start += int(number * _GOLDEN % 1 * room)
+        slack = max(min(window, numel - start) - _BLOCK, 0)
+        start += int(number * _GOLDEN % 1 * slack)
         yield start, min(start + _BLOCK, numel)
 
 

@@ -26,18 +26,18 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     console = Console(stderr=True)
     if not console.is_terminal:
         finished: set[str] = set()
-        told = time.monotonic()
+        last_shown = time.monotonic()
 
         def tell(what: str, done: int, total: int) -> None:
-            nonlocal told
+            nonlocal last_shown
             if done == total and what not in finished:
                 finished.add(what)
                 print(f"{what}: done", file=sys.stderr, flush=True)
-            elif done < total and time.monotonic() - told >= QUIET_SECONDS:
+            elif done < total and time.monotonic() - last_shown >= QUIET_SECONDS:
                 print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
             else:
                 return
-            told = time.monotonic()
+            last_shown = time.monotonic()
 
         yield tell
         return

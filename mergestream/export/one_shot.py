@@ -29,7 +29,7 @@ from mergestream.store.directory import StoreDirectory, expert_name
 def usual_workers(method: Method, experts: int) -> int:
     """One where every file is read once and elements are only added up, for the least processor time: sums wait for
     memory, and threads for the interpreter's lock. A second one saves a quarter of the wait, for up to a quarter more
-    (docs/performance.md)."""
+    (docs/notes/performance.md)."""
     return 1 if method.whole == "none" and carries_through(method, experts) else os.cpu_count() or 1
 
 

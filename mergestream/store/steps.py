@@ -2,7 +2,7 @@
 
 A step is written into its place and counts only when the manifest says so. Until then its
 ``plan.json`` says what it is to become and ``journal`` which tensors are done, each with the
-digests of what was written; a step that was cut short is gone on with after checking them.
+digests of what was written; a step that was cut short is resumed after checking them.
 """
 
 from __future__ import annotations
