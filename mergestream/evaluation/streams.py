@@ -93,7 +93,7 @@ def run_stream(suite: Suite, stream: Stream, directory: Path) -> dict[str, Any]:
 def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any]]:
     from mergestream.api import Store
     from mergestream.engine import LocalEngine
-    from mergestream.report.facts import Facts
+    from mergestream.report.facts import Facts, finite
     from mergestream.report.markdown import markdown
 
     method, engine = stream.row.method(), LocalEngine(1)
@@ -121,7 +121,7 @@ def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any
                 "accuracies": accuracies,
                 "norm": entry.norm,
                 "kept": entry.kept,
-                "lambda": 1 / entry.scale if entry.scale else None,
+                "lambda": finite(entry.lambda_),
                 "distance": entry.distance,
                 "state_bytes": state,
                 "absorb_seconds": round(seconds, 3),

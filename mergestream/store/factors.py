@@ -1,6 +1,6 @@
 """Factored slots on disk.
 
-A slot that is kept as M = Lᵀ C R (mergestream/lowrank.py) has its core in the step's own file, rewritten at
+A slot that is kept as M = Lᵀ C R (mergestream/algebra/lowrank.py) has its core in the step's own file, rewritten at
 every step like a dense slot. Its bases only grow: the blocks that a step adds lie in ``factors-NNNN``, and
 the steps after it hold a link to that same file instead of a copy. ``factors.json`` says for every factored
 slot which blocks make up its bases::

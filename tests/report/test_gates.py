@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mergestream import Store
+from mergestream import Average, Store
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.report.diff import compare
 from mergestream.report.gates import Gate, GateError, Gatekeeper, evaluate
 from tests.conftest import files
 
@@ -140,3 +141,14 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
 
 def test_gate_errors_are_errors_of_the_input() -> None:
     assert GateError.exit_code == 1
+
+
+def test_a_gate_on_the_distance_has_it_measured_where_the_method_does_not_need_it(tmp_path, toys):
+    store = Store.create(tmp_path / "store", toys.base, Average())
+    assert store.add(toys.experts[0]).distance is None
+    with pytest.raises(MergestreamError, match="the distance of the merged model to the base is"):
+        store.add(toys.experts[1], gates=["distance<=0"])
+    passed = store.add(toys.experts[1], gates=["distance>0"])
+    assert passed.distance == passed.gates[0]["value"]
+    out = store.export(tmp_path / "out", pictures=False)
+    assert passed.distance == pytest.approx(compare(store, "0", str(out)).total.distance, rel=1e-2)
