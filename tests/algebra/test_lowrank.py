@@ -32,9 +32,9 @@ def relative_error(value, expected):
     return float((dense(value).double() - expected).norm() / expected.norm())
 
 
-def assert_orthonormal(basis: Basis):
+def assert_orthonormal(basis: Basis, units: int = 32):
     gram = basis.rows() @ basis.rows().T
-    assert bool(((gram - torch.eye(basis.rank)).abs() < 32 * torch.finfo(basis.dtype).eps).all())
+    assert bool(((gram - torch.eye(basis.rank)).abs() < units * torch.finfo(basis.dtype).eps).all())
 
 
 @DTYPES
@@ -235,8 +235,8 @@ class Pair(NamedTuple):
     def check(self) -> None:
         assert float((self.value.dense().double() - self.expected).norm()) <= self.tolerance
         assert squared_norm(self.value) ** 0.5 == pytest.approx(float(self.expected.norm()), abs=self.tolerance)
-        assert_orthonormal(self.value.left)
-        assert_orthonormal(self.value.right)
+        for basis in (self.value.left, self.value.right):
+            assert_orthonormal(basis, units=256)  # LAPACK's singular vectors of tiny matrices are off by 50 at times
         assert self.value.left.rank <= self.expected.shape[0]
         assert self.value.right.rank <= self.expected[0].numel()
 
