@@ -74,6 +74,10 @@ def is_killed(operation: Callable[[], object], place: Place, after: int = 0) -> 
     return False
 
 
+def refuse(candidate: arrival.Candidate) -> Expert:
+    raise MergestreamError("not good enough")
+
+
 def entries(store: Store) -> list[Expert]:
     """The history, but for when it was made and how long it took."""
     return [dataclasses.replace(entry, added="", seconds=0) for entry in store.history]
@@ -153,9 +157,14 @@ class Sequences(RuleBasedStateMachine):
         assert is_killed(lambda: self.add_to(self.open(), expert), place)
         self.counts((*self.history, expert), killed_at=place)
 
+    @rule(expert=st.integers(0, 3))
+    def add_refused_by_a_review(self, expert: int) -> None:
+        with pytest.raises(MergestreamError, match="not good enough"):
+            self.open().absorb(self.toys.experts[expert], allow_duplicate=True, review=refuse)
+
     @precondition(lambda self: self.history)
     @rule()
-    def add_refused(self) -> None:
+    def add_refused_as_a_duplicate(self) -> None:
         with pytest.raises(MergestreamError, match="has been absorbed already"):
             self.open().add(self.toys.experts[self.history[0]])
 
