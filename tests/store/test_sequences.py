@@ -168,6 +168,10 @@ class Sequences(RuleBasedStateMachine):
         with pytest.raises(MergestreamError, match="has been absorbed already"):
             self.open().add(self.toys.experts[self.history[0]])
 
+    @rule()
+    def relocate(self) -> None:
+        self.open().relocate(self.toys.base)
+
     @precondition(lambda self: self.history)
     @rule()
     def undo(self) -> None:
@@ -234,4 +238,4 @@ def test_any_sequence_equals_the_undisturbed_store(toys, tmp_path):
         pass
 
     Here.toys, Here.undisturbed = toys, tmp_path / "undisturbed"
-    run_state_machine_as_test(Here, settings=settings(max_examples=60, stateful_step_count=12))
+    run_state_machine_as_test(Here, settings=settings(max_examples=40, stateful_step_count=12))
