@@ -210,7 +210,9 @@ class StoreDirectory:
                 moved = dataclasses.replace(moved, source=checkpoint.source)
             else:
                 moved = moved.with_weights(checkpoint, self.engine, self.progress)
-            self._commit(dataclasses.replace(self.manifest, base=moved))
+            manifest = dataclasses.replace(self.manifest, base=moved)
+            manifest.save(self.path)  # no commit: it would remove a step that was cut short and can be resumed
+            self.manifest = manifest
 
     def open_base(self) -> Checkpoint:
         return open_base(self.manifest)

@@ -1,7 +1,12 @@
 """Low-rank matrices in factors: the same numbers as the dense matrices that they stand for."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from mergestream.algebra.lowrank import Basis, LowRank, dense, squared_norm
 from mergestream.algebra.projection import project, protected_directions
@@ -28,9 +33,9 @@ def relative_error(value, expected):
     return float((dense(value).double() - expected).norm() / expected.norm())
 
 
-def assert_orthonormal(basis: Basis):
+def assert_orthonormal(basis: Basis, units: int = 32):
     gram = basis.rows() @ basis.rows().T
-    assert (gram - torch.eye(basis.rank)).abs().max() < 32 * torch.finfo(basis.dtype).eps
+    assert bool(((gram - torch.eye(basis.rank)).abs() < units * torch.finfo(basis.dtype).eps).all())
 
 
 @DTYPES
@@ -214,3 +219,92 @@ def test_a_duplicate_adds_no_rank():
         S = S + project(again, svd, protected_directions(svd.s, 0.5), "reference")
     assert S.rank == 4
     assert relative_error(S, A) < 1e-5  # in the singular vectors of S, what S holds is all diagonal
+
+
+class Pair(NamedTuple):
+    """A matrix in factors beside the same one in float64."""
+
+    value: LowRank
+    expected: Tensor
+    size: float
+    """The norms of all that has gone into it: what rounding errors are relative to, should it all cancel"""
+
+    @property
+    def tolerance(self) -> float:
+        return 16 * TOLERANCE[self.value.dtype] * self.size
+
+    def check(self) -> None:
+        assert float((self.value.dense().double() - self.expected).norm()) <= self.tolerance
+        assert squared_norm(self.value) ** 0.5 == pytest.approx(float(self.expected.norm()), abs=self.tolerance)
+        for basis in (self.value.left, self.value.right):
+            assert_orthonormal(basis, units=256)  # LAPACK's singular vectors of tiny matrices are off by 50 at times
+        assert self.value.left.rank <= self.expected.shape[0]
+        assert self.value.right.rank <= self.expected[0].numel()
+
+
+SHAPES = st.sampled_from([(1, 1), (1, 9), (9, 1), (5, 5), (4, 12), (12, 4), (6, 2, 3), (10, 10)])
+RANKS = st.integers(0, 14)
+FACTORS = st.floats(-3, 3).filter(lambda factor: abs(factor) > 0.01)
+STEPS = st.lists(st.tuples(st.sampled_from(["+", "-", "*", "/", "rebased", "truncate"]), RANKS, FACTORS), max_size=6)
+
+
+def drawn_pair(shape, rank, dtype, generator) -> Pair:
+    m, n = shape[0], torch.Size(shape[1:]).numel()
+    left = torch.randn(m, rank, generator=generator, dtype=torch.float64).to(dtype)
+    right = torch.randn(rank, n, generator=generator, dtype=torch.float64).to(dtype)
+    expected = (left.double() @ right.double()).view(shape)
+    return Pair(LowRank.from_factors(left, right, dtype, shape), expected, float(left.norm() * right.norm()))
+
+
+def after(pair: Pair, operation: str, other: Pair, factor: float) -> Pair:
+    """The same operation in factors and dense."""
+    value, expected, size = pair
+    match operation:
+        case "+":
+            return Pair(value + other.value, expected + other.expected, size + other.size)
+        case "-":
+            return Pair(value - other.value, expected - other.expected, size + other.size)
+        case "*":
+            return Pair(value * factor, expected * factor, size * abs(factor))
+        case "/":
+            return Pair(value / factor, expected / factor, size / abs(factor))
+        case "rebased":
+            rebased = value.rebased(other.value.left, other.value.right)
+            assert rebased.left.starts_with(other.value.left) and rebased.right.starts_with(other.value.right)
+            return Pair(rebased, expected, size)
+        case _:
+            return Pair(value.truncate(value.rank)[0], expected, size)
+
+
+@settings(max_examples=200)
+@given(SHAPES, RANKS, STEPS, st.sampled_from([torch.float32, torch.float64]), st.integers(0, 2**32))
+def test_any_arithmetic_equals_the_dense_arithmetic(shape, rank, steps, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    pair = drawn_pair(shape, rank, dtype, generator)
+    pair.check()
+    for operation, other_rank, factor in steps:
+        pair = after(pair, operation, drawn_pair(shape, other_rank, dtype, generator), factor)
+        pair.check()
+
+
+@settings(max_examples=100)
+@given(SHAPES, RANKS, RANKS, st.sampled_from([torch.float32, torch.float64]), st.integers(0, 2**32), st.data())
+def test_elements_and_factors_of_any_rank_are_those_of_the_matrix(shape, rank, cut, dtype, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    pair = after(drawn_pair(shape, rank, dtype, generator), "+", drawn_pair(shape, 2, dtype, generator), 1)
+    value, expected, _ = pair
+    flat = expected.reshape(-1)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(flat))] * 2), label="range"))
+    torch.testing.assert_close(value.elements()(start, stop).double(), flat[start:stop], rtol=0, atol=pair.tolerance)
+
+    matrix = expected.reshape(shape[0], -1)
+    s = torch.linalg.svdvals(matrix)
+    left, right, lost = value.factors(cut)
+    assert left.shape[1] == right.shape[0] <= min(cut, *matrix.shape)
+    missing = float((matrix - left @ right).square().sum())
+    assert missing == pytest.approx(float(s[cut:].square().sum()), rel=1e-3, abs=pair.tolerance**2)
+    assert lost == pytest.approx(missing, rel=1e-3, abs=pair.tolerance**2)
+    assert float(left.norm()) == pytest.approx(float(right.norm()), abs=pair.tolerance)
+    truncated, lost_too = value.truncate(cut)
+    assert lost_too == lost and max(truncated.left.rank, truncated.right.rank) <= cut
+    torch.testing.assert_close(truncated.dense().double().view_as(matrix), left @ right, rtol=0, atol=pair.tolerance)

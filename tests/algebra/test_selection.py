@@ -6,15 +6,18 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from mergestream.algebra import selection
 from mergestream.algebra.selection import Search, sample_ranges, sample_stride, tally
 
 SIZES = (100_000, 1, 0, 70_001, 513)
 """Tensors of a model: together enough that only a sample of them is sorted at first."""
 
 
-def kth(tensors: list[Tensor], count: int) -> tuple[float, int]:
+def kth(tensors: list[Tensor], count: int, piece: int = 4096) -> tuple[float, int]:
     """The k-th magnitude, and how often the data was passed over."""
     total = sum(map(len, tensors))
     ranges = ((tensor, *place) for tensor in tensors for place in sample_ranges(len(tensor), sample_stride(total)))
@@ -23,7 +26,7 @@ def kth(tensors: list[Tensor], count: int) -> tuple[float, int]:
     while search.found is None:
         passes += 1
         assert passes < 10, "it must come to an end"
-        search.narrow([tally(piece.abs(), search.bracket) for tensor in tensors for piece in tensor.split(4096)])
+        search.narrow([tally(part.abs(), search.bracket) for tensor in tensors for part in tensor.split(piece)])
     return search.found, passes
 
 
@@ -109,3 +112,31 @@ def test_data_that_is_no_number_comes_to_an_end():
     """It is refused when it is absorbed; until then the search must not go on for ever."""
     _, passes = kth([torch.full((size,), math.nan) for size in SIZES], 17)
     assert passes < 20
+
+
+@st.composite
+def many_alike(draw: st.DrawFn) -> list[Tensor]:
+    """Tensors in which a few values repeat, in stretches or scattered, beside zeros and values of their own."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    values = torch.tensor(draw(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=4)))
+    tensors = []
+    for size in draw(st.lists(st.integers(0, 6000), min_size=1, max_size=4)):
+        alike = values[torch.randint(len(values), (size,), generator=generator)]
+        own = torch.randn(size, generator=generator)
+        mixed = own.where(torch.rand(size, generator=generator) < draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), alike)
+        zeroed = mixed.where(torch.rand(size, generator=generator) < draw(st.sampled_from([0.1, 1.0])), 0)
+        tensors.append(zeroed.sort().values if draw(st.booleans()) else zeroed)
+    return tensors
+
+
+@settings(max_examples=150)
+@given(many_alike(), st.floats(0, 1), st.integers(200, 8000))
+def test_any_share_of_anything_in_any_pieces_is_what_sorting_gives(tensors, share, piece):
+    descending = torch.cat(tensors).abs().sort(descending=True).values.tolist()
+    count = round(share * len(descending))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "SMALLEST_SAMPLE", 16)  # else models of this size are sorted at once
+        found, _ = kth(tensors, count, piece)
+    kept = sum(magnitude >= found for magnitude in descending)
+    assert found == (descending[count - 1] if 0 < count < len(descending) else 0.0 if count else math.inf)
+    assert kept >= count

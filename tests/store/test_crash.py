@@ -338,6 +338,19 @@ def test_a_step_that_was_cut_short_is_not_taken_for_another_expert(tmp_path, toy
     assert state(store) == state(other)
 
 
+def test_a_step_that_was_cut_short_goes_on_where_the_base_is_given_again(tmp_path, toys, monkeypatch):
+    """As by ``add --base``, which tells the store where its base is before it resumes."""
+    _, _, third, _ = toys.experts
+    store = make_store(tmp_path / "store", toys, 2)
+    expected = make_store(tmp_path / "expected", toys, 3)
+    assert dies(14, add, store, third) and (finished := journaled(store, 3))
+    opened = Store(store, engine=one_worker())
+    opened.relocate(shutil.copytree(toys.base, tmp_path / "base"))
+    again = absorbed_by(monkeypatch, lambda: opened.add(third))
+    assert again and not finished & set(again)
+    assert state(store) == state(expected)
+
+
 def test_an_expert_that_changed_after_the_kill_is_read_again(tmp_path, toys):
     expert = save_model(tmp_path / "expert", toy_expert(3))
     store = make_store(tmp_path / "store", toys, 2)
