@@ -115,7 +115,7 @@ def test_zeros_hold_nothing_and_change_nothing():
     assert not flat.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@DTYPES
 def test_an_element_is_the_same_to_the_last_bit_in_whatever_range(dtype):
     low, _ = random_pair(700, 601, 3, dtype)
     elements, whole = low.elements(), low.dense().reshape(-1)
