@@ -37,7 +37,7 @@ from mergestream.export.one_shot import merge
 from mergestream.merging.merger import Merger
 from mergestream.merging.step import Step
 from mergestream.methods import METHODS, make_method
-from mergestream.methods.base import Context, Method
+from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import NAMED
 
 StateDict = dict[str, Tensor]
@@ -237,39 +237,52 @@ def is_known_by_its_name(method: Method) -> None:
 
 def state_is_as_laid_out(method: Method) -> None:
     """Slots, shapes and types are what `layout` says, for whole tensors and for pieces of the others."""
-    base, *experts = make_models(4)
-    for name, like in base.items():
+    for name in SHAPES:
         state = None
-        whole = method.is_whole(Context(1, name in LINEAR))
-        for t, expert in enumerate(experts, 1):
-            delta = expert[name] - like if whole else (expert[name] - like).reshape(-1)
-            ranking = method.ranking(t)
-            thresholds = dict.fromkeys(ranking.names if ranking else (), 0.01)
-            context = Context(t, name in LINEAR, tuple(like.shape), like.dtype, thresholds)
-            absorbed = method.absorb(state, delta, context)
-            layout = method.layout(context)
-            assert list(absorbed.state) == list(layout), f"after {t} models the slots of {name} are not as laid out"
+        for context, delta in _arrivals(method, name):
+            absorbed, layout = method.absorb(state, delta, context), method.layout(context)
+            state, whole = absorbed.state, method.is_whole(context)
+            assert list(state) == list(layout), f"after {context.t} models the slots of {name} are not as laid out"
             for slot, form in layout.items():
-                value = dense(absorbed.state[slot])
-                assert whole or form.shape == like.shape, f"{slot} of {name} goes by in pieces, and has another shape"
-                expected = form.shape if whole else delta.shape
+                assert whole or form.shape == context.shape, f"{slot} of {name} goes by in pieces, but has a shape"
+                value, expected = dense(state[slot]), form.shape if whole else delta.shape
                 assert tuple(value.shape) == tuple(expected), f"the shape of {slot} of {name} is not as laid out"
                 assert value.dtype == form.dtype, f"the type of {slot} of {name} is not as laid out"
-            for what, part in (("kept", absorbed.kept), ("direction", method.direction(absorbed.state, context))):
+            for what, part in (("kept", absorbed.kept), ("direction", method.direction(state, context))):
                 assert part is None or part.shape == delta.shape, f"{what} has not the shape of the task vector"
-            state = absorbed.state
 
 
 def arguments_are_never_written_to(method: Method) -> None:
-    models = make_models(3)
-    copies = [{name: x.clone() for name, x in model.items()} for model in models]
+    for name in SHAPES:
+        state: State | None = None
+        for context, delta in _arrivals(method, name):
+            given = {"the task vector": delta, **{slot: dense(value) for slot, value in (state or {}).items()}}
+            copies = {what: x.clone() for what, x in given.items()}
+            new = method.absorb(state, delta, context).state
+            assert_same(given, copies, "what absorb is given")
+            copies = {slot: dense(value).clone() for slot, value in new.items()}
+            method.direction(new, context)
+            assert_same({slot: dense(value) for slot, value in new.items()}, copies, "what direction is given")
+            state = new
+    models, originals = make_models(3), make_models(3)
     merger = Merger(models[0], method)
     for expert in models[1:]:
         merger.add(expert)
-    first = merger.state_dict()
-    assert_same(merger.state_dict(), first, "read out once more")
-    for model, copy in zip(models, copies, strict=True):
-        assert_same(model, copy, "an argument")
+    assert_same(merger.state_dict(), merger.state_dict(), "read out once more")
+    for model, original in zip(models, originals, strict=True):
+        assert_same(model, original, "what was merged")
+
+
+def _arrivals(method: Method, name: str) -> Iterator[tuple[Context, Tensor]]:
+    """The task vectors of one tensor as they come to a method: flat, where they come in pieces."""
+    base, *experts = make_models(4)
+    like, linear = base[name], name in LINEAR
+    for t, expert in enumerate(experts, 1):
+        ranking = method.ranking(t)
+        thresholds = dict.fromkeys(ranking.names if ranking else (), 0.01)
+        context = Context(t, linear, tuple(like.shape), like.dtype, thresholds)
+        delta = expert[name] - like
+        yield context, delta if method.is_whole(context) else delta.reshape(-1)
 
 
 def norms_are_those_of_the_models(method: Method) -> None:

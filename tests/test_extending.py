@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from mergestream import METHODS, Method, Store, register_method
+from mergestream import METHODS, Average, Method, Store, register_method
 from mergestream.errors import UsageError
-from mergestream.testing import Check, method_checks
+from mergestream.methods import make_method
+from mergestream.methods.base import parameter
+from mergestream.testing import Check, is_known_by_its_name, method_checks
 from tests.conftest import RunCommand, Toys, files
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +92,20 @@ def test_what_is_no_method_is_not_registered() -> None:
     with pytest.raises(UsageError, match=r"unfinished cannot be registered: .*abstract"):
         register_method(Unfinished)
     assert "unfinished" not in METHODS
+
+
+def test_parameters_that_are_true_or_false_survive_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Choosy(Average):
+        name = "choosy"
+        strict: bool = parameter(True, "whether")
+
+    monkeypatch.setattr(METHODS, "_registered", {})
+    register_method(Choosy)
+    for strict in (True, False):
+        is_known_by_its_name(Choosy(strict))
+    with pytest.raises(UsageError, match="choosy: strict=perhaps is not true or false"):
+        make_method("choosy", {"strict": "perhaps"})
 
 
 # --- entry points ------------------------------------------------------------------------------------------
