@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -17,18 +17,25 @@ class Registry(Mapping[str, T], Generic[T]):
     """Names and what they stand for; nothing is imported before it is asked for.
 
     ``own`` gives for every name of ours where it is, as ``module:attribute``. Another package adds names by entry
-    points of the ``group``; a name of ours is never replaced.
+    points of the ``group``; a name of ours is never replaced. ``check`` is asked about what others bring, by its name,
+    and raises where it cannot be used.
     """
 
-    def __init__(self, kind: str, group: str, own: Mapping[str, str]) -> None:
+    def __init__(
+        self, kind: str, group: str, own: Mapping[str, str], check: Callable[[str, T], None] | None = None
+    ) -> None:
         self.kind, self.group = kind, group
-        self._own = own
+        self._own, self._check = own, check
         self._registered: dict[str, T] = {}
 
     def register(self, name: str, item: T) -> T:
         """Make something known under a name, in this process."""
         if name in self._own:
             raise UsageError(f"{name} is a {self.kind} of mergestream itself; choose another name")
+        try:
+            self._checked(name, item)
+        except Exception as error:
+            raise UsageError(f"the {self.kind} {name} cannot be registered: {error}") from error
         self._registered[name] = item
         return item
 
@@ -54,10 +61,9 @@ class Registry(Mapping[str, T], Generic[T]):
             return item
         if name in self._registered:
             return self._registered[name]
+        entry = self._brought[name]
         try:
-            loaded: T = self._brought[name].load()
-        except KeyError:
-            raise
+            loaded: T = self._checked(name, entry.load())
         except Exception as error:  # whatever somebody else's module does when it is imported
             raise UsageError(
                 f"the {self.kind} {name} of {self.origin(name)} cannot be loaded: {type(error).__name__}: {error}"
@@ -69,6 +75,11 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+    def _checked(self, name: str, item: T) -> T:
+        if self._check is not None:
+            self._check(name, item)
+        return item
 
     @cached_property
     def _brought(self) -> dict[str, EntryPoint]:

@@ -10,6 +10,17 @@ from mergestream.registry import Registry
 if TYPE_CHECKING:
     from mergestream.methods.base import Method
 
+
+def _check_method(name: str, method: object) -> None:
+    from mergestream.methods.base import Method
+
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise TypeError("it is no subclass of mergestream.Method")
+    if method.name != name:
+        raise ValueError(f"its class has the name {method.name}, by which stores would look for it")
+    method()  # all that is abstract must be there, and every parameter have a default
+
+
 METHODS: Registry[type[Method]] = Registry(
     "method",
     "mergestream.methods",
@@ -22,6 +33,7 @@ METHODS: Registry[type[Method]] = Registry(
         "lawa": "mergestream.methods.lawa:LAWA",
         "magmax": "mergestream.methods.magmax:MagMax",
     },
+    _check_method,
 )
 
 

@@ -16,7 +16,7 @@ import dataclasses
 import math
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -191,7 +191,7 @@ class Method(ABC):
 
 
 def parse_parameters(method: type[Method], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn ``KEY=VALUE`` strings into the types of the method's fields."""
+    """Turn ``KEY=VALUE`` strings into the types of the method's fields: numbers, true or false, or text."""
     fields = {item.name: item for item in dataclasses.fields(method)}
     types = typing.get_type_hints(method)
     parsed = {}
@@ -199,9 +199,23 @@ def parse_parameters(method: type[Method], given: Mapping[str, Any]) -> dict[str
         if key not in fields:
             known = ", ".join(fields) or "none"
             raise UsageError(f"{method.name} has no parameter {key}{nearest(key, fields)} (it has: {known})")
-        kind = types[key] if types[key] in (int, float) else str
         try:
-            parsed[key] = kind(value)
+            parsed[key] = _PARSERS.get(types[key], _unchanged)(value)
         except ValueError:
-            raise UsageError(f"{method.name}: {key}={value} is not a number") from None
+            kind = "true or false" if types[key] is bool else "a number"
+            raise UsageError(f"{method.name}: {key}={value} is not {kind}") from None
     return parsed
+
+
+def _truth(given: object) -> bool:
+    words = {"true": True, "false": False}
+    if str(given).lower() not in words:
+        raise ValueError(given)
+    return words[str(given).lower()]
+
+
+def _unchanged(given: Any) -> Any:
+    return given
+
+
+_PARSERS: dict[Any, Callable[[Any], Any]] = {int: int, float: float, bool: _truth}

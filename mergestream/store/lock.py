@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergestream.errors import MergestreamError, StoreBusyError
@@ -27,8 +27,10 @@ def writer_lock(store: Path) -> Iterator[None]:
                 f"{store} is being written to by another process{f' ({holder})' if holder else ''}; "
                 "wait until it is done"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()}".encode(), 0)
+        # Who holds it is a courtesy to others: on a full disk the step itself says what is the matter.
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()}".encode(), 0)
         yield
     finally:
         os.close(descriptor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -119,22 +120,33 @@ class StepWriter:
         plan: Mapping[str, Any],
     ) -> None:
         """``layout`` has the dense slots and the cores, ``blocks`` what the bases of factored slots may gain."""
-        from mergestream.merging.step import Outcome
-
         self.directory, self._before = step_directory(store, number), before
         self._layout, self._number = layout, number
         self.done: dict[str, tuple[Outcome, str | None]] = {}
         """Tensors that an earlier, interrupted run has written, with the digest of the expert's."""
         self._lock = Lock()
-        plan = json.loads(json.dumps(plan))
+        self._open = ExitStack()
+        """Lets go of the files as they are"""
+        try:
+            self._begin(blocks, json.loads(json.dumps(plan)))
+        except MergestreamError:  # what takes room on a disk that is full must not stay
+            self.abandon()
+            raise
+
+    def _begin(self, blocks: Mapping[str, TensorSpec], plan: Mapping[str, Any]) -> None:
+        from mergestream.merging.step import Outcome
+
         resumable = plan["fingerprint"] is not None and self._is_planned(plan)
         if not resumable:
             remove(self.directory)
             self.directory.mkdir(parents=True)
-        self._writer = SafetensorsWriter(self.directory, layout, resume=resumable) if layout else None
-        factors = before.factors if before else None
+        self._writer = SafetensorsWriter(self.directory, self._layout, resume=resumable) if self._layout else None
+        if self._writer:
+            self._open.callback(self._writer.abandon)
+        factors = self._before.factors if self._before else None
         resumed = self._writer.resumed if self._writer else resumable
-        self._factors = FactorWriter(self.directory, number, blocks, factors, resumed)
+        self._factors = FactorWriter(self.directory, self._number, blocks, factors, resumed)
+        self._open.callback(self._factors.abandon)
         if resumed and self._factors.resumed:
             for entry in _entries(self.directory / _JOURNAL):
                 outcome = Outcome(**entry["outcome"])
@@ -142,7 +154,7 @@ class StepWriter:
                     self.done[entry["tensor"]] = outcome, entry["expert"]
         else:
             write_json(self.directory / _PLAN, plan)
-        self._journal = (self.directory / _JOURNAL).open("ab", buffering=0)
+        self._journal = self._open.enter_context((self.directory / _JOURNAL).open("ab", buffering=0))
 
     def _is_planned(self, plan: Mapping[str, Any]) -> bool:
         path = self.directory / _PLAN
@@ -217,10 +229,7 @@ class StepWriter:
 
     def pause(self) -> None:
         """Stop here; what is done will be found again."""
-        self._journal.close()
-        if self._writer:
-            self._writer.abandon()
-        self._factors.abandon()
+        self._open.close()
 
     def abandon(self) -> None:
         self.pause()

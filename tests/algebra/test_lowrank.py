@@ -121,6 +121,16 @@ def test_zeros_hold_nothing_and_change_nothing():
     assert not flat.any()
 
 
+@DTYPES
+def test_an_element_is_the_same_to_the_last_bit_in_whatever_range(dtype):
+    low, _ = random_pair(700, 601, 3, dtype)
+    elements, whole = low.elements(), low.dense().reshape(-1)
+    for start, stop in ((0, 1), (601 * 436 - 1, 601 * 437), (1000, 1064), (262_144, 420_700), (420_699, 420_700)):
+        assert torch.equal(elements(start, stop), whole[start:stop])
+    elements(0, 10).zero_()
+    assert torch.equal(elements(0, 20), whole[:20]), "ranges are in memory of their own"
+
+
 def test_more_dimensions_are_a_matrix_of_the_first():
     left, right = random_factors(8, 3 * 5 * 5, 2)
     kernel = LowRank.from_factors(left, right, torch.float64, (8, 3, 5, 5))

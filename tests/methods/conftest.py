@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from tests.methods.models import make_models
+from mergestream.testing import make_models
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from mergestream import OPCM, Merger
 from mergestream.errors import UsageError
 from mergestream.methods import make_method
 from mergestream.methods.base import Context
+from mergestream.testing import make_models
 from tests.methods import formulas
-from tests.methods.models import make_models
 
 SHAPES = [(12, 30), (30, 30), (30, 12), (1, 9), (9, 1), (1, 1)]
 PROJECTIONS = ["reference", "paper", "block"]

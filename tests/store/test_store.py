@@ -468,6 +468,19 @@ def test_an_error_of_the_disk_is_a_sentence_and_the_store_goes_on(call, store, t
     again.verify()
 
 
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])  # the note in the lock, the plan of the step
+def test_a_disk_that_is_full_from_the_start_is_a_sentence_and_takes_no_room(call, store, toys, monkeypatch):
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = files(store.path, ".safetensors", ".json")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(MergestreamError, match="cannot be written"):
+            store.add(toys.experts[2])
+    assert files(store.path, ".safetensors", ".json") == before
+
+
 # --- heads -------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,537 @@
+"""The contract of a method as checks that anybody's method can be held to, as ours are::
+
+    @pytest.mark.parametrize("check", method_checks(MyMethod(), MyMethod(strength=2)), ids=str)
+    def test_my_method_keeps_the_contract(check):
+        check()
+
+A check is called without arguments and raises an AssertionError that says what is wrong. Nothing here needs pytest.
+What a method computes is not checked: that it equals its formula, only its own test can know.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mergestream.algebra import pieces
+from mergestream.algebra.lowrank import dense
+from mergestream.api import Store
+from mergestream.engine import LocalEngine
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.export.one_shot import merge
+from mergestream.merging.merger import Merger
+from mergestream.merging.step import Step
+from mergestream.methods import METHODS, make_method
+from mergestream.methods.base import Context, Method, State
+from mergestream.methods.scale import NAMED
+
+StateDict = dict[str, Tensor]
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "a.weight": (40, 24),
+    "a.bias": (40,),
+    "b.weight": (24, 40),
+    "norm.weight": (24,),
+    "embed.weight": (50, 24),
+    "conv.weight": (8, 3, 3, 3),
+}
+LINEAR = ("a.weight", "b.weight")
+TINY_SHAPES = {"a.weight": (5, 4), "b.weight": (3, 6), "embed.weight": (6, 4), "a.bias": (11,)}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One demand of the contract on one method."""
+
+    method: Method
+    demand: Callable[[Method], None]
+
+    def __call__(self) -> None:
+        self.demand(self.method)
+
+    def __str__(self) -> str:
+        return f"{self.demand.__name__}-{self.method}"
+
+
+def method_checks(*methods: Method) -> list[Check]:
+    """All checks for each of the methods, which differ in their parameters or altogether."""
+    return [Check(method, demand) for method in methods for demand in DEMANDS]
+
+
+# --- models to merge --------------------------------------------------------------------------------------
+
+
+def make_models(
+    count: int = 4,
+    dtype: torch.dtype = torch.float32,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    seed: int = 0,
+) -> list[StateDict]:
+    """A base and ``count`` experts whose task vectors have decaying spectra, as real ones do."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(shape: tuple[int, ...]) -> Tensor:
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if len(shape) != 2:
+            return x
+        u, s, vh = torch.linalg.svd(x, full_matrices=False)
+        return (u * torch.arange(1, len(s) + 1).pow(-0.7)) @ vh * 3
+
+    base = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    models = [base] + [{name: base[name] + 0.05 * noise(shape) for name, shape in shapes.items()} for _ in range(count)]
+    return [{name: x.to(dtype) for name, x in model.items()} for model in models]
+
+
+def make_odd_models(count: int = 3) -> list[StateDict]:
+    """Models with every kind of tensor that a method meets: other types, stacked experts, a scalar, nothing at all."""
+    models = make_models(count)
+    for number, model in enumerate(models):
+        generator = torch.Generator().manual_seed(number)
+        model["half.weight"] = torch.randn(6, 8, generator=generator).bfloat16()
+        model["double.weight"] = torch.randn(6, 8, generator=generator, dtype=torch.float64)
+        model["mlp.experts.up"] = torch.randn(3, 8, 6, generator=generator)
+        model["temperature"] = torch.randn((), generator=generator)
+        model["empty"] = torch.zeros(0, 4)
+        model["position_ids"] = torch.arange(24)
+    return models
+
+
+def save_models(directory: Path, models: Sequence[StateDict]) -> list[Path]:
+    """The base as ``base.safetensors``, the experts beside it."""
+    paths = [directory / f"{f'expert{number}' if number else 'base'}.safetensors" for number in range(len(models))]
+    for path, model in zip(paths, models, strict=True):
+        save_file(model, path)
+    return paths
+
+
+def save_adapter(directory: Path, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Path:
+    """A LoRA adapter as PEFT saves it: B (m×r) and A (r×n) for every linear weight, which moves by 2·B·A."""
+    directory.mkdir(parents=True)
+    tensors = {}
+    for name, (B, A) in factors.items():
+        module = name.removesuffix(".weight")
+        tensors[f"base_model.model.{module}.lora_A.weight"] = A.contiguous()
+        tensors[f"base_model.model.{module}.lora_B.weight"] = B.contiguous()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    rank = min(A.shape[0] for _, A in factors.values())
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "base_model_name_or_path": "base"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+# --- merging them -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def pieces_of(size: int) -> Iterator[None]:
+    """Tensors go by in pieces of so many elements: a small model is cut as only a large one is otherwise."""
+    with patch.object(pieces, "PIECE", size):
+        yield
+
+
+def merged_in_memory(method: Method, base: StateDict, experts: Sequence[StateDict]) -> StateDict:
+    merger = Merger(base, method)
+    for expert in experts:
+        merger.add(expert)
+    return merger.state_dict()
+
+
+def make_store(directory: Path, method: Method, base: Path, experts: Sequence[Path] = (), workers: int = 1) -> Store:
+    store = Store.create(directory, base, method, engine=LocalEngine(workers))
+    for expert in experts:
+        store.add(expert)
+    return store
+
+
+def exported(store: Store, scale: str | float | None = None) -> StateDict:
+    with temporary_directory() as directory:
+        return load_model(store.export(directory / "out", scale=scale, pictures=False))
+
+
+def load_model(directory: Path) -> StateDict:
+    return {name: x.clone() for name, x in load_file(directory / "model.safetensors").items()}
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """The bytes of all files below a directory, but for the lock, which says who was here last."""
+    paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != "lock"]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def state_bytes(store: Store) -> dict[str, bytes]:
+    """All that the store keeps of its last step but for the manifest."""
+    number = f"{store.manifest.step:04d}"
+    return {**files(store.path / "steps" / number), **files(store.path / "experts" / number)}
+
+
+class Scalars(NamedTuple):
+    """What the manifest says of an expert, but for the time."""
+
+    digest: str
+    norm: float
+    kept: float
+    scale: float
+    mean_norm: float
+    direction_norm: float | None
+    state: str
+    record: str
+
+
+def scalars(store: Store) -> list[Scalars]:
+    return [Scalars(*(getattr(expert, field) for field in Scalars._fields)) for expert in store.history]
+
+
+@contextmanager
+def temporary_directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mergestream-") as directory:
+        yield Path(directory)
+
+
+def assert_same(ours: StateDict, theirs: StateDict, what: str) -> None:
+    """Bit for bit, but for the sign of zeros."""
+    assert ours.keys() == theirs.keys(), f"{what}: other tensors"
+    for name, x in ours.items():
+        assert torch.equal(x, theirs[name]), f"{what}: {name} differs"
+
+
+def assert_close(ours: StateDict, theirs: StateDict, base: StateDict, tolerance: float, what: str) -> None:
+    """The two moved away from the base alike, relative to how far."""
+    for name, x in theirs.items():
+        moved = float((x.double() - base[name].double()).norm())
+        apart = float((ours[name].double() - x.double()).norm())
+        assert apart <= tolerance * max(moved, 1e-3 * float(base[name].double().norm())), f"{what}: {name} differs"
+
+
+def norm(model: StateDict, base: StateDict) -> float:
+    return math.sqrt(math.fsum(float((x.double() - base[name].double()).square().sum()) for name, x in model.items()))
+
+
+# --- what is demanded -------------------------------------------------------------------------------------
+
+
+def is_known_by_its_name(method: Method) -> None:
+    """A store remembers a method by its name and its parameters, and must find the same one again."""
+    name = type(method).name
+    assert name in METHODS, f"{name} is not known: bring it by an entry point, or call mergestream.register_method"
+    assert METHODS[name] is type(method), f"{name} is the name of another method"
+    assert type(method)().parameters.keys() == method.parameters.keys()
+    assert make_method(name, json.loads(json.dumps(method.parameters))) == method, "it does not survive the manifest"
+    as_text = {key: str(value) for key, value in method.parameters.items()}
+    assert make_method(name, as_text) == method, "its parameters cannot be given as text"
+
+
+def state_is_as_laid_out(method: Method) -> None:
+    """Slots, shapes and types are what `layout` says, for whole tensors and for pieces of the others."""
+    for name in SHAPES:
+        state = None
+        for context, delta in _arrivals(method, name):
+            absorbed, layout = method.absorb(state, delta, context), method.layout(context)
+            state, whole = absorbed.state, method.is_whole(context)
+            assert list(state) == list(layout), f"after {context.t} models the slots of {name} are not as laid out"
+            for slot, form in layout.items():
+                assert whole or form.shape == context.shape, f"{slot} of {name} goes by in pieces, but has a shape"
+                value, expected = dense(state[slot]), form.shape if whole else delta.shape
+                assert tuple(value.shape) == tuple(expected), f"the shape of {slot} of {name} is not as laid out"
+                assert value.dtype == form.dtype, f"the type of {slot} of {name} is not as laid out"
+            for what, part in (("kept", absorbed.kept), ("direction", method.direction(state, context))):
+                assert part is None or part.shape == delta.shape, f"{what} has not the shape of the task vector"
+
+
+def arguments_are_never_written_to(method: Method) -> None:
+    for name in SHAPES:
+        state: State | None = None
+        for context, delta in _arrivals(method, name):
+            given = {"the task vector": delta, **{slot: dense(value) for slot, value in (state or {}).items()}}
+            copies = {what: x.clone() for what, x in given.items()}
+            new = method.absorb(state, delta, context).state
+            assert_same(given, copies, "what absorb is given")
+            copies = {slot: dense(value).clone() for slot, value in new.items()}
+            method.direction(new, context)
+            assert_same({slot: dense(value) for slot, value in new.items()}, copies, "what direction is given")
+            state = new
+    models, originals = make_models(3), make_models(3)
+    merger = Merger(models[0], method)
+    for expert in models[1:]:
+        merger.add(expert)
+    assert_same(merger.state_dict(), merger.state_dict(), "read out once more")
+    for model, original in zip(models, originals, strict=True):
+        assert_same(model, original, "what was merged")
+
+
+def _arrivals(method: Method, name: str) -> Iterator[tuple[Context, Tensor]]:
+    """The task vectors of one tensor as they come to a method: flat, where they come in pieces."""
+    base, *experts = make_models(4)
+    like, linear = base[name], name in LINEAR
+    for t, expert in enumerate(experts, 1):
+        ranking = method.ranking(t)
+        thresholds = dict.fromkeys(ranking.names if ranking else (), 0.01)
+        context = Context(t, linear, tuple(like.shape), like.dtype, thresholds)
+        delta = expert[name] - like
+        yield context, delta if method.is_whole(context) else delta.reshape(-1)
+
+
+def norms_are_those_of_the_models(method: Method) -> None:
+    base, *experts = make_models(3)
+    merger = Merger(base, method)
+    norms = []
+    for expert in experts:
+        totals = merger.add(expert)
+        norms.append(norm(expert, base))
+        assert math.isclose(totals.norm, norms[-1], rel_tol=1e-6), "‖Δ‖ is another"
+        assert math.isclose(totals.mean_norm, sum(norms) / len(norms), rel_tol=1e-6), "the mean of ‖Δ‖ is another"
+    measured = totals.distance is not None
+    assert measured == (method.scale_rule == "adaptive"), "‖direction‖ is measured where the scale needs it, only"
+    if totals.distance is not None:
+        assert math.isclose(totals.distance, norm(merger.state_dict(), base), rel_tol=1e-4), "the distance is another"
+
+
+def zero_task_vectors_are_absorbed(method: Method) -> None:
+    """Nothing becomes NaN, and the base merged with itself is the base wherever nothing leads to nothing."""
+    base, expert, *_ = make_models(1)
+    for experts in ([expert, base], [base, expert], [base, base]):
+        merged = merged_in_memory(method, base, experts)
+        assert all(bool(x.isfinite().all()) for x in merged.values()), "NaN or Inf comes of a zero task vector"
+    if _zero_leads_to_zero(method):
+        assert_same(merged_in_memory(method, base, [base]), base, "the base merged with itself")
+
+
+def _zero_leads_to_zero(method: Method) -> bool:
+    ranking = method.ranking(1)
+    for linear in (True, False):
+        context = Context(1, linear, (4, 4), thresholds=dict.fromkeys(ranking.names if ranking else (), 0.0))
+        absorbed = method.absorb(None, torch.zeros(4, 4), context)
+        if dense(method.direction(absorbed.state, context)).any():
+            return False
+    return True
+
+
+def commutative_means_any_order(method: Method) -> None:
+    if method.commutative:
+        base, *experts = make_models(3)
+        forth = merged_in_memory(method, base, experts)
+        assert_close(merged_in_memory(method, base, experts[::-1]), forth, base, 1e-4, "in the other order")
+
+
+def in_memory_equals_through_a_store(method: Method) -> None:
+    """With every kind of tensor, and by the same scales."""
+    models = make_odd_models()
+    merger = Merger(models[0], method)
+    for expert in models[1:]:
+        merger.add(expert)
+    with temporary_directory() as directory:
+        base, *experts = save_models(directory, models)
+        store = make_store(directory / "store", method, base, experts)
+        store.verify()
+        assert_same(exported(store), merger.state_dict(), "through a store")
+        assert_same(exported(store, 0.7), merger.state_dict(0.7), "through a store, by another scale")
+
+
+def one_shot_equals_the_stream(method: Method) -> None:
+    models = make_odd_models()
+    with temporary_directory() as directory:
+        base, *experts = save_models(directory, models)
+        merge(base, experts, directory / "out", method)
+        assert_same(load_model(directory / "out"), merged_in_memory(method, models[0], models[1:]), "in one go")
+
+
+def one_worker_equals_many(method: Method) -> None:
+    with temporary_directory() as directory:
+        base, *experts = save_models(directory, make_models(3))
+        one, many = (make_store(directory / f"{n}", method, base, experts, workers=n) for n in (1, 4))
+        assert state_bytes(one) == state_bytes(many), "the state depends on the number of workers"
+        assert scalars(one) == scalars(many), "a scalar depends on the number of workers"
+
+
+def every_piece_size_gives_the_same_bytes(method: Method) -> None:
+    """State, scalars and models, from pieces of one element on; the last piece is a partial one."""
+    for shapes, sizes in ((TINY_SHAPES, (1, 7)), (SHAPES, (64, 1000, 1024))):
+        with temporary_directory() as directory:
+            base, *experts = save_models(directory, make_models(2, shapes=shapes))
+            stores, models = [], []
+            for size in (pieces.PIECE, *sizes):
+                with pieces_of(size):
+                    stores.append(make_store(directory / f"{size}", method, base, experts))
+                    models.append(exported(stores[-1]))
+                    merge(base, experts, directory / f"{size}-out", method)
+                    assert_same(load_model(directory / f"{size}-out"), models[0], f"in one go, in pieces of {size}")
+            for size, store, model in zip(sizes, stores[1:], models[1:], strict=True):
+                assert state_bytes(store) == state_bytes(stores[0]), f"in pieces of {size} the state is another"
+                assert scalars(store) == scalars(stores[0]), f"in pieces of {size} a scalar is another"
+                assert_same(model, models[0], f"in pieces of {size}")
+
+
+def interrupted_and_resumed_equals_uninterrupted(method: Method) -> None:
+    """The same bytes, and nothing is done twice."""
+    models = make_models(3)
+    absorb = Step.absorb
+    done: list[str] = []
+
+    def absorb_until(limit: int) -> Any:
+        def run(step: Step, name: str, *arguments: Any) -> Any:
+            if len(done) == limit:
+                raise KeyboardInterrupt
+            done.append(name)
+            return absorb(step, name, *arguments)
+
+        return patch.object(Step, "absorb", run)
+
+    with temporary_directory() as directory:
+        base, *experts = save_models(directory, models)
+        straight = make_store(directory / "straight", method, base, experts)
+        broken = make_store(directory / "broken", method, base)
+        for expert in experts:
+            done.clear()
+            with absorb_until(3), suppress(KeyboardInterrupt):
+                broken.add(expert)
+            assert len(done) == 3
+            with absorb_until(-1):
+                Store(broken.path, engine=LocalEngine(1)).add(expert)
+            assert sorted(done) == sorted(models[0]), "what was done is done again"
+        resumed = Store(broken.path)
+        assert state_bytes(resumed) == state_bytes(straight), "the state of a resumed step is another"
+        assert scalars(resumed) == scalars(straight), "a scalar of a resumed step is another"
+
+
+def tied_weights_are_merged_once_and_stay_tied(method: Method) -> None:
+    """A head that is the embedding has no state of its own, and makes no difference to the others."""
+    shapes = {"embed_tokens.weight": (50, 24), "a.weight": (40, 24), "a.bias": (40,)}
+    models = make_models(2, shapes=shapes)
+    alone = merged_in_memory(method, models[0], models[1:])
+    tied = [{**model, "lm_head.weight": model["embed_tokens.weight"]} for model in models]
+    merged = merged_in_memory(method, tied[0], tied[1:])
+    assert merged["lm_head.weight"] is merged["embed_tokens.weight"], "tied weights are no longer one tensor"
+    with temporary_directory() as directory:
+        copies = [{name: x.clone() for name, x in model.items()} for model in tied]
+        base, *experts = save_models(directory, copies)
+        store = make_store(directory / "store", method, base, experts)
+        assert_same(exported(store), merged, "tied weights through a store")
+        with store.snapshot() as snapshot:
+            slots = snapshot.state.digests()
+    assert not any("lm_head" in slot for slot in slots), "a tied weight has a state of its own"
+    assert_same(merged, {**alone, "lm_head.weight": alone["embed_tokens.weight"]}, "tied weights")
+
+
+def adapter_equals_its_dense_form(method: Method) -> None:
+    """In float64, where the two differ by rounding only; and in pieces that end within a row, to the last bit."""
+    (base,) = make_models(0, torch.float64)
+    generator = torch.Generator().manual_seed(1)
+
+    def factors(name: str) -> tuple[Tensor, Tensor]:
+        m, n = base[name].shape
+        B, A = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((m, 3), (3, n)))
+        return B * 0.05, A
+
+    with temporary_directory() as directory:
+        adapters, dense_forms = [], []
+        for number in range(3):
+            drawn = {name: factors(name) for name in LINEAR}
+            adapters.append(save_adapter(directory / f"adapter{number}", drawn))
+            dense_forms.append(base | {name: base[name] + 2 * B @ A for name, (B, A) in drawn.items()})
+        path, *experts = save_models(directory, [base, *dense_forms])
+        as_models = exported(make_store(directory / "dense", method, path, experts))
+        as_adapters = exported(make_store(directory / "factors", method, path, adapters))
+        with pieces_of(100):
+            in_pieces = exported(make_store(directory / "pieces", method, path, adapters))
+    assert_close(as_adapters, as_models, base, 1e-6, "as adapters")
+    assert_same(in_pieces, as_adapters, "as adapters, in pieces of 100")
+
+
+def full_disk_gives_one_sentence(method: Method) -> None:
+    """And the store is as before."""
+    with temporary_directory() as directory:
+        base, *experts = save_models(directory, make_models(2))
+        store = make_store(directory / "store", method, base, experts[:1])
+        before = files(store.path)
+        for call, room in (("posix_fallocate", 0), ("pwrite", 0), ("pwrite", 3)):
+            with _full_disk(call, room):
+                _expect_a_sentence(partial(store.add, experts[1]))
+                assert files(store.path) == before, f"a full disk ({call}) changes the store"
+            with _full_disk(call, room):
+                _expect_a_sentence(partial(store.export, directory / "out", pictures=False))
+                assert not (directory / "out").exists(), f"a full disk ({call}) leaves half of a model"
+        store.add(experts[1])
+        store.verify()
+
+
+@contextmanager
+def _full_disk(call: str, room: int) -> Iterator[None]:
+    """The disk is full after ``room`` calls of a function of ``os``."""
+    original, calls = getattr(os, call), itertools.count()
+
+    def limited(*arguments: Any) -> Any:
+        if next(calls) >= room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*arguments)
+
+    with patch.object(os, call, limited):
+        yield
+
+
+def _expect_a_sentence(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except MergestreamError as error:
+        assert "\n" not in str(error), f"more than one sentence: {error}"
+    except OSError as error:
+        raise AssertionError(f"a full disk gives no sentence but {error!r}") from error
+    else:
+        raise AssertionError("a full disk goes unnoticed")
+
+
+def any_number_is_a_scale(method: Method) -> None:
+    """Named scales are for methods that add up, or their own; the others refuse them with a sentence."""
+    base, *experts = make_models(3)
+    merger = Merger(base, method)
+    for expert in experts:
+        totals = merger.add(expert)
+    assert_same(merger.state_dict(0), base, "with the scale 0")
+    once = merger.state_dict(1)
+    for number in (-1.0, 0.5):
+        expected = {name: base[name].double() + number * (once[name].double() - base[name].double()) for name in base}
+        assert_close(merger.state_dict(number), expected, base, 1e-3, f"with the scale {number}")
+    length = norm(once, base)
+    values = {"adaptive": totals.mean_norm / length if length else 1.0, "sqrt": 1 / math.sqrt(3), "mean": 1 / 3}
+    for rule in NAMED:
+        if method.additive or method.scale_rule == rule:
+            expected = merger.state_dict(values[rule])
+            assert_close(merger.state_dict(rule), expected, base, 1e-3, f"with the scale {rule}")
+        else:
+            try:
+                merger.state_dict(rule)
+            except UsageError:
+                continue
+            raise AssertionError(f"the direction is no sum, but the scale {rule} is not refused")
+
+
+DEMANDS: tuple[Callable[[Method], None], ...] = (
+    is_known_by_its_name,
+    state_is_as_laid_out,
+    arguments_are_never_written_to,
+    norms_are_those_of_the_models,
+    zero_task_vectors_are_absorbed,
+    commutative_means_any_order,
+    any_number_is_a_scale,
+    in_memory_equals_through_a_store,
+    one_shot_equals_the_stream,
+    one_worker_equals_many,
+    every_piece_size_gives_the_same_bytes,
+    interrupted_and_resumed_equals_uninterrupted,
+    tied_weights_are_merged_once_and_stay_tied,
+    adapter_equals_its_dense_form,
+    full_disk_gives_one_sentence,
+)
