@@ -42,6 +42,11 @@ def locate(source: str | Path, *, weights: bool = True) -> Location:
     raise MergestreamError(f"{source} does not exist: give a directory, a file, or a hub id org/name[@revision]")
 
 
+def without_revision(source: str) -> str:
+    """A hub id without its ``@commit``; a path as it is, whatever is in it."""
+    return source.partition("@")[0] if _HUB_ID.fullmatch(source) else source
+
+
 @contextmanager
 def system_errors_explained(source: str | Path) -> Iterator[None]:
     """What the system has against it, in a sentence: no permission, a name too long, a home that does not exist."""

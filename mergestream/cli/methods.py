@@ -26,8 +26,7 @@ def run(options: Options) -> int:
         print_json(described)
         return 0
     for method in described:
-        brought = "" if method["origin"] == "mergestream" else f" (from {method['origin']})"
-        print(f"{method['name']}: {method['summary']}{brought}")
+        print(f"{method['name']}: {method['summary']} (from {method['origin']})")
         for parameter in method["parameters"]:
             choices = f" ({', '.join(parameter['choices'])})" if parameter["choices"] else ""
             print(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")

@@ -14,6 +14,7 @@ from mergestream.algebra.svd import thin_svd
 from mergestream.base.model import BaseModel, BaseTensor
 from mergestream.base.skeleton import Skeleton
 from mergestream.checkpoints import FLOATS, Checkpoint, TensorSpec
+from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.export.card import CardFacts, model_card
@@ -67,7 +68,7 @@ def export_adapter(
                 read,
                 whole={parameter: _written_form(model.tensors[name], dtype) for parameter, name in whole.items()},
                 read_whole=read_whole,
-                base=model.source.split("@")[0],
+                base=without_revision(model.source),
                 dtype=dtype,
                 advance=lambda name: advance(1),
             )

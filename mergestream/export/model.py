@@ -11,6 +11,7 @@ from typing import Any
 
 from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec
 from mergestream.checkpoints.layout import is_companion
+from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
@@ -114,7 +115,7 @@ def _write_config(path: Path, config: Mapping[str, Any]) -> None:
 
 def _hub_id(base: Checkpoint) -> str | None:
     """The base's id on the hub: as it was given, or as its config remembers it."""
-    source = base.source.split("@")[0]
+    source = without_revision(base.source)
     if not Path(base.source).exists() and source.count("/") == 1:
         return source
     config = base.directory / "config.json" if base.directory else None

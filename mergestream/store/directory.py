@@ -14,6 +14,7 @@ from mergestream.base.model import BaseModel
 from mergestream.base.skeleton import open_base as open_base_model
 from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import WEIGHT_SUFFIXES, Checkpoint, open_checkpoint
+from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.opening import ExpertSource
@@ -273,7 +274,7 @@ class StoreDirectory:
 
 def expert_name(source: str, taken: Collection[str]) -> str:
     """The last part of the path or hub id, numbered where another expert has that name."""
-    path = Path(source.split("@")[0])
+    path = Path(without_revision(source))
     stem = path.stem if path.suffix in WEIGHT_SUFFIXES else path.name
     candidates = (stem if i == 1 else f"{stem}-{i}" for i in range(1, len(taken) + 2))
     return next(candidate for candidate in candidates if candidate not in taken)

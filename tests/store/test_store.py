@@ -582,3 +582,9 @@ def test_a_store_is_not_made_over_something_else(tmp_path, toys):
             Store.create(tmp_path / place, toys.base)
     with pytest.raises(UsageError, match="keep=-1"):
         Store.create(tmp_path / "new", toys.base, keep=-1)
+
+
+def test_an_at_sign_in_a_path_is_no_revision(tmp_path, toys):
+    place = save_model(tmp_path / "weeks@2026" / "legal@v2", toy_expert(1))
+    store = Store.create(tmp_path / "store", toys.base)
+    assert store.add(place).name == "legal@v2"
