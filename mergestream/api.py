@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.experts.opening import ExpertSource
-from mergestream.methods.scale import Scale, parse_scale
 from mergestream.store.directory import StoreDirectory
-from mergestream.store.lock import writer_lock
-from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.manifest import Expert
 from mergestream.store.records import tensor_records
 
 if TYPE_CHECKING:
@@ -80,17 +78,11 @@ class Store(StoreDirectory):
         from mergestream.export.directory import Output
         from mergestream.export.model import export_model
 
-        output, rule = Output(Path(out), dtype, max_shard_size, overwrite), self._scale(scale)
+        output = Output(Path(out), dtype, max_shard_size, overwrite)
+        draw = bind(draw_pictures, self) if pictures else None
         with self.snapshot() as snapshot:
             export_model(
-                snapshot,
-                output,
-                self.engine,
-                self.progress,
-                scale=rule,
-                task=task,
-                command=command,
-                illustrate=bind(draw_pictures, self) if pictures else None,
+                snapshot, output, self.engine, self.progress, scale=scale, task=task, command=command, illustrate=draw
             )
         return output.path
 
@@ -109,26 +101,11 @@ class Store(StoreDirectory):
         from mergestream.export.adapter import export_adapter
         from mergestream.export.directory import Output
 
-        output, rule = Output(Path(out), dtype, overwrite=overwrite), self._scale(scale)
+        output, draw = Output(Path(out), dtype, overwrite=overwrite), bind(draw_pictures, self)
         with self.snapshot() as snapshot:
             return export_adapter(
-                snapshot,
-                output,
-                self.engine,
-                self.progress,
-                rank=rank,
-                scale=rule,
-                command=command,
-                illustrate=bind(draw_pictures, self),
+                snapshot, output, self.engine, self.progress, rank=rank, scale=scale, command=command, illustrate=draw
             )
-
-    def _scale(self, given: str | float | None) -> Scale | None:
-        """Refuses, before any work, a scale that the store's method cannot be read out with."""
-        if given is None:
-            return None
-        rule = parse_scale(given)
-        self.method.check_scale(rule)
-        return rule
 
     def similarity(self) -> Similarity:
         """Cosines of all task vectors, from their sketches."""
@@ -166,8 +143,7 @@ class Store(StoreDirectory):
         from mergestream.report.scores import Scores, attach
 
         scores = Scores.of(tasks, matrix, base=base, experts=experts, metric=metric)
-        with writer_lock(self.path):
-            self.manifest = Manifest.load(self.path)
+        with self.writing():
             attach(self, scores)
         return scores
 

@@ -132,7 +132,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """The rank that the factors have room for; that of the matrix may be lower (see `recompress`)."""
+        """The rank that the factors have room for; that of the matrix may be lower."""
         return min(self.left.rank, self.right.rank)
 
     def any(self) -> bool:
@@ -215,13 +215,9 @@ class LowRank:
         return left, right, float(s[keep:].square().sum())
 
     def truncate(self, rank: int) -> tuple[LowRank, float]:
-        """The nearest matrix of at most this rank, in bases of no more rows, and the energy that it lacks."""
+        """The nearest matrix of at most this rank, in bases of its numerical rank, and the energy that it lacks."""
         left, right, lost = self.factors(rank)
         return LowRank.from_factors(left, right, self.dtype, self.shape), lost
-
-    def recompress(self) -> LowRank:
-        """The same matrix in bases of as many rows as its numerical rank."""
-        return self.truncate(self.rank)[0]
 
 
 Value = Tensor | LowRank

@@ -13,16 +13,15 @@ from mergestream.algebra.lowrank import LowRank
 from mergestream.algebra.svd import thin_svd
 from mergestream.base.model import BaseModel, BaseTensor
 from mergestream.base.skeleton import Skeleton
-from mergestream.checkpoints import FLOATS, Checkpoint, TensorSpec
+from mergestream.checkpoints import FLOATS, Checkpoint
 from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
-from mergestream.export.model import Illustrate
+from mergestream.export.model import Illustrate, written_form
 from mergestream.export.peft import AdaptedModule, Energy, Kind, modules_saved, write_adapter
 from mergestream.files import write_text
-from mergestream.methods.scale import Scale
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
 
@@ -34,7 +33,7 @@ def export_adapter(
     progress: Progress,
     *,
     rank: int | None = None,
-    scale: Scale | None = None,
+    scale: str | float | None = None,
     command: str | None = None,
     illustrate: Illustrate | None = None,
 ) -> Energy:
@@ -43,14 +42,13 @@ def export_adapter(
     Weights whose state is dense have no small exact rank: they need ``rank``. Other dense tensors (biases,
     norms) go along whole, as ``modules_to_save`` do.
     """
-    model, last, readout = snapshot.manifest.base, snapshot.last, snapshot.readout(engine)
+    manifest, last, readout = snapshot.manifest, snapshot.last, snapshot.readout(engine)
+    model, factor = manifest.base, readout.scale(scale, last.mean_norm, last.direction_norm, engine)
     with ExitStack() as stack:
         modules, whole = _sort(snapshot, rank)
         base: Checkpoint = Skeleton(model.source, None, model.tensors)
         if whole:
             base = stack.enter_context(snapshot.open_base())
-        rule = snapshot.method.scale_rule if scale is None else scale
-        factor = readout.scale(rule, last.mean_norm, last.direction_norm, engine)
 
         def read(name: str) -> LowRank:
             return _factors(readout.direction(name)) * factor
@@ -66,7 +64,7 @@ def export_adapter(
                 draft,
                 modules,
                 read,
-                whole={parameter: _written_form(model.tensors[name], dtype) for parameter, name in whole.items()},
+                whole={parameter: written_form(model.tensors[name], dtype) for parameter, name in whole.items()},
                 read_whole=read_whole,
                 base=without_revision(model.source),
                 dtype=dtype,
@@ -74,7 +72,8 @@ def export_adapter(
             )
         pictures = illustrate(draft) if illustrate else {}
         distance = math.sqrt(energy.total + factor**2 * math.fsum(readout.norm2.values()))
-        facts = CardFacts.of(snapshot.manifest, factor, distance, None, command, pictures)
+        about = model.source, manifest.method, manifest.parameters, manifest.history
+        facts = CardFacts(*about, factor, distance, command=command, pictures=pictures)
         write_text(draft / "README.md", model_card(facts, library="peft"))
     return energy
 
@@ -114,10 +113,6 @@ def _sort(snapshot: Snapshot, rank: int | None) -> tuple[dict[str, AdaptedModule
         if parameter.rpartition(".")[0] in saved:
             whole[parameter] = name
     return modules, whole
-
-
-def _written_form(tensor: BaseTensor, dtype: str) -> TensorSpec:
-    return TensorSpec(dtype if tensor.is_float else tensor.dtype, tensor.shape)
 
 
 def _is_weight(tensor: BaseTensor, leaf: str) -> bool:

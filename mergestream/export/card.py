@@ -11,12 +11,12 @@ from mergestream import __version__
 from mergestream.methods.scale import inverse
 
 if TYPE_CHECKING:
-    from mergestream.store.manifest import Manifest
+    from mergestream.store.manifest import Expert
 
 
 @dataclass(frozen=True)
 class CardRow:
-    """One merged model."""
+    """One merged model that no store has an entry of."""
 
     name: str
     digest: str
@@ -32,7 +32,7 @@ class CardFacts:
     base: str
     method: str
     parameters: Mapping[str, Any]
-    experts: Sequence[CardRow]
+    experts: Sequence[CardRow | Expert]
     scale: float
     """1/λ: merged = θ⁰ + scale · direction"""
     distance: float
@@ -40,20 +40,6 @@ class CardFacts:
     command: str | None = None
     pictures: Mapping[str, str] = field(default_factory=dict)
     """Files beside the card, and what they show"""
-
-    @classmethod
-    def of(
-        cls,
-        manifest: Manifest,
-        scale: float,
-        distance: float,
-        task: str | None,
-        command: str | None,
-        pictures: Mapping[str, str],
-    ) -> CardFacts:
-        rows = [CardRow(e.name, e.digest, e.norm, e.kept, e.lambda_) for e in manifest.history]
-        base = manifest.base.source
-        return cls(base, manifest.method, manifest.parameters, rows, scale, distance, task, command, pictures)
 
 
 def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "transformers") -> str:
@@ -87,6 +73,6 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
     return "\n".join(lines)
 
 
-def _row(number: int, row: CardRow) -> str:
+def _row(number: int, row: CardRow | Expert) -> str:
     name = row.name.replace("|", "\\|")
     return f"| {number} | {name} | `{row.digest}` | {row.norm:.4g} | {row.kept:.1%} | {row.lambda_:.4g} |"

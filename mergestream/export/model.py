@@ -17,7 +17,6 @@ from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.source import Source, StateSource
 from mergestream.files import read_json, write_text
-from mergestream.methods.scale import Scale
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
 
@@ -31,35 +30,32 @@ def export_model(
     engine: Engine,
     progress: Progress,
     *,
-    scale: Scale | None = None,
+    scale: str | float | None = None,
     task: str | None = None,
     command: str | None = None,
     illustrate: Illustrate | None = None,
 ) -> None:
     """Write ``merged = θ⁰ + scale · direction``; ``task`` names the expert whose head to put in place."""
     with ExitStack() as stack:
-        last, readout = snapshot.last, snapshot.readout(engine)
-        rule = snapshot.method.scale_rule if scale is None else scale
-        factor = readout.scale(rule, last.mean_norm, last.direction_norm, engine)
+        manifest, readout = snapshot.manifest, snapshot.readout(engine)
+        factor = readout.scale(scale, snapshot.last.mean_norm, snapshot.last.direction_norm, engine)
         base = stack.enter_context(snapshot.open_base())
         heads = stack.enter_context(snapshot.open_heads(task)) if task is not None else None
-        output.refuse_to_replace(snapshot.path, snapshot.manifest.base.source)
+        output.refuse_to_replace(snapshot.path, manifest.base.source)
         source = StateSource(readout, base, factor, heads)
         draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)
         config = snapshot.head_config(task) if task is not None else None
         pictures = illustrate(draft) if illustrate else {}
-        card = CardFacts.of(snapshot.manifest, factor, source.distance, task, command, pictures)
+        about = manifest.base.source, manifest.method, manifest.parameters, manifest.history
+        card = CardFacts(*about, factor, source.distance, task, command, pictures)
         write_companions(draft, output, base, card, config)
 
 
 def write_tensors(source: Source, draft: Path, output: Output, engine: Engine, progress: Progress) -> None:
     """Stream every tensor to its place, several at a time."""
     dtype = FLOATS.get(output.dtype or "")
-    layout = {
-        name: TensorSpec(dtype if dtype and form.is_float else form.dtype, form.shape)
-        for name, form in source.forms.items()
-    }
+    layout = {name: written_form(form, dtype) for name, form in source.forms.items()}
 
     def write(name: str) -> None:
         for start, piece in source.pieces(name, layout[name].dtype):
@@ -74,6 +70,11 @@ def write_tensors(source: Source, draft: Path, output: Output, engine: Engine, p
             advance(costs[name])
 
 
+def written_form(form: TensorSpec, dtype: str | None) -> TensorSpec:
+    """In another type where one is given; integers stay what they are."""
+    return TensorSpec(dtype if dtype and form.is_float else form.dtype, form.shape)
+
+
 def write_companions(
     draft: Path, output: Output, base: Checkpoint, card: CardFacts, config: Mapping[str, Any] | None = None
 ) -> None:
@@ -85,32 +86,23 @@ def write_companions(
         for path in base.directory.iterdir():
             if path.is_file() and is_companion(path.name):
                 shutil.copyfile(path, draft / path.name)
-    if config is not None:
-        _put_config(draft / "config.json", config)
-    if output.dtype is not None:
-        _set_config_dtype(draft / "config.json", output.dtype)
+    if config is not None or output.dtype is not None:
+        _put_config(draft / "config.json", config, output.dtype)
     write_text(draft / "README.md", model_card(card, _hub_id(base)))
 
 
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 
 
-def _put_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Put an expert's config in place of the base's; the tensors still have the base's type."""
-    base = read_json(path) if path.is_file() else {}
-    theirs = {key: value for key, value in config.items() if key not in _DTYPE_KEYS}
-    _write_config(path, theirs | {key: base[key] for key in sorted(_DTYPE_KEYS & base.keys())})
-
-
-def _set_config_dtype(path: Path, dtype: str) -> None:
-    """Make ``from_pretrained`` load what was written, not the base's type."""
-    if path.is_file():
-        config = read_json(path)
-        _write_config(path, config | dict.fromkeys(sorted(_DTYPE_KEYS & config.keys()), dtype))
-
-
-def _write_config(path: Path, config: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+def _put_config(path: Path, theirs: Mapping[str, Any] | None, dtype: str | None) -> None:
+    """Put an expert's config in place of the base's, where there is one. ``from_pretrained`` is to load the type that
+    was written: the base's, or ``dtype``."""
+    ours = read_json(path) if path.is_file() else {}
+    types = {key: dtype or ours[key] for key in sorted(_DTYPE_KEYS & ours.keys())}
+    if theirs is not None:
+        ours = {key: value for key, value in theirs.items() if key not in _DTYPE_KEYS}
+    if path.is_file() or theirs is not None:
+        write_text(path, json.dumps(ours | types, indent=2, ensure_ascii=False) + "\n")
 
 
 def _hub_id(base: Checkpoint) -> str | None:

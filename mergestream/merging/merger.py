@@ -18,7 +18,6 @@ from mergestream.merging.readout import Readout
 from mergestream.merging.step import Step, Totals, total
 from mergestream.methods.base import Method
 from mergestream.methods.opcm import OPCM
-from mergestream.methods.scale import parse_scale
 
 
 class _State(dict[tuple[str, str], Tensor]):
@@ -81,12 +80,11 @@ class Merger:
 
         ``scale`` is the method's own by default, else ``adaptive``, ``sqrt``, ``mean`` or a number.
         """
-        rule = self.method.scale_rule if scale is None else parse_scale(scale)
         if self._state is None:
             return {name: self._base.read(name) for name in self._model.tensors}
         totals, engine = self.history[-1], self._engine
         readout = Readout(self._model, self.method, totals.t, self._state.read, engine.device)
-        factor = readout.scale(rule, totals.mean_norm, totals.direction_norm, engine)
+        factor = readout.scale(scale, totals.mean_norm, totals.direction_norm, engine)
 
         def merge(name: str) -> Tensor:
             tensor = self._model.tensors[name]

@@ -19,7 +19,7 @@ from mergestream.errors import MergestreamError
 from mergestream.experts.vector import BasePieces
 from mergestream.merging.step import WORKSPACE, ReadState, tensor_context
 from mergestream.methods.base import Context, Method, State
-from mergestream.methods.scale import Scale, scale_value
+from mergestream.methods.scale import parse_scale, scale_value
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Readout:
         """A function that gives consecutive elements of the direction; None where all of them are zero."""
         context, state = self._context(name), self._state(name)
         if _in_factors(state) or self.method.is_whole(context):
-            direction = self._whole(state, context)
+            direction = self._direction(state, context)
             if isinstance(direction, LowRank):
                 return direction.elements() if direction.any() else None
             whole = direction.reshape(-1)
@@ -71,15 +71,11 @@ class Readout:
 
     def direction(self, name: str) -> Value:
         """The direction of a whole tensor, in factors where the state is."""
-        context, state = self._context(name), self._state(name)
-        if _in_factors(state) or self.method.is_whole(context):
-            return self._whole(state, context)
-        elements = self.elements(name)
-        assert elements is not None
-        return elements(0, math.prod(context.shape)).view(context.shape)
+        return self._direction(self._state(name), self._context(name))
 
-    def scale(self, rule: Scale, mean_norm: float, direction_norm: float | None, engine: Engine) -> float:
-        """The scale by a rule; ‖direction‖ is measured where the rule needs it and nobody has measured it yet."""
+    def scale(self, given: str | float | None, mean_norm: float, direction_norm: float | None, engine: Engine) -> float:
+        """By a user's rule or the method's own; ‖direction‖ is measured where it needs that and nobody has yet."""
+        rule = self.method.scale_rule if given is None else parse_scale(given)
         self.method.check_scale(rule)
         return scale_value(
             rule, self.t, mean_norm, lambda: self.norm(engine) if direction_norm is None else direction_norm
@@ -93,10 +89,11 @@ class Readout:
     def _norm2(self, name: str) -> float:
         state = self._state(name)
         if _in_factors(state):  # the norm of the core: nothing is multiplied out
-            return squared_norm(self._whole(state, self._context(name)))
+            return squared_norm(self._direction(state, self._context(name)))
         elements, norm = self.elements(name), SquaredNorm()
+        assert elements is not None
         for start, stop in ranges(self.model.tensors[name].numel):
-            norm.add(elements(start, stop) if elements else torch.zeros(0))
+            norm.add(elements(start, stop))
         return norm.total()
 
     @property
@@ -111,12 +108,12 @@ class Readout:
         return sizes
 
     def _context(self, name: str) -> Context:
-        return tensor_context(self.model.tensors[name], self.t, {})
+        return tensor_context(self.model.tensors[name], self.t)
 
     def _state(self, name: str) -> State:
         return {slot: self.read_state(slot, name) for slot in self.method.layout(self._context(name))}
 
-    def _whole(self, state: State, context: Context) -> Value:
+    def _direction(self, state: State, context: Context) -> Value:
         if _in_factors(state):
             return self.method.direction(state, context)
         on_device: State = {slot: dense(value).to(self.device) for slot, value in state.items()}

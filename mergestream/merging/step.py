@@ -26,7 +26,7 @@ from mergestream.engine import Engine
 from mergestream.experts.sketch import Sketch
 from mergestream.experts.vector import BasePieces, TaskVector
 from mergestream.merging.thresholds import find_thresholds
-from mergestream.methods.base import Absorbed, Context, Method, State
+from mergestream.methods.base import Absorbed, Context, Method, State, absorb_in_turn
 from mergestream.methods.scale import scale_value
 
 ReadState = Callable[[str, str], Value]
@@ -150,7 +150,7 @@ class Step:
         return range(self.before + 1, self.before + len(self.vectors) + 1)
 
     def context(self, name: str, t: int, thresholds: Mapping[str, float] | None = None) -> Context:
-        return tensor_context(self.vectors[0].model.tensors[name], t, thresholds or {})
+        return tensor_context(self.vectors[0].model.tensors[name], t, thresholds)
 
     def run(self, engine: Engine, writer: StateWriter, *, done: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
         """Absorb the one task vector, all tensors but those that are done; yields the outcomes as they come."""
@@ -175,8 +175,13 @@ class Step:
         for start, piece in [(0, vector.whole(name))] if whole else vector.pieces(name):
             if sketched:
                 sketched.update(start, piece)
-            state = held if whole or held is None else _cut(held, start, piece)
-            absorbed = self.method.absorb(self._on_device(state), piece.to(self.device), context)
+            state: State | None = None
+            if held is not None:
+                cut = (
+                    held if whole else {slot: x.reshape(-1)[start : start + piece.numel()] for slot, x in held.items()}
+                )
+                state = {slot: value.to(self.device) for slot, value in cut.items()}
+            absorbed = self.method.absorb(state, piece.to(self.device), context)
             if absorbed.kept is not None:
                 kept.add(dense(absorbed.kept))
             if self.measures_direction:
@@ -190,13 +195,10 @@ class Step:
         if self.sketch and sketched:
             self.sketch.add(sketched)
         norm2 = vector.norm2[name]
-        return Outcome(
-            norm2,
-            norm2 if absorbed is None or absorbed.kept is None else kept.total(),
-            directions.total() if self.measures_direction else None,
-            absorbed.protected if absorbed else None,
-            {slot: hasher.hexdigest() for slot, hasher in hashers.items()},
-        )
+        kept2 = norm2 if absorbed is None or absorbed.kept is None else kept.total()
+        direction2 = directions.total() if self.measures_direction else None
+        digests = {slot: hasher.hexdigest() for slot, hasher in hashers.items()}
+        return Outcome(norm2, kept2, direction2, absorbed.protected if absorbed else None, digests)
 
     def _absorb_factors(self, vector: TaskVector, name: str, context: Context, writer: StateWriter) -> Outcome:
         """The same in factors, which are small: always on the CPU and in one piece."""
@@ -204,29 +206,19 @@ class Step:
         if self.sketch and delta.any():
             self.sketch.add_elements(name, delta.elements())
         absorbed = self.method.absorb(self._state_before(name), delta, context)
-        slots, lost2 = self._bounded(absorbed.state)
-        direction2 = squared_norm(self.method.direction({**slots}, context)) if self.measures_direction else None
-        norm2 = vector.norm2[name]
-        return Outcome(
-            norm2,
-            norm2 if absorbed.kept is None else squared_norm(absorbed.kept),
-            direction2,
-            absorbed.protected,
-            factors=writer.write_factors(name, slots),
-            lost2=lost2,
-        )
-
-    def _bounded(self, state: State) -> tuple[dict[str, LowRank], float]:
-        """The new slots, cut down to the rank that they may have, and the energy that this costs."""
         slots: dict[str, LowRank] = {}
         lost2 = 0.0
-        for slot, value in state.items():
+        for slot, value in absorbed.state.items():
             assert isinstance(value, LowRank), f"{self.method.name} does not keep {slot} in factors"
             if self.max_rank is not None and max(value.left.rank, value.right.rank) > self.max_rank:
                 value, lost = value.truncate(self.max_rank)
                 lost2 += lost
             slots[slot] = value
-        return slots, lost2
+        direction2 = squared_norm(self.method.direction({**slots}, context)) if self.measures_direction else None
+        norm2 = vector.norm2[name]
+        kept2 = norm2 if absorbed.kept is None else squared_norm(absorbed.kept)
+        factors = writer.write_factors(name, slots)
+        return Outcome(norm2, kept2, direction2, absorbed.protected, factors=factors, lost2=lost2)
 
     def directions(
         self, name: str, thresholds: Sequence[Mapping[str, float]], base: BasePieces
@@ -242,14 +234,9 @@ class Step:
                 kept2, direction = self.method.absorb_all([delta.to(self.device) for _, delta in arriving], contexts)
                 yield arriving[0][0], direction.cpu(), kept2
             return
-        state: State | None = None
-        kept2 = []
-        for vector, context in zip(self.vectors, contexts, strict=True):
-            absorbed = self.method.absorb(state, vector.whole(name).to(self.device), context)
-            state = absorbed.state
-            kept2.append(None if absorbed.kept is None else squared_norm(absorbed.kept))
-        assert state is not None
-        flat = dense(self.method.direction(state, contexts[-1])).cpu().reshape(-1)
+        arriving_whole = (vector.whole(name).to(self.device) for vector in self.vectors)
+        kept2, direction = absorb_in_turn(self.method, arriving_whole, contexts)
+        flat = direction.cpu().reshape(-1)
         for start, stop in ranges(flat.numel()):
             yield start, flat[start:stop], kept2
             kept2 = [None if part is None else 0.0 for part in kept2]
@@ -276,9 +263,6 @@ class Step:
                 sizes[name] = together * min(pieces.PIECE, math.prod(context.shape)) * context.dtype.itemsize
         return sizes
 
-    def _on_device(self, state: dict[str, Tensor] | None) -> State | None:
-        return None if state is None else {slot: value.to(self.device) for slot, value in state.items()}
-
     def _state_before(self, name: str) -> State | None:
         if not self.before:
             return None
@@ -286,9 +270,9 @@ class Step:
         return {slot: self.read_state(slot, name) for slot in layout}
 
 
-def tensor_context(tensor: BaseTensor, t: int, thresholds: Mapping[str, float]) -> Context:
+def tensor_context(tensor: BaseTensor, t: int, thresholds: Mapping[str, float] | None = None) -> Context:
     """What a method may know of a tensor of the base after t models."""
-    return Context(t, tensor.role == "linear", tensor.shape, torch_dtype(tensor.state_dtype), thresholds)
+    return Context(t, tensor.role == "linear", tensor.shape, torch_dtype(tensor.state_dtype), thresholds or {})
 
 
 def carries_through(method: Method, count: int) -> bool:
@@ -296,8 +280,3 @@ def carries_through(method: Method, count: int) -> bool:
     merge needs no store."""
     rankings = [ranking for t in range(1, count + 1) if (ranking := method.ranking(t))]
     return method.scale_rule != "adaptive" and all(ranking.names == ("delta",) for ranking in rankings)
-
-
-def _cut(state: dict[str, Tensor], start: int, piece: Tensor) -> dict[str, Tensor]:
-    """The part of every slot that belongs to a piece."""
-    return {slot: value.reshape(-1)[start : start + piece.numel()] for slot, value in state.items()}

@@ -16,7 +16,7 @@ import dataclasses
 import math
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -153,14 +153,7 @@ class Method(ABC):
         Where all models are at hand, a method may know a shorter way to the same than absorbing one after the other.
         The deltas may be written to.
         """
-        state: State | None = None
-        kept2: list[float | None] = []
-        for delta, context in zip(deltas, contexts, strict=True):
-            absorbed = self.absorb(state, delta, context)
-            state = absorbed.state
-            kept2.append(None if absorbed.kept is None else squared_norm(absorbed.kept))
-        assert state is not None
-        return kept2, dense(self.direction(state, contexts[-1]))
+        return absorb_in_turn(self, deltas, contexts)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -190,6 +183,20 @@ class Method(ABC):
                 raise UsageError(f"{self.name}: {item.name}={value} must be {bounds}")
 
 
+def absorb_in_turn(
+    method: Method, deltas: Iterable[Tensor], contexts: Sequence[Context]
+) -> tuple[list[float | None], Tensor]:
+    """What `Method.absorb_all` gives, for tensors of any kind; only one Δ need be held at a time."""
+    state: State | None = None
+    kept2: list[float | None] = []
+    for delta, context in zip(deltas, contexts, strict=True):
+        absorbed = method.absorb(state, delta, context)
+        state = absorbed.state
+        kept2.append(None if absorbed.kept is None else squared_norm(absorbed.kept))
+    assert state is not None
+    return kept2, dense(method.direction(state, contexts[-1]))
+
+
 def parse_parameters(method: type[Method], given: Mapping[str, Any]) -> dict[str, Any]:
     """Turn ``KEY=VALUE`` strings into the types of the method's fields: numbers, true or false, or text."""
     fields = {item.name: item for item in dataclasses.fields(method)}
@@ -200,22 +207,15 @@ def parse_parameters(method: type[Method], given: Mapping[str, Any]) -> dict[str
             known = ", ".join(fields) or "none"
             raise UsageError(f"{method.name} has no parameter {key}{nearest(key, fields)} (it has: {known})")
         try:
-            parsed[key] = _PARSERS.get(types[key], _unchanged)(value)
-        except ValueError:
+            parsed[key] = _PARSERS[types[key]](value) if types[key] in _PARSERS else value
+        except (ValueError, KeyError):
             kind = "true or false" if types[key] is bool else "a number"
             raise UsageError(f"{method.name}: {key}={value} is not {kind}") from None
     return parsed
 
 
 def _truth(given: object) -> bool:
-    words = {"true": True, "false": False}
-    if str(given).lower() not in words:
-        raise ValueError(given)
-    return words[str(given).lower()]
-
-
-def _unchanged(given: Any) -> Any:
-    return given
+    return {"true": True, "false": False}[str(given).lower()]
 
 
 _PARSERS: dict[Any, Callable[[Any], Any]] = {int: int, float: float, bool: _truth}

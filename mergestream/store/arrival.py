@@ -72,10 +72,9 @@ class Arrival:
         self,
         store: StoreDirectory,
         expert: ExpertSource,
-        *,
         partial: bool,
         ignore: Sequence[str],
-        measured: bool = False,
+        measured: bool,
     ) -> None:
         """``measured``: the distance to the base is wanted, even where the method's scale does not need it."""
         self.store = store
@@ -138,17 +137,10 @@ class Arrival:
 
     @cached_property
     def step(self) -> Step:
-        store = self.store
+        store, read_state = self.store, self.before.state.read if self.before else no_state
+        device, max_rank, before = store.engine.device, store.manifest.max_rank, self.t - 1
         return Step(
-            store.method,
-            [self.vector],
-            self.t - 1,
-            self.before.state.read if self.before else no_state,
-            store.engine.device,
-            self.bounds,
-            store.manifest.max_rank,
-            self.sketch,
-            self._measured,
+            store.method, [self.vector], before, read_state, device, self.bounds, max_rank, self.sketch, self._measured
         )
 
     @cached_property
@@ -159,17 +151,13 @@ class Arrival:
         or when its factors would take as much as the dense tensor.
         """
         bounds: dict[str, FactorBounds] = {}
-        method, before = self.store.method, self.before
-        if not method.factored:
-            return bounds
-        for name in self.vector.names:
-            rank, ranks = self.vector.rank(name), before.ranks(name) if before else []
-            if rank is None or ranks is None:
-                continue
-            shape = self.vector.model.tensors[name].shape
-            found = FactorBounds.after(shape, ranks, rank, self.store.manifest.max_rank)
-            if found is not None:
-                bounds[name] = found
+        for name in self.vector.names if self.store.method.factored else ():
+            rank, ranks = self.vector.rank(name), self.before.ranks(name) if self.before else []
+            if rank is not None and ranks is not None:
+                shape = self.vector.model.tensors[name].shape
+                found = FactorBounds.after(shape, ranks, rank, self.store.manifest.max_rank)
+                if found is not None:
+                    bounds[name] = found
         return bounds
 
     @cached_property
@@ -236,18 +224,13 @@ class Arrival:
             digest=self.digest,
             added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - started, 3),
-            norm=totals.norm,
-            kept=totals.kept,
-            scale=totals.scale,
-            mean_norm=totals.mean_norm,
-            direction_norm=totals.direction_norm,
             distance=totals.distance,
-            lost=totals.lost,
             rank=max((max(bounds.core) for bounds in self.bounds.values()), default=0),
             state=writer.finish(self.outcomes),
             record=write_record(record_directory(self.store.path, self.t), self, sketch),
             fates=self.fates,
             options=self.options,
+            **{key: value for key, value in vars(totals).items() if key != "t"},
         )
         return Candidate(self.store, entry, sketch)
 

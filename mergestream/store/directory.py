@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,6 +104,13 @@ class StoreDirectory:
     def method(self) -> Method:
         return self.manifest.make_method()
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the store for writing, with the manifest as others have left it."""
+        with writer_lock(self.path):
+            self.manifest = Manifest.load(self.path)
+            yield
+
     def absorb(
         self,
         expert: ExpertSource,
@@ -115,35 +122,32 @@ class StoreDirectory:
         measure_distance: bool = False,
         review: Review | None = None,
     ) -> Expert:
-        """Absorb a model as one durable step; if it fails or is interrupted, the store is as before.
+        """`Store.add` without gates: ``review`` is asked when all is written and nothing counts yet, and may refuse.
 
-        The same call resumes one that was interrupted. ``review`` is asked when all is written and nothing counts
-        yet: it may refuse. With ``measure_distance`` the distance to the base is in the entry, whatever the method.
+        With ``measure_distance`` the distance to the base is in the entry, whatever the method.
         """
         from mergestream.store.arrival import Arrival
 
         started = time.monotonic()
-        with writer_lock(self.path):
-            self.manifest = Manifest.load(self.path)
-            with Arrival(self, expert, partial=partial, ignore=ignore, measured=measure_distance) as arrival:
-                name = self._free_name(name, arrival.source)
-                writer = arrival.writer()
-                try:
-                    arrival.absorb(writer)
-                    if not allow_duplicate:
-                        arrival.refuse_duplicate()
-                    candidate = arrival.finish(writer, name, started)
-                    absorbed = review(candidate) if review else candidate.expert
-                except MergestreamError:
-                    writer.abandon()
-                    remove(record_directory(self.path, arrival.t))
-                    raise
-                except BaseException:
-                    writer.pause()
-                    raise
-                arrival.note_oddities()
-                self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
-                return absorbed
+        with self.writing(), Arrival(self, expert, partial, ignore, measure_distance) as arrival:
+            name = self._free_name(name, arrival.source)
+            writer = arrival.writer()
+            try:
+                arrival.absorb(writer)
+                if not allow_duplicate:
+                    arrival.refuse_duplicate()
+                candidate = arrival.finish(writer, name, started)
+                absorbed = review(candidate) if review else candidate.expert
+            except MergestreamError:
+                writer.abandon()
+                remove(record_directory(self.path, arrival.t))
+                raise
+            except BaseException:
+                writer.pause()
+                raise
+            arrival.note_oddities()
+            self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
+            return absorbed
 
     def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
         """What adding a model would do; changes nothing."""
@@ -151,23 +155,21 @@ class StoreDirectory:
         from mergestream.store.inspection import Inspection
 
         started = time.monotonic()
-        with Arrival(self, expert, partial=partial, ignore=ignore, measured=True) as arrival:
+        with Arrival(self, expert, partial, ignore, measured=True) as arrival:
             arrival.absorb()
             return Inspection.of(arrival, time.monotonic() - started)
 
     def undo(self) -> Expert:
         """Go back to before the last model; returns the entry that was taken back."""
-        with writer_lock(self.path):
-            self.manifest = Manifest.load(self.path)
+        with self.writing():
             if not self.history:
                 raise MergestreamError(f"{self.path} has absorbed nothing, there is nothing to undo")
-            step = self.manifest.step
+            undone, step = self.history[-1], self.manifest.step
             if step > 1 and not step_directory(self.path, step - 1).is_dir():
                 raise MergestreamError(
                     f"{self.path} keeps {self.manifest.keep} earlier step(s), and they are used up; "
                     "a store made with a larger --keep can go back further"
                 )
-            undone = self.history[-1]
             self._commit(self.manifest.at(step - 1))
             return undone
 
@@ -187,23 +189,19 @@ class StoreDirectory:
             with self.open_base() as base:
                 self.manifest.base.check_digest(base, self.engine, self.progress)
         for number, entry in enumerate(self.history, 1):
-            if not step_directory(self.path, number).is_dir():
-                if number == self.manifest.step:
-                    raise MergestreamError(
-                        f"{step_directory(self.path, number)} is missing; restore the store from a backup"
-                    )
-                continue
-            reader = StepReader(self.path, number)
-            with closing(reader), self.progress.task(f"verifying step {number}", reader.nbytes) as advance:
-                for size in reader.verify(entry.state):
-                    advance(size)
-        for number, entry in enumerate(self.history, 1):
+            directory = step_directory(self.path, number)
+            if directory.is_dir():
+                reader = StepReader(self.path, number)
+                with closing(reader), self.progress.task(f"verifying step {number}", reader.nbytes) as advance:
+                    for size in reader.verify(entry.state):
+                        advance(size)
+            elif number == self.manifest.step:
+                raise MergestreamError(f"{directory} is missing; restore the store from a backup")
             verify_record(record_directory(self.path, number), entry.record)
 
     def relocate(self, base: str | Path) -> None:
         """Refer to the base at another place, after its digest was checked."""
-        with writer_lock(self.path), open_checkpoint(base) as found:
-            self.manifest = Manifest.load(self.path)
+        with self.writing(), open_checkpoint(base) as found:
             moved = self.manifest.base
             checkpoint = under_names(found, moved.tensors)
             if moved.measured:
@@ -229,18 +227,17 @@ class StoreDirectory:
             manifest = self.manifest
             number = manifest.step if step is None else step
             self._check_kept(number)
-            reader, fault = None, None
             try:
                 reader = StepReader(self.path, number)
             except (MergestreamError, OSError) as error:
-                fault = error
+                self.manifest = Manifest.load(self.path)
+                if self.manifest == manifest:
+                    raise MergestreamError(f"the state of step {number} cannot be read: {error}") from error
+                continue
             self.manifest = Manifest.load(self.path)
             if self.manifest == manifest:
-                if reader is None:
-                    raise MergestreamError(f"the state of step {number} cannot be read: {fault}") from fault
                 return Snapshot(self.path, manifest.at(number), reader)
-            if reader is not None:
-                reader.close()
+            reader.close()
 
     def _check_kept(self, number: int) -> None:
         """Refuse a step that the store has not taken, or no longer keeps."""
@@ -255,11 +252,9 @@ class StoreDirectory:
 
     def _free_name(self, name: str | None, source: str) -> str:
         taken = {entry.name for entry in self.history}
-        if name is not None:
-            if name in taken:
-                raise MergestreamError(f"an expert named {name} has been absorbed already; choose another --name")
-            return name
-        return expert_name(source, taken)
+        if name in taken:
+            raise MergestreamError(f"an expert named {name} has been absorbed already; choose another --name")
+        return expert_name(source, taken) if name is None else name
 
     def _commit(self, manifest: Manifest) -> None:
         """Make a manifest real, then remove what nothing refers to any more."""

@@ -20,14 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.algebra.bounds import FactorBounds, matrix_shape
-from mergestream.checkpoints import (
-    Checkpoint,
-    SafetensorsWriter,
-    TensorSpec,
-    dtype_name,
-    open_checkpoint,
-    torch_dtype,
-)
+from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, dtype_name, open_checkpoint, torch_dtype
 from mergestream.digest import tensor_digest
 from mergestream.files import read_json
 
@@ -94,15 +87,14 @@ class FactorReader:
 
         entry = self.index[slot]
         shape, dtype = tuple(entry["shape"]), torch_dtype(entry["dtype"])
-        empty = LowRank.zeros(shape, dtype)
         left, right = (
-            Basis(basis.length, dtype, tuple(self._block(block_name(side, name), *ref) for ref in entry[side]))
-            for side, basis in zip(SIDES, (empty.left, empty.right), strict=True)
+            Basis(length, dtype, tuple(self._block(block_name(side, name), *ref) for ref in entry[side]))
+            for side, length in zip(SIDES, matrix_shape(shape), strict=True)
         )
         core = torch.zeros(left.rank, right.rank, dtype=torch.float64)
         if core.numel() and state is not None:
             core.copy_(state.read(core_name(slot))[: left.rank, : right.rank])
-        return LowRank(empty.shape, left, core, right)
+        return LowRank(torch.Size(shape), left, core, right)
 
     def origin(self, block: Tensor) -> list[int] | None:
         """[step, rows] of a block that was read here."""
@@ -133,12 +125,12 @@ class FactorWriter:
         self, directory: Path, step: int, layout: Mapping[str, TensorSpec], before: FactorReader | None, resume: bool
     ) -> None:
         self._directory, self._step, self._layout, self._before = directory, step, layout, before
-        self._writer = (
+        self.writer = (
             SafetensorsWriter(directory, layout, prefix=file_prefix(step), max_shard_size=2**62, resume=resume)
             if layout
             else None
         )
-        self.resumed = self._writer.resumed if self._writer else resume
+        self.resumed = self.writer.resumed if self.writer else resume
 
     def write(self, name: str, values: Mapping[str, LowRank]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Write what the slots of tensor ``name`` add; returns their entries in the index, and digests."""
@@ -164,36 +156,24 @@ class FactorWriter:
         import torch
 
         spec = self._layout.get(name)
-        if spec is None or self._writer is None:
+        if spec is None or self.writer is None:
             assert block is None
             return
         if block is None:
             block = torch.zeros(0, spec.shape[1], dtype=torch_dtype(spec.dtype))
         padded = padded_to(block, spec.shape)
-        self._writer.write(name, padded)
+        self.writer.write(name, padded)
         digests[f"{file_prefix(self._step)}/{name}"] = tensor_digest(padded)
-
-    def read(self, name: str) -> Tensor:
-        assert self._writer is not None
-        return self._writer.read(name)
-
-    def keep(self, name: str) -> None:
-        assert self._writer is not None
-        self._writer.keep(name)
 
     def finish(self, previous: Path, used: Sequence[int]) -> None:
         """Close the new file, or drop it where nothing uses it, and take over those of earlier steps."""
-        if self._writer:
-            self._writer.close()
+        if self.writer:
+            self.writer.close()
         if self._step not in used:
             (self._directory / file_name(self._step)).unlink(missing_ok=True)
         for step in used:
             if step != self._step:
                 link(previous / file_name(step), self._directory / file_name(step))
-
-    def abandon(self) -> None:
-        if self._writer:
-            self._writer.abandon()
 
 
 def used_steps(index: Mapping[str, Mapping[str, Any]]) -> list[int]:

@@ -64,8 +64,7 @@ def tensor_records(store: Path, number: int) -> dict[str, dict[str, Any]]:
 
 def read_record(directory: Path) -> dict[str, Any]:
     """``tensors``: norm, kept and protected of each; ``heads``; ``config``, where the expert has a head of its own."""
-    record: dict[str, Any] = read_json(directory / _NAME)
-    return record
+    return read_json(directory / _NAME)
 
 
 def verify_record(directory: Path, digest: str) -> None:

@@ -81,8 +81,7 @@ class StepReader:
         yield from self.factors.tensors()
 
     def digests(self) -> dict[str, str]:
-        digests: dict[str, str] = read_json(self._directory / _DIGESTS)
-        return digests
+        return read_json(self._directory / _DIGESTS)
 
     def verify(self, recorded: str) -> Iterator[int]:
         """Recompute every digest; yields the bytes done, raises at the first that does not match."""
@@ -146,7 +145,8 @@ class StepWriter:
         factors = self._before.factors if self._before else None
         resumed = self._writer.resumed if self._writer else resumable
         self._factors = FactorWriter(self.directory, self._number, blocks, factors, resumed)
-        self._open.callback(self._factors.abandon)
+        if self._factors.writer:
+            self._open.callback(self._factors.writer.abandon)
         if resumed and self._factors.resumed:
             for entry in _entries(self.directory / _JOURNAL):
                 outcome = Outcome(**entry["outcome"])
@@ -165,14 +165,14 @@ class StepWriter:
 
     def _keep(self, digests: Mapping[str, str]) -> bool:
         """Keep what was written before, if it is still what was meant."""
-        owners = {key: self._writer if key in self._layout else self._factors for key in digests}
-        names = {key: key.partition("/")[2] if owner is self._factors else key for key, owner in owners.items()}
-        for key, owner in owners.items():
-            if owner is None or tensor_digest(owner.read(names[key])) != digests[key]:
+        written = []
+        for key, digest in digests.items():
+            owner, name = (self._writer, key) if key in self._layout else (self._factors.writer, key.partition("/")[2])
+            if owner is None or tensor_digest(owner.read(name)) != digest:
                 return False
-        for key, owner in owners.items():
-            if owner is not None:
-                owner.keep(names[key])
+            written.append((owner, name))
+        for owner, name in written:
+            owner.keep(name)
         return True
 
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
@@ -193,8 +193,7 @@ class StepWriter:
 
     def record(self, name: str, outcome: Outcome, expert_digest: str | None) -> None:
         """Note a finished tensor, so that it need not be done again."""
-        entry = {"tensor": name, "outcome": dataclasses.asdict(outcome), "expert": expert_digest}
-        text = json.dumps(entry)
+        text = json.dumps({"tensor": name, "outcome": dataclasses.asdict(outcome), "expert": expert_digest})
         with self._lock:
             try:
                 self._journal.write(f"\n{text_digest(text)} {text}".encode())
@@ -206,13 +205,11 @@ class StepWriter:
         self._journal.close()
         if self._writer:
             self._writer.close()
-        digests = {k: d for name, outcome in sorted(outcomes.items()) for k, d in stored_digests(name, outcome).items()}
-        index = {
-            slot: entry
-            for _, outcome in sorted(outcomes.items())
-            if outcome.factors
-            for slot, entry in outcome.factors["index"].items()
-        }
+        digests: dict[str, str] = {}
+        index: dict[str, Any] = {}
+        for name, outcome in sorted(outcomes.items()):
+            digests |= stored_digests(name, outcome)
+            index |= outcome.factors["index"] if outcome.factors else {}
         if index:
             used = used_steps(index)
             self._factors.finish(step_directory(self.directory.parent.parent, self._number - 1), used)
