@@ -48,7 +48,7 @@ def export_adapter(
         modules, whole = _sort(snapshot, rank)
         base: Checkpoint = Skeleton(model.source, None, model.tensors)
         if whole:
-            base = stack.enter_context(snapshot.open_base())
+            base = stack.enter_context(manifest.open_base())
 
         def read(name: str) -> LowRank:
             return _factors(readout.direction(name)) * factor

@@ -39,7 +39,7 @@ def export_model(
     with ExitStack() as stack:
         manifest, readout = snapshot.manifest, snapshot.readout(engine)
         factor = readout.scale(scale, snapshot.last.mean_norm, snapshot.last.direction_norm, engine)
-        base = stack.enter_context(snapshot.open_base())
+        base = stack.enter_context(manifest.open_base())
         heads = stack.enter_context(snapshot.open_heads(task)) if task is not None else None
         output.refuse_to_replace(snapshot.path, manifest.base.source)
         source = StateSource(readout, base, factor, heads)

@@ -66,15 +66,9 @@ def merge(
         prefix = f".{output.path.name}.store-"
         remove_left_behind(place, prefix)
         with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as directory:
+            path = Path(directory) / "store"
             store = StoreDirectory.create(
-                Path(directory) / "store",
-                base,
-                method,
-                linear=linear,
-                not_linear=not_linear,
-                keep=0,
-                engine=engine,
-                progress=progress,
+                path, base, method, linear=linear, not_linear=not_linear, keep=0, engine=engine, progress=progress
             )
             for expert in experts:
                 store.absorb(expert, partial=partial, ignore=ignore, allow_duplicate=allow_duplicate)

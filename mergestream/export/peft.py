@@ -8,17 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from mergestream.checkpoints import SafetensorsWriter, TensorSpec
+import torch
+from torch import Tensor
+
+from mergestream.algebra.lowrank import LowRank, squared_norm
+from mergestream.checkpoints import SafetensorsWriter, TensorSpec, torch_dtype
 from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.experts.adapters.reading import PREFIX
 from mergestream.files import write_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mergestream.algebra.lowrank import LowRank
 
 Kind = Literal["linear", "conv1d", "embedding"]
 """How PEFT keeps the factors: B·A for what is stored output × input (convolutions too), else (B·A)ᵀ."""
@@ -74,18 +73,17 @@ def write_adapter(
 
     The scaling is 1 everywhere (lora_alpha = r): what the factors say is what is added to the weights.
     """
-    import torch
-
-    from mergestream.algebra.lowrank import squared_norm
-    from mergestream.checkpoints import torch_dtype
-
     layout = {
         module.key(factor): TensorSpec(dtype, shape)
         for module in modules.values()
         for factor, shape in module.factor_shapes.items()
     }
     paths = {module.path for module in modules.values()}
-    keys = {name: PREFIX + _parameter_in(paths, name) for name in whole}
+    keys = {}
+    for name in whole:
+        path, _, leaf = name.rpartition(".")
+        # What PEFT calls a parameter: modules with factors are wrapped.
+        keys[name] = f"{PREFIX}{path}.base_layer.{leaf}" if path in paths else PREFIX + name
     layout |= {keys[name]: spec for name, spec in whole.items()}
     totals, losses = [], []
     with SafetensorsWriter(directory, layout, prefix="adapter_model", max_shard_size=2**62) as writer:
@@ -94,8 +92,7 @@ def write_adapter(
             left, right, lost = value.factors(module.rank)
             a, b = (right, left) if module.kind == "linear" else (left.T, right.T)
             for factor, data in (("A", a), ("B", b)):
-                shape = module.factor_shapes[factor]
-                padded = torch.zeros(shape, dtype=torch_dtype(dtype))
+                padded = torch.zeros(module.factor_shapes[factor], dtype=torch_dtype(dtype))
                 flat = padded.flatten(1)  # a view: what the numerical rank does not fill stays zero
                 flat[: data.shape[0], : data.shape[1]] = data
                 writer.write(module.key(factor), padded)
@@ -112,12 +109,6 @@ def write_adapter(
 def modules_saved(paths: Collection[str], whole: Collection[str]) -> set[str]:
     """The modules without factors that go along whole (``modules_to_save``): those of which not only a bias does."""
     return {name.rpartition(".")[0] for name in whole if not name.endswith(".bias")} - set(paths)
-
-
-def _parameter_in(paths: Collection[str], name: str) -> str:
-    """What PEFT calls a parameter: modules with factors are wrapped."""
-    module, _, leaf = name.rpartition(".")
-    return f"{module}.base_layer.{leaf}" if module in paths else name
 
 
 def _config(modules: list[AdaptedModule], whole: list[str], base: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,25 +20,6 @@ from mergestream.merging.thresholds import Thresholds, find_thresholds
 from mergestream.methods.scale import scale_value
 
 
-class Source(Protocol):
-    """The tensors of a merged model."""
-
-    @property
-    def forms(self) -> Mapping[str, TensorSpec]:
-        """Every tensor that is written, in the types of the base."""
-
-    @property
-    def memory(self) -> Mapping[str, int]:
-        """Bytes that each takes at its peak."""
-
-    @property
-    def distance(self) -> float:
-        """‖merged − θ⁰‖, once all has been read."""
-
-    def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
-        """A tensor in order, each piece with the number of its first element, rounded once, to ``dtype``."""
-
-
 @dataclass(frozen=True)
 class StateSource:
     """A state that is read out, with the head of a task in place of the base's where one is given."""
@@ -51,13 +31,16 @@ class StateSource:
 
     @property
     def forms(self) -> Mapping[str, TensorSpec]:
+        """Every tensor that is written, in the types of the base."""
         return {**self.readout.model.tensors, **(self.heads.tensors if self.heads else {})}
 
     @property
     def memory(self) -> Mapping[str, int]:
+        """Bytes that each takes at its peak."""
         return self.readout.memory
 
     def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
+        """A tensor in order, each piece with the number of its first element, rounded once, to ``dtype``."""
         if self.heads and name in self.heads.tensors:
             yield 0, cast(self.heads.read(name).reshape(-1), dtype, name)
         else:
@@ -66,6 +49,7 @@ class StateSource:
 
     @property
     def distance(self) -> float:
+        """‖merged − θ⁰‖, once all has been read."""
         return abs(self.scale) * math.sqrt(math.fsum(self.readout.norm2.values()))
 
 
@@ -130,6 +114,10 @@ class ExpertsSource:
     @property
     def distance(self) -> float:
         return abs(self.scale) * math.sqrt(math.fsum(self.direction2.values()))
+
+
+Source = StateSource | ExpertsSource
+"""The tensors of a merged model."""
 
 
 def _sum(parts: Sequence[float | None]) -> float | None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mergestream.algebra.bounds import FactorBounds
@@ -91,12 +90,12 @@ class Arrival:
             self._files.close()
             raise
         tensors = self.vector.model.tensors
-        self.sketch = Sketch({name: tensor for name, tensor in tensors.items() if tensor.merges})
+        self.sketch = Sketch({name: tensors[name] for name in self.vector.names})
 
     def __enter__(self) -> Arrival:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._files.close()
 
     @property
@@ -106,6 +105,10 @@ class Arrival:
     @property
     def digest(self) -> str:
         return combined_digest(self.digests)
+
+    @property
+    def duplicate_of(self) -> str | None:
+        return next((entry.name for entry in self.store.history if entry.digest == self.digest), None)
 
     @cached_property
     def totals(self) -> Totals:
@@ -178,8 +181,7 @@ class Arrival:
         """What the step may add to the bases of the slots in factors."""
         layout: dict[str, TensorSpec] = {}
         for name, bounds in self.bounds.items():
-            tensor = self.vector.model.tensors[name]
-            layout |= block_layout(bounds, TensorSpec(tensor.state_dtype, tensor.shape), name)
+            layout |= block_layout(bounds, self.vector.model.tensors[name].state_dtype, name)
         return layout
 
     def writer(self) -> StepWriter:
@@ -208,8 +210,7 @@ class Arrival:
                     writer.record(name, outcome, vector.digests.get(name))
                 advance(4 * vector.numel(name))
         sizes = {name: vector.numel(name) for name in done}
-        for _ in engine.run(sizes, lambda name: self.sketch.add_elements(name, vector.elements(name))):
-            pass
+        list(engine.run(sizes, lambda name: self.sketch.add_elements(name, vector.elements(name))))
         for name in vector.heads:
             vector.head(name)
         earlier = {name: digest for name, (_, digest) in done.items() if digest is not None}
@@ -235,12 +236,11 @@ class Arrival:
         return Candidate(self.store, entry, sketch)
 
     def refuse_duplicate(self) -> None:
-        for entry in self.store.history:
-            if entry.digest == self.digest:
-                raise MergestreamError(
-                    f"{self.source} has been absorbed already, as {entry.name}; "
-                    "pass --allow-duplicate to add it once more"
-                )
+        if self.duplicate_of is not None:
+            raise MergestreamError(
+                f"{self.source} has been absorbed already, as {self.duplicate_of}; "
+                "pass --allow-duplicate to add it once more"
+            )
         if self.totals.norm == 0:
             raise MergestreamError(
                 f"{self.source} is identical to the base; pass --allow-duplicate to add it all the same"

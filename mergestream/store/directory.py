@@ -23,7 +23,7 @@ from mergestream.progress import Progress
 from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import record_directory, verify_record
-from mergestream.store.snapshot import Snapshot, open_base
+from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader, step_directory, tidy
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class StoreDirectory:
             self.manifest = manifest
 
     def open_base(self) -> Checkpoint:
-        return open_base(self.manifest)
+        return self.manifest.open_base()
 
     def snapshot(self, step: int | None = None) -> Snapshot:
         """The state after a step (the last one by default) and the manifest that belongs to it.

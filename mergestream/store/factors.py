@@ -38,12 +38,9 @@ def core_layout(bounds: FactorBounds, slot: str) -> dict[str, TensorSpec]:
     return {core_name(slot): TensorSpec("F64", bounds.core)} if all(bounds.core) else {}
 
 
-def block_layout(bounds: FactorBounds, spec: TensorSpec, name: str) -> dict[str, TensorSpec]:
-    return {
-        block_name(side, name): TensorSpec(spec.dtype, (rows, length))
-        for side, rows, length in zip(SIDES, bounds.new, matrix_shape(spec.shape), strict=True)
-        if rows
-    }
+def block_layout(bounds: FactorBounds, dtype: str, name: str) -> dict[str, TensorSpec]:
+    sides = zip(SIDES, bounds.new, bounds.shape, strict=True)
+    return {block_name(side, name): TensorSpec(dtype, (rows, length)) for side, rows, length in sides if rows}
 
 
 def core_name(slot: str) -> str:
@@ -68,11 +65,10 @@ class FactorReader:
     def __init__(self, directory: Path) -> None:
         path = directory / INDEX
         self.index: dict[str, dict[str, Any]] = read_json(path) if path.is_file() else {}
-        self.files: dict[int, Checkpoint] = {
-            step: open_checkpoint(directory / file_name(step)) for step in used_steps(self.index)
-        }
+        self.files = {step: open_checkpoint(directory / file_name(step)) for step in used_steps(self.index)}
         self._blocks: dict[tuple[str, int], Tensor] = {}
-        self._origin: dict[int, list[int]] = {}
+        self.origin: dict[int, list[int]] = {}
+        """[step, rows] of every block that was read here, by its identity"""
 
     def ranks(self, slot: str) -> tuple[int, int]:
         """Of the left and of the right basis."""
@@ -96,15 +92,11 @@ class FactorReader:
             core.copy_(state.read(core_name(slot))[: left.rank, : right.rank])
         return LowRank(torch.Size(shape), left, core, right)
 
-    def origin(self, block: Tensor) -> list[int] | None:
-        """[step, rows] of a block that was read here."""
-        return self._origin.get(id(block))
-
     def _block(self, name: str, step: int, rows: int) -> Tensor:
         # The same tensor for every reader: a basis is known to extend another by the identity of its blocks.
         if (name, step) not in self._blocks:
             block = self._blocks.setdefault((name, step), self.files[step].read(name)[:rows])
-            self._origin[id(block)] = [step, rows]
+            self.origin[id(block)] = [step, rows]
         return self._blocks[name, step]
 
     def tensors(self) -> Iterator[tuple[str, int, Checkpoint, str]]:
@@ -125,15 +117,16 @@ class FactorWriter:
         self, directory: Path, step: int, layout: Mapping[str, TensorSpec], before: FactorReader | None, resume: bool
     ) -> None:
         self._directory, self._step, self._layout, self._before = directory, step, layout, before
-        self.writer = (
-            SafetensorsWriter(directory, layout, prefix=file_prefix(step), max_shard_size=2**62, resume=resume)
-            if layout
-            else None
-        )
+        self.writer: SafetensorsWriter | None = None
+        if layout:
+            prefix = file_prefix(step)
+            self.writer = SafetensorsWriter(directory, layout, prefix=prefix, max_shard_size=2**62, resume=resume)
         self.resumed = self.writer.resumed if self.writer else resume
 
     def write(self, name: str, values: Mapping[str, LowRank]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Write what the slots of tensor ``name`` add; returns their entries in the index, and digests."""
+        import torch
+
         index: dict[str, dict[str, Any]] = {
             slot: {"dtype": dtype_name(value.dtype), "shape": list(value.shape)} for slot, value in values.items()
         }
@@ -143,27 +136,22 @@ class FactorWriter:
             for slot, value in values.items():
                 blocks = index[slot][side] = []
                 for block in getattr(value, side).blocks:
-                    origin = self._before.origin(block) if self._before else None
+                    origin = self._before.origin.get(id(block)) if self._before else None
                     if origin is None:
                         assert added is None or added is block, "a step adds one block to a basis"
                         added, origin = block, [self._step, block.shape[0]]
                     blocks.append(origin)
-            self._write_block(block_name(side, name), added, digests)
+            block_key = block_name(side, name)
+            if self.writer is None or block_key not in self._layout:
+                assert added is None
+                continue
+            spec = self._layout[block_key]
+            if added is None:  # what was laid out stays zeros, where nothing new has come
+                added = torch.zeros(0, spec.shape[1], dtype=torch_dtype(spec.dtype))
+            padded = padded_to(added, spec.shape)
+            self.writer.write(block_key, padded)
+            digests[f"{file_prefix(self._step)}/{block_key}"] = tensor_digest(padded)
         return index, digests
-
-    def _write_block(self, name: str, block: Tensor | None, digests: dict[str, str]) -> None:
-        """What was laid out for the new block: zeros, where nothing new has come."""
-        import torch
-
-        spec = self._layout.get(name)
-        if spec is None or self.writer is None:
-            assert block is None
-            return
-        if block is None:
-            block = torch.zeros(0, spec.shape[1], dtype=torch_dtype(spec.dtype))
-        padded = padded_to(block, spec.shape)
-        self.writer.write(name, padded)
-        digests[f"{file_prefix(self._step)}/{name}"] = tensor_digest(padded)
 
     def finish(self, previous: Path, used: Sequence[int]) -> None:
         """Close the new file, or drop it where nothing uses it, and take over those of earlier steps."""

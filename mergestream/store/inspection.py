@@ -15,8 +15,6 @@ from mergestream.store.arrival import LARGE
 from mergestream.store.records import cosines_to
 
 if TYPE_CHECKING:
-    from mergestream.experts.vector import TaskVector
-    from mergestream.merging.step import Outcome
     from mergestream.store.arrival import Arrival
 
 
@@ -31,6 +29,13 @@ class TensorInspection:
     """‖Δ‖ / ‖θ⁰‖ of this tensor"""
     kept: float
     protected: int | None
+
+    @classmethod
+    def of(cls, arrival: Arrival, name: str) -> TensorInspection:
+        tensor, outcome = arrival.vector.model.tensors[name], arrival.outcomes[name]
+        norm = math.sqrt(outcome.norm2)
+        relative = norm / tensor.norm if tensor.norm else 0.0
+        return cls(tensor.role, arrival.vector.fates[name], norm, relative, outcome.kept, outcome.protected)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Inspection:
         return cls(
             source=arrival.source,
             step=totals.t,
-            duplicate_of=next((entry.name for entry in store.history if entry.digest == arrival.digest), None),
+            duplicate_of=arrival.duplicate_of,
             norm=totals.norm,
             relative_norm=totals.norm / before if before else 1.0,
             cosines=cosines_to(store.path, store.history, arrival.sketch.values()),
@@ -77,9 +82,7 @@ class Inspection:
             seconds=round(seconds, 3),
             memory=sum(peaks[: store.engine.workers]),
             disk=sum(spec.nbytes for spec in (*arrival.layout.values(), *arrival.blocks.values())),
-            tensors={
-                name: _inspect_tensor(arrival.vector, name, arrival.outcomes[name]) for name in arrival.vector.names
-            },
+            tensors={name: TensorInspection.of(arrival, name) for name in arrival.vector.names},
         )
 
     @property
@@ -102,16 +105,3 @@ class Inspection:
         data = {**dataclasses.asdict(self), "layers": self.layers}
         data["lambda"] = data.pop("lambda_")
         return data
-
-
-def _inspect_tensor(vector: TaskVector, name: str, outcome: Outcome) -> TensorInspection:
-    tensor = vector.model.tensors[name]
-    norm = math.sqrt(outcome.norm2)
-    return TensorInspection(
-        role=tensor.role,
-        fate=vector.fates[name],
-        norm=norm,
-        relative_norm=norm / tensor.norm if tensor.norm else 0.0,
-        kept=outcome.kept,
-        protected=outcome.protected,
-    )

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.model import BaseModel
+from mergestream.base.skeleton import under_names
+from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, nearest
 from mergestream.files import read_json, write_json
@@ -87,6 +89,17 @@ class Manifest:
         from mergestream.methods import make_method
 
         return make_method(self.method, self.parameters)
+
+    def open_base(self) -> Checkpoint:
+        """The base's files, checked by their headers."""
+        try:
+            checkpoint = open_checkpoint(self.base.source)
+        except MergestreamError as error:
+            needed = "if it has moved, pass" if self.base.measured else "its weights are needed now: pass"
+            raise MergestreamError(f"the base cannot be opened: {error}; {needed} --base PATH") from error
+        checkpoint = under_names(checkpoint, self.base.tensors)
+        self.base.check(checkpoint)
+        return checkpoint
 
     def number(self, name: str) -> int:
         """The step of the expert of that name."""

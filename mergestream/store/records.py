@@ -58,8 +58,7 @@ def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
 
 def tensor_records(store: Path, number: int) -> dict[str, dict[str, Any]]:
     """What a step did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
-    records: dict[str, dict[str, Any]] = read_record(record_directory(store, number))["tensors"]
-    return records
+    return read_record(record_directory(store, number))["tensors"]
 
 
 def read_record(directory: Path) -> dict[str, Any]:

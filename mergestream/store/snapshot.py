@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.errors import MergestreamError
 from mergestream.store.manifest import Expert, Manifest
@@ -19,18 +17,6 @@ if TYPE_CHECKING:
     from mergestream.engine import Engine
     from mergestream.merging.readout import Readout
     from mergestream.methods.base import Method
-
-
-def open_base(manifest: Manifest) -> Checkpoint:
-    """The base's files, checked by their headers."""
-    try:
-        checkpoint = open_checkpoint(manifest.base.source)
-    except MergestreamError as error:
-        needed = "if it has moved, pass" if manifest.base.measured else "its weights are needed now: pass"
-        raise MergestreamError(f"the base cannot be opened: {error}; {needed} --base PATH") from error
-    checkpoint = under_names(checkpoint, manifest.base.tensors)
-    manifest.base.check(checkpoint)
-    return checkpoint
 
 
 @dataclass(frozen=True)
@@ -45,7 +31,7 @@ class Snapshot:
     def __enter__(self) -> Snapshot:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.state.close()
 
     @property
@@ -67,7 +53,7 @@ class Snapshot:
         """The slots of a tensor's state."""
         from mergestream.merging.step import tensor_context
 
-        return list(self.method.layout(tensor_context(self.manifest.base.tensors[name], self.manifest.step, {})))
+        return list(self.method.layout(tensor_context(self.manifest.base.tensors[name], self.manifest.step)))
 
     def ranks(self, name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of every slot of a tensor; None where they are dense."""
@@ -82,9 +68,6 @@ class Snapshot:
         """Whether nothing but zeros has been absorbed."""
         return not any(self.state.read(slot, name).any() for slot in self.slots(name))
 
-    def open_base(self) -> Checkpoint:
-        return open_base(self.manifest)
-
     def open_heads(self, name: str) -> Checkpoint:
         """The tensors that were kept for one expert."""
         path = record_directory(self.path, self.manifest.number(name)) / HEADS
@@ -94,5 +77,4 @@ class Snapshot:
 
     def head_config(self, name: str) -> dict[str, Any] | None:
         """The config of an expert with a head of its own, for the labels are in it; None where it had none."""
-        config: dict[str, Any] | None = read_record(record_directory(self.path, self.manifest.number(name)))["config"]
-        return config
+        return read_record(record_directory(self.path, self.manifest.number(name)))["config"]

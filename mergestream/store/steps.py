@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ class StepReader:
 
     @property
     def nbytes(self) -> int:
-        return sum(size for _, size, _, _ in self._tensors())
+        return sum(size for _, size, *_ in self._tensors())
 
     def read(self, slot: str, name: str) -> Tensor | LowRank:
         key = slot_name(slot, name)
@@ -135,7 +135,10 @@ class StepWriter:
     def _begin(self, blocks: Mapping[str, TensorSpec], plan: Mapping[str, Any]) -> None:
         from mergestream.merging.step import Outcome
 
-        resumable = plan["fingerprint"] is not None and self._is_planned(plan)
+        resumable = False
+        if plan["fingerprint"] is not None:
+            with suppress(MergestreamError):  # there is no plan, or none that can be read
+                resumable = read_json(self.directory / _PLAN) == plan
         if not resumable:
             remove(self.directory)
             self.directory.mkdir(parents=True)
@@ -155,13 +158,6 @@ class StepWriter:
         else:
             write_json(self.directory / _PLAN, plan)
         self._journal = self._open.enter_context((self.directory / _JOURNAL).open("ab", buffering=0))
-
-    def _is_planned(self, plan: Mapping[str, Any]) -> bool:
-        path = self.directory / _PLAN
-        try:
-            return path.is_file() and bool(read_json(path) == plan)
-        except MergestreamError:
-            return False
 
     def _keep(self, digests: Mapping[str, str]) -> bool:
         """Keep what was written before, if it is still what was meant."""
