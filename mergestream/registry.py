@@ -22,7 +22,7 @@ class Registry(Mapping[str, T], Generic[T]):
     """
 
     def __init__(
-        self, kind: str, group: str, own: Mapping[str, str], check: Callable[[str, T], None] | None = None
+        self, kind: str, group: str, own: Mapping[str, str], check: Callable[[str, T], None] = lambda name, item: None
     ) -> None:
         self.kind, self.group = kind, group
         self._own, self._check = own, check
@@ -33,7 +33,7 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self._own:
             raise UsageError(f"{name} is a {self.kind} of mergestream itself; choose another name")
         try:
-            self._checked(name, item)
+            self._check(name, item)
         except Exception as error:
             raise UsageError(f"the {self.kind} {name} cannot be registered: {error}") from error
         self._registered[name] = item
@@ -57,13 +57,13 @@ class Registry(Mapping[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self._own:
             module, _, attribute = self._own[name].partition(":")
-            item: T = getattr(import_module(module), attribute)
-            return item
+            return getattr(import_module(module), attribute)
         if name in self._registered:
             return self._registered[name]
         entry = self._brought[name]
         try:
-            loaded: T = self._checked(name, entry.load())
+            loaded: T = entry.load()
+            self._check(name, loaded)
         except Exception as error:  # whatever somebody else's module does when it is imported
             raise UsageError(
                 f"the {self.kind} {name} of {self.origin(name)} cannot be loaded: {type(error).__name__}: {error}"
@@ -75,11 +75,6 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
-
-    def _checked(self, name: str, item: T) -> T:
-        if self._check is not None:
-            self._check(name, item)
-        return item
 
     @cached_property
     def _brought(self) -> dict[str, EntryPoint]:

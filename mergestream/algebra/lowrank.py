@@ -46,8 +46,7 @@ class Basis:
 
     def rows(self) -> Tensor:
         """All rows as one float64 matrix (rank × length)."""
-        empty = torch.empty(0, self.length, dtype=torch.float64)
-        return torch.cat([block.double() for block in self.blocks]) if self.blocks else empty
+        return torch.cat([torch.empty(0, self.length, dtype=torch.float64), *(x.double() for x in self.blocks)])
 
     def coordinates(self, x: Tensor) -> Tensor:
         """x Qᵀ (rows of x × rank), in the dtype of x."""

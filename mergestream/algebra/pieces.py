@@ -44,7 +44,8 @@ class SquaredNorm:
         """Whether neither NaN nor Inf has gone by"""
 
     def add(self, piece: Tensor) -> None:
-        values = _array(piece)
+        flat = piece.detach().cpu().reshape(-1)
+        values: NDArray[Any] = (flat if flat.dtype.itemsize >= 4 else flat.float()).numpy()
         waiting = sum(map(len, self._unfinished))
         if waiting:
             first, values = values[: _BLOCK - waiting], values[_BLOCK - waiting :]
@@ -54,7 +55,7 @@ class SquaredNorm:
             self._finish()
         whole = len(values) - len(values) % _BLOCK
         if whole:
-            self._note(_block_sums(values[:whole]))
+            self._note(_run_sums(values[:whole]).reshape(-1, _BLOCK // _RUN).sum(axis=1))
         if whole < len(values):
             self._wait(values[whole:])
 
@@ -92,17 +93,6 @@ def squared_norm(x: Tensor) -> float:
     return norm.total()
 
 
-def _array(tensor: Tensor) -> NDArray[Any]:
-    flat = tensor.detach().cpu().reshape(-1)
-    array: NDArray[Any] = (flat if flat.dtype.itemsize >= 4 else flat.float()).numpy()
-    return array
-
-
-def _block_sums(values: NDArray[Any]) -> list[float]:
-    sums: list[float] = _run_sums(values).reshape(-1, _BLOCK // _RUN).sum(axis=1).tolist()
-    return sums
-
-
 def _run_sums(values: NDArray[Any]) -> NDArray[Any]:
     """The sum of squares of every run, in float64; runs whose squares float32 cannot hold are summed again."""
     import numpy as np
@@ -120,5 +110,4 @@ def _float64_sums(rows: NDArray[Any]) -> NDArray[Any]:
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
-        sums: NDArray[Any] = np.einsum("ij,ij->i", rows, rows, dtype=np.float64)
-    return sums
+        return np.einsum("ij,ij->i", rows, rows, dtype=np.float64)

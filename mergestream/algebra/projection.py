@@ -43,14 +43,8 @@ def project(delta: Value, svd: ThinSVD | FactoredSVD, q: int, projection: Projec
 
     It is of low rank where both the state and Δ are, in bases that start with those of the state.
     """
-    if isinstance(svd, FactoredSVD):
-        if isinstance(delta, LowRank):
-            return _project_factors(delta, svd, q, projection)
-        svd = svd.dense()
-    return _project_dense(dense(delta), svd, q, projection)
-
-
-def _project_factors(delta: LowRank, svd: FactoredSVD, q: int, projection: Projection) -> LowRank:
+    if isinstance(svd, ThinSVD) or isinstance(delta, Tensor):
+        return _project_dense(dense(delta), svd if isinstance(svd, ThinSVD) else svd.dense(), q, projection)
     delta = delta.rebased(svd.left, svd.right)
     u = pad(svd.coordinates.u, (0, 0, 0, delta.left.rank - svd.left.rank))
     v = pad(svd.coordinates.v, (0, 0, 0, delta.right.rank - svd.right.rank))

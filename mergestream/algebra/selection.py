@@ -54,31 +54,29 @@ class Search:
             self.found = 0.0
         else:
             self._sample = np.sort(np.concatenate([block.numpy() for block in sample]))[::-1]
-            self._start(total)
-
-    def _start(self, total: int) -> None:
-        if sample_stride(total) == 1:
-            self.found = float(self._sample[self._count - 1])
-            return
-        share = self._count / total
-        self._place = share * len(self._sample)
-        # Neighbours are correlated, so 4σ would not do; where this misses, one more pass is needed.
-        self._margin = MARGIN * math.sqrt(self._place * (1 - share)) + MARGIN
-        self.bracket = self._below(), self._above()
+            if sample_stride(total) == 1:
+                self.found = float(self._sample[count - 1])
+            share = count / total
+            self._place = share * len(self._sample)
+            # Neighbours are correlated, so 4σ would not do; where this misses, one more pass is needed.
+            self._margin = MARGIN * math.sqrt(self._place * (1 - share)) + MARGIN
+            self.bracket = self._below(), self._above()
 
     def narrow(self, tallies: Iterable[Tally]) -> None:
         """Take what all data gave for the bracket: the answer is known then, or the bracket moves."""
-        found = _add_up(tallies)
+        above, at_high, inside, at_low = zip(*tallies, strict=True)
+        collected = np.concatenate(inside)
         low, high = self.bracket
-        rank = self._count - found.above
+        rank = self._count - sum(above)  # from here on down, counted from 1
         self._margin *= 4
         if rank <= 0:
             self.bracket = high, self._above()
-        elif rank <= found.at_high:
+        elif rank <= sum(at_high):
             self.found = high
-        elif rank <= found.at_high + len(found.inside):
-            self.found = _largest(found.inside, rank - found.at_high)
-        elif rank <= found.at_high + len(found.inside) + found.at_low or low == 0:  # only NaN is below zero
+        elif rank <= sum(at_high) + len(collected):
+            place = len(collected) - rank + sum(at_high)
+            self.found = float(np.partition(collected, place)[place])
+        elif rank <= sum(at_high) + len(collected) + sum(at_low) or low == 0:  # only NaN is below zero
             self.found = low
         else:
             self.bracket = self._below(), low
@@ -130,19 +128,3 @@ def _at(descending: Array, place: float) -> float:
     if place < 1:
         return math.inf
     return float(descending[int(place) - 1]) if place <= len(descending) else 0.0
-
-
-def _largest(values: Array, rank: int) -> float:
-    """The ``rank``-th largest value, counted from 1."""
-    place = len(values) - rank
-    return float(np.partition(values, place)[place])
-
-
-def _add_up(tallies: Iterable[Tally]) -> Tally:
-    parts = list(tallies)
-    return Tally(
-        sum(part.above for part in parts),
-        sum(part.at_high for part in parts),
-        np.concatenate([part.inside for part in parts]),
-        sum(part.at_low for part in parts),
-    )

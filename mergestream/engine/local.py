@@ -66,11 +66,8 @@ class LocalEngine:
         work: Callable[[str], Result],
         memory: Mapping[str, int] | None = None,
     ) -> Iterator[tuple[str, Result]]:
-        """Yield (name, work(name)) as they finish; the most costly jobs start first.
-
-        A job is admitted when the memory of all running jobs, itself included, is within the
-        budget. The first error stops the admission of further jobs and is raised.
-        """
+        """A job is admitted when the memory of all running jobs, itself included, is within the budget. The first error
+        stops the admission of further jobs and is raised."""
         memory = memory or {}
         self._check_budget(memory)
         keep_freed_memory()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from mergestream.checkpoints import open_checkpoint, torch_dtype
 from mergestream.engine import Engine, LocalEngine
 from mergestream.experts.vector import TaskVector
 from mergestream.merging.readout import Readout
-from mergestream.merging.step import Step, Totals, total
+from mergestream.merging.step import Step, Totals, no_state, total
 from mergestream.methods.base import Method
 from mergestream.methods.opcm import OPCM
 
@@ -64,9 +63,8 @@ class Merger:
     def add(self, expert: Mapping[str, Tensor]) -> Totals:
         """Absorb the next model; returns the norms and λ after it."""
         vector = TaskVector(self._model, self._base, open_checkpoint(expert))
-        step = Step(self.method, [vector], len(self.history), device=self._engine.device)
-        if self._state is not None:
-            step = replace(step, read_state=self._state.read)
+        read_state = no_state if self._state is None else self._state.read
+        step = Step(self.method, [vector], len(self.history), read_state, self._engine.device)
         state = _State(step)
         outcomes = dict(step.run(self._engine, state))
         mean_norm = self.history[-1].mean_norm if self.history else 0.0
