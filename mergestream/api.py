@@ -47,15 +47,8 @@ class Store(StoreDirectory):
         from mergestream.report.gates import Gatekeeper
 
         gatekeeper = Gatekeeper.of(gates, evaluate)
-        return self.absorb(
-            expert,
-            name,
-            partial=partial,
-            ignore=ignore,
-            allow_duplicate=allow_duplicate,
-            measure_distance=gatekeeper.asks_for("distance"),
-            review=gatekeeper.review,
-        )
+        measure, review = gatekeeper.asks_for("distance"), gatekeeper.review
+        return self.absorb(expert, name, partial, ignore, allow_duplicate, measure_distance=measure, review=review)
 
     def export(
         self,

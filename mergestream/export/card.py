@@ -44,12 +44,11 @@ class CardFacts:
 
 def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "transformers") -> str:
     """A README.md with the metadata that the hub understands; ``hub_id`` is the base's, where it has one."""
-    metadata = ["---", f"library_name: {library}", "tags:", "- merge", "- mergestream"]
-    if hub_id:
-        metadata += ["base_model:", f"- {json.dumps(hub_id)}", "base_model_relation: merge"]
+    origin = ["base_model:", f"- {json.dumps(hub_id)}", "base_model_relation: merge"] if hub_id else []
     parameters = ", ".join(f"{key} = {value}" for key, value in facts.parameters.items()) or "none"
     lines = [
-        *metadata,
+        *("---", f"library_name: {library}", "tags:", "- merge", "- mergestream"),
+        *origin,
         "---",
         "",
         f"# {len(facts.experts)} models merged with {facts.method}",

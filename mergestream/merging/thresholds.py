@@ -29,19 +29,16 @@ def find_thresholds(step: Step, engine: Engine) -> Thresholds:
         if ranking is not None:
             wanted += [(number, which) for which in ranking.names]
             over, density = ranking.over, ranking.density
-    nothing: list[dict[str, float]] = [{} for _ in step.vectors]
-    if not wanted:
-        return lambda name: nothing
 
     def search(engine: Engine, names: Sequence[str]) -> list[dict[str, float]]:
         found: list[dict[str, float]] = [{} for _ in step.vectors]
-        for (number, which), value in zip(wanted, _search(step, wanted, density, engine, names), strict=True):
+        values = _search(step, wanted, density, engine, names) if wanted else ()
+        for (number, which), value in zip(wanted, values, strict=True):
             found[number][which] = value
         return found
 
     if over == "tensor":
-        alone = LocalEngine(workers=1)
-        return lambda name: search(alone, (name,))
+        return lambda name: search(LocalEngine(workers=1), (name,))
     common = search(engine, step.names)
     return lambda name: common
 
@@ -62,8 +59,7 @@ def _search(step: Step, wanted: _Wanted, density: float, engine: Engine, names: 
             for sample, part in zip(blocks, ranked, strict=True):
                 sample.append(part(start, stop))
     searches = [Search(int(density * total), total, sample) for sample in blocks]
-    while any(search.found is None for search in searches):
-        open_ones = [number for number, search in enumerate(searches) if search.found is None]
+    while open_ones := [number for number, search in enumerate(searches) if search.found is None]:
 
         def tallies(name: str, numbers: Sequence[int] = open_ones) -> list[list[Tally]]:
             ranked = elements(name)

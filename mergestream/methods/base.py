@@ -172,15 +172,16 @@ class Method(ABC):
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value, limits = getattr(self, item.name), item.metadata
+            given = f"{self.name}: {item.name}={value}"
             choices = limits.get("choices")
             if choices and value not in choices:
-                raise UsageError(f"{self.name}: {item.name}={value} is not one of {', '.join(choices)}")
+                raise UsageError(f"{given} is not one of {', '.join(choices)}")
             if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"{self.name}: {item.name}={value} must be finite")
+                raise UsageError(f"{given} must be finite")
             low, high = limits.get("at_least"), limits.get("at_most")
             if (low is not None and not value >= low) or (high is not None and not value <= high):
                 bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-                raise UsageError(f"{self.name}: {item.name}={value} must be {bounds}")
+                raise UsageError(f"{given} must be {bounds}")
 
 
 def absorb_in_turn(

@@ -115,10 +115,10 @@ class StoreDirectory:
         self,
         expert: ExpertSource,
         name: str | None = None,
-        *,
         partial: bool = False,
         ignore: Sequence[str] = (),
         allow_duplicate: bool = False,
+        *,
         measure_distance: bool = False,
         review: Review | None = None,
     ) -> Expert:

@@ -34,14 +34,14 @@ def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
     """Keep what happened to each tensor, the sketch and the expert's heads; returns the record's digest."""
     remove(directory)
     directory.mkdir(parents=True)
-    vector, config = arrival.vector, None
+    vector, expert, config = arrival.vector, arrival.vector.expert, None
     if vector.heads:
-        source = vector.expert.directory / "config.json" if vector.expert.directory else None
+        source = expert.directory / "config.json" if expert.directory else None
         config = read_json(source) if source and source.is_file() else None
-        layout = {name: vector.expert.tensors[name] for name in vector.heads}
+        layout = {name: expert.tensors[name] for name in vector.heads}
         with SafetensorsWriter(directory, layout, prefix="heads") as writer:
             for name in vector.heads:
-                writer.write(name, vector.expert.read(name))
+                writer.write(name, expert.read(name))
     record = {
         "sketch": write_sketch(directory, sketch),
         "heads": {name: vector.digests[name] for name in vector.heads},
@@ -71,10 +71,9 @@ def verify_record(directory: Path, digest: str) -> None:
     record = read_record(directory)
     if text_digest((directory / _NAME).read_text(encoding="utf-8")) != digest:
         raise MergestreamError(f"{directory / _NAME} is damaged: its digest does not match the manifest")
-    recorded = {"sketch.safetensors": {"sketch": record["sketch"]}}
-    if record["heads"]:
-        recorded[HEADS] = record["heads"]
-    for file, digests in recorded.items():
+    for file, digests in (f"{_SKETCH}.safetensors", {_SKETCH: record["sketch"]}), (HEADS, record["heads"]):
+        if not digests:
+            continue
         with open_checkpoint(directory / file) as checkpoint:
             for name, expected in digests.items():
                 if name not in checkpoint.tensors or tensor_digest(checkpoint.read(name)) != expected:
