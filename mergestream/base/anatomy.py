@@ -78,7 +78,7 @@ def tied_names(base: Checkpoint, parts: Mapping[str, Part]) -> dict[str, str]:
     if isinstance(architecture, Architecture):
         return _absent_names(architecture, parts)
     words = [name for name, part in parts.items() if part.role == "embedding" and _usual_aliases(name)]
-    if len(words) != 1 or not _config_ties_embeddings(base.directory):
+    if len(words) != 1 or base.directory is None or not _config_ties_embeddings(base.directory):
         return {}
     return {alias: words[0] for alias in _usual_aliases(words[0]) if alias not in parts}
 
@@ -340,12 +340,9 @@ def _usual_aliases(name: str) -> list[str]:
     return [f"{prefix}{alias}.{leaf}" for prefix in prefixes for alias in _TIED_TO.get(owner, ())]
 
 
-def _config_ties_embeddings(directory: Path | None) -> bool:
-    if directory is None:
-        return False
+def _config_ties_embeddings(directory: Path) -> bool:
     try:
         config = read_json(directory / "config.json")
-        settings = {**(config.get("text_config") or {}), **config}
-        return settings.get("tie_word_embeddings") is True
+        return {**(config.get("text_config") or {}), **config}.get("tie_word_embeddings") is True
     except (MergestreamError, TypeError):  # there is none, or its text_config is no object
         return False

@@ -35,7 +35,6 @@ class SafetensorsFile(Shard):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.aliases = MappingProxyType({})
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size

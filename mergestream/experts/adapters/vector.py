@@ -27,13 +27,9 @@ class AdaptedTensors(Checkpoint):
         self.source = adapter.adapter.source
         self.directory = adapter.adapter.directory
         self.fingerprint = adapter.adapter.fingerprint
-        self.aliases = MappingProxyType({})
         file = adapter.adapter.file.name
         stored = adapter.adapter.weights.tensors
-        self._keys: dict[str, str] = {
-            **adapter.whole,
-            **{name: adapter.adapter.whole[name] for name in adapter.extra},
-        }
+        self._keys = {**adapter.whole, **{name: adapter.adapter.whole[name] for name in adapter.extra}}
         tensors = {name: TensorInfo("F32", adapter.tensors[name].shape, file) for name in adapter.terms}
         self.tensors = MappingProxyType({**tensors, **{name: stored[key] for name, key in self._keys.items()}})
 
