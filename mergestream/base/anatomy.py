@@ -61,11 +61,9 @@ def anatomy(
     ties += _ties_by_bytes(base, found, architecture)
     ties = [tie for tie in ties if found[tie.first].role != "copied"]
     overrides = _overrides(base, found, linear, not_linear)
-    kept = {
-        name: replace(found[name], role="head", rule=f"--heads {glob}")
-        for glob in heads
-        for name in _matching(glob, found)
-    }
+    kept: dict[str, Part] = {}
+    for glob in heads:
+        kept |= {name: replace(found[name], role="head", rule=f"--heads {glob}") for name in _matching(glob, found)}
     parts = found | overrides
     for group in _groups(ties, found):
         parts |= _tied(group, found, overrides, kept)
