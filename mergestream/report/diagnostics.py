@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -56,10 +56,14 @@ class Survival:
         return Survival(self.experts, chosen(self.parts), *rows)
 
     def by_layer(self) -> Survival:
-        """The tensors of a layer taken together: energies added up, q averaged over the projected weights."""
+        """The tensors of a layer taken together."""
         members: dict[str, list[int]] = {}
         for i, name in enumerate(self.parts):
             members.setdefault(layer_of(name), []).append(i)
+        return self.grouped(members)
+
+    def grouped(self, members: Mapping[str, Sequence[int]]) -> Survival:
+        """Parts by their places taken together: energies added up, q averaged over the projected weights."""
         norm, kept, protected = [], [], []
         for norms, shares, ranks in zip(self.norm, self.kept, self.protected, strict=True):
             energy = [math.fsum(norms[i] ** 2 for i in group) for group in members.values()]

@@ -97,12 +97,8 @@ def similarity(similarity: Similarity) -> go.Figure:
 
 def survival(survival: Survival) -> go.Figure:
     """The share of each expert that entered the state: experts × layers (or tensors), and all of them together."""
-    totals = []
-    for norm, kept in zip(survival.norm, survival.kept, strict=True):
-        energy = [value**2 for value in norm]
-        whole = math.fsum(energy)
-        totals.append(math.fsum(e * k for e, k in zip(energy, kept, strict=True)) / whole if whole else 1.0)
-    shares = [[total, None, *kept] for total, kept in zip(totals, survival.kept, strict=True)]
+    together = survival.grouped({"together": range(len(survival.parts))}).kept
+    shares = [[*total, None, *kept] for total, kept in zip(together, survival.kept, strict=True)]
     columns = ["together", " ", *short_names(survival.parts)]
     figure = _matrix(shares, survival.experts, columns, "share kept", "%{y}, %{x}<br>%{z:.1%} entered")
     least = min(value for row in survival.kept for value in row)
