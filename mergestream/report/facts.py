@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ from mergestream.report.scores import Scores, attached
 from mergestream.store.arrival import LARGE
 
 if TYPE_CHECKING:
-    from mergestream.base.model import BaseTensor
     from mergestream.store import Expert, StoreDirectory
+    from mergestream.store.manifest import Manifest
 
 SIMILAR = 0.5
 """A cosine above this is no coincidence: unrelated task vectors have nearly none."""
@@ -31,12 +31,7 @@ class Facts:
     """The state of a store and how it came to be."""
 
     store: str
-    method: str
-    parameters: Mapping[str, Any]
-    base: str
-    base_digest: str
-    tensors: Mapping[str, BaseTensor]
-    history: tuple[Expert, ...]
+    manifest: Manifest
     similarity: Similarity
     survival: Survival
     scores: Scores | None
@@ -44,20 +39,17 @@ class Facts:
 
     @classmethod
     def of(cls, store: StoreDirectory) -> Facts:
-        manifest = store.manifest
-        return cls(
-            store=str(store.path),
-            method=manifest.method,
-            parameters=manifest.parameters,
-            base=manifest.base.source,
-            base_digest=manifest.base.digest,
-            tensors=manifest.base.tensors,
-            history=manifest.history,
-            similarity=similarity(store),
-            survival=survival(store),
-            scores=attached(store),
-            commands=tuple(_commands(store)),
-        )
+        commands = tuple(_commands(store))
+        return cls(str(store.path), store.manifest, similarity(store), survival(store), attached(store), commands)
+
+    @property
+    def history(self) -> tuple[Expert, ...]:
+        return self.manifest.history
+
+    @property
+    def parameters(self) -> str:
+        """``alpha = 0.5, scaling = adaptive``"""
+        return ", ".join(f"{key} = {value}" for key, value in self.manifest.parameters.items())
 
     def nearest(self, number: int) -> tuple[str, float] | None:
         """The other expert with the largest cosine to the one of a step, and that cosine."""
@@ -92,11 +84,12 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the same store gives the same report, to the byte."""
+        method, base = self.manifest.method, self.manifest.base
         return {
             "mergestream": __version__,
             "store": self.store,
-            "method": {"name": self.method, "parameters": dict(self.parameters)},
-            "base": {"source": self.base, "digest": self.base_digest},
+            "method": {"name": method, "parameters": self.manifest.parameters},
+            "base": {"source": base.source, "digest": base.digest},
             "experts": [
                 {
                     "step": number,
@@ -115,7 +108,7 @@ class Facts:
             "scores": {**asdict(self.scores), "ACC": self.scores.acc, "BWT": self.scores.bwt} if self.scores else None,
             "tensors": [
                 {"name": name, **{key: getattr(tensor, key) for key in _OF_TENSORS}}
-                for name, tensor in self.tensors.items()
+                for name, tensor in base.tensors.items()
             ],
             "commands": self.commands,
         }

@@ -13,12 +13,12 @@ FEWEST = 20
 
 
 def markdown(facts: Facts) -> str:
-    parameters = ", ".join(f"{key} = {value}" for key, value in facts.parameters.items()) or "none"
+    base = facts.manifest.base
     lines = [
         f"# {facts.store}",
         "",
-        f"* Method: {facts.method}; parameters: {parameters}",
-        f"* Base: {facts.base} (digest `{facts.base_digest}`)",
+        f"* Method: {facts.manifest.method}; parameters: {facts.parameters or 'none'}",
+        f"* Base: {base.source} (digest `{base.digest}`)",
         f"* Experts: {len(facts.history)}",
         "",
     ]

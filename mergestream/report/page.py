@@ -206,10 +206,10 @@ def _section(plot: Plot) -> str:
 
 
 def _subtitle(facts: Facts) -> str:
-    parameters = ", ".join(f"{key} = {value}" for key, value in facts.parameters.items())
+    base = facts.manifest.base.source
     return (
-        f"{_experts_count(facts)} merged by <strong>{escape(facts.method)}</strong> "
-        f"({escape(parameters) or 'no parameters'}) on {escape(Path(facts.base).name or facts.base)}"
+        f"{_experts_count(facts)} merged by <strong>{escape(facts.manifest.method)}</strong> "
+        f"({escape(facts.parameters) or 'no parameters'}) on {escape(Path(base).name or base)}"
     )
 
 
@@ -283,12 +283,11 @@ def _expert(facts: Facts, number: int, entry: Expert) -> str:
 
 
 def _definitions(facts: Facts) -> Iterator[str]:
+    manifest = facts.manifest
     pairs = [
-        ("store", facts.store),
-        ("method", facts.method),
-        *((f"· {key}", str(value)) for key, value in facts.parameters.items()),
-        ("base", facts.base),
-        ("base digest", facts.base_digest),
+        *(("store", facts.store), ("method", manifest.method)),
+        *((f"· {key}", str(value)) for key, value in manifest.parameters.items()),
+        *(("base", manifest.base.source), ("base digest", manifest.base.digest)),
     ]
     if facts.history:
         pairs.append(("state digest", facts.history[-1].state))
@@ -309,7 +308,7 @@ def _tensors(facts: Facts) -> dict[str, Any]:
                 *(name, tensor.role, tensor.rule, tensor.dtype, "×".join(map(str, tensor.shape)) or "scalar"),
                 *(tensor.numel, tensor.norm, merged.get(name, -1)),
             ]
-            for name, tensor in sorted(facts.tensors.items(), key=lambda item: natural(item[0]))
+            for name, tensor in sorted(facts.manifest.base.tensors.items(), key=lambda item: natural(item[0]))
         ],
         "norm": rounded(facts.survival.norm),
         "kept": rounded(facts.survival.kept),
