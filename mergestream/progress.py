@@ -33,23 +33,13 @@ class TerminalProgress(Progress):
         if not self._bars:
             yield lambda amount: None
             return
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-        from rich.progress import Progress as Bars
+        from rich import progress
 
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+            *(progress.TextColumn("{task.description}"), progress.BarColumn(), progress.DownloadColumn()),
+            *(progress.TransferSpeedColumn(), progress.TimeRemainingColumn()),
         )
-        with Bars(*columns, console=self._console, transient=True) as bars:
+        with progress.Progress(*columns, console=self._console, transient=True) as bars:
             task = bars.add_task(description, total=total)
             yield lambda amount: bars.advance(task, amount)
 

@@ -61,11 +61,9 @@ def anatomy(
     ties += _ties_by_bytes(base, found, architecture)
     ties = [tie for tie in ties if found[tie.first].role != "copied"]
     overrides = _overrides(base, found, linear, not_linear)
-    kept = {
-        name: replace(found[name], role="head", rule=f"--heads {glob}")
-        for glob in heads
-        for name in _matching(glob, found)
-    }
+    kept: dict[str, Part] = {}
+    for glob in heads:
+        kept |= {name: replace(found[name], role="head", rule=f"--heads {glob}") for name in _matching(glob, found)}
     parts = found | overrides
     for group in _groups(ties, found):
         parts |= _tied(group, found, overrides, kept)
@@ -78,7 +76,7 @@ def tied_names(base: Checkpoint, parts: Mapping[str, Part]) -> dict[str, str]:
     if isinstance(architecture, Architecture):
         return _absent_names(architecture, parts)
     words = [name for name, part in parts.items() if part.role == "embedding" and _usual_aliases(name)]
-    if len(words) != 1 or not _config_ties_embeddings(base.directory):
+    if len(words) != 1 or base.directory is None or not _config_ties_embeddings(base.directory):
         return {}
     return {alias: words[0] for alias in _usual_aliases(words[0]) if alias not in parts}
 
@@ -340,12 +338,9 @@ def _usual_aliases(name: str) -> list[str]:
     return [f"{prefix}{alias}.{leaf}" for prefix in prefixes for alias in _TIED_TO.get(owner, ())]
 
 
-def _config_ties_embeddings(directory: Path | None) -> bool:
-    if directory is None:
-        return False
+def _config_ties_embeddings(directory: Path) -> bool:
     try:
         config = read_json(directory / "config.json")
-        settings = {**(config.get("text_config") or {}), **config}
-        return settings.get("tie_word_embeddings") is True
+        return {**(config.get("text_config") or {}), **config}.get("tie_word_embeddings") is True
     except (MergestreamError, TypeError):  # there is none, or its text_config is no object
         return False

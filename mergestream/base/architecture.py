@@ -93,8 +93,7 @@ def _describe(model: Any) -> Architecture:
     slots: dict[str, Slot] = {}
     names_of: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for leaf, tensor in own:
+        for leaf, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             name = f"{path}.{leaf}" if path else leaf
             computed = leaf in module._non_persistent_buffers_set
             spec = None if computed else TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))

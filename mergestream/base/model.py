@@ -80,26 +80,11 @@ class BaseModel:
         if measure:
             measured = measure_tensors(checkpoint, list(parts), engine or LocalEngine(), progress or Progress())
         tensors = {
-            name: BaseTensor(
-                info.dtype,
-                info.shape,
-                parts[name].role,
-                parts[name].rule,
-                parts[name].tied_to,
-                *measured[name],
-                parts[name].module,
-            )
+            name: BaseTensor(info.dtype, info.shape, **vars(parts[name]), **measured[name]._asdict())
             for name, info in checkpoint.tensors.items()
         }
-        return cls(
-            checkpoint.source,
-            tensors,
-            tied_names(checkpoint, parts),
-            tuple(linear),
-            tuple(not_linear),
-            tuple(heads),
-            model_names(checkpoint),
-        )
+        ties, spellings = tied_names(checkpoint, parts), model_names(checkpoint)
+        return cls(checkpoint.source, tensors, ties, tuple(linear), tuple(not_linear), tuple(heads), spellings)
 
     @cached_property
     def measured(self) -> bool:
@@ -127,8 +112,10 @@ class BaseModel:
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint that, by its headers, is not this base."""
         # What is only known by its configuration may be stored in any dtype.
-        found = {name: (info.dtype if self.measured else "", info.shape) for name, info in checkpoint.tensors.items()}
-        known = {name: (tensor.dtype if self.measured else "", tensor.shape) for name, tensor in self.tensors.items()}
+        found, known = (
+            {name: (spec.dtype if self.measured else "", spec.shape) for name, spec in tensors.items()}
+            for tensors in (checkpoint.tensors, self.tensors)
+        )
         if found != known:
             name = min(name for name in found.keys() | known.keys() if found.get(name) != known.get(name))
             raise MergestreamError(
@@ -151,7 +138,7 @@ class BaseModel:
         tensors = {}
         for name, tensor in self.tensors.items():
             dtype = checkpoint.tensors[name].dtype
-            found = dataclasses.replace(tensor, dtype=dtype, digest=measured[name].digest, norm=measured[name].norm)
+            found = dataclasses.replace(tensor, dtype=dtype, **measured[name]._asdict())
             if found.state_dtype != tensor.state_dtype:
                 raise MergestreamError(
                     f"{checkpoint.source} holds {name} as {dtype}, but the store was made for {tensor.dtype}"
@@ -160,16 +147,7 @@ class BaseModel:
         return dataclasses.replace(self, source=checkpoint.source, tensors=tensors)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "digest": self.digest,
-            "linear": list(self.linear),
-            "not_linear": list(self.not_linear),
-            "heads": list(self.heads),
-            "tied_names": dict(self.tied_names),
-            "spellings": dict(self.spellings),
-            "tensors": {name: dataclasses.asdict(tensor) for name, tensor in self.tensors.items()},
-        }
+        return {**dataclasses.asdict(self), "digest": self.digest}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BaseModel:
@@ -177,15 +155,8 @@ class BaseModel:
         tensors = {
             name: BaseTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for name, tensor in data["tensors"].items()
         }
-        return cls(
-            data["source"],
-            tensors,
-            data["tied_names"],
-            tuple(data["linear"]),
-            tuple(data["not_linear"]),
-            tuple(data["heads"]),
-            data["spellings"],
-        )
+        linear, not_linear, heads = (tuple(data[option]) for option in ("linear", "not_linear", "heads"))
+        return cls(data["source"], tensors, data["tied_names"], linear, not_linear, heads, data["spellings"])
 
 
 def _from_format_1(data: Mapping[str, Any]) -> dict[str, Any]:

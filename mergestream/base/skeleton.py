@@ -33,17 +33,12 @@ class Skeleton(Checkpoint):
         self.tensors = MappingProxyType(
             {name: TensorInfo(spec.dtype, spec.shape, _CONFIG) for name, spec in tensors.items()}
         )
-        self.aliases = MappingProxyType({})
-        self.fingerprint = None
 
     def read(self, name: str) -> Tensor:
         raise MergestreamError(
             f"tensor {name} of the base is needed, and of {self.source} only the configuration is known; "
             "pass --base with the model and its weights"
         )
-
-    def close(self) -> None:
-        pass
 
 
 class Renamed(Checkpoint):
@@ -54,7 +49,6 @@ class Renamed(Checkpoint):
         self._checkpoint, self._stored = checkpoint, stored
         self.source, self.directory = checkpoint.source, checkpoint.directory
         self.tensors = MappingProxyType({name: checkpoint.tensors[old] for name, old in stored.items()})
-        self.aliases = MappingProxyType({})
         self.fingerprint = checkpoint.fingerprint
 
     def read(self, name: str) -> Tensor:

@@ -74,10 +74,10 @@ class Checkpoint(ABC):
     """
 
     source: str
-    directory: Path | None
+    directory: Path | None = None
     tensors: Mapping[str, TensorInfo]
-    aliases: Mapping[str, str]
-    fingerprint: str | None
+    aliases: Mapping[str, str] = MappingProxyType({})
+    fingerprint: str | None = None
     has_weights: ClassVar[bool] = True
     """Whether there is anything to read: of some bases only the configuration is known."""
 
@@ -85,9 +85,8 @@ class Checkpoint(ABC):
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, possibly a view of the file or of the caller's memory: never write to it."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release the files; tensors that were read stay valid."""
+    def close(self) -> None:  # noqa: B027
+        """Release the files, if there are any; tensors that were read stay valid."""
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -101,7 +100,7 @@ class Shard(ABC):
 
     path: Path
     tensors: Mapping[str, TensorInfo]
-    aliases: Mapping[str, str]
+    aliases: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def read(self, name: str) -> Tensor: ...

@@ -24,8 +24,6 @@ class MemoryCheckpoint(Checkpoint):
                 )
         self._tensors = {name: tensor.detach() for name, tensor in state_dict.items()}
         self.source = "memory"
-        self.directory = None
-        self.fingerprint = None
         self.tensors = MappingProxyType({n: describe(n, t, "memory") for n, t in self._tensors.items()})
         self.aliases = MappingProxyType(shared_views(self._tensors))
 

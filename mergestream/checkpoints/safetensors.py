@@ -35,7 +35,6 @@ class SafetensorsFile(Shard):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.aliases = MappingProxyType({})
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -43,10 +42,7 @@ class SafetensorsFile(Shard):
                 self.tensors, self._begin = _check_header(path, header, data_start, size)
                 # Private and writable: a stray write stays in memory, where a read-only map would crash.
                 self._map: mmap.mmap | None = mmap.mmap(
-                    file.fileno(),
-                    size,
-                    flags=mmap.MAP_PRIVATE | _NORESERVE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                    file.fileno(), size, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
         except OSError as error:
             raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
@@ -95,7 +91,7 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, 
     try:
         header = json.loads(file.read(length).decode(), object_pairs_hook=_no_duplicates)
         "".join(header).encode()  # half a surrogate pair is valid JSON, but no text
-    except _DuplicateKeyError as error:
+    except KeyError as error:
         raise MergestreamError(f"{path} has a corrupt header: {error.args[0]!r} is in it twice") from error
     except (ValueError, TypeError, RecursionError) as error:
         raise MergestreamError(f"{path} is no safetensors file or has a corrupt header; {_AGAIN}") from error
@@ -159,13 +155,9 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[i
     return info, (begin, end)
 
 
-class _DuplicateKeyError(Exception):
-    pass
-
-
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _DuplicateKeyError(next(key for key in keys if keys.count(key) > 1))
+        raise KeyError(next(key for key in keys if keys.count(key) > 1))
     return table

@@ -208,11 +208,7 @@ def _create(plan: _Plan) -> int:
         try:
             os.posix_fallocate(file, 0, plan.size)
         except (AttributeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (
-                errno.EOPNOTSUPP,
-                errno.EINVAL,
-                errno.ENOSYS,
-            ):
+            if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
             os.ftruncate(file, plan.size)
         _write_at(file, memoryview(plan.header), 0)

@@ -40,12 +40,9 @@ def run(options: Options) -> int:
         ("layer", "‖A − B‖", "share", "‖A − base‖", "‖B − base‖", "cosine"),
         (
             (
-                layer,
-                f"{one.distance:.4g}",
+                *(layer, f"{one.distance:.4g}"),
                 f"{one.distance**2 / total.distance**2:.1%}" if total.distance else "-",
-                f"{one.norm_a:.4g}",
-                f"{one.norm_b:.4g}",
-                _cosine_text(one.cosine),
+                *(f"{one.norm_a:.4g}", f"{one.norm_b:.4g}", _cosine_text(one.cosine)),
             )
             for layer, one in list(found.layers.items())[:MOST_LAYERS]
         ),

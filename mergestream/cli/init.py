@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from mergestream.cli.options import MethodOptions, RunningOptions, argument, at_least, repeated, switch
-from mergestream.cli.printing import counts_text
-from mergestream.cli.status import method_text
+from mergestream.cli.status import method_text, roles_text
 
 HELP = "make an empty store for a base model"
 EXAMPLES = """
@@ -46,5 +44,5 @@ def run(options: Options) -> int:
         progress=options.make_progress(),
     )
     print(f"{store.path}: {method_text(store)} on {store.manifest.base.source}")
-    print(counts_text(Counter(tensor.role for tensor in store.manifest.base.tensors.values())))
+    print(roles_text(store))
     return 0

@@ -59,19 +59,15 @@ def print_inspection(inspection: Inspection) -> None:
 
 def _print_cosines(inspection: Inspection) -> None:
     print("\ncosine to each expert, largest first:")
-    known = {name: value for name, value in inspection.cosines.items() if value is not None}
-    print_table(
-        ("expert", "cosine"),
-        ((name, f"{known[name]:.3f}") for name in sorted(known, key=lambda name: -known[name])),
-    )
+    known = [(name, value) for name, value in inspection.cosines.items() if value is not None]
+    known.sort(key=lambda item: -item[1])
+    print_table(("expert", "cosine"), ((name, f"{value:.3f}") for name, value in known))
 
 
 def _print_layers(inspection: Inspection) -> None:
     print("\nlayers with the most interference:")
-    print_table(
-        ("layer", "kept"),
-        ((layer, f"{share:.1%}") for layer, share in list(inspection.layers.items())[:MOST_LAYERS]),
-    )
+    least = list(inspection.layers.items())[:MOST_LAYERS]
+    print_table(("layer", "kept"), ((layer, f"{share:.1%}") for layer, share in least))
 
 
 def _print_linear_weights(inspection: Inspection) -> None:
@@ -84,10 +80,7 @@ def _print_linear_weights(inspection: Inspection) -> None:
         ("tensor", "kept", "‖Δ‖", "‖Δ‖/‖θ⁰‖", "protected"),
         (
             (
-                name,
-                f"{t.kept:.1%}",
-                f"{t.norm:.4g}",
-                f"{t.relative_norm:.2%}",
+                *(name, f"{t.kept:.1%}", f"{t.norm:.4g}", f"{t.relative_norm:.2%}"),
                 "-" if t.protected is None else t.protected,
             )
             for name, t in least[:MOST_TENSORS]

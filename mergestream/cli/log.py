@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import StoreOptions, switch
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 HELP = "list the absorbed experts"
 EXAMPLES = "mergestream log store --json"
+
+RENAMED = {"added": "time", "fates": "tensors"}
+INTERNAL = ("scale", "direction_norm", "state", "record")
 
 
 @dataclass(frozen=True)
@@ -43,22 +46,6 @@ def run(options: Options) -> int:
 
 
 def entry_json(entry: Expert) -> dict[str, Any]:
-    """An absorbed expert as one object."""
-    return {
-        "name": entry.name,
-        "source": entry.source,
-        "digest": entry.digest,
-        "norm": entry.norm,
-        "lambda": entry.lambda_,
-        "kept": entry.kept,
-        "time": entry.added,
-        "seconds": entry.seconds,
-        "mean_norm": entry.mean_norm,
-        "distance": entry.distance,
-        "rank": entry.rank,
-        "lost": entry.lost,
-        "tensors": dict(entry.fates),
-        "options": dict(entry.options),
-        "gates": [dict(gate) for gate in entry.gates],
-        "evaluation": entry.evaluation,
-    }
+    """An absorbed expert as one object, without what only the store itself needs."""
+    facts = {RENAMED.get(name, name): value for name, value in asdict(entry).items() if name not in INTERNAL}
+    return {**facts, "lambda": entry.lambda_}

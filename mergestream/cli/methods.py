@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from inspect import getdoc
 from typing import Any
 
 from mergestream.cli.options import switch
@@ -34,8 +35,6 @@ def run(options: Options) -> int:
 
 
 def _describe(name: str) -> dict[str, Any]:
-    import inspect
-
     from mergestream.methods import METHODS
 
     described: dict[str, Any] = {"name": name, "origin": METHODS.origin(name)}
@@ -45,7 +44,7 @@ def _describe(name: str) -> dict[str, Any]:
         return {**described, "summary": str(error), "commutative": None, "parameters": []}
     return {
         **described,
-        "summary": (inspect.getdoc(method) or "").splitlines()[0],
+        "summary": (getdoc(method) or "").splitlines()[0],
         "commutative": method().commutative,
         "parameters": [
             {

@@ -39,10 +39,9 @@ def run(options: Options) -> int:
 
 
 def _print_status(store: Store) -> None:
-    base = store.manifest.base
     print(f"{store.path}: {store.manifest.step} experts merged by {method_text(store)}")
-    print(f"base: {base.source}")
-    print(f"tensors: {counts_text(Counter(tensor.role for tensor in base.tensors.values()))}")
+    print(f"base: {store.manifest.base.source}")
+    print(f"tensors: {roles_text(store)}")
     if store.history:
         last = store.history[-1]
         distance = "" if last.distance is None else f"   distance to the base {last.distance:.6g}"
@@ -71,6 +70,15 @@ def _print_tensors(store: Store) -> None:
     )
 
 
+def roles_text(store: Store) -> str:
+    """``6 linear, 4 other``"""
+    return counts_text(_counts(store))
+
+
+def _counts(store: Store) -> Counter[str]:
+    return Counter(tensor.role for tensor in store.manifest.base.tensors.values())
+
+
 def method_text(store: Store) -> str:
     """``opcm(alpha=0.5)``"""
     parameters = ", ".join(f"{key}={value}" for key, value in store.manifest.parameters.items())
@@ -81,11 +89,10 @@ def _status_json(store: Store) -> dict[str, Any]:
     """The store as one object, nothing in it volatile."""
     manifest = store.manifest
     last = manifest.history[-1] if manifest.history else None
-    tensors = manifest.base.tensors
     return {
         "step": manifest.step,
         "method": manifest.method,
-        "parameters": dict(manifest.parameters),
+        "parameters": manifest.parameters,
         "base": {"source": manifest.base.source, "digest": manifest.base.digest},
         "lambda": last.lambda_ if last else None,
         "n": last.mean_norm if last else None,
@@ -95,17 +102,10 @@ def _status_json(store: Store) -> dict[str, Any]:
         "max_rank": manifest.max_rank,
         "rank": last.rank if last else 0,
         "lost": [entry.lost for entry in manifest.history],
-        "heads": list(manifest.base.heads),
-        "counts": dict(sorted(Counter(tensor.role for tensor in tensors.values()).items())),
+        "heads": manifest.base.heads,
+        "counts": dict(sorted(_counts(store).items())),
         "tensors": [
-            {
-                "name": name,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "role": tensor.role,
-                "rule": tensor.rule,
-                "tied_to": tensor.tied_to,
-            }
-            for name, tensor in tensors.items()
+            {"name": name, **{key: getattr(tensor, key) for key in ("dtype", "shape", "role", "rule", "tied_to")}}
+            for name, tensor in manifest.base.tensors.items()
         ],
     }

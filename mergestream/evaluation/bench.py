@@ -69,18 +69,16 @@ class Plan:
 
 def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, command: str = "") -> Results:
     """Run the plan, write the results to ``output``; what is there already is not computed again."""
-    plan.check(suite)
-    suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
+    _prepare(suite, plan, on_progress)
     pretrained, fine_tuned = score_individuals(suite, plan.workers, on_progress)
-    streams = plan.streams(suite.tasks)
-    found = run_streams(suite, streams, output / "streams", plan.workers, on_progress)
+    runs = run_streams(suite, plan.streams(suite.tasks), output / "streams", plan.workers, on_progress)
     results = Results(
         suite=suite.name,
         model=suite.model_name,
         tasks=list(suite.tasks),
         pretrained=pretrained,
         fine_tuned=fine_tuned,
-        runs=found,
+        runs=runs,
         cosines=cosines(suite, on_progress),
         model_bytes=sum(file.stat().st_size for file in suite.base().glob("*.safetensors")),
         settings={
@@ -97,13 +95,17 @@ def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, c
     return results
 
 
+def _prepare(suite: Suite, plan: Plan, on_progress: OnProgress) -> None:
+    plan.check(suite)
+    suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
+
+
 def run_sweep(
     suite: Suite, plan: Plan, sweep: Sweep, output: Path, on_progress: OnProgress
 ) -> dict[str, dict[str, Any]]:
     """ACC after the last model for every value of one parameter: {method: {value: {mean, std, count}}}."""
     swept = sweep.rows(list(plan.rows))
-    plan.check(suite)
-    suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
+    _prepare(suite, plan, on_progress)
     table: dict[str, dict[str, Any]] = {}
     streams = [
         Stream(row, plan.order(suite.tasks, index), plan.seed + index, "last")

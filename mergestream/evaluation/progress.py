@@ -13,15 +13,8 @@ QUIET_SECONDS = 60  # in a log, a long run says at least this often that it live
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """Bars with the time left on a terminal; elsewhere a line whenever something is finished, and one a minute."""
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -42,10 +35,11 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
         yield tell
         return
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as bars:
+        *(progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn()),
+        *(progress.TimeElapsedColumn(), progress.TextColumn("left")),
+        progress.TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with progress.Progress(*columns, console=console) as bars:
         known = {}
 
         def show(what: str, done: int, total: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.errors import UsageError
 
@@ -60,9 +60,6 @@ class Row:
 
         return make_method(self.name, self.parameters)
 
-    def with_parameter(self, key: str, value: float) -> Row:
-        return Row(self.name, {**self.parameters, key: f"{value:g}"})
-
     @property
     def key(self) -> str:
         return ":".join([self.name, *(f"{key}={value}" for key, value in sorted(self.parameters.items()))])
@@ -112,13 +109,13 @@ class Sweep:
 
     def rows(self, rows: list[Row]) -> list[Row]:
         """Every row that has the parameter, once for each value."""
-        having = [row for row in rows if row.name != CONTINUAL_FINE_TUNING and self._applies(row.method())]
+        merging = [row for row in rows if row.name != CONTINUAL_FINE_TUNING]
+        having = [row for row in merging if self.parameter in row.method().parameters]
         if not having:
             raise UsageError(f"none of the methods has a parameter {self.parameter}")
-        swept = [row.with_parameter(self.parameter, value) for row in having for value in self.values]
+        swept = [
+            Row(row.name, {**row.parameters, self.parameter: f"{value:g}"}) for row in having for value in self.values
+        ]
         for row in swept:
             row.method()  # a value out of range is told now, not after the training
         return swept
-
-    def _applies(self, method: Any) -> bool:
-        return self.parameter in method.parameters

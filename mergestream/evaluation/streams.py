@@ -9,6 +9,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,6 +48,9 @@ class Stream:
             return range(count)
         return range(step, step + 1) if self.entries == "ends" else range(0)
 
+    def wanted_tasks(self, step: int) -> list[str]:
+        return [self.order[index] for index in self.wanted(step)]
+
     @property
     def measurements(self) -> int:
         return sum(len(self.wanted(step)) for step in range(len(self.order)))
@@ -77,17 +81,31 @@ def _score_path(suite: Suite, digest: str, task: str) -> Path:
 
 def run_stream(suite: Suite, stream: Stream, directory: Path) -> dict[str, Any]:
     """Run (or go on with) a stream in ``directory``; returns its steps."""
-    finished = directory / "stream.json"
+    finished, work = directory / "stream.json", directory / "work"
     if finished.is_file():
         report("done", stream.measurements)
         kept: dict[str, Any] = json.loads(finished.read_text("utf-8"))
         return kept
+    work.mkdir(parents=True, exist_ok=True)
     run = _fine_tuned if stream.row.name == CONTINUAL_FINE_TUNING else _merged
     steps = run(suite, stream, directory)
     result = {"method": stream.row.key, "order": list(stream.order), "entries": stream.entries, "steps": steps}
     write_json(finished, result)
-    shutil.rmtree(directory / "work", ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
     return result
+
+
+def _steps(stream: Stream, work: Path, make: Callable[[int, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is recorded of every step; ``make`` gives it, by number and task, where no earlier run has."""
+    steps = []
+    for step, task in enumerate(stream.order):
+        record = work / f"step-{step:02d}.json"
+        if record.is_file():
+            report("done", len(stream.wanted(step)))
+        else:
+            write_json(record, {"task": task, **make(step, task)})
+        steps.append(json.loads(record.read_text("utf-8")))
+    return steps
 
 
 def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any]]:
@@ -102,34 +120,26 @@ def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any
         store = Store(path, engine=engine)
     else:
         shutil.rmtree(path, ignore_errors=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
         store = Store.create(path, base=suite.base(), method=method, keep=0, engine=engine)
-    steps = []
-    for step, task in enumerate(stream.order):
-        record = directory / "work" / f"step-{step:02d}.json"
-        if not record.is_file():
-            started = time.monotonic()
-            if len(store.history) == step:
-                store.add(suite.expert(task), name=task)
-            seconds = time.monotonic() - started
-            entry = store.history[step]
-            known = directory.parent / "known" / f"{_identity(suite, stream, step)}.txt" if method.commutative else None
-            accuracies = _score_step(suite, stream, step, store, known)
-            state = sum(file.stat().st_size for file in (path / "steps").rglob("*") if file.is_file())
-            content = {
-                "task": task,
-                "accuracies": accuracies,
-                "norm": entry.norm,
-                "kept": entry.kept,
-                "lambda": finite(entry.lambda_),
-                "distance": entry.distance,
-                "state_bytes": state,
-                "absorb_seconds": round(seconds, 3),
-            }
-            write_json(record, content)
-        else:
-            report("done", len(stream.wanted(step)))
-        steps.append(json.loads(record.read_text("utf-8")))
+
+    def absorb(step: int, task: str) -> dict[str, Any]:
+        started = time.monotonic()
+        if len(store.history) == step:
+            store.add(suite.expert(task), name=task)
+        seconds = time.monotonic() - started
+        entry = store.history[step]
+        known = directory.parent / "known" / f"{_identity(suite, stream, step)}.txt" if method.commutative else None
+        return {
+            "accuracies": _score_step(suite, stream, step, store, known),
+            "norm": entry.norm,
+            "kept": entry.kept,
+            "lambda": finite(entry.lambda_),
+            "distance": entry.distance,
+            "state_bytes": sum(file.stat().st_size for file in (path / "steps").rglob("*") if file.is_file()),
+            "absorb_seconds": round(seconds, 3),
+        }
+
+    steps = _steps(stream, directory / "work", absorb)
     store.attach_scores(stream.order, [[step["accuracies"].get(task) for task in stream.order] for step in steps])
     if stream.entries == "all":
         write_text(directory / "report.md", markdown(Facts.of(store)))
@@ -146,23 +156,26 @@ def _identity(suite: Suite, stream: Stream, step: int) -> str:
 def _score_step(suite: Suite, stream: Stream, step: int, store: Any, known: Path | None) -> dict[str, float]:
     """Scores of the store's merged model. ``known`` remembers, for methods whose result does not depend on the
     order, the model that stands for all orders: they differ in rounding only, and one is enough to score."""
-    wanted = [stream.order[index] for index in stream.wanted(step)]
+    wanted = stream.wanted_tasks(step)
     if not wanted:
         return {}
-    scores: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=store.path.parent) as directory:
         model = Path(directory) / "model"
         digest = known.read_text() if known and known.is_file() else ""
-        paths = {task: _score_path(suite, digest, task) for task in wanted}
-        if not digest or not all(path.is_file() for path in paths.values()):
+        if not digest or not all(_score_path(suite, digest, task).is_file() for task in wanted):
             store.export(model, pictures=False)
             digest = model_digest(model)
             if known:
                 known.parent.mkdir(exist_ok=True)
                 known.write_text(digest)
-        for task in wanted:
-            scores[task] = score(suite, model, digest, task)
-            report("done", 1)
+        return _scores(suite, wanted, model, digest)
+
+
+def _scores(suite: Suite, tasks: Sequence[str], model: Path, digest: str) -> dict[str, float]:
+    scores = {}
+    for task in tasks:
+        scores[task] = score(suite, model, digest, task)
+        report("done", 1)
     return scores
 
 
@@ -172,31 +185,23 @@ def _fine_tuned(suite: Suite, stream: Stream, directory: Path) -> list[dict[str,
     θ^(1) is the first task's expert, which is there already.
     """
     work = directory / "work"
-    work.mkdir(parents=True, exist_ok=True)
-    model, steps = suite.base(), []
-    for step, task in enumerate(stream.order):
-        record = work / f"step-{step:02d}.json"
-        trained = work / f"model-{step:02d}" if step else suite.expert(task)
-        if not record.is_file():
-            if not trained.is_dir():
-                draft = work / "draft"
-                shutil.rmtree(draft, ignore_errors=True)
-                draft.mkdir()
-                suite.fine_tune(model, task, draft)
-                draft.replace(trained)
-            digest = model_digest(trained)
-            scores = {}
-            for index in stream.wanted(step):
-                scores[stream.order[index]] = score(suite, trained, digest, stream.order[index])
-                report("done", 1)
-            write_json(record, {"task": task, "accuracies": scores})
-        else:
-            report("done", len(stream.wanted(step)))
-        if step:
-            shutil.rmtree(work / f"model-{step - 1:02d}", ignore_errors=True)
-        model = trained
-        steps.append(json.loads(record.read_text("utf-8")))
-    return steps
+
+    def model(step: int) -> Path:
+        return work / f"model-{step:02d}" if step else suite.expert(stream.order[0])
+
+    def train(step: int, task: str) -> dict[str, Any]:
+        trained = model(step)
+        if not trained.is_dir():
+            draft = work / "draft"
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir()
+            suite.fine_tune(model(step - 1), task, draft)
+            draft.replace(trained)
+        accuracies = _scores(suite, stream.wanted_tasks(step), trained, model_digest(trained))
+        shutil.rmtree(work / f"model-{step - 1:02d}", ignore_errors=True)
+        return {"accuracies": accuracies}
+
+    return _steps(stream, work, train)
 
 
 def score_individual(suite: Suite, task: str) -> tuple[str, float, float]:

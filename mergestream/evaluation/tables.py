@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergestream.evaluation.paper import table1_value
+from mergestream.evaluation.checkout import table1_value
 from mergestream.evaluation.results import Results
 from mergestream.files import write_text
+from mergestream.report.markdown import table as markdown_table
 from mergestream.report.metrics import Spread, mean
 
 PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
@@ -26,26 +27,26 @@ class Table:
     best: frozenset[tuple[int, int, int]] = frozenset()  # group, row, column
 
     def markdown(self) -> str:
-        lines = ["| " + " | ".join(self.header) + " |", "|" + "|".join("---" for _ in self.header) + "|"]
-        for g, group in enumerate(self.groups):
-            for r, row in enumerate(group):
-                cells = [f"**{cell}**" if (g, r, c) in self.best else cell for c, cell in enumerate(row)]
-                lines.append("| " + " | ".join(cells) + " |")
-        return f"{self.caption}\n\n" + "\n".join(lines) + "\n"
+        rows = [row for group in self._emphasised("**{}**") for row in group]
+        return "\n".join([self.caption, "", *markdown_table(self.header, rows), ""])
 
     def latex(self) -> str:
         lines = [r"\begin{table}[t]", r"  \centering", f"  \\caption{{{_escape(self.caption)}}}"]
         lines += [f"  \\begin{{tabular}}{{ll{'c' * (len(self.header) - 2)}}}", r"    \toprule"]
-        lines.append("    " + " & ".join(map(_escape, self.header)) + r" \\")
-        for g, group in enumerate(self.groups):
-            lines.append(r"    \midrule")
-            for r, row in enumerate(group):
-                cells = [
-                    f"\\textbf{{{_escape(cell)}}}" if (g, r, c) in self.best else _escape(cell)
-                    for c, cell in enumerate(row)
-                ]
-                lines.append("    " + " & ".join(cells) + r" \\")
+        lines.append(_latex_row(self.header))
+        for group in self._emphasised(r"\textbf{{{}}}"):
+            lines += [r"    \midrule", *map(_latex_row, group)]
         return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}", r"\end{table}", ""])
+
+    def _emphasised(self, form: str) -> list[list[list[str]]]:
+        """The groups with the best cells in the form that makes them stand out."""
+        return [
+            [
+                [form.format(cell) if (g, r, c) in self.best else cell for c, cell in enumerate(row)]
+                for r, row in enumerate(group)
+            ]
+            for g, group in enumerate(self.groups)
+        ]
 
     def csv(self) -> str:
         stream = io.StringIO()
@@ -60,6 +61,10 @@ class Table:
             write_text(directory / f"{name}.{suffix}", text)
 
 
+def _latex_row(cells: Sequence[str]) -> str:
+    return "    " + " & ".join(map(_escape, cells)) + r" \\"
+
+
 def _escape(text: str) -> str:
     for plain, escaped in (("%", r"\%"), ("_", r"\_"), ("&", r"\&"), ("±", r"$\pm$"), ("↑", r"$\uparrow$"),
                            ("λ", r"$\lambda$"), ("α", r"$\alpha$"), ("β", r"$\beta$")):  # fmt: skip
@@ -70,7 +75,7 @@ def _escape(text: str) -> str:
 def percent(spread: Spread | None) -> str:
     if spread is None:
         return "–"
-    return f"{100 * spread.mean:.1f}" + (f"±{100 * spread.std:.1f}" if spread.std is not None else "")
+    return f"{100 * spread.mean:.1f}" + ("" if spread.std is None else f"±{100 * spread.std:.1f}")
 
 
 def table1(results: Results) -> Table:

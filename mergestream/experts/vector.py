@@ -71,6 +71,9 @@ class TaskVector:
     def numel(self, name: str) -> int:
         return self.model.tensors[name].numel
 
+    def dtype(self, name: str) -> torch.dtype:
+        return torch_dtype(self.model.tensors[name].state_dtype)
+
     def rank(self, name: str) -> int | None:
         """A bound of the rank of Δ where it comes in factors; None where it is dense."""
         return None
@@ -86,20 +89,19 @@ class TaskVector:
         """
         import torch
 
-        dtype = torch_dtype(self.model.tensors[name].state_dtype)
         if not self._reads(name):
-            return lambda start, stop: torch.zeros(stop - start, dtype=dtype)
+            return lambda start, stop: torch.zeros(stop - start, dtype=self.dtype(name))
         base, expert = base or self.base_elements(name), self.expert.read(self._stored(name)).reshape(-1)
         return lambda start, stop: _difference(expert[start:stop], base(start, stop))
 
     def base_elements(self, name: str) -> Elements:
         """Any range of the base in the state's type, read when it is needed first; the last one is kept."""
         flat = cache(lambda: self.base.read(name).reshape(-1))
-        dtype = torch_dtype(self.model.tensors[name].state_dtype)
+        dtype = self.dtype(name)
         return lru_cache(maxsize=1)(lambda start, stop: flat()[start:stop].to(dtype))
 
     def base_pieces(self, name: str) -> BasePieces:
-        return BasePieces(self.base.read(name), torch_dtype(self.model.tensors[name].state_dtype))
+        return BasePieces(self.base.read(name), self.dtype(name))
 
     def pieces(self, name: str, base: BasePieces | None = None) -> Iterator[tuple[int, Tensor]]:
         """All of Δ in order, each piece with the number of its first element. Base and expert are verified.
@@ -118,20 +120,17 @@ class TaskVector:
         """Δ in one piece, of the tensor's shape."""
         import torch
 
-        tensor = self.model.tensors[name]
-        delta = torch.empty(tensor.shape, dtype=torch_dtype(tensor.state_dtype))
+        delta = torch.empty(self.model.tensors[name].shape, dtype=self.dtype(name))
         flat = delta.view(-1)
         for start, piece in self.pieces(name):
             flat[start : start + piece.numel()] = piece
         return delta
 
     def _differences(self, name: str, shared: BasePieces | None) -> Iterator[tuple[int, Tensor]]:
-        import torch
-
         tensor = self.model.tensors[name]
         if not self._reads(name):
-            for start, stop in ranges(tensor.numel):
-                yield start, torch.zeros(stop - start, dtype=torch_dtype(tensor.state_dtype))
+            zeros = self.elements(name)
+            yield from ((start, zeros(start, stop)) for start, stop in ranges(tensor.numel))
             return
         base = shared or self.base_pieces(name)
         expert = self.expert.read(self._stored(name))
@@ -189,22 +188,23 @@ def _difference(theirs: Tensor, base: Tensor) -> Tensor:
 
 def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequence[str]) -> dict[str, Fate]:
     """What will happen to every tensor of base and expert, or an error that says what does not fit."""
-    ignored = {name for name in model.tensors.keys() | expert.tensors.keys() if _matches(name, ignore)}
+    names = model.tensors.keys() | expert.tensors.keys()
+    ignored: set[str] = set()
     for glob in ignore:
-        if not any(fnmatchcase(name, glob) for name in ignored):
+        matching = {name for name in names if fnmatchcase(name, glob)}
+        if not matching:
             raise MergestreamError(f"--ignore {glob} matches no tensor of {expert.source} or its base")
+        ignored |= matching
     aliases = model.ties
+    stored = {*expert.tensors, *(aliases[name] for name in expert.tensors if name in aliases)}
     fates: dict[str, Fate] = {}
     missing = []
     for name, tensor in model.tensors.items():
-        present = name in expert.tensors or any(
-            alias in expert.tensors for alias, first in aliases.items() if first == name
-        )
         if name in ignored:
             fates[name] = "ignored"
         elif tensor.role in ("tied", "copied", "head"):
             fates[name] = tensor.role
-        elif present:
+        elif name in stored:
             fates[name] = "merged"
         elif partial:
             fates[name] = "unchanged"
@@ -251,10 +251,6 @@ def _check_form(model: BaseModel, expert: Checkpoint, name: str, canonical: str)
             f"tensor {name} in {theirs.file} of {expert.source} is {theirs.dtype}, the base has {ours.dtype}; "
             "convert it to a floating-point type first"
         )
-
-
-def _matches(name: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _some(names: Sequence[str]) -> str:

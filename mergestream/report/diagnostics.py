@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -52,19 +52,18 @@ class Survival:
         def chosen(row: Sequence) -> tuple:
             return tuple(value for value, want in zip(row, wanted, strict=True) if want)
 
-        return Survival(
-            self.experts,
-            chosen(self.parts),
-            tuple(map(chosen, self.norm)),
-            tuple(map(chosen, self.kept)),
-            tuple(map(chosen, self.protected)),
-        )
+        rows = (tuple(map(chosen, matrix)) for matrix in (self.norm, self.kept, self.protected))
+        return Survival(self.experts, chosen(self.parts), *rows)
 
     def by_layer(self) -> Survival:
-        """The tensors of a layer taken together: energies added up, q averaged over the projected weights."""
+        """The tensors of a layer taken together."""
         members: dict[str, list[int]] = {}
         for i, name in enumerate(self.parts):
             members.setdefault(layer_of(name), []).append(i)
+        return self.grouped(members)
+
+    def grouped(self, members: Mapping[str, Sequence[int]]) -> Survival:
+        """Parts by their places taken together: energies added up, q averaged over the projected weights."""
         norm, kept, protected = [], [], []
         for norms, shares, ranks in zip(self.norm, self.kept, self.protected, strict=True):
             energy = [math.fsum(norms[i] ** 2 for i in group) for group in members.values()]
@@ -86,11 +85,8 @@ def survival(store: StoreDirectory) -> Survival:
     merged = (name for name, tensor in store.manifest.base.tensors.items() if tensor.merges)
     parts = tuple(sorted(merged, key=natural))  # files have layer.10 before layer.2
     records = [tensor_records(store.path, number) for number in range(1, store.manifest.step + 1)]
-    return Survival(
-        tuple(entry.name for entry in store.history),
-        parts,
-        *(
-            tuple(tuple(record[name][what] for name in parts) for record in records)
-            for what in ("norm", "kept", "protected")
-        ),
+    rows = (
+        tuple(tuple(record[name][what] for name in parts) for record in records)
+        for what in ("norm", "kept", "protected")
     )
+    return Survival(tuple(entry.name for entry in store.history), parts, *rows)

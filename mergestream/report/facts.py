@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ from mergestream.report.scores import Scores, attached
 from mergestream.store.arrival import LARGE
 
 if TYPE_CHECKING:
-    from mergestream.base.model import BaseTensor
     from mergestream.store import Expert, StoreDirectory
+    from mergestream.store.manifest import Manifest
 
 SIMILAR = 0.5
 """A cosine above this is no coincidence: unrelated task vectors have nearly none."""
@@ -23,6 +23,7 @@ FORGOTTEN = 0.05
 """Tasks that have lost more than this share of the mean score are being forgotten."""
 LITTLE = 0.5
 """An expert of which less than this enters the state is hardly merged."""
+_OF_TENSORS = ("role", "rule", "dtype", "shape", "norm", "digest")
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,7 @@ class Facts:
     """The state of a store and how it came to be."""
 
     store: str
-    method: str
-    parameters: Mapping[str, Any]
-    base: str
-    base_digest: str
-    tensors: Mapping[str, BaseTensor]
-    history: tuple[Expert, ...]
+    manifest: Manifest
     similarity: Similarity
     survival: Survival
     scores: Scores | None
@@ -43,20 +39,17 @@ class Facts:
 
     @classmethod
     def of(cls, store: StoreDirectory) -> Facts:
-        manifest = store.manifest
-        return cls(
-            store=str(store.path),
-            method=manifest.method,
-            parameters=manifest.parameters,
-            base=manifest.base.source,
-            base_digest=manifest.base.digest,
-            tensors=manifest.base.tensors,
-            history=manifest.history,
-            similarity=similarity(store),
-            survival=survival(store),
-            scores=attached(store),
-            commands=tuple(_commands(store)),
-        )
+        commands = tuple(_commands(store))
+        return cls(str(store.path), store.manifest, similarity(store), survival(store), attached(store), commands)
+
+    @property
+    def history(self) -> tuple[Expert, ...]:
+        return self.manifest.history
+
+    @property
+    def parameters(self) -> str:
+        """``alpha = 0.5, scaling = adaptive``"""
+        return ", ".join(f"{key} = {value}" for key, value in self.manifest.parameters.items())
 
     def nearest(self, number: int) -> tuple[str, float] | None:
         """The other expert with the largest cosine to the one of a step, and that cosine."""
@@ -91,12 +84,12 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the same store gives the same report, to the byte."""
-        layers = self.survival.by_layer()
+        method, base = self.manifest.method, self.manifest.base
         return {
             "mergestream": __version__,
             "store": self.store,
-            "method": {"name": self.method, "parameters": dict(self.parameters)},
-            "base": {"source": self.base, "digest": self.base_digest},
+            "method": {"name": method, "parameters": self.manifest.parameters},
+            "base": {"source": base.source, "digest": base.digest},
             "experts": [
                 {
                     "step": number,
@@ -110,26 +103,18 @@ class Facts:
             ],
             "findings": self.findings(),
             "similarity": asdict(self.similarity),
-            "layers": asdict(layers),
+            "layers": asdict(self.survival.by_layer()),
             "survival": asdict(self.survival),
             "scores": {**asdict(self.scores), "ACC": self.scores.acc, "BWT": self.scores.bwt} if self.scores else None,
             "tensors": [
-                {
-                    "name": name,
-                    "role": tensor.role,
-                    "rule": tensor.rule,
-                    "dtype": tensor.dtype,
-                    "shape": list(tensor.shape),
-                    "norm": tensor.norm,
-                    "digest": tensor.digest,
-                }
-                for name, tensor in self.tensors.items()
+                {"name": name, **{key: getattr(tensor, key) for key in _OF_TENSORS}}
+                for name, tensor in base.tensors.items()
             ],
-            "commands": list(self.commands),
+            "commands": self.commands,
         }
 
 
-def shown(value: float | None, form: str = ".4g") -> str:
+def shown(value: float | None, form: str = ".3f") -> str:
     """A number for people; a dash where it is not known."""
     return "–" if value is None else format(value, form)
 
@@ -141,19 +126,23 @@ def finite(value: float) -> float | None:
 
 def _commands(store: StoreDirectory) -> Iterator[str]:
     """The command lines that make this store again."""
+
+    def repeated(option: str, values: Iterable[str]) -> list[str]:
+        return [part for value in values for part in (option, value)]
+
     manifest, path = store.manifest, str(store.path)
     init = ["init", path, "--base", manifest.base.source, "--method", manifest.method]
-    init += [part for key, value in manifest.parameters.items() for part in ("--set", f"{key}={value}")]
-    init += [part for glob in manifest.base.linear for part in ("--linear", glob)]
-    init += [part for glob in manifest.base.not_linear for part in ("--not-linear", glob)]
-    init += [part for glob in manifest.base.heads for part in ("--heads", glob)]
+    init += repeated("--set", (f"{key}={value}" for key, value in manifest.parameters.items()))
+    init += repeated("--linear", manifest.base.linear)
+    init += repeated("--not-linear", manifest.base.not_linear)
+    init += repeated("--heads", manifest.base.heads)
     init += ["--max-rank", str(manifest.max_rank)] if manifest.max_rank is not None else []
     init += ["--config-only"] if not manifest.base.measured else []
     yield shlex.join(["mergestream", *init, "--keep", str(manifest.keep)])
     for entry in manifest.history:
         add = ["add", path, entry.source, "--name", entry.name]
         add += ["--partial"] if entry.options.get("partial") else []
-        add += [part for glob in entry.options.get("ignore", ()) for part in ("--ignore", glob)]
-        add += [part for gate in entry.gates for part in ("--gate", gate["gate"])]
+        add += repeated("--ignore", entry.options.get("ignore", ()))
+        add += repeated("--gate", (gate["gate"] for gate in entry.gates))
         add += ["--evaluate", entry.evaluation["command"]] if entry.evaluation else []
         yield shlex.join(["mergestream", *add])

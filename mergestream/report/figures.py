@@ -27,11 +27,13 @@ SEQUENTIAL = ["#eef3fb", "#b9d0f5", "#7ba7ea", "#3f7ad6", "#1d4fa5", "#0c2d6b"]
 DIVERGING = ["#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5"]
 MOST_LABELLED = 12
 """Cells carry their values up to this many in a row."""
+MOST_SEPARATED = 80
+"""Up to this many columns there is a gap between them."""
 
 
 def scaling(history: Sequence[Expert]) -> go.Figure:
     """λ_t against √t (the paper's adaptive scaling factors)."""
-    steps, names = list(range(1, len(history) + 1)), [entry.name for entry in history]
+    steps = list(range(1, len(history) + 1))
     figure = go.Figure()
     figure.add_scatter(
         x=steps,
@@ -45,7 +47,7 @@ def scaling(history: Sequence[Expert]) -> go.Figure:
         x=steps,
         y=[finite(entry.lambda_) for entry in history],
         name="λ",
-        customdata=names,
+        customdata=[entry.name for entry in history],
         mode="lines+markers",
         line={"color": BLUE, "width": 2.5},
         marker={"size": 8},
@@ -56,70 +58,49 @@ def scaling(history: Sequence[Expert]) -> go.Figure:
 
 def norms(history: Sequence[Expert]) -> go.Figure:
     """‖Δ_t‖, its running mean n_t, and ‖merged − base‖ after each step."""
-    steps, names = list(range(1, len(history) + 1)), [entry.name for entry in history]
+    steps = list(range(1, len(history) + 1))
     figure = go.Figure()
     figure.add_bar(
         x=steps,
         y=[entry.norm for entry in history],
         name="‖Δ‖ of the expert",
-        customdata=names,
+        customdata=[entry.name for entry in history],
         marker={"color": "#a9c4f2", "line": {"width": 0}},
         hovertemplate="step %{x}: %{customdata}<br>‖Δ‖ = %{y:.5g}<extra></extra>",
     )
-    lines: tuple[tuple[str, list[float | None], dict[str, Any], str], ...] = (
-        ("n, their mean", [*(e.mean_norm for e in history)], {"color": GREY, "dash": "dash"}, "n"),
-        ("‖merged − base‖", [e.distance for e in history], {"color": ORANGE}, "‖merged − base‖"),
-    )
-    for name, values, line, symbol in lines:
+
+    def line(name: str, symbol: str, values: Sequence[float | None], **style: Any) -> None:
         figure.add_scatter(
             x=steps,
             y=values,
             name=name,
             mode="lines+markers",
-            line={"width": 2.5, **line},
+            line={"width": 2.5, **style},
             marker={"size": 7},
             hovertemplate=f"after step %{{x}}<br>{symbol} = %{{y:.5g}}<extra></extra>",
         )
+
+    line("n, their mean", "n", [entry.mean_norm for entry in history], color=GREY, dash="dash")
+    line("‖merged − base‖", "‖merged − base‖", [entry.distance for entry in history], color=ORANGE)
     figure.update_layout(bargap=0.35)
     return _steps(figure, len(steps), "norm").update_yaxes(rangemode="tozero")
 
 
 def similarity(similarity: Similarity) -> go.Figure:
     """The cosine matrix. Colours are for the cosines between different experts; the diagonal is one."""
-    names, count = list(similarity.experts), len(similarity.experts)
+    names = similarity.experts
     others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(similarity.cosines)]
-    largest = max((abs(value) for row in others for value in row if value is not None), default=0.0)
-    limit = max(0.05, largest)
-    figure = go.Figure(
-        go.Heatmap(
-            x=names,
-            y=names,
-            z=others,
-            zmin=-limit,
-            zmax=limit,
-            colorscale=DIVERGING,
-            colorbar={"title": {"text": "cosine"}},
-            text=_labels(others, "{:.2f}") if count <= MOST_LABELLED else None,
-            texttemplate="%{text}" if count <= MOST_LABELLED else None,
-            hovertemplate="%{y} · %{x}<br>cosine %{z:.4f}<extra></extra>",
-            hoverongaps=False,
-            xgap=1,
-            ygap=1,
-            meta="diverging",
-        )
-    )
-    return _matrix(figure, names, names)
+    limit = max([0.05, *(abs(value) for row in others for value in row if value is not None)])
+    figure = _matrix(others, names, names, "cosine", "%{y} · %{x}<br>cosine %{z:.4f}", labels=".2f")
+    return figure.update_traces(zmin=-limit, zmax=limit, colorscale=DIVERGING, meta="diverging")
 
 
 def survival(survival: Survival) -> go.Figure:
     """The share of each expert that entered the state: experts × layers (or tensors), and all of them together."""
-    totals = []
-    for norm, kept in zip(survival.norm, survival.kept, strict=True):
-        energy = [value**2 for value in norm]
-        whole = math.fsum(energy)
-        totals.append(math.fsum(e * k for e, k in zip(energy, kept, strict=True)) / whole if whole else 1.0)
-    z = [[total, None, *kept] for total, kept in zip(totals, survival.kept, strict=True)]
-    figure = _parts(survival, z, ("together", " "), "share kept", "%{y}, %{x}<br>%{z:.1%} entered<extra></extra>")
+    together = survival.grouped({"together": range(len(survival.parts))}).kept
+    shares = [[*total, None, *kept] for total, kept in zip(together, survival.kept, strict=True)]
+    columns = ["together", " ", *short_names(survival.parts)]
+    figure = _matrix(shares, survival.experts, columns, "share kept", "%{y}, %{x}<br>%{z:.1%} entered")
     least = min(value for row in survival.kept for value in row)
     figure.update_traces(zmin=min(0.9, math.floor(least * 10) / 10), zmax=1)
     return figure.update_traces(colorbar={"tickformat": ".0%"})
@@ -128,60 +109,24 @@ def survival(survival: Survival) -> go.Figure:
 def protected(survival: Survival) -> go.Figure:
     """The number of protected directions q when each expert came: experts × layers (or tensors)."""
     most = max((q for row in survival.protected for q in row if q is not None), default=0)
-    hover = "%{y}, %{x}<br>%{z:.1f} directions protected<extra></extra>"
-    return _parts(survival, survival.protected, (), "q", hover).update_traces(zmin=0, zmax=max(most, 1))
+    hover = "%{y}, %{x}<br>%{z:.1f} directions protected"
+    figure = _matrix(survival.protected, survival.experts, short_names(survival.parts), "q", hover)
+    return figure.update_traces(zmin=0, zmax=max(most, 1))
 
 
 def scores(scores: Scores) -> go.Figure:
     """The accuracy matrix: the score on each task after each step. Below the diagonal are tasks seen before."""
-    rows = [f"after step {i}" for i in range(1, len(scores.matrix) + 1)]
-    matrix = [list(row) for row in scores.matrix]
+    rows = {f"after step {i}": row for i, row in enumerate(scores.matrix, 1)}
     if scores.base:
-        rows.insert(0, "base")
-        matrix.insert(0, list(scores.base))
+        rows = {"base": scores.base, **rows}
     if scores.experts:
-        rows.append("experts alone")
-        matrix.append(list(scores.experts))
-    shares = all(value is None or 0 <= value <= 1 for row in matrix for value in row)
+        rows["experts alone"] = scores.experts
+    shares = all(value is None or 0 <= value <= 1 for row in rows.values() for value in row)
     form = ".1%" if shares else ".4g"
-    labelled = len(scores.tasks) <= MOST_LABELLED
-    figure = go.Figure(
-        go.Heatmap(
-            x=list(scores.tasks),
-            y=rows,
-            z=matrix,
-            colorscale=SEQUENTIAL,
-            colorbar={"title": {"text": scores.metric}, "tickformat": form},
-            text=_labels(matrix, "{:.0%}" if shares else "{:.3g}") if labelled else None,
-            texttemplate="%{text}" if labelled else None,
-            hovertemplate=f"%{{x}}, %{{y}}<br>{scores.metric} %{{z:{form}}}<extra></extra>",
-            hoverongaps=False,
-            xgap=1,
-            ygap=1,
-            meta="sequential",
-        )
-    )
-    return _matrix(figure, rows, scores.tasks)
-
-
-def _parts(survival: Survival, z: Any, before: tuple[str, ...], title: str, hover: str) -> go.Figure:
-    """Experts × parts of the model; ``before`` names the columns that come first."""
-    columns = [*before, *short_names(survival.parts)]
-    figure = go.Figure(
-        go.Heatmap(
-            x=columns,
-            y=list(survival.experts),
-            z=z,
-            colorscale=SEQUENTIAL,
-            colorbar={"title": {"text": title}},
-            hovertemplate=hover,
-            hoverongaps=False,
-            xgap=1 if len(survival.parts) <= 80 else 0,
-            ygap=1,
-            meta="sequential",
-        )
-    )
-    return _matrix(figure, survival.experts, columns)
+    hover = f"%{{x}}, %{{y}}<br>{scores.metric} %{{z:{form}}}"
+    labels = ".0%" if shares else ".3g"
+    figure = _matrix(list(rows.values()), list(rows), scores.tasks, scores.metric, hover, labels=labels)
+    return figure.update_traces(colorbar={"tickformat": form})
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -191,10 +136,6 @@ def short_names(names: Sequence[str]) -> list[str]:
     while len(names) > 1 and all(len(parts) > common + 1 and parts[common] == split[0][common] for parts in split):
         common += 1
     return [".".join(parts[common:]) for parts in split]
-
-
-def _labels(matrix: Sequence[Sequence[float | None]], form: str) -> list[list[str]]:
-    return [["" if value is None else form.format(value) for value in row] for row in matrix]
 
 
 def _steps(figure: go.Figure, steps: int, title: str) -> go.Figure:
@@ -208,12 +149,39 @@ def _steps(figure: go.Figure, steps: int, title: str) -> go.Figure:
     )
 
 
-def _matrix(figure: go.Figure, rows: Sequence[str], columns: Sequence[str]) -> go.Figure:
-    """Rows of equal height, whatever room the names of the columns take below them."""
+def _matrix(
+    values: Sequence[Sequence[float | None]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    quantity: str,
+    hover: str,
+    *,
+    labels: str | None = None,
+) -> go.Figure:
+    """A heat map with rows of equal height, whatever room the names of the columns take below them; up to some
+    columns, its cells carry their values in the form ``labels``."""
     cells = 28 * max(len(rows), 2)
     names = 24 + 5.5 * max(map(len, columns), default=0)
+    figure = go.Figure(
+        go.Heatmap(
+            x=list(columns),
+            y=list(rows),
+            z=values,
+            colorscale=SEQUENTIAL,
+            colorbar={
+                **{"title": {"text": quantity}, "thickness": 12, "outlinewidth": 0, "nticks": 5},
+                **{"lenmode": "pixels", "len": max(cells, 130), "y": 1, "yanchor": "top"},
+            },
+            hovertemplate=f"{hover}<extra></extra>",
+            hoverongaps=False,
+            xgap=1 if len(columns) <= MOST_SEPARATED else 0,
+            ygap=1,
+            meta="sequential",
+        )
+    )
+    if labels and len(columns) <= MOST_LABELLED:
+        text = [["" if value is None else format(value, labels) for value in row] for row in values]
+        figure.update_traces(text=text, texttemplate="%{text}")
     common = {"type": "category", "automargin": True, "showgrid": False, "zeroline": False, "ticks": ""}
     figure.update_xaxes(tickangle=-45, **common).update_yaxes(autorange="reversed", **common)
-    bar = {"thickness": 12, "outlinewidth": 0, "lenmode": "pixels", "len": max(cells, 130), "y": 1, "yanchor": "top"}
-    figure.update_traces(colorbar={**bar, "nticks": 5})
     return figure.update_layout(height=max(cells, 100) + names + 30, margin={"l": 16, "r": 16, "t": 24, "b": 16})

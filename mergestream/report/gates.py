@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,7 @@ QUANTITIES = {
     "distance": "the distance of the merged model to the base",
     "score": "the number that the --evaluate command prints last",
 }
-_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+_COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({NUMBER})\s*")
 
 
@@ -101,21 +96,16 @@ class Gatekeeper:
 
     def _numbers(self, candidate: Candidate) -> dict[str, float | None]:
         expert, history = candidate.expert, candidate.store.history
-        values: dict[str, float | None] = {
-            "kept": expert.kept,
-            "max_cosine": None,
-            "relative_norm": None,
-            "norm": expert.norm,
-            "lambda": expert.lambda_,
-            "distance": expert.distance,
-        }
+        relative_norm = max_cosine = None
         if history:
             mean = history[-1].mean_norm
-            values["relative_norm"] = expert.norm / mean if mean else math.nan
+            relative_norm = expert.norm / mean if mean else math.nan
         if history and self.asks_for("max_cosine"):
-            cosines = [value for value in candidate.cosines().values() if value is not None]
-            values["max_cosine"] = max(cosines, default=math.nan)
-        return values
+            max_cosine = max((value for value in candidate.cosines().values() if value is not None), default=math.nan)
+        return {
+            **{"kept": expert.kept, "norm": expert.norm, "lambda": expert.lambda_, "distance": expert.distance},
+            **{"relative_norm": relative_norm, "max_cosine": max_cosine},
+        }
 
     def _score(self, candidate: Candidate, command: str) -> float:
         """What the command makes of the model that the store would give."""
@@ -133,16 +123,16 @@ class Gatekeeper:
 
 def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[dict[str, Any]]:
     """What goes into the history: each gate with its value. Raises if one fails."""
-    failed = [gate for gate in gates if not gate.holds(values[gate.quantity])]
+    failed = []
+    for gate in gates:
+        value = values[gate.quantity]
+        if not gate.holds(value):
+            found = "is not known" if value is None or math.isnan(value) else f"is {value:.4g}"
+            what = QUANTITIES[gate.quantity]
+            failed.append(f"{source} was not added: {what} {found}, and the gate asks for {gate}")
     if failed:
-        raise GateError("\n".join(_sentence(gate, values[gate.quantity], source) for gate in failed))
+        raise GateError("\n".join(failed))
     return [{"gate": str(gate), "value": values[gate.quantity]} for gate in gates]
-
-
-def _sentence(gate: Gate, value: float | None, source: str) -> str:
-    found = "is not known" if value is None or math.isnan(value) else f"is {value:.4g}"
-    what = QUANTITIES[gate.quantity]
-    return f"{source} was not added: {what} {found}, and the gate asks for {gate}"
 
 
 def evaluate(command: str, model: Path) -> float:

@@ -13,12 +13,12 @@ FEWEST = 20
 
 
 def markdown(facts: Facts) -> str:
-    parameters = ", ".join(f"{key} = {value}" for key, value in facts.parameters.items()) or "none"
+    base = facts.manifest.base
     lines = [
         f"# {facts.store}",
         "",
-        f"* Method: {facts.method}; parameters: {parameters}",
-        f"* Base: {facts.base} (digest `{facts.base_digest}`)",
+        f"* Method: {facts.manifest.method}; parameters: {facts.parameters or 'none'}",
+        f"* Base: {base.source} (digest `{base.digest}`)",
         f"* Experts: {len(facts.history)}",
         "",
     ]
@@ -36,23 +36,16 @@ def _experts(facts: Facts) -> Iterable[str]:
     headings = ("step", "expert", "added", "‖Δ‖", "n", "‖merged − base‖", "λ", "√t", "kept", "digest")
     rows = (
         (
-            number,
-            entry.name,
-            entry.added,
-            f"{entry.norm:.4g}",
-            f"{entry.mean_norm:.4g}",
-            shown(entry.distance),
-            f"{entry.lambda_:.4g}",
-            f"{math.sqrt(number):.4g}",
-            f"{entry.kept:.1%}",
-            f"`{entry.digest}`",
+            *(number, entry.name, entry.added, f"{entry.norm:.4g}", f"{entry.mean_norm:.4g}"),
+            *(shown(entry.distance, ".4g"), f"{entry.lambda_:.4g}", f"{math.sqrt(number):.4g}"),
+            *(f"{entry.kept:.1%}", f"`{entry.digest}`"),
         )
         for number, entry in enumerate(facts.history, 1)
     )
     yield from ("## Experts", "", *table(headings, rows), "")
     gated = [entry for entry in facts.history if entry.gates or entry.evaluation]
     for entry in gated:
-        passed = [f"{gate['gate']} ({_number(gate['value'])})" for gate in entry.gates]
+        passed = [f"{gate['gate']} ({shown(gate['value'])})" for gate in entry.gates]
         scored = [f"score {entry.evaluation['score']:g} by `{entry.evaluation['command']}`"] if entry.evaluation else []
         yield f"* {entry.name} passed: {', '.join([*passed, *scored])}"
     if gated:
@@ -61,7 +54,7 @@ def _experts(facts: Facts) -> Iterable[str]:
 
 def _similarity(facts: Facts) -> Iterable[str]:
     names = facts.similarity.experts
-    rows = ((name, *map(_number, row)) for name, row in zip(names, facts.similarity.cosines, strict=True))
+    rows = ((name, *map(shown, row)) for name, row in zip(names, facts.similarity.cosines, strict=True))
     yield from ("## Cosine similarity of the task vectors", "", *table(("", *names), rows), "")
     yield from (f"Estimated from sketches; standard error {facts.similarity.standard_error:.4f}.", "")
 
@@ -73,7 +66,7 @@ def _survival(facts: Facts) -> Iterable[str]:
         (
             layers.parts[i],
             *(f"{row[i]:.1%}" for row in layers.kept),
-            *("–" if row[i] is None else f"{row[i]:.0f}" for row in layers.protected[-1:]),
+            *(shown(row[i], ".0f") for row in layers.protected[-1:]),
         )
         for i in order[:FEWEST]
     )
@@ -86,21 +79,14 @@ def _survival(facts: Facts) -> Iterable[str]:
 def _scores(facts: Facts) -> Iterable[str]:
     scores = facts.scores
     assert scores is not None
-    rows = ((number, *map(_number, row)) for number, row in enumerate(scores.matrix, 1))
+    rows = ((number, *map(shown, row)) for number, row in enumerate(scores.matrix, 1))
     yield from (f"## Scores ({scores.metric})", "", *table(("after step", *scores.tasks), rows), "")
-    yield from (f"ACC {_number(scores.acc)}, BWT {_number(scores.bwt)}", "")
+    yield from (f"ACC {shown(scores.acc)}, BWT {shown(scores.bwt)}", "")
 
 
 def table(headings: Sequence[Any], rows: Iterable[Sequence[Any]]) -> Iterable[str]:
-    yield _row(headings)
-    yield "|" + "---|" * len(headings)
-    for row in rows:
-        yield _row(row)
+    yield from (_row(headings), "|" + "---|" * len(headings), *map(_row, rows))
 
 
 def _row(cells: Sequence[Any]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"

@@ -45,8 +45,7 @@ def retention(matrix: Matrix, base: Sequence[float]) -> Entry:
 
     The mean of A[i][j] − base[j] over j > i; ``base`` in the order of arrival.
     """
-    changes = [_difference(row[j], base[j]) for i, row in enumerate(matrix) for j in range(i + 1, len(row))]
-    return mean(changes)
+    return mean([_difference(row[j], base[j]) for i, row in enumerate(matrix) for j in range(i + 1, len(row))])
 
 
 def _difference(left: Entry, right: Entry) -> Entry:

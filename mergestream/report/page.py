@@ -48,9 +48,8 @@ def page(facts: Facts) -> str:
     return _fill(
         _asset("template.html"),
         {
-            "title": escape(f"{Path(facts.store).name or facts.store} · mergestream"),
             "style": _asset("style.css"),
-            "heading": escape(Path(facts.store).name or facts.store),
+            "name": escape(Path(facts.store).name or facts.store),
             "subtitle": _subtitle(facts),
             "tiles": "".join(_tiles(facts)),
             "findings": _findings(facts),
@@ -73,7 +72,6 @@ def _plots(facts: Facts) -> Iterator[Plot]:
     history = facts.history
     if not history:
         return
-    steps = [(number, entry.name) for number, entry in enumerate(history, 1)]
     last = history[-1]
     yield Plot(
         "scaling",
@@ -82,17 +80,18 @@ def _plots(facts: Facts) -> Iterator[Plot]:
         "Task vectors that are orthogonal and equally long give λ = √t.",
         {"": figures.scaling(history)},
         ("step", "expert", "λ", "√t"),
-        [(*step, f"{e.lambda_:.4f}", f"{step[0] ** 0.5:.4f}") for step, e in zip(steps, history, strict=True)],
+        [(step, e.name, f"{e.lambda_:.4f}", f"{step**0.5:.4f}") for step, e in enumerate(history, 1)],
     )
+    distance = "" if last.distance is None else f"The merged model is {last.distance:.4g} away from the base. "
     yield Plot(
         "norms",
         "Distance to the base",
-        f"{_distance(last)}The experts are {last.mean_norm:.4g} away from it in the mean.",
+        f"{distance}The experts are {last.mean_norm:.4g} away from it in the mean.",
         {"": figures.norms(history)},
         ("step", "expert", "‖Δ‖", "n", "‖merged − base‖"),
         [
-            (*step, f"{e.norm:.5g}", f"{e.mean_norm:.5g}", shown(e.distance, ".5g"))
-            for step, e in zip(steps, history, strict=True)
+            (step, e.name, f"{e.norm:.5g}", f"{e.mean_norm:.5g}", shown(e.distance, ".5g"))
+            for step, e in enumerate(history, 1)
         ],
     )
     if len(history) > 1:
@@ -121,7 +120,7 @@ def _plots(facts: Facts) -> Iterator[Plot]:
             _views(figures.protected, projected, weights),
             ("layer", *layers.experts),
             [
-                (layer, *("–" if row[i] is None else f"{row[i]:.1f}" for row in projected.protected))
+                (layer, *(shown(row[i], ".1f") for row in projected.protected))
                 for i, layer in enumerate(figures.short_names(projected.parts))
             ],
         )
@@ -147,14 +146,13 @@ def _similarity(facts: Facts) -> Plot:
         value, one, other = max(pairs)
         mean = sum(abs(pair[0]) for pair in pairs) / len(pairs)
         caption = f"The most similar are {other} and {one} ({value:.3f}); the mean magnitude is {mean:.3f}. {caption}"
-    rows = [(name, *map(_number, row)) for name, row in zip(found.experts, found.cosines, strict=True)]
     return Plot(
         "similarity",
         "Similarity of the experts",
         caption,
         {"": figures.similarity(found)},
         ("cosine", *found.experts),
-        rows,
+        [(name, *map(shown, row)) for name, row in zip(found.experts, found.cosines, strict=True)],
     )
 
 
@@ -172,17 +170,16 @@ def _scores(facts: Facts) -> Plot:
         caption,
         {"": figures.scores(scores)},
         ("after step", *scores.tasks),
-        [(number, *map(_number, row)) for number, row in enumerate(scores.matrix, 1)],
+        [(number, *map(shown, row)) for number, row in enumerate(scores.matrix, 1)],
     )
 
 
 def _least(layers: Survival) -> str:
-    shares = [
+    share, layer, expert = min(
         (share, layer, expert)
         for expert, row in zip(layers.experts, layers.kept, strict=True)
         for layer, share in zip(layers.parts, row, strict=True)
-    ]
-    share, layer, expert = min(shares)
+    )
     about = "The share of each task vector's squared norm that entered the merged state."
     if share > 0.9995:
         return f"{about} Everything did."
@@ -209,20 +206,16 @@ def _section(plot: Plot) -> str:
 
 
 def _subtitle(facts: Facts) -> str:
-    parameters = ", ".join(f"{key} = {value}" for key, value in facts.parameters.items())
+    base = facts.manifest.base.source
     return (
-        f"{_experts_count(facts)} merged by <strong>{escape(facts.method)}</strong> "
-        f"({escape(parameters) or 'no parameters'}) on {escape(Path(facts.base).name or facts.base)}"
+        f"{_experts_count(facts)} merged by <strong>{escape(facts.manifest.method)}</strong> "
+        f"({escape(facts.parameters) or 'no parameters'}) on {escape(Path(base).name or base)}"
     )
 
 
 def _experts_count(facts: Facts) -> str:
     count = len(facts.history)
     return f"{count} expert{'' if count == 1 else 's'}"
-
-
-def _distance(last: Expert) -> str:
-    return "" if last.distance is None else f"The merged model is {last.distance:.4g} away from the base. "
 
 
 def _tiles(facts: Facts) -> Iterator[str]:
@@ -245,17 +238,14 @@ def _tiles(facts: Facts) -> Iterator[str]:
         value, one, other = max(nearest)
         yield tile(f"{value:.2f}", "largest cosine", f"{one} and {other}")
     if facts.scores and facts.scores.acc is not None:
-        yield tile(_number(facts.scores.acc), "ACC", f"mean {facts.scores.metric} over all tasks")
+        yield tile(shown(facts.scores.acc), "ACC", f"mean {facts.scores.metric} over all tasks")
     if facts.scores and facts.scores.bwt is not None:
         yield tile(f"{facts.scores.bwt:+.3f}", "BWT", "gained since each expert came")
 
 
 def _findings(facts: Facts) -> str:
-    found = facts.findings()
-    if not found:
-        return ""
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in found)
-    return f'<section class="card findings"><h2>Worth a look</h2><ul>{items}</ul></section>'
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in facts.findings())
+    return items and f'<section class="card findings"><h2>Worth a look</h2><ul>{items}</ul></section>'
 
 
 def _experts(facts: Facts) -> str:
@@ -271,7 +261,7 @@ def _experts(facts: Facts) -> str:
 def _expert(facts: Facts, number: int, entry: Expert) -> str:
     nearest = facts.nearest(number)
     gates = "".join(
-        f'<span class="badge" title="found: {_number(gate["value"])}">✓ {escape(gate["gate"])}</span>'
+        f'<span class="badge" title="found: {shown(gate["value"])}">✓ {escape(gate["gate"])}</span>'
         for gate in entry.gates
     )
     if entry.evaluation:
@@ -293,12 +283,11 @@ def _expert(facts: Facts, number: int, entry: Expert) -> str:
 
 
 def _definitions(facts: Facts) -> Iterator[str]:
+    manifest = facts.manifest
     pairs = [
-        ("store", facts.store),
-        ("method", facts.method),
-        *((f"· {key}", str(value)) for key, value in facts.parameters.items()),
-        ("base", facts.base),
-        ("base digest", facts.base_digest),
+        *(("store", facts.store), ("method", manifest.method)),
+        *((f"· {key}", str(value)) for key, value in manifest.parameters.items()),
+        *(("base", manifest.base.source), ("base digest", manifest.base.digest)),
     ]
     if facts.history:
         pairs.append(("state digest", facts.history[-1].state))
@@ -309,28 +298,22 @@ def _definitions(facts: Facts) -> Iterator[str]:
 def _tensors(facts: Facts) -> dict[str, Any]:
     """The table of tensors: their forms, and for each expert ‖Δ‖, the share kept and q in the order of ``merged``."""
     merged = {name: i for i, name in enumerate(facts.survival.parts)}
+
+    def rounded(rows: Iterable[Iterable[float]]) -> list[list[float]]:
+        return [[float(f"{value:.6g}") for value in row] for row in rows]
+
     return {
         "rows": [
             [
-                name,
-                tensor.role,
-                tensor.rule,
-                tensor.dtype,
-                "×".join(map(str, tensor.shape)) or "scalar",
-                tensor.numel,
-                tensor.norm,
-                merged.get(name, -1),
+                *(name, tensor.role, tensor.rule, tensor.dtype, "×".join(map(str, tensor.shape)) or "scalar"),
+                *(tensor.numel, tensor.norm, merged.get(name, -1)),
             ]
-            for name, tensor in sorted(facts.tensors.items(), key=lambda item: natural(item[0]))
+            for name, tensor in sorted(facts.manifest.base.tensors.items(), key=lambda item: natural(item[0]))
         ],
-        "norm": [[_round(value) for value in row] for row in facts.survival.norm],
-        "kept": [[_round(value) for value in row] for row in facts.survival.kept],
+        "norm": rounded(facts.survival.norm),
+        "kept": rounded(facts.survival.kept),
         "protected": facts.survival.protected,
     }
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.6g}")
 
 
 def _table(headings: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
@@ -342,10 +325,6 @@ def _table(headings: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
         for row in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def _plain(figure: go.Figure) -> Any:

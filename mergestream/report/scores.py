@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from mergestream.digest import text_digest
@@ -84,11 +85,7 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
         if row is not None and not all(value is None or math.isfinite(value) for value in row):
             raise MergestreamError("scores must be finite numbers, or None where they were not measured")
     data = {
-        "metric": scores.metric,
-        "tasks": scores.tasks,
-        "matrix": scores.matrix,
-        "base": scores.base,
-        "experts": scores.experts,
+        **asdict(scores),
         # Scores belong to a state: after an undo and another add, they must not be shown for the new one.
         "states": [entry.state for entry in store.history[: len(scores.matrix)]],
     }
@@ -103,15 +100,9 @@ def attached(store: StoreDirectory) -> Scores | None:
     data = read_json(path)
     if data.pop("digest", None) != _digest(data):
         raise MergestreamError(f"{path} is damaged: its digest does not match; attach the scores once more")
-    valid = 0
-    for state, entry in zip(data["states"], store.history, strict=False):
-        if state != entry.state:
-            break
-        valid += 1
-    if not valid:
-        return None
-    rows = data["matrix"][:valid]
-    return Scores.of(data["tasks"], rows, base=data["base"], experts=data["experts"], metric=data["metric"])
+    pairs = zip(data.pop("states"), store.history, strict=False)
+    valid = len(list(takewhile(lambda pair: pair[0] == pair[1].state, pairs)))
+    return Scores.of(**{**data, "matrix": data["matrix"][:valid]}) if valid else None
 
 
 def _digest(data: object) -> str:

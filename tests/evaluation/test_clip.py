@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mergestream.errors import UsageError
-from mergestream.evaluation.paper import paper_results
+from mergestream.evaluation.checkout import paper_results
 from mergestream.evaluation.suites.catalogue import open_suite
 from mergestream.evaluation.suites.clip import TASKS, preprocess
 from tests.hub_server import COMMIT, Files, environment, serve

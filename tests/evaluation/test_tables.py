@@ -6,7 +6,7 @@ import csv
 import io
 
 from mergestream.evaluation import checkout
-from mergestream.evaluation.paper import paper_results, table1_value
+from mergestream.evaluation.checkout import paper_results, table1_value
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.tables import per_task_table, table1
 

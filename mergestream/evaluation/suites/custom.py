@@ -115,17 +115,16 @@ class CustomSuite(Suite):
     def _classify(self, features: Callable[[Path, Tensor], Tensor], model: Path, data: Path, head: Path) -> float:
         from safetensors.torch import load_file
 
-        for path in (data / "test.safetensors", head):
+        def load(path: Path, *names: str) -> dict[str, Tensor]:
             if not path.is_file():
                 raise MergestreamError(f"{self.source}: there is no file {path}")
-        test, weights = load_file(data / "test.safetensors"), load_file(head)
-        for path, tensors, names in (
-            (data / "test.safetensors", test, ("inputs", "labels")),
-            (head, weights, ("weight",)),
-        ):
+            tensors = load_file(path)
             for name in names:
                 if name not in tensors:
                     raise MergestreamError(f"{path} has no tensor {name!r}; it has {', '.join(sorted(tensors))}")
+            return tensors
+
+        test, weights = load(data / "test.safetensors", "inputs", "labels"), load(head, "weight")
         logits = features(model, test["inputs"]) @ weights["weight"].T + weights.get("bias", 0.0)
         return float((logits.argmax(1) == test["labels"]).double().mean())
 

@@ -35,40 +35,15 @@ _INITS_OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 # Fields that tell how an adapter was trained or where it belongs, but do not change W + s·B·A.
 _HARMLESS = {
-    "auto_mapping",
-    "bias",
-    "corda_config",
-    "ensure_weight_tying",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "loftq_config",
-    "lora_dropout",
-    "lora_ga_config",
-    "megatron_config",
-    "megatron_core",
-    "modules_to_save",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "task_type",
-    "velora_config",
-}
+    "auto_mapping", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config",
+    "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "target_modules", "task_type", "velora_config",
+}  # fmt: skip
 _READ = {
-    "alpha_pattern",
-    "base_model_name_or_path",
-    "fan_in_fan_out",
-    "init_lora_weights",
-    "lora_alpha",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "use_rslora",
-}
+    "alpha_pattern", "base_model_name_or_path", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "peft_type", "r",
+    "rank_pattern", "use_rslora",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mergestream.algebra.lowrank import LowRank, squared_norm
 from mergestream.algebra.pieces import Elements, ranges
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import Checkpoint, TensorInfo, torch_dtype
+from mergestream.checkpoints import Checkpoint, TensorInfo
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.reading import Adapter, BoundAdapter
@@ -27,13 +27,9 @@ class AdaptedTensors(Checkpoint):
         self.source = adapter.adapter.source
         self.directory = adapter.adapter.directory
         self.fingerprint = adapter.adapter.fingerprint
-        self.aliases = MappingProxyType({})
         file = adapter.adapter.file.name
         stored = adapter.adapter.weights.tensors
-        self._keys: dict[str, str] = {
-            **adapter.whole,
-            **{name: adapter.adapter.whole[name] for name in adapter.extra},
-        }
+        self._keys = {**adapter.whole, **{name: adapter.adapter.whole[name] for name in adapter.extra}}
         tensors = {name: TensorInfo("F32", adapter.tensors[name].shape, file) for name in adapter.terms}
         self.tensors = MappingProxyType({**tensors, **{name: stored[key] for name, key in self._keys.items()}})
 
@@ -62,13 +58,11 @@ class AdapterVector(TaskVector):
         return self.adapter.rank(name) if self._reads(name) else 0
 
     def factors(self, name: str) -> LowRank:
-        tensor = self.model.tensors[name]
-        dtype = torch_dtype(tensor.state_dtype)
-        delta = LowRank.zeros(tensor.shape, dtype)
+        delta = LowRank.zeros(self.model.tensors[name].shape, self.dtype(name))
         if self._reads(name):
             self._check_copy(name)
             self.digests[name] = self._digest(name)
-            delta = self.adapter.delta(name, dtype)
+            delta = self.adapter.delta(name, self.dtype(name))
         self.norm2[name] = squared_norm(delta)
         return delta
 
