@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mergestream.cli.options import OutputOptions, WorkingStoreOptions, argument, at_least, command_line
 from mergestream.errors import UsageError
@@ -39,15 +38,26 @@ def run(options: Options) -> int:
     if options.format == "lora" and options.task is not None:
         raise UsageError("--task is for full models: an adapter has no head of its own")
     store = options.open_store()
-    settings: dict[str, Any] = {
-        **{"scale": options.scale, "dtype": options.dtype, "overwrite": options.overwrite},
-        "command": command_line(),
-    }
     if options.format == "lora":
-        energy = store.export_adapter(options.out, rank=options.rank, **settings)
-        exact = "exactly" if energy.lost_share < 1e-12 else f"{energy.lost_share:.3%} of the energy left out"
-        print(f"{options.out}: {store.manifest.step} experts merged by {store.manifest.method}, {exact}")
+        energy = store.export_adapter(
+            options.out,
+            rank=options.rank,
+            scale=options.scale,
+            dtype=options.dtype,
+            overwrite=options.overwrite,
+            command=command_line(),
+        )
+        exact = ", exactly" if energy.lost_share < 1e-12 else f", {energy.lost_share:.3%} of the energy left out"
     else:
-        out = store.export(options.out, task=options.task, max_shard_size=options.max_shard_size, **settings)
-        print(f"{out}: {store.manifest.step} experts merged by {store.manifest.method}")
+        store.export(
+            options.out,
+            scale=options.scale,
+            dtype=options.dtype,
+            task=options.task,
+            max_shard_size=options.max_shard_size,
+            overwrite=options.overwrite,
+            command=command_line(),
+        )
+        exact = ""
+    print(f"{options.out}: {store.manifest.step} experts merged by {store.manifest.method}{exact}")
     return 0
