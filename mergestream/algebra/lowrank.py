@@ -28,8 +28,8 @@ from mergestream.algebra.bounds import matrix_shape
 
 # What remains of a unit vector beside a basis counts as rounding noise below this many units of precision.
 _NOISE = 16
-# Elements that are multiplied out at a time: with a quarter of them it takes half as long again.
-_MULTIPLIED = 1 << 18
+# Elements that are multiplied out at a time: as many as a sketch takes, and few enough to stay in the cache.
+_MULTIPLIED = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,16 +153,24 @@ class LowRank:
         scaled = self.left.combine(self.core.T).to(self.dtype)
         right = self.right.rows().to(self.core.device, self.dtype)
 
-        @lru_cache(maxsize=1)
+        def multiply(number: int, out: Tensor) -> Tensor:
+            return torch.mm(scaled[:, number * rows : (number + 1) * rows].T, right, out=out.view(-1, width))
+
+        @lru_cache(maxsize=1)  # the next range begins where this one ends, often within a block
         def block(number: int) -> Tensor:
-            return (scaled[:, number * rows : (number + 1) * rows].T @ right).view(-1)
+            height = min(rows, self.left.length - number * rows)
+            return multiply(number, right.new_empty(height * width)).view(-1)
 
         def between(start: int, stop: int) -> Tensor:
             result = right.new_empty(stop - start)
             for number in range(start // (rows * width), -(-stop // (rows * width))):
                 first = number * rows * width
-                part = block(number)[max(start - first, 0) : stop - first]
-                result[max(first - start, 0) :][: part.numel()] = part
+                last = min(first + rows * width, self.left.length * width)
+                if start <= first and last <= stop:
+                    multiply(number, result[first - start : last - start])
+                else:
+                    part = block(number)[max(start - first, 0) : stop - first]
+                    result[max(first - start, 0) :][: part.numel()] = part
             return result
 
         return between

@@ -108,9 +108,10 @@ class TaskVector:
 
         Task vectors that go side by side may share the pieces of the ``base``.
         """
-        norm = SquaredNorm()
+        norm, reads = SquaredNorm(), self._reads(name)
         for start, delta in self._differences(name, base):
-            norm.add(delta)
+            if reads:  # else it is zero
+                norm.add(delta)
             if not norm.finite:
                 self._refuse_non_finite(name, start)
             yield start, delta
