@@ -92,6 +92,11 @@ class BaseModel:
         return all(tensor.digest for tensor in self.tensors.values())
 
     @cached_property
+    def merged(self) -> tuple[str, ...]:
+        """The tensors that have a state."""
+        return tuple(name for name, tensor in self.tensors.items() if tensor.merges)
+
+    @cached_property
     def digest(self) -> str:
         return combined_digest({name: tensor.digest for name, tensor in self.tensors.items()})
 

@@ -61,7 +61,7 @@ class TaskVector:
         self.base = base
         self.expert = expert
         self.fates = account(model, expert, partial=partial, ignore=ignore)
-        self.names = tuple(name for name, tensor in model.tensors.items() if tensor.merges)
+        self.names = model.merged
         self.heads = tuple(name for name in expert.tensors if self.fates.get(name) == "head")
         self.digests: dict[str, str] = {}
         """Digests of the expert's tensors that have been read to their end."""

@@ -43,12 +43,13 @@ def export_adapter(
     norms) go along whole, as ``modules_to_save`` do.
     """
     manifest, last, readout = snapshot.manifest, snapshot.last, snapshot.readout(engine)
-    model, factor = manifest.base, readout.scale(scale, last.mean_norm, last.direction_norm, engine)
+    model = manifest.base
     with ExitStack() as stack:
         modules, whole = _sort(snapshot, rank)
         base: Checkpoint = Skeleton(model.source, None, model.tensors)
         if whole:
             base = stack.enter_context(manifest.open_base())
+        factor = readout.scale(scale, last.mean_norm, last.direction_norm, engine)
 
         def read(name: str) -> LowRank:
             return _factors(readout.direction(name)) * factor
@@ -84,10 +85,8 @@ def _sort(snapshot: Snapshot, rank: int | None) -> tuple[dict[str, AdaptedModule
     called = {stored: name for name, stored in model.spellings.items()}
     modules: dict[str, AdaptedModule] = {}
     whole: dict[str, str] = {}
-    for name, tensor in model.tensors.items():
-        if not tensor.merges:
-            continue
-        parameter = called.get(name, name)
+    for name in model.merged:
+        tensor, parameter = model.tensors[name], called.get(name, name)
         module, _, leaf = parameter.rpartition(".")
         bound = snapshot.rank_bound(name)
         if bound is None and snapshot.is_zero(name):

@@ -38,10 +38,10 @@ def export_model(
     """Write ``merged = θ⁰ + scale · direction``; ``task`` names the expert whose head to put in place."""
     with ExitStack() as stack:
         manifest, readout = snapshot.manifest, snapshot.readout(engine)
-        factor = readout.scale(scale, snapshot.last.mean_norm, snapshot.last.direction_norm, engine)
         base = stack.enter_context(manifest.open_base())
         heads = stack.enter_context(snapshot.open_heads(task)) if task is not None else None
         output.refuse_to_replace(snapshot.path, manifest.base.source)
+        factor = readout.scale(scale, snapshot.last.mean_norm, snapshot.last.direction_norm, engine)
         source = StateSource(readout, base, factor, heads)
         draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)

@@ -20,6 +20,7 @@ from mergestream.export.directory import Output, remove_left_behind
 from mergestream.export.model import export_model, write_companions, write_tensors
 from mergestream.export.source import ExpertsSource
 from mergestream.merging.step import Step, carries_through
+from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods.base import Method
 from mergestream.methods.scale import inverse
 from mergestream.progress import Progress
@@ -83,7 +84,8 @@ def merge(
             found = open_expert(expert)
             stack.callback(found.close)
             vectors.append(task_vector(model, opened, found, partial=partial, ignore=ignore))
-        source = ExpertsSource(Step(method, vectors, device=engine.device), opened, engine)
+        step = Step(method, vectors, device=engine.device)
+        source = ExpertsSource(step, opened, find_thresholds(step, engine))
         draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)
         write_companions(draft, output, opened, _card(source, command, allow_duplicate))

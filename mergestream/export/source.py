@@ -13,10 +13,9 @@ from torch import Tensor
 from mergestream.algebra.pieces import SquaredNorm
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorSpec
-from mergestream.engine import Engine
 from mergestream.merging.readout import Readout, cast
 from mergestream.merging.step import Outcome, Step, Totals, total
-from mergestream.merging.thresholds import Thresholds, find_thresholds
+from mergestream.merging.thresholds import Thresholds
 from mergestream.methods.scale import scale_value
 
 
@@ -59,7 +58,7 @@ class ExpertsSource:
 
     step: Step
     base: Checkpoint
-    engine: Engine
+    thresholds: Thresholds
     kept2: dict[str, list[float | None]] = field(default_factory=dict)
     """‖kept‖² of each task vector, None where all is kept, of the tensors that have been merged"""
     direction2: dict[str, float] = field(default_factory=dict)
@@ -77,10 +76,6 @@ class ExpertsSource:
         return self.step.memory
 
     @cached_property
-    def _thresholds(self) -> Thresholds:
-        return find_thresholds(self.step, self.engine)
-
-    @cached_property
     def scale(self) -> float:
         """No norm decides it: else the method could not be carried through."""
         return scale_value(self.step.method.scale_rule, self.step.counts[-1], math.nan, lambda: math.nan)
@@ -92,7 +87,7 @@ class ExpertsSource:
             return
         base, norm = self.step.vectors[0].base_pieces(name), SquaredNorm()
         kept: list[list[float | None]] = []
-        for start, direction, kept2 in self.step.directions(name, self._thresholds(name), base):
+        for start, direction, kept2 in self.step.directions(name, self.thresholds(name), base):
             norm.add(direction)
             kept.append(kept2)
             merged = torch.add(base.at(start, start + direction.numel()), direction, alpha=self.scale)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mergestream.algebra import pieces
 from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
 from mergestream.algebra.pieces import Elements, SquaredNorm, ranges
 from mergestream.base.model import BaseModel, base_changed
@@ -17,7 +16,7 @@ from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.experts.vector import BasePieces
-from mergestream.merging.step import WORKSPACE, ReadState, tensor_context
+from mergestream.merging.step import ReadState, memory_of, streamed_memory, tensor_context
 from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import parse_scale, scale_value
 
@@ -83,7 +82,7 @@ class Readout:
 
     def norm(self, engine: Engine) -> float:
         """‖direction‖ over all tensors."""
-        sizes = {name: tensor.numel for name, tensor in self.model.tensors.items() if tensor.merges}
+        sizes = {name: self.model.tensors[name].numel for name in self.model.merged}
         return math.sqrt(math.fsum(norm2 for _, norm2 in engine.run(sizes, self._norm2, self.memory)))
 
     def _norm2(self, name: str) -> float:
@@ -102,9 +101,8 @@ class Readout:
         sizes = {}
         for name, tensor in self.model.tensors.items():
             context = self._context(name)
-            whole = tensor.merges and self.method.is_whole(context) and name not in self.factored
-            held = tensor.numel if whole else min(pieces.PIECE, tensor.numel)
-            sizes[name] = WORKSPACE * held * context.dtype.itemsize
+            streamed = not tensor.merges or name in self.factored
+            sizes[name] = streamed_memory(context) if streamed else memory_of(self.method, context)
         return sizes
 
     def _context(self, name: str) -> Context:

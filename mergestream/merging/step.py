@@ -248,20 +248,13 @@ class Step:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes that each tensor takes at its peak: whole ones are held with workspace for their decomposition;
-        everything else goes by in small pieces."""
-        sizes = {}
-        for name in self.names:
-            context = self.context(name, self.counts[-1])
-            if name in self.bounds:
-                sizes[name] = self.bounds[name].workspace
-            elif self.method.is_whole(context):
-                forms = (context.like, *self.method.layout(context).values())
-                sizes[name] = WORKSPACE * max(math.prod(form.shape) * form.dtype.itemsize for form in forms)
-            else:
-                together = WORKSPACE + len(self.vectors) - 1
-                sizes[name] = together * min(pieces.PIECE, math.prod(context.shape)) * context.dtype.itemsize
-        return sizes
+        """Bytes that each tensor takes at its peak."""
+        return {
+            name: self.bounds[name].workspace
+            if name in self.bounds
+            else memory_of(self.method, self.context(name, self.counts[-1]), len(self.vectors))
+            for name in self.names
+        }
 
     def _state_before(self, name: str) -> State | None:
         if not self.before:
@@ -273,6 +266,20 @@ class Step:
 def tensor_context(tensor: BaseTensor, t: int, thresholds: Mapping[str, float] | None = None) -> Context:
     """What a method may know of a tensor of the base after t models."""
     return Context(t, tensor.role == "linear", tensor.shape, torch_dtype(tensor.state_dtype), thresholds or {})
+
+
+def memory_of(method: Method, context: Context, vectors: int = 1) -> int:
+    """Bytes that a tensor takes at its peak: a whole one is held with workspace for its decomposition, else pieces of
+    all task vectors are."""
+    if method.is_whole(context):
+        forms = (context.like, *method.layout(context).values())
+        return WORKSPACE * max(math.prod(form.shape) * form.dtype.itemsize for form in forms)
+    return streamed_memory(context, vectors)
+
+
+def streamed_memory(context: Context, vectors: int = 1) -> int:
+    """Bytes of a tensor that goes by in pieces."""
+    return (WORKSPACE + vectors - 1) * min(pieces.PIECE, math.prod(context.shape)) * context.dtype.itemsize
 
 
 def carries_through(method: Method, count: int) -> bool:

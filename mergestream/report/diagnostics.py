@@ -82,8 +82,7 @@ def similarity(store: StoreDirectory) -> Similarity:
 
 
 def survival(store: StoreDirectory) -> Survival:
-    merged = (name for name, tensor in store.manifest.base.tensors.items() if tensor.merges)
-    parts = tuple(sorted(merged, key=natural))  # files have layer.10 before layer.2
+    parts = tuple(sorted(store.manifest.base.merged, key=natural))  # files have layer.10 before layer.2
     records = [tensor_records(store.path, number) for number in range(1, store.manifest.step + 1)]
     rows = (
         tuple(tuple(record[name][what] for name in parts) for record in records)

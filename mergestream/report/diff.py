@@ -76,7 +76,8 @@ class Model:
 
 def compare(store: StoreDirectory, a: str, b: str) -> Comparison:
     """Compare two models, each the number of a step (0 for the base) or a checkpoint."""
-    tensors = {name: tensor.numel for name, tensor in store.manifest.base.tensors.items() if tensor.merges}
+    model = store.manifest.base
+    tensors = {name: model.tensors[name].numel for name in model.merged}
     with ExitStack() as stack:
         left, right = (_open(stack, store, which) for which in (a, b))
         memory = {name: left.memory.get(name, 0) + right.memory.get(name, 0) for name in tensors}

@@ -45,8 +45,7 @@ class Snapshot:
     def readout(self, engine: Engine) -> Readout:
         from mergestream.merging.readout import Readout
 
-        names = [name for name, tensor in self.manifest.base.tensors.items() if tensor.merges]
-        factored = {name for name in names if self.ranks(name) is not None}
+        factored = {name for name in self.manifest.base.merged if self.ranks(name) is not None}
         return Readout(self.manifest.base, self.method, self.manifest.step, self.state.read, engine.device, factored)
 
     def slots(self, name: str) -> list[str]:
