@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.suites.heads import all_features, class_mean_head, label_text_head
-from benchmarks.suites.training import Recipe, fine_tune
+from benchmarks.suites.lora import LoRARecipe, adapted, is_adapter
+from benchmarks.suites.training import Recipe, fine_tune, save_model
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
 from mergestream.evaluation.heads import Head
@@ -17,6 +18,7 @@ from mergestream.evaluation.suites.base import Suite, first_tasks
 from mergestream.evaluation.workers import report, run_parallel
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from benchmarks.suites.backbones import Backbone
@@ -60,10 +62,12 @@ class TrainedSuite(Suite):
     head_samples: int = 1500
     test_limit: int = 500
     count: int = 8
+    data_of: str = ""  # the suite whose data and heads these are, where it is another
     can_fine_tune: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.model_name = self.backbone.name
+        self.data_of = self.data_of or self.name
         self._tasks = {task.name: task for task in self.all_tasks[: self.count]}
         self.tasks = tuple(self._tasks)
         self._loaded: dict[str, Data] = {}
@@ -75,6 +79,10 @@ class TrainedSuite(Suite):
     def limited(self, tasks: int | None = None, test_limit: int | None = None) -> TrainedSuite:
         count = self.count if tasks is None else len(first_tasks(self.name, self.all_tasks, tasks))
         return replace(self, count=count, test_limit=test_limit or self.test_limit)
+
+    def with_lora(self) -> TrainedSuite:
+        """The same suite, but its experts are adapters."""
+        return replace(self, name=f"{self.name}-lora", recipe=LoRARecipe.like(self.recipe))
 
     def base(self) -> Path:
         return self.backbone.directory()
@@ -91,16 +99,22 @@ class TrainedSuite(Suite):
 
     def train(self, task: str, on_step: Callable[[], None] = lambda: None) -> Path:
         def make(directory: Path) -> None:
-            self._fine_tune(self.base(), task, directory, on_step)
+            self.recipe.save(self._trained(self.base(), task, on_step), self.base(), directory)
 
         return cached_directory(self.expert_directory(task), make)
 
     def fine_tune(self, start: Path, task: str, output: Path) -> None:
-        self._fine_tune(start, task, output, lambda: None)
+        save_model(self.recipe.merged(self._trained(start, task)), self.base(), output)
 
-    def _fine_tune(self, start: Path, task: str, output: Path, on_step: Callable[[], None]) -> None:
-        data, head = self.data(task), self.head(task)
-        fine_tune(self.backbone, start, data.train_items, data.train_labels, head, self.recipe, output, on_step)
+    def _trained(self, start: Path, task: str, on_step: Callable[[], None] = lambda: None) -> torch.nn.Module:
+        data, head, model = self.data(task), self.head(task), self.load(start)
+        return fine_tune(self.backbone, model, data.train_items, data.train_labels, head, self.recipe, on_step)
+
+    def load(self, directory: Path) -> torch.nn.Module:
+        """A whole model, also where the directory holds but an adapter of the base."""
+        if is_adapter(directory):
+            return adapted(self.backbone.load(self.base()), directory)
+        return self.backbone.load(directory)
 
     def prepare(self, on_event: Callable[[str, int, int], None], workers: int) -> None:
         for task in self.tasks:
@@ -113,13 +127,13 @@ class TrainedSuite(Suite):
         if task not in self._tasks:
             raise UsageError(f"the suite {self.name} has no task {task!r}; it has {', '.join(self.tasks)}")
         if task not in self._loaded:
-            self._loaded[task] = cached_data(self.name, self._tasks[task])
+            self._loaded[task] = cached_data(self.data_of, self._tasks[task])
         return self._loaded[task]
 
     def head(self, task: str) -> Head:
         known = self._tasks[task]
         key = key_of(known.key, self.base().name, self.head_samples)
-        path = cache_directory() / "heads" / self.name / f"{task}-{key}.safetensors"
+        path = cache_directory() / "heads" / self.data_of / f"{task}-{key}.safetensors"
         if not path.is_file():
             model = self.backbone.load(self.base())
             if known.prompts:
@@ -137,7 +151,7 @@ class TrainedSuite(Suite):
         data = self.data(task)
         labels = data.test_labels[: self.test_limit]
         if self._model is None or self._model[0] != model:  # a model is scored on one task after the other
-            self._model = (model, self.backbone.load(model))
+            self._model = (model, self.load(model))
         features = all_features(self.backbone, self._model[1], data.test_items[: self.test_limit])
         return float((self.head(task)(features).argmax(1) == labels).double().mean())
 

@@ -1,4 +1,4 @@
-"""The recipe that makes an expert: fine-tune the whole encoder below a fixed head."""
+"""The recipe that makes an expert: fine-tune the encoder below a fixed head."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.suites.heads import pick
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from benchmarks.suites.backbones import Backbone
@@ -30,21 +31,32 @@ class Recipe:
     def steps(self, available: int) -> int:
         return self.epochs * -(-min(self.samples, available) // self.batch_size)
 
+    def trainable(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What is trained of a model: here all of it."""
+        return model
+
+    def merged(self, trained: torch.nn.Module) -> torch.nn.Module:
+        """The whole model again."""
+        return trained
+
+    def save(self, trained: torch.nn.Module, base: Path, output: Path) -> None:
+        """Write the expert; ``base`` is what it was trained from."""
+        save_model(trained, base, output)
+
 
 def fine_tune(
     backbone: Backbone,
-    start: Path,
+    start: torch.nn.Module,
     items: Sequence[Any],
     labels: Tensor,
     head: Head,
     recipe: Recipe,
-    output: Path,
     on_step: Callable[[], None] = lambda: None,
-) -> None:
-    """Fine-tune the model in ``start`` on the first ``recipe.samples`` items; write a directory like it."""
+) -> torch.nn.Module:
+    """What the recipe trains of ``start``, fine-tuned on the first ``recipe.samples`` items."""
     import torch
 
-    model = backbone.load(start)
+    model = recipe.trainable(start)
     count = min(recipe.samples, len(items))
     total = recipe.steps(count)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
@@ -67,7 +79,12 @@ def fine_tune(
             optimizer.step()
             schedule.step()
             on_step()
+    return model
+
+
+def save_model(model: torch.nn.Module, base: Path, output: Path) -> None:
+    """Write a directory like the base's."""
     model.save_pretrained(output)  # type: ignore[operator]
-    for extra in start.iterdir():  # the tokenizer and whatever else makes the directory complete
+    for extra in base.iterdir():  # the tokenizer and whatever else makes the directory complete
         if extra.is_file() and not (output / extra.name).exists() and extra.suffix == ".json":
             shutil.copy(extra, output / extra.name)

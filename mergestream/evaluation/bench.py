@@ -7,7 +7,7 @@ import os
 import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,8 @@ def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, c
         fine_tuned=fine_tuned,
         runs=runs,
         cosines=cosines(suite, on_progress),
-        model_bytes=sum(file.stat().st_size for file in suite.base().glob("*.safetensors")),
+        model_bytes=_weight_bytes(suite.base()),
+        expert_bytes=sum(_weight_bytes(suite.expert(task)) for task in suite.tasks) // len(suite.tasks),
         settings={
             "command": command,
             "orders": plan.orders,
@@ -93,6 +94,10 @@ def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, c
     )
     results.save(output)
     return results
+
+
+def _weight_bytes(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def _prepare(suite: Suite, plan: Plan, on_progress: OnProgress) -> None:
@@ -183,19 +188,21 @@ def cosines(suite: Suite, on_progress: OnProgress) -> list[list[float]]:
     """Cosine similarity of the experts' task vectors, one tensor of all experts in memory at a time."""
     import torch
 
+    from mergestream.base.model import BaseModel
     from mergestream.checkpoints import open_checkpoint
+    from mergestream.experts.opening import open_expert, task_vector
 
-    base = open_checkpoint(suite.base())
-    experts = [open_checkpoint(suite.expert(task)) for task in suite.tasks]
-    products = torch.zeros(len(experts), len(experts), dtype=torch.float64)
-    names = [name for name, info in base.tensors.items() if info.is_float]
-    for done, name in enumerate(names, 1):
-        start = base.read(name).double().flatten()
-        deltas = torch.stack([expert.read(name).double().flatten() - start for expert in experts])
-        products += deltas @ deltas.T
-        on_progress("cosine similarities", done, len(names))
-    for checkpoint in (base, *experts):
-        checkpoint.close()
+    products = torch.zeros(len(suite.tasks), len(suite.tasks), dtype=torch.float64)
+    with ExitStack() as files:
+        base = files.enter_context(open_checkpoint(suite.base()))
+        model = BaseModel.examine(base, measure=False)
+        experts = [files.enter_context(closing(open_expert(suite.expert(task)))) for task in suite.tasks]
+        vectors = [task_vector(model, base, expert) for expert in experts]
+        for done, name in enumerate(model.merged, 1):
+            size = model.tensors[name].numel
+            deltas = torch.stack([vector.elements(name)(0, size).double() for vector in vectors])
+            products += deltas @ deltas.T
+            on_progress("cosine similarities", done, len(model.merged))
     norms = products.diagonal().clamp_min(1e-300).sqrt()
     table: list[list[float]] = (products / norms[:, None] / norms).tolist()
     return [[0.0 if math.isnan(value) else value for value in row] for row in table]

@@ -108,7 +108,8 @@ def memory(results: Results) -> Drawn:
         return {}
     figure = Figure(figsize=(7.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    batch = [(step + 1) * results.model_bytes / GIGABYTE for step in steps]
+    expert = results.expert_bytes or results.model_bytes
+    batch = [(results.model_bytes + step * expert) / GIGABYTE for step in steps]
     axes.plot(steps, batch, "k--", label="batch: base and all models")
     alike: dict[tuple[float, ...], list[str]] = {}
     for method, run in streams.items():

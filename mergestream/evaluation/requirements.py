@@ -16,6 +16,7 @@ PACKAGES = {  # module: package, extra that brings it
     "yaml": ("pyyaml", "evaluate"),
     "huggingface_hub": ("huggingface_hub", "clip"),
     "onnx": ("onnx", "suites"),
+    "peft": ("peft", "suites"),
 }
 
 

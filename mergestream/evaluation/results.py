@@ -47,6 +47,7 @@ class Results:
     cosines: list[list[float]]
     model_bytes: int
     settings: dict[str, Any] = field(default_factory=dict)  # command, seeds, protocol, machine, versions
+    expert_bytes: int = 0  # in the mean; older results do not tell, and their experts are as large as the base
 
     @cached_property
     def methods(self) -> dict[str, list[Run]]:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,11 +58,16 @@ class Stream:
 
 
 def model_digest(directory: Path) -> str:
-    """The digest of a model's tensors, however they are sharded."""
-    from mergestream.checkpoints import open_checkpoint
+    """The digest of a model's tensors, however they are sharded, or of an adapter's."""
+    from mergestream.experts.adapters import Adapter
+    from mergestream.experts.opening import open_expert
 
-    with open_checkpoint(directory) as checkpoint:
-        return combined_digest({name: tensor_digest(checkpoint.read(name)) for name in checkpoint.tensors})
+    with closing(open_expert(directory)) as model:
+        weights = model.weights if isinstance(model, Adapter) else model
+        digests = {name: tensor_digest(weights.read(name)) for name in weights.tensors}
+        if isinstance(model, Adapter):  # the same factors make another model where they are scaled otherwise
+            digests |= {module: str(model.config.scaling(module)) for module in model.factors}
+        return combined_digest(digests)
 
 
 def score(suite: Suite, model: Path, digest: str, task: str) -> float:

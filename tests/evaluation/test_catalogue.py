@@ -112,7 +112,8 @@ def test_clip_is_limited_as_asked():
 
 
 def test_an_unknown_name_is_told_with_the_nearest():
-    with pytest.raises(UsageError, match=r"there is no suite imagenet \(there are: text, vision, clip, and files"):
+    known = "text, vision, text-lora, vision-lora, clip, and files"
+    with pytest.raises(UsageError, match=rf"there is no suite imagenet \(there are: {known}"):
         open_suite("imagenet")
     with pytest.raises(UsageError, match="there is no suite vison; did you mean vision"):
         open_suite("vison")

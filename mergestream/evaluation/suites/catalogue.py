@@ -24,7 +24,7 @@ def open_suite(
     model: str | None = None,
     evaluate: str | None = None,
 ) -> Suite:
-    """The suite of a name (``clip``, in a checkout ``text`` and ``vision``, or another package's), or of a file."""
+    """The suite of a name (``clip``, in a checkout the offline suites', or another package's), or of a file."""
     choices = Choices(tasks, test_limit, model, evaluate)
     file = _file(name)
     return choices.of(_registered(name)) if file is None else load_suite(file, choices)
@@ -35,10 +35,11 @@ def _file(name: str) -> Path | None:
         return Path(name)
     if name not in OFFLINE_SUITES:
         return None
-    file = find(f"{name}.py")
+    script = f"{name.replace('-', '_')}.py"
+    file = find(script)
     if file is None:
         raise UsageError(
-            f"the suite {name} is not in the installed package: it is benchmarks/suites/{name}.py in a checkout "
+            f"the suite {name} is not in the installed package: it is benchmarks/suites/{script} in a checkout "
             "of mergestream's repository, and mergestream bench takes that path"
         )
     return file

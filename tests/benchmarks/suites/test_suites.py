@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.suites import text, vision
+from benchmarks.suites import text, text_lora, vision, vision_lora
+from benchmarks.suites.lora import LoRARecipe
 from benchmarks.suites.trained import TrainedSuite
 from mergestream.cli import main
 from mergestream.errors import UsageError
@@ -27,6 +28,17 @@ def test_a_short_name_means_the_file_in_the_checkout(module):
     assert isinstance(by_name, TrainedSuite) and isinstance(by_path, TrainedSuite)
     assert by_name.tasks == by_path.tasks == module.SUITE.tasks == tuple(task.name for task in module.TASKS[:8])
     assert by_name.test_limit == 500 and by_name.can_fine_tune
+
+
+@pytest.mark.parametrize(("module", "plain"), [(text_lora, text), (vision_lora, vision)])
+def test_the_suites_of_adapters_differ_in_their_experts_alone(module, plain):
+    by_name, by_path = open_suite(f"{plain.SUITE.name}-lora"), load_suite(Path(module.__file__))
+    assert isinstance(by_name, TrainedSuite) and isinstance(by_path, TrainedSuite)
+    assert by_name.recipe == by_path.recipe == LoRARecipe.like(plain.SUITE.recipe)
+    assert (by_name.recipe.rank, by_name.recipe.learning_rate) == (16, 10 * plain.SUITE.recipe.learning_rate)
+    assert by_name.recipe.steps(10**6) == plain.SUITE.recipe.steps(10**6)
+    assert by_name.all_tasks is plain.TASKS and by_name.backbone is plain.SUITE.backbone
+    assert by_name.data_of == plain.SUITE.name and by_name.tasks == plain.SUITE.tasks
 
 
 def test_tasks_and_samples_are_limited_as_asked():
