@@ -28,7 +28,8 @@ from torch import Tensor
 from benchmarks.stopwatch import work
 from mergestream.algebra import lapack
 from mergestream.algebra.projection import project, protected_directions
-from mergestream.algebra.svd import ThinSVD, _gram, _numerical_rank, thin_svd
+from mergestream.algebra.svd import ThinSVD, _numerical_rank, thin_svd
+from mergestream.algebra.svd import gram as _gram
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import single_threaded
 

@@ -27,8 +27,10 @@ _HOMES = {
     "LocalEngine": "mergestream.engine",
     "ENGINES": "mergestream.engine",
     "METHODS": "mergestream.methods",
+    "READOUTS": "mergestream.ledger.readouts",
     "register_method": "mergestream.methods",
     "Method": "mergestream.methods.base",
+    "Ledger": "mergestream.ledger.method",
     "OPCM": "mergestream.methods.opcm",
     "Average": "mergestream.methods.average",
     "TaskArithmetic": "mergestream.methods.task_arithmetic",
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from mergestream.engine import ENGINES, LocalEngine
     from mergestream.errors import MergestreamError
     from mergestream.export.one_shot import merge
+    from mergestream.ledger.method import Ledger
+    from mergestream.ledger.readouts import READOUTS
     from mergestream.merging.merger import Merger
     from mergestream.methods import METHODS, register_method
     from mergestream.methods.average import Average

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial as bind
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,11 @@ class Store(StoreDirectory):
         self,
         out: str | Path,
         *,
+        readout: str | None = None,
+        only: Sequence[str] = (),
+        without: Sequence[str] = (),
+        weights: Mapping[str, float] | None = None,
+        balance: bool = False,
         scale: str | float | None = None,
         dtype: str | None = None,
         task: str | None = None,
@@ -64,18 +69,31 @@ class Store(StoreDirectory):
     ) -> Path:
         """Write the merged model as a Hugging Face directory.
 
-        ``scale`` is the method's own by default, else ``adaptive``, ``sqrt``, ``mean`` or a number; ``dtype`` is the
+        ``readout`` says how experts become one model: of a ledger ``agree`` (the default), ``tsv``, ``iso``, ``sum`` or
+        ``expert:NAME``, of the others ``plain`` or ``iso``. Of a ledger the experts can be chosen (``only``,
+        ``without``), weighted (``weights``, by name) and balanced (``balance``). ``scale`` is the readout's own by
+        default, else a number, or ``adaptive``, ``sqrt`` or ``mean`` where it adds up; ``dtype`` is the
         base's by default, ``task`` names the expert whose head to put in place of the base's, ``command`` goes into
         the model card, and ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
         from mergestream.export.model import export_model
+        from mergestream.ledger.selection import Selection
 
         output = Output(Path(out), dtype, max_shard_size, overwrite)
+        selection = Selection(readout, only, without, weights or {}, balance)
         draw = bind(draw_pictures, self) if pictures else None
         with self.snapshot() as snapshot:
             export_model(
-                snapshot, output, self.engine, self.progress, scale=scale, task=task, command=command, illustrate=draw
+                snapshot,
+                output,
+                self.engine,
+                self.progress,
+                selection=selection,
+                scale=scale,
+                task=task,
+                command=command,
+                illustrate=draw,
             )
         return output.path
 
@@ -83,22 +101,54 @@ class Store(StoreDirectory):
         self,
         out: str | Path,
         *,
+        readout: str | None = None,
+        only: Sequence[str] = (),
+        without: Sequence[str] = (),
+        weights: Mapping[str, float] | None = None,
+        balance: bool = False,
         rank: int | None = None,
         scale: str | float | None = None,
         dtype: str | None = None,
         overwrite: bool = False,
         command: str | None = None,
     ) -> Energy:
-        """Write the merged task vector as a PEFT adapter of the base, exactly or cut down to ``rank``;
-        returns how much of it was left out."""
+        """Write the merged task vector as a PEFT adapter of the base, exactly or cut down to ``rank``; returns how much
+        of it was left out. What it is made of is chosen as in `export`."""
         from mergestream.export.adapter import export_adapter
         from mergestream.export.directory import Output
+        from mergestream.ledger.selection import Selection
 
         output, draw = Output(Path(out), dtype, overwrite=overwrite), bind(draw_pictures, self)
+        selection = Selection(readout, only, without, weights or {}, balance)
         with self.snapshot() as snapshot:
             return export_adapter(
-                snapshot, output, self.engine, self.progress, rank=rank, scale=scale, command=command, illustrate=draw
+                snapshot,
+                output,
+                self.engine,
+                self.progress,
+                selection=selection,
+                rank=rank,
+                scale=scale,
+                command=command,
+                illustrate=draw,
             )
+
+    def export_adapters(
+        self,
+        out: str | Path,
+        *,
+        rank: int | None = None,
+        dtype: str | None = None,
+        overwrite: bool = False,
+        command: str | None = None,
+    ) -> dict[str, Energy]:
+        """Write every expert of a ledger as a PEFT adapter of the base, in a directory of its own below ``out``."""
+        from mergestream.export.adapter import export_adapters
+        from mergestream.export.directory import Output
+
+        output = Output(Path(out), dtype, overwrite=overwrite)
+        with self.snapshot() as snapshot:
+            return export_adapters(snapshot, output, self.engine, self.progress, rank=rank, command=command)
 
     def similarity(self) -> Similarity:
         """Cosines of all task vectors, from their sketches."""
@@ -142,7 +192,7 @@ class Store(StoreDirectory):
 
     def tensor_records(self, number: int) -> dict[str, dict[str, Any]]:
         """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
-        return tensor_records(self.path, number)
+        return tensor_records(self.path, self.history[number - 1].number)
 
 
 def draw_pictures(store: Store, directory: Path) -> dict[str, str]:

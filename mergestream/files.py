@@ -16,13 +16,16 @@ BESIDE = ".new"
 """What the name of a file ends in until it is whole"""
 
 
-def sync_directory(directory: Path) -> None:
-    """Make renames and new names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_file(path: Path) -> None:
+    """Bring to the disk what is in a file, or the names that are in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+sync_directory = sync_file
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -11,7 +11,8 @@ import mergestream
 PACKAGE = Path(mergestream.__file__).parent
 ORDER = [
     *("errors", "sizes", "digest", "files", "progress", "registry", "commands"),
-    *("engine", "checkpoints", "algebra", "base", "experts", "methods", "merging", "store", "export", "report", "api"),
+    *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "merging"),
+    *("store", "export", "report", "api"),
     *("evaluation", "testing", "cli", "__init__", "__main__"),
 ]
 """The rooms of the package, files and folders, the lowest first; within a folder all is allowed"""

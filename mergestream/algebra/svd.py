@@ -102,7 +102,7 @@ def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> Thin
         return s[: _numerical_rank(s, tolerance)]
 
     wanted = (lambda values: leading(singular_values(values))) if leading else None
-    eigenvalues, vectors = eigh_upper(_gram(matrix), matrix.dtype, wanted)
+    eigenvalues, vectors = eigh_upper(gram(matrix), matrix.dtype, wanted)
     s = singular_values(eigenvalues)
     v = vectors.flip(1)[:, : len(s)]
     count = v.shape[1]
@@ -113,9 +113,9 @@ def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> Thin
     return ThinSVD(u, s, v)
 
 
-def _gram(matrix: Tensor) -> Tensor:
-    """SᵀS in float64. NumPy sees that both factors are one matrix, and multiplies for one triangle only (syrk)."""
-    wide = matrix.double()
+def gram(matrix: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """SᵀS. NumPy sees that both factors are one matrix, and multiplies for one triangle only (syrk)."""
+    wide = matrix.to(dtype)
     if wide.device.type != "cpu":
         return wide.T @ wide
     array = wide.numpy()

@@ -8,7 +8,7 @@ import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,8 @@ def run_sweep(
     runs = run_streams(suite, streams, output / "streams", plan.workers, on_progress)
     for row in swept:
         spread = Spread.of([average_accuracy(run.matrix) for run in runs if run.method == row.key])
-        rest = Row(row.name, {key: value for key, value in row.parameters.items() if key != sweep.parameter})
+        parameters = {key: value for key, value in row.parameters.items() if key != sweep.parameter}
+        rest = replace(row, parameters=parameters)
         table.setdefault(rest.key, {})[row.parameters[sweep.parameter]] = asdict(spread) if spread else None
     return table
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
+    from mergestream.ledger.selection import Selection
     from mergestream.methods.base import Method
 
 CONTINUAL_FINE_TUNING = "continual_finetuning"
@@ -18,10 +19,12 @@ PAPER_NAMES = {
     "task_arithmetic": "C. Task Arithmetic",
     "ties": "C. Ties-Merging",
     "opcm": "OPCM",
+    "ledger": "Ledger",
 }
 
 DEFAULT_ROWS = (
     CONTINUAL_FINE_TUNING,
+    "ledger",
     "average",
     "task_arithmetic",
     "ties",
@@ -36,24 +39,47 @@ DEFAULT_ROWS = (
 )
 
 
+READ_BACK = "expert"
+"""As the readout of a row: each task is scored by its own expert, as the ledger gives it back."""
+_BALANCED = "+balance"
+
+
 @dataclass(frozen=True)
 class Row:
-    """``opcm:alpha=0.3:projection=paper``: a name and the parameters that differ from their defaults."""
+    """``opcm:alpha=0.3:projection=paper@iso``: a name, the parameters that differ from their defaults, a readout."""
 
     name: str
     parameters: dict[str, str] = field(default_factory=dict)
+    readout: str = ""
 
     @staticmethod
     def parse(text: str) -> Row:
-        name, *settings = text.strip().split(":")
+        method, _, readout = text.strip().partition("@")
+        name, *settings = method.split(":")
         if any("=" not in setting for setting in settings):
-            raise UsageError(f"{text!r} is no method; write name or name:key=value:key=value")
-        row = Row(name, dict(setting.split("=", 1) for setting in settings))
+            raise UsageError(f"{text!r} is no method; write name, name:key=value:key=value or name@readout")
+        row = Row(name, dict(setting.split("=", 1) for setting in settings), readout)
         if name != CONTINUAL_FINE_TUNING:
-            row.method()  # an unknown name or parameter is told now, not after the training
-        elif settings:
+            row.check()  # an unknown name or parameter is told now, not after the training
+        elif settings or readout:
             raise UsageError(f"{CONTINUAL_FINE_TUNING} has no parameters")
         return row
+
+    def check(self) -> None:
+        """Refuse what is not known, or cannot be read out so."""
+        method, selection = self.method(), self.selection("a task")
+        if method.remembers_experts:
+            selection.of_entries(["a task"])
+        else:
+            selection.of_state(method)
+
+    def selection(self, task: str) -> Selection:
+        """How the model is read out that is scored on a task."""
+        from mergestream.ledger.selection import ONE_EXPERT, Selection
+
+        readout = self.readout.removesuffix(_BALANCED)
+        chosen = f"{ONE_EXPERT}{task}" if readout == READ_BACK else readout
+        return Selection(chosen or None, balance=self.readout.endswith(_BALANCED))
 
     def method(self) -> Method:
         from mergestream.methods import make_method
@@ -62,14 +88,17 @@ class Row:
 
     @property
     def key(self) -> str:
-        return ":".join([self.name, *(f"{key}={value}" for key, value in sorted(self.parameters.items()))])
+        method = ":".join([self.name, *(f"{key}={value}" for key, value in sorted(self.parameters.items()))])
+        return f"{method}@{self.readout}" if self.readout else method
 
     @property
     def label(self) -> str:
         """The paper's name for the method, and what is not as in the paper."""
         label = PAPER_NAMES.get(self.name, self.name)
-        changed = ", ".join(f"{key} {value}" for key, value in sorted(self.parameters.items()))
-        return f"{label}, {changed}" if changed else label
+        changed = [f"{key} {value}" for key, value in sorted(self.parameters.items())]
+        if self.readout:
+            changed.append("experts read back" if self.readout == READ_BACK else f"readout {self.readout}")
+        return ", ".join([label, *changed])
 
 
 def parse_rows(text: str, trains: bool = True) -> list[Row]:
@@ -114,7 +143,9 @@ class Sweep:
         if not having:
             raise UsageError(f"none of the methods has a parameter {self.parameter}")
         swept = [
-            Row(row.name, {**row.parameters, self.parameter: f"{value:g}"}) for row in having for value in self.values
+            replace(row, parameters={**row.parameters, self.parameter: f"{value:g}"})
+            for row in having
+            for value in self.values
         ]
         for row in swept:
             row.method()  # a value out of range is told now, not after the training

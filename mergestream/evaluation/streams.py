@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.evaluation.cache import cache_directory, key_of, written_whole
-from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
+from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, READ_BACK, Row
 from mergestream.evaluation.workers import report
 from mergestream.files import write_json, write_text
 
 if TYPE_CHECKING:
+    from mergestream.api import Store
     from mergestream.evaluation.suites.base import Suite
+    from mergestream.ledger.selection import Selection
 
 Entries = Literal["all", "ends", "last"]
 
@@ -134,15 +136,17 @@ def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any
             store.add(suite.expert(task), name=task)
         seconds = time.monotonic() - started
         entry = store.history[step]
-        known = directory.parent / "known" / f"{_identity(suite, stream, step)}.txt" if method.commutative else None
+        identity = _identity(suite, stream, step) if method.commutative else None
+        accuracies, exporting = _score_step(suite, stream, step, store, directory.parent / "known", identity)
         return {
-            "accuracies": _score_step(suite, stream, step, store, known),
+            "accuracies": accuracies,
             "norm": entry.norm,
             "kept": entry.kept,
             "lambda": finite(entry.lambda_),
             "distance": entry.distance,
             "state_bytes": sum(file.stat().st_size for file in (path / "steps").rglob("*") if file.is_file()),
             "absorb_seconds": round(seconds, 3),
+            "export_seconds": exporting,
         }
 
     steps = _steps(stream, directory / "work", absorb)
@@ -159,22 +163,40 @@ def _identity(suite: Suite, stream: Stream, step: int) -> str:
     )
 
 
-def _score_step(suite: Suite, stream: Stream, step: int, store: Any, known: Path | None) -> dict[str, float]:
-    """Scores of the store's merged model. ``known`` remembers, for methods whose result does not depend on the
-    order, the model that stands for all orders: they differ in rounding only, and one is enough to score."""
+def _score_step(
+    suite: Suite, stream: Stream, step: int, store: Store, known: Path, identity: str | None
+) -> tuple[dict[str, float], float | None]:
+    """Scores of the store's merged model, and the seconds that one took to export, where one had to be.
+
+    ``known`` remembers, for methods whose result does not depend on the order and so has an ``identity``, the model
+    that stands for all orders: they differ in rounding only, and one is enough to score.
+    """
+    scores: dict[str, float] = {}
+    seconds = None
+    for selection, tasks in _models(stream, step):
+        remembered = known / f"{key_of(identity, str(selection))}.txt" if identity else None
+        with tempfile.TemporaryDirectory(dir=store.path.parent) as directory:
+            model = Path(directory) / "model"
+            digest = remembered.read_text() if remembered and remembered.is_file() else ""
+            if not digest or not all(_score_path(suite, digest, task).is_file() for task in tasks):
+                started = time.monotonic()
+                store.export(model, readout=selection.readout, balance=selection.balance, pictures=False)
+                seconds = round(time.monotonic() - started, 3)
+                digest = model_digest(model)
+                if remembered:
+                    remembered.parent.mkdir(exist_ok=True)
+                    remembered.write_text(digest)
+            scores |= _scores(suite, tasks, model, digest)
+    return scores, seconds
+
+
+def _models(stream: Stream, step: int) -> list[tuple[Selection, list[str]]]:
+    """What is read out after a step, each with the tasks that it is scored on: one model for all tasks, but for experts
+    that are read back."""
     wanted = stream.wanted_tasks(step)
-    if not wanted:
-        return {}
-    with tempfile.TemporaryDirectory(dir=store.path.parent) as directory:
-        model = Path(directory) / "model"
-        digest = known.read_text() if known and known.is_file() else ""
-        if not digest or not all(_score_path(suite, digest, task).is_file() for task in wanted):
-            store.export(model, pictures=False)
-            digest = model_digest(model)
-            if known:
-                known.parent.mkdir(exist_ok=True)
-                known.write_text(digest)
-        return _scores(suite, wanted, model, digest)
+    if stream.row.readout == READ_BACK:
+        return [(stream.row.selection(task), [task]) for task in wanted if task in stream.order[: step + 1]]
+    return [(stream.row.selection(""), wanted)] if wanted else []
 
 
 def _scores(suite: Suite, tasks: Sequence[str], model: Path, digest: str) -> dict[str, float]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,12 +19,14 @@ from mergestream.base.skeleton import Skeleton
 from mergestream.checkpoints import FLOATS, Checkpoint
 from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.model import Illustrate, written_form
 from mergestream.export.peft import AdaptedModule, Energy, Kind, modules_saved, write_adapter
 from mergestream.files import write_text
+from mergestream.ledger.selection import ONE_EXPERT, Selection
+from mergestream.merging.reading import Reading
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
 
@@ -32,6 +37,7 @@ def export_adapter(
     engine: Engine,
     progress: Progress,
     *,
+    selection: Selection | None = None,
     rank: int | None = None,
     scale: str | float | None = None,
     command: str | None = None,
@@ -42,54 +48,104 @@ def export_adapter(
     Weights whose state is dense have no small exact rank: they need ``rank``. Other dense tensors (biases,
     norms) go along whole, as ``modules_to_save`` do.
     """
-    manifest, last, readout = snapshot.manifest, snapshot.last, snapshot.readout(engine)
-    model = manifest.base
-    with ExitStack() as stack:
-        modules, whole = _sort(snapshot, rank)
-        base: Checkpoint = Skeleton(model.source, None, model.tensors)
-        if whole:
-            base = stack.enter_context(manifest.open_base())
-        factor = readout.scale(scale, last.mean_norm, last.direction_norm, engine)
+    content = _Content.of(snapshot, snapshot.reading(engine, selection), rank)
+    factor = content.reading.scale(scale, engine)
+    with output.draft() as draft, progress.task(f"writing {output.path.name}", content.count) as advance:
+        return content.write(draft, output.dtype, factor, command, illustrate, lambda name: advance(1))
 
-        def read(name: str) -> LowRank:
-            return _factors(readout.direction(name)) * factor
 
-        def read_whole(parameter: str) -> Tensor:
-            pieces = [piece for _, piece in readout.pieces(whole[parameter], base, factor, dtype)]
-            return torch.cat(pieces).view(model.tensors[whole[parameter]].shape)
+def export_adapters(
+    snapshot: Snapshot,
+    output: Output,
+    engine: Engine,
+    progress: Progress,
+    *,
+    rank: int | None = None,
+    command: str | None = None,
+) -> dict[str, Energy]:
+    """Write every expert of a ledger as an adapter in a directory of its own name."""
+    names = [entry.name for entry in snapshot.manifest.history]
+    for name in names:
+        if name in (".", "..") or Path(name).name != name:
+            raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
+    contents = {
+        name: _Content.of(snapshot, snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}")), rank) for name in names
+    }
+    total = sum(content.count for content in contents.values())
+    energies = {}
+    with output.draft() as draft, progress.task(f"writing {output.path.name}", total) as advance:
+        for name, content in contents.items():
+            (draft / name).mkdir()
+            energies[name] = content.write(draft / name, output.dtype, 1.0, command, None, lambda name: advance(1))
+    return energies
 
-        dtype = FLOATS[output.dtype or "float32"]
-        draft = stack.enter_context(output.draft())
-        with progress.task(f"writing {output.path.name}", len(modules) + len(whole)) as advance:
+
+@dataclass(frozen=True)
+class _Content:
+    """What an adapter holds: factors by the name of their tensor, and whole parameters with the name of theirs."""
+
+    snapshot: Snapshot
+    reading: Reading
+    modules: dict[str, AdaptedModule]
+    whole: dict[str, str]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, reading: Reading, rank: int | None) -> _Content:
+        return cls(snapshot, reading, *_sort(reading, rank))
+
+    @property
+    def count(self) -> int:
+        return len(self.modules) + len(self.whole)
+
+    def write(
+        self,
+        directory: Path,
+        dtype_given: str | None,
+        scale: float,
+        command: str | None,
+        illustrate: Illustrate | None,
+        advance: Callable[[str], None],
+    ) -> Energy:
+        """The adapter and its card."""
+        model, reading, dtype = self.reading.model, self.reading, FLOATS[dtype_given or "float32"]
+        with ExitStack() as stack:
+            base: Checkpoint = Skeleton(model.source, None, model.tensors)
+            if self.whole:
+                base = stack.enter_context(self.snapshot.manifest.open_base())
+
+            def read_whole(parameter: str) -> Tensor:
+                name = self.whole[parameter]
+                pieces = [piece for _, piece in reading.pieces(name, base, scale, dtype)]
+                return torch.cat(pieces).view(model.tensors[name].shape)
+
             energy = write_adapter(
-                draft,
-                modules,
-                read,
-                whole={parameter: written_form(model.tensors[name], dtype) for parameter, name in whole.items()},
+                directory,
+                self.modules,
+                lambda name: _factors(reading.direction(name)) * scale,
+                whole={parameter: written_form(model.tensors[name], dtype) for parameter, name in self.whole.items()},
                 read_whole=read_whole,
                 base=without_revision(model.source),
                 dtype=dtype,
-                advance=lambda name: advance(1),
+                advance=advance,
             )
-        pictures = illustrate(draft) if illustrate else {}
-        distance = math.sqrt(energy.total + factor**2 * math.fsum(readout.norm2.values()))
-        about = model.source, manifest.method, manifest.parameters, manifest.history
-        facts = CardFacts(*about, factor, distance, command=command, pictures=pictures)
-        write_text(draft / "README.md", model_card(facts, library="peft"))
-    return energy
+        pictures = illustrate(directory) if illustrate else {}
+        distance = math.sqrt(energy.total + scale**2 * math.fsum(reading.norm2.values()))
+        facts = CardFacts.of(self.snapshot, reading, scale, distance, None, command, pictures)
+        write_text(directory / "README.md", model_card(facts, library="peft"))
+        return energy
 
 
-def _sort(snapshot: Snapshot, rank: int | None) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
+def _sort(reading: Reading, rank: int | None) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
     """The modules that get factors, by the name of their tensor, and whole parameters with the name of theirs."""
-    model = snapshot.manifest.base
+    model = reading.model
     called = {stored: name for name, stored in model.spellings.items()}
     modules: dict[str, AdaptedModule] = {}
     whole: dict[str, str] = {}
     for name in model.merged:
         tensor, parameter = model.tensors[name], called.get(name, name)
         module, _, leaf = parameter.rpartition(".")
-        bound = snapshot.rank_bound(name)
-        if bound is None and snapshot.is_zero(name):
+        bound = reading.rank_bound(name)
+        if bound is None and reading.is_zero(name):
             continue
         if bound is None and not _is_weight(tensor, leaf):
             if leaf not in ("weight", "bias"):

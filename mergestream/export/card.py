@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
+from mergestream.merging.reading import EntriesReading, Reading, StateReading
 from mergestream.methods.scale import inverse
 
 if TYPE_CHECKING:
     from mergestream.store.manifest import Expert
+    from mergestream.store.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,32 @@ class CardFacts:
     command: str | None = None
     pictures: Mapping[str, str] = field(default_factory=dict)
     """Files beside the card, and what they show"""
+    readout: str = "plain"
+    weights: Mapping[str, float] | None = None
+    """Of the experts, where the method remembers them"""
+
+    @classmethod
+    def of(
+        cls,
+        snapshot: Snapshot,
+        reading: Reading,
+        scale: float,
+        distance: float,
+        task: str | None,
+        command: str | None,
+        pictures: Mapping[str, str],
+    ) -> CardFacts:
+        """Of a store, as it is read out."""
+        manifest = snapshot.manifest
+        experts: Sequence[Expert] = manifest.history
+        weights, readout = None, "plain"
+        if isinstance(reading, EntriesReading):
+            weights = {voice.name: voice.weight for voice in reading.voices}
+            experts = [entry for entry in experts if entry.name in weights]
+        if isinstance(reading, EntriesReading | StateReading):
+            readout = reading.readout.name
+        about = manifest.base.source, manifest.method, manifest.parameters, experts
+        return cls(*about, scale, distance, task, command, pictures, readout, weights)
 
 
 def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "transformers") -> str:
@@ -51,18 +79,19 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
         *origin,
         "---",
         "",
-        f"# {len(facts.experts)} models merged with {facts.method}",
+        f"# {counted(len(facts.experts))} merged with {facts.method}",
         "",
         f"Merged one by one by mergestream {__version__}, without data or training.",
         "",
         f"* Base: `{facts.base}`",
         f"* Method: `{facts.method}`; parameters: {parameters}",
-        f"* λ = {inverse(facts.scale):.6g}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
+        *([f"* Readout: `{facts.readout}`"] if facts.readout != "plain" else []),
+        f"* {_scale(facts)}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
         *([f"* Head: the one of `{facts.task}`"] if facts.task else []),
         "",
-        "| step | expert | digest | ‖Δ‖ | kept | λ |",
+        f"| step | expert | digest | ‖Δ‖ | kept | {'λ' if facts.weights is None else 'weight'} |",
         "|---|---|---|---|---|---|",
-        *(_row(number, row) for number, row in enumerate(facts.experts, 1)),
+        *(_row(number, row, facts.weights) for number, row in enumerate(facts.experts, 1)),
         "",
         "kept: the share of the task vector's squared norm that the method let in.",
         *(line for file, words in facts.pictures.items() for line in ("", f"![{words}]({file})")),
@@ -72,6 +101,15 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
     return "\n".join(lines)
 
 
-def _row(number: int, row: CardRow | Expert) -> str:
+def counted(models: int) -> str:
+    return "1 model" if models == 1 else f"{models} models"
+
+
+def _scale(facts: CardFacts) -> str:
+    return f"λ = {inverse(facts.scale):.6g}" if facts.weights is None else f"scale {facts.scale:.6g}"
+
+
+def _row(number: int, row: CardRow | Expert, weights: Mapping[str, float] | None) -> str:
     name = row.name.replace("|", "\\|")
-    return f"| {number} | {name} | `{row.digest}` | {row.norm:.4g} | {row.kept:.1%} | {row.lambda_:.4g} |"
+    last = row.lambda_ if weights is None else weights[row.name]
+    return f"| {number} | {name} | `{row.digest}` | {row.norm:.4g} | {row.kept:.1%} | {last:.4g} |"

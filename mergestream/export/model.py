@@ -17,6 +17,7 @@ from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.source import Source, StateSource
 from mergestream.files import read_json, write_text
+from mergestream.ledger.selection import Selection
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
 
@@ -30,6 +31,7 @@ def export_model(
     engine: Engine,
     progress: Progress,
     *,
+    selection: Selection | None = None,
     scale: str | float | None = None,
     task: str | None = None,
     command: str | None = None,
@@ -37,18 +39,17 @@ def export_model(
 ) -> None:
     """Write ``merged = θ⁰ + scale · direction``; ``task`` names the expert whose head to put in place."""
     with ExitStack() as stack:
-        manifest, readout = snapshot.manifest, snapshot.readout(engine)
+        manifest, reading = snapshot.manifest, snapshot.reading(engine, selection)
         base = stack.enter_context(manifest.open_base())
         heads = stack.enter_context(snapshot.open_heads(task)) if task is not None else None
         output.refuse_to_replace(snapshot.path, manifest.base.source)
-        factor = readout.scale(scale, snapshot.last.mean_norm, snapshot.last.direction_norm, engine)
-        source = StateSource(readout, base, factor, heads)
+        factor = reading.scale(scale, engine)
+        source = StateSource(reading, base, factor, heads)
         draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)
         config = snapshot.head_config(task) if task is not None else None
         pictures = illustrate(draft) if illustrate else {}
-        about = manifest.base.source, manifest.method, manifest.parameters, manifest.history
-        card = CardFacts(*about, factor, source.distance, task, command, pictures)
+        card = CardFacts.of(snapshot, reading, factor, source.distance, task, command, pictures)
         write_companions(draft, output, base, card, config)
 
 

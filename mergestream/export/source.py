@@ -13,7 +13,7 @@ from torch import Tensor
 from mergestream.algebra.pieces import SquaredNorm
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorSpec
-from mergestream.merging.readout import Readout, cast
+from mergestream.merging.reading import Reading, cast
 from mergestream.merging.step import Outcome, Step, Totals, total
 from mergestream.merging.thresholds import Thresholds
 from mergestream.methods.scale import scale_value
@@ -23,7 +23,7 @@ from mergestream.methods.scale import scale_value
 class StateSource:
     """A state that is read out, with the head of a task in place of the base's where one is given."""
 
-    readout: Readout
+    reading: Reading
     base: Checkpoint
     scale: float
     heads: Checkpoint | None = None
@@ -31,25 +31,25 @@ class StateSource:
     @property
     def forms(self) -> Mapping[str, TensorSpec]:
         """Every tensor that is written, in the types of the base."""
-        return {**self.readout.model.tensors, **(self.heads.tensors if self.heads else {})}
+        return {**self.reading.model.tensors, **(self.heads.tensors if self.heads else {})}
 
     @property
     def memory(self) -> Mapping[str, int]:
         """Bytes that each takes at its peak."""
-        return self.readout.memory
+        return self.reading.memory
 
     def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
         """A tensor in order, each piece with the number of its first element, rounded once, to ``dtype``."""
         if self.heads and name in self.heads.tensors:
             yield 0, cast(self.heads.read(name).reshape(-1), dtype, name)
         else:
-            stored = self.readout.model.tensors[name].tied_to or name
-            yield from self.readout.pieces(stored, self.base, self.scale, dtype)
+            stored = self.reading.model.tensors[name].tied_to or name
+            yield from self.reading.pieces(stored, self.base, self.scale, dtype)
 
     @property
     def distance(self) -> float:
         """‖merged − θ⁰‖, once all has been read."""
-        return abs(self.scale) * math.sqrt(math.fsum(self.readout.norm2.values()))
+        return abs(self.scale) * math.sqrt(math.fsum(self.reading.norm2.values()))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from mergestream.algebra.lowrank import LowRank
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint, torch_dtype
 from mergestream.engine import Engine, LocalEngine
+from mergestream.errors import UsageError
 from mergestream.experts.vector import TaskVector
-from mergestream.merging.readout import Readout
+from mergestream.ledger.method import Ledger
+from mergestream.ledger.selection import Selection
+from mergestream.merging.reading import EntriesReading, Reading, StateReading, Voice
 from mergestream.merging.step import Step, Totals, no_state, total
 from mergestream.methods.base import Method
 from mergestream.methods.opcm import OPCM
@@ -29,6 +32,10 @@ class _State(dict[tuple[str, str], Tensor]):
 
     def read(self, slot: str, name: str) -> Tensor:
         return self[slot, name]
+
+    def entry(self, name: str) -> dict[str, Tensor]:
+        """All slots of a tensor."""
+        return {slot: value for (slot, of), value in self.items() if of == name}
 
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
         self[slot, name].view(-1)[start : start + piece.numel()] = piece
@@ -55,42 +62,79 @@ class Merger:
     ) -> None:
         self.method = method or OPCM()
         self.history: list[Totals] = []
+        self.names: list[str] = []
         self._base = open_checkpoint(base)
         self._model = BaseModel.examine(self._base)
         self._engine = engine or (LocalEngine() if workers is None else LocalEngine(workers))
-        self._state: _State | None = None
+        self._states: list[_State] = []
+        """That after the last model, or the entry of every one"""
 
-    def add(self, expert: Mapping[str, Tensor]) -> Totals:
-        """Absorb the next model; returns the norms and λ after it."""
+    def add(self, expert: Mapping[str, Tensor], name: str | None = None) -> Totals:
+        """Absorb the next model; returns the norms and λ after it. It is called by its number unless it has a name."""
+        name = name or str(len(self.names) + 1)
+        if name in self.names:
+            raise UsageError(f"an expert named {name} has been absorbed already; choose another name")
         vector = TaskVector(self._model, self._base, open_checkpoint(expert))
-        read_state = no_state if self._state is None else self._state.read
+        read_state = self._states[-1].read if self._states else no_state
         step = Step(self.method, [vector], len(self.history), read_state, self._engine.device)
         state = _State(step)
         outcomes = dict(step.run(self._engine, state))
         mean_norm = self.history[-1].mean_norm if self.history else 0.0
         totals = total(self.method, step.counts[-1], mean_norm, outcomes.values())
-        self._state = state
+        self._states = [*self._states, state] if self.method.remembers_experts else [state]
         self.history.append(totals)
+        self.names.append(name)
         return totals
 
-    def state_dict(self, scale: str | float | None = None) -> dict[str, Tensor]:
+    def state_dict(
+        self,
+        scale: str | float | None = None,
+        *,
+        readout: str | None = None,
+        only: Sequence[str] = (),
+        without: Sequence[str] = (),
+        weights: Mapping[str, float] | None = None,
+        balance: bool = False,
+    ) -> dict[str, Tensor]:
         """The merged model, in the base's dtypes; tied tensors stay one tensor.
 
-        ``scale`` is the method's own by default, else ``adaptive``, ``sqrt``, ``mean`` or a number.
+        ``scale`` is the readout's own by default, else ``adaptive``, ``sqrt``, ``mean`` or a number. The others are
+        as in `Store.export`.
         """
-        if self._state is None:
+        if not self.history:
             return {name: self._base.read(name) for name in self._model.tensors}
-        totals, engine = self.history[-1], self._engine
-        readout = Readout(self._model, self.method, totals.t, self._state.read, engine.device)
-        factor = readout.scale(scale, totals.mean_norm, totals.direction_norm, engine)
+        engine, reading = self._engine, self._reading(Selection(readout, only, without, weights or {}, balance))
+        factor = reading.scale(scale, engine)
 
         def merge(name: str) -> Tensor:
             tensor = self._model.tensors[name]
             merged = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
-            for start, piece in readout.pieces(name, self._base, factor, tensor.dtype):
+            for start, piece in reading.pieces(name, self._base, factor, tensor.dtype):
                 merged.view(-1)[start : start + piece.numel()] = piece
             return merged
 
         stored = {name: tensor.numel for name, tensor in self._model.tensors.items() if tensor.tied_to is None}
-        merged = dict(engine.run(stored, merge, readout.memory))
+        merged = dict(engine.run(stored, merge, reading.memory))
         return {name: merged[tensor.tied_to or name] for name, tensor in self._model.tensors.items()}
+
+    def _reading(self, selection: Selection) -> Reading:
+        last = self.history[-1]
+        if not isinstance(self.method, Ledger):
+            return StateReading(
+                self._model,
+                self.method,
+                last.t,
+                self._states[-1].read,
+                last.mean_norm,
+                last.direction_norm,
+                self._engine.device,
+                readout=selection.of_state(self.method),
+            )
+        readout, weights = selection.of_entries(self.names)
+        voices = [
+            Voice(name, weights[name], totals.t, totals.norm, state.entry)
+            for name, totals, state in zip(self.names, self.history, self._states, strict=True)
+            if name in weights
+        ]
+        reading = EntriesReading(self._model, self.method, readout, voices, self._engine.device)
+        return reading.balanced(self._engine) if selection.balance else reading

@@ -19,12 +19,15 @@ from mergestream.algebra import pieces
 from mergestream.algebra.bounds import FactorBounds
 from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
 from mergestream.algebra.pieces import SquaredNorm, ranges
-from mergestream.base.model import BaseTensor
+from mergestream.base.model import BaseModel
 from mergestream.checkpoints import torch_dtype
 from mergestream.digest import TensorHasher
 from mergestream.engine import Engine
 from mergestream.experts.sketch import Sketch
 from mergestream.experts.vector import BasePieces, TaskVector
+from mergestream.ledger.merge import merge_entries
+from mergestream.ledger.readouts.agree import Agree
+from mergestream.ledger.span import Entry
 from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods.base import Absorbed, Context, Method, State, absorb_in_turn
 from mergestream.methods.scale import scale_value
@@ -139,6 +142,8 @@ class Step:
     """Takes the task vector as it goes by, where it is to be remembered."""
     measured: bool = False
     """Whether ‖direction‖ is measured even where the method's scale does not need it"""
+    withdrawn: bool = False
+    """Whether the model is taken out of the state of a method that adds up: −Δ is absorbed"""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,8 +154,9 @@ class Step:
         """t for each of the task vectors."""
         return range(self.before + 1, self.before + len(self.vectors) + 1)
 
-    def context(self, name: str, t: int, thresholds: Mapping[str, float] | None = None) -> Context:
-        return tensor_context(self.vectors[0].model.tensors[name], t, thresholds)
+    def context(self, name: str, t: int, thresholds: Mapping[str, float] | None = None, vector: int = 0) -> Context:
+        rank = self.vectors[vector].rank(name) if self.method.remembers_experts else None
+        return tensor_context(self.vectors[0].model, name, t, thresholds, rank)
 
     def run(self, engine: Engine, writer: StateWriter, *, done: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
         """Absorb the one task vector, all tensors but those that are done; yields the outcomes as they come."""
@@ -168,22 +174,22 @@ class Step:
         layout, whole = self.method.layout(context), self.method.is_whole(context)
         before = self._state_before(name)
         held = {slot: dense(value) for slot, value in before.items()} if before is not None else None
-        sketched = self.sketch.tensor(name) if self.sketch else None
+        sketched = self.sketch.tensor(name) if self.sketch and context.rank is None else None
         hashers = {slot: TensorHasher(form.dtype, form.shape) for slot, form in layout.items()}
         kept, directions = SquaredNorm(), SquaredNorm()
         absorbed: Absorbed | None = None
-        for start, piece in [(0, vector.whole(name))] if whole else vector.pieces(name):
-            if sketched:
+        for start, piece in self._arriving(vector, name, context):
+            if sketched and isinstance(piece, Tensor):
                 sketched.update(start, piece)
             state: State | None = None
             if held is not None:
-                cut = (
-                    held if whole else {slot: x.reshape(-1)[start : start + piece.numel()] for slot, x in held.items()}
-                )
+                stop = start + piece.shape.numel()
+                cut = held if whole else {slot: x.reshape(-1)[start:stop] for slot, x in held.items()}
                 state = {slot: value.to(self.device) for slot, value in cut.items()}
-            absorbed = self.method.absorb(state, piece.to(self.device), context)
+            arriving = piece.to(self.device) if isinstance(piece, Tensor) else piece  # factors are small
+            absorbed = self.method.absorb(state, -arriving if self.withdrawn else arriving, context)
             if absorbed.kept is not None:
-                kept.add(dense(absorbed.kept))
+                kept.add(absorbed.kept.core if isinstance(absorbed.kept, LowRank) else absorbed.kept)
             if self.measures_direction:
                 directions.add(dense(self.method.direction(absorbed.state, context)))
             for slot, form in layout.items():
@@ -200,12 +206,24 @@ class Step:
         digests = {slot: hasher.hexdigest() for slot, hasher in hashers.items()}
         return Outcome(norm2, kept2, direction2, absorbed.protected if absorbed else None, digests)
 
+    def _arriving(self, vector: TaskVector, name: str, context: Context) -> Iterator[tuple[int, Value]]:
+        """Δ as the method takes it: in pieces, whole, or in factors where it comes so and the method remembers it."""
+        if context.rank is not None:
+            delta = vector.factors(name)
+            if self.sketch and delta.any():
+                self.sketch.add_elements(name, delta.elements())
+            yield 0, delta
+        elif self.method.is_whole(context):
+            yield 0, vector.whole(name)
+        else:
+            yield from vector.pieces(name)
+
     def _absorb_factors(self, vector: TaskVector, name: str, context: Context, writer: StateWriter) -> Outcome:
         """The same in factors, which are small: always on the CPU and in one piece."""
         delta = vector.factors(name)
         if self.sketch and delta.any():
             self.sketch.add_elements(name, delta.elements())
-        absorbed = self.method.absorb(self._state_before(name), delta, context)
+        absorbed = self.method.absorb(self._state_before(name), -delta if self.withdrawn else delta, context)
         slots: dict[str, LowRank] = {}
         lost2 = 0.0
         for slot, value in absorbed.state.items():
@@ -228,6 +246,10 @@ class Step:
 
         Pieces go side by side and share those of the ``base``; of whole tensors only one is held at a time.
         """
+        if self.method.remembers_experts:
+            kept2, direction = self._merged_entries(name)
+            yield from _in_pieces(direction, kept2)
+            return
         contexts = [self.context(name, t, found) for t, found in zip(self.counts, thresholds, strict=True)]
         if not self.method.is_whole(contexts[0]):
             for arriving in zip(*(vector.pieces(name, base) for vector in self.vectors), strict=True):
@@ -236,15 +258,25 @@ class Step:
             return
         arriving_whole = (vector.whole(name).to(self.device) for vector in self.vectors)
         kept2, direction = absorb_in_turn(self.method, arriving_whole, contexts)
-        flat = direction.cpu().reshape(-1)
-        for start, stop in ranges(flat.numel()):
-            yield start, flat[start:stop], kept2
-            kept2 = [None if part is None else 0.0 for part in kept2]
+        yield from _in_pieces(direction, kept2)
+
+    def _merged_entries(self, name: str) -> tuple[list[float | None], Tensor]:
+        """All experts' entries of one tensor as they are when all have come, and what is read out of them."""
+        entries: list[Entry] = []
+        kept2: list[float | None] = []
+        for vector, model in enumerate(self.vectors):
+            context = self.context(name, self.counts[-1], vector=vector)
+            ((_, delta),) = self._arriving(model, name, context)
+            absorbed = self.method.absorb(None, delta.to(self.device) if isinstance(delta, Tensor) else delta, context)
+            entries.append(Entry({slot: dense(value) for slot, value in absorbed.state.items()}))
+            kept2.append(None if absorbed.kept is None else squared_norm(absorbed.kept))
+        return kept2, dense(merge_entries(Agree(), entries, context))
 
     @property
     def measures_direction(self) -> bool:
         """Where the scale needs it, where the share that bounding the rank costs does, or where it was asked for."""
-        return self.measured or self.method.scale_rule == "adaptive" or self.max_rank is not None
+        wanted = self.measured or self.method.scale_rule == "adaptive" or self.max_rank is not None
+        return wanted and not self.method.remembers_experts  # whose direction is decided when it is read out
 
     @property
     def memory(self) -> dict[str, int]:
@@ -257,15 +289,27 @@ class Step:
         }
 
     def _state_before(self, name: str) -> State | None:
-        if not self.before:
+        if not self.before or self.method.remembers_experts:
             return None
         layout = self.method.layout(self.context(name, self.before))
         return {slot: self.read_state(slot, name) for slot in layout}
 
 
-def tensor_context(tensor: BaseTensor, t: int, thresholds: Mapping[str, float] | None = None) -> Context:
+def tensor_context(
+    model: BaseModel, name: str, t: int, thresholds: Mapping[str, float] | None = None, rank: int | None = None
+) -> Context:
     """What a method may know of a tensor of the base after t models."""
-    return Context(t, tensor.role == "linear", tensor.shape, torch_dtype(tensor.state_dtype), thresholds or {})
+    tensor = model.tensors[name]
+    dtype, transposed = torch_dtype(tensor.state_dtype), name in model.conv1d
+    return Context(t, tensor.role == "linear", tensor.shape, dtype, thresholds or {}, rank, transposed)
+
+
+def _in_pieces(direction: Tensor, kept2: list[float | None]) -> Iterator[tuple[int, Tensor, list[float | None]]]:
+    """A whole tensor as `Step.directions` gives it; what it adds to ‖kept‖² comes with the first piece."""
+    flat = direction.cpu().reshape(-1)
+    for start, stop in ranges(flat.numel()):
+        yield start, flat[start:stop], kept2
+        kept2 = [None if part is None else 0.0 for part in kept2]
 
 
 def memory_of(method: Method, context: Context, vectors: int = 1) -> int:

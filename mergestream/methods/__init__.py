@@ -25,6 +25,7 @@ METHODS: Registry[type[Method]] = Registry(
     "method",
     "mergestream.methods",
     {
+        "ledger": "mergestream.ledger.method:Ledger",
         "opcm": "mergestream.methods.opcm:OPCM",
         "average": "mergestream.methods.average:Average",
         "task_arithmetic": "mergestream.methods.task_arithmetic:TaskArithmetic",

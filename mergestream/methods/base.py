@@ -53,6 +53,10 @@ class Context:
     """Of task vectors and states: float32, and float64 for a float64 model"""
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """For every name in the method's ranking: the least of the magnitudes that are kept."""
+    rank: int | None = None
+    """For methods that remember experts: a bound of the rank of Δ, where it comes in factors"""
+    transposed: bool = False
+    """Whether a linear weight is stored input × output, as GPT-2's are"""
 
     @property
     def like(self) -> Slot:
@@ -86,12 +90,13 @@ def parameter(
     default: Any,
     help: str,
     *,
+    above: float | None = None,
     at_least: float | None = None,
     at_most: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field that is a method's parameter, with its documentation and its range."""
-    metadata = {"help": help, "at_least": at_least, "at_most": at_most, "choices": choices}
+    metadata = {"help": help, "above": above, "at_least": at_least, "at_most": at_most, "choices": choices}
     return field(default=default, metadata=metadata)
 
 
@@ -105,9 +110,14 @@ class Method(ABC):
     name: ClassVar[str]
 
     @property
-    def whole(self) -> Literal["linear", "none"]:
-        """Which tensors are never cut: the weights of linear layers, or none."""
+    def whole(self) -> Literal["linear", "none", "all"]:
+        """Which tensors are never cut: the weights of linear layers, none, or all."""
         return "linear"
+
+    @property
+    def remembers_experts(self) -> bool:
+        """Whether it keeps an entry of every expert, made of that one alone, instead of a state that absorbs all."""
+        return False
 
     @property
     def factored(self) -> bool:
@@ -160,7 +170,7 @@ class Method(ABC):
         return dataclasses.asdict(self)
 
     def is_whole(self, context: Context) -> bool:
-        return context.linear and self.whole == "linear"
+        return self.whole == "all" or (context.linear and self.whole == "linear")
 
     def check_scale(self, rule: Scale) -> None:
         """Refuse a scale that this method's state cannot be read out with."""
@@ -178,7 +188,9 @@ class Method(ABC):
                 raise UsageError(f"{given} is not one of {', '.join(choices)}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(f"{given} must be finite")
-            low, high = limits.get("at_least"), limits.get("at_most")
+            above, low, high = limits.get("above"), limits.get("at_least"), limits.get("at_most")
+            if above is not None and not above < value <= (math.inf if high is None else high):
+                raise UsageError(f"{given} must be above {above}" + ("" if high is None else f", and at most {high}"))
             if (low is not None and not value >= low) or (high is not None and not value <= high):
                 bounds = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise UsageError(f"{given} must be {bounds}")

@@ -76,14 +76,14 @@ class Survival:
 
 
 def similarity(store: StoreDirectory) -> Similarity:
-    sketches = [read_sketch(record_directory(store.path, number)) for number in range(1, store.manifest.step + 1)]
+    sketches = [read_sketch(record_directory(store.path, entry.number)) for entry in store.history]
     cosines = [[cosine(a, b) for b in sketches] for a in sketches]
     return Similarity(tuple(entry.name for entry in store.history), tuple(map(tuple, cosines)))
 
 
 def survival(store: StoreDirectory) -> Survival:
     parts = tuple(sorted(store.manifest.base.merged, key=natural))  # files have layer.10 before layer.2
-    records = [tensor_records(store.path, number) for number in range(1, store.manifest.step + 1)]
+    records = [tensor_records(store.path, entry.number) for entry in store.history]
     rows = (
         tuple(tuple(record[name][what] for name in parts) for record in records)
         for what in ("norm", "kept", "protected")

@@ -114,13 +114,14 @@ def _open_step(stack: ExitStack, store: StoreDirectory, number: int) -> Model:
     if number == 0:
         return Model("the base", lambda name: None)
     snapshot = stack.enter_context(store.snapshot(number))
-    readout, scale = snapshot.readout(store.engine), snapshot.last.scale
+    reading = snapshot.reading(store.engine)
+    scale = reading.scale(None, store.engine)
 
     def elements(name: str) -> Elements | None:
-        direction = readout.elements(name)
+        direction = reading.elements(name)
         return None if direction is None else lambda start, stop: direction(start, stop) * scale
 
-    return Model(f"step {number} ({snapshot.last.name})", elements, readout.memory)
+    return Model(f"step {number} ({snapshot.last.name})", elements, reading.memory)
 
 
 def _sums(a: Elements | None, b: Elements | None, numel: int) -> Sums:

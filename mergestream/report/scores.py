@@ -15,7 +15,7 @@ from mergestream.files import read_json, write_json
 from mergestream.report.metrics import average_accuracy, backward_transfer
 
 if TYPE_CHECKING:
-    from mergestream.store import StoreDirectory
+    from mergestream.store import Expert, StoreDirectory
 
 NAME = "scores.json"
 Row = Sequence[float | None]
@@ -87,7 +87,7 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
     data = {
         **asdict(scores),
         # Scores belong to a state: after an undo and another add, they must not be shown for the new one.
-        "states": [entry.state for entry in store.history[: len(scores.matrix)]],
+        "states": [_state(store, entry) for entry in store.history[: len(scores.matrix)]],
     }
     write_json(store.path / NAME, {**data, "digest": _digest(data)})
 
@@ -101,8 +101,13 @@ def attached(store: StoreDirectory) -> Scores | None:
     if data.pop("digest", None) != _digest(data):
         raise MergestreamError(f"{path} is damaged: its digest does not match; attach the scores once more")
     pairs = zip(data.pop("states"), store.history, strict=False)
-    valid = len(list(takewhile(lambda pair: pair[0] == pair[1].state, pairs)))
+    valid = len(list(takewhile(lambda pair: pair[0] == _state(store, pair[1]), pairs)))
     return Scores.of(**{**data, "matrix": data["matrix"][:valid]}) if valid else None
+
+
+def _state(store: StoreDirectory, entry: Expert) -> str:
+    """What a store is after an expert; a ledger is all experts up to it, however long their entries are."""
+    return entry.digest if store.method.remembers_experts else entry.state
 
 
 def _digest(data: object) -> str:

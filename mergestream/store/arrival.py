@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import Counter
@@ -21,12 +22,13 @@ from mergestream.errors import MergestreamError
 from mergestream.experts.adapters import Adapter, same_model
 from mergestream.experts.opening import ExpertSource, open_expert, task_vector
 from mergestream.experts.sketch import Sketch
+from mergestream.ledger.method import FEWEST
 from mergestream.merging.step import Discard, Outcome, Step, Totals, no_state, total
 from mergestream.store.factors import block_layout, core_layout
 from mergestream.store.manifest import Expert
-from mergestream.store.records import cosines_to, record_directory, write_record
+from mergestream.store.records import copy_record, cosines_to, record_directory, write_record
 from mergestream.store.snapshot import Snapshot
-from mergestream.store.steps import StepReader, StepWriter, slot_name
+from mergestream.store.steps import StepWriter, slot_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +59,7 @@ class Candidate:
     def snapshot(self) -> Snapshot:
         """The store as it would be with it."""
         manifest = self.store.manifest.with_expert(self.expert)
-        return Snapshot(self.store.path, manifest, StepReader(self.store.path, manifest.step))
+        return Snapshot.open(self.store.path, manifest)
 
 
 Review = Callable[[Candidate], Expert]
@@ -74,18 +76,22 @@ class Arrival:
         partial: bool,
         ignore: Sequence[str],
         measured: bool,
+        withdrawn: bool = False,
     ) -> None:
-        """``measured``: the distance to the base is wanted, even where the method's scale does not need it."""
+        """``measured``: the distance to the base is wanted, even where the method's scale does not need it;
+        ``withdrawn``: the model is to be taken out of the state."""
         self.store = store
         self.options: dict[str, Any] = {"partial": partial, "ignore": list(ignore)}
         self.t = store.manifest.step + 1
+        self.number = store.manifest.next_number
         self.outcomes: dict[str, Outcome] = {}
         self.digests: dict[str, str] = {}
-        self._measured = measured
+        self._measured, self._withdrawn = measured, withdrawn
         self._files = ExitStack()
         try:
             self.vector = self._open(expert, partial, ignore)
-            self.before = self._files.enter_context(store.snapshot()) if store.history else None
+            absorbs = store.history and not store.method.remembers_experts
+            self.before = self._files.enter_context(store.snapshot()) if absorbs else None
         except BaseException:
             self._files.close()
             raise
@@ -143,7 +149,16 @@ class Arrival:
         store, read_state = self.store, self.before.state.read if self.before else no_state
         device, max_rank, before = store.engine.device, store.manifest.max_rank, self.t - 1
         return Step(
-            store.method, [self.vector], before, read_state, device, self.bounds, max_rank, self.sketch, self._measured
+            store.method,
+            [self.vector],
+            before,
+            read_state,
+            device,
+            self.bounds,
+            max_rank,
+            None if self._withdrawn else self.sketch,
+            self._measured,
+            self._withdrawn,
         )
 
     @cached_property
@@ -154,7 +169,8 @@ class Arrival:
         or when its factors would take as much as the dense tensor.
         """
         bounds: dict[str, FactorBounds] = {}
-        for name in self.vector.names if self.store.method.factored else ():
+        keeps_factors = self.store.method.factored and not self.store.method.remembers_experts
+        for name in self.vector.names if keeps_factors else ():
             rank, ranks = self.vector.rank(name), self.before.ranks(name) if self.before else []
             if rank is not None and ranks is not None:
                 shape = self.vector.model.tensors[name].shape
@@ -191,10 +207,11 @@ class Arrival:
             "fingerprint": self.vector.expert.fingerprint,
             "after": [entry.digest for entry in self.store.history],
             "measured": self.step.measures_direction,
+            "withdrawn": self._withdrawn,
             **self.options,
         }
         before = self.before.state if self.before else None
-        return StepWriter(self.store.path, self.t, self.layout, self.blocks, before, plan)
+        return StepWriter(self.store.path, self.number, self.layout, self.blocks, before, plan)
 
     def absorb(self, writer: StepWriter | None = None) -> None:
         """Absorb every tensor; without a writer only to know the outcome."""
@@ -202,7 +219,8 @@ class Arrival:
         done = writer.done if writer else {}
         self.outcomes = {name: outcome for name, (outcome, _) in done.items()}
         waiting = sum(vector.numel(name) for name in vector.names if name not in done)
-        label = f"{'absorbing' if writer else 'inspecting'} {Path(self.source).name}"
+        doing = "withdrawing" if self._withdrawn else "absorbing" if writer else "inspecting"
+        label = f"{doing} {Path(self.source).name}"
         with self.store.progress.task(label, 4 * waiting) as advance:
             for name, outcome in self.step.run(engine, writer or Discard(), done=done):
                 self.outcomes[name] = outcome
@@ -210,7 +228,8 @@ class Arrival:
                     writer.record(name, outcome, vector.digests.get(name))
                 advance(4 * vector.numel(name))
         sizes = {name: vector.numel(name) for name in done}
-        list(engine.run(sizes, lambda name: self.sketch.add_elements(name, vector.elements(name))))
+        if self.step.sketch:
+            list(engine.run(sizes, lambda name: self.sketch.add_elements(name, vector.elements(name))))
         for name in vector.heads:
             vector.head(name)
         earlier = {name: digest for name, (_, digest) in done.items() if digest is not None}
@@ -221,6 +240,7 @@ class Arrival:
         totals, sketch = self.totals, self.sketch.values()
         entry = Expert(
             name=name,
+            number=self.number,
             source=self.source,
             digest=self.digest,
             added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -228,12 +248,18 @@ class Arrival:
             distance=totals.distance,
             rank=max((max(bounds.core) for bounds in self.bounds.values()), default=0),
             state=writer.finish(self.outcomes),
-            record=write_record(record_directory(self.store.path, self.t), self, sketch),
+            record=write_record(record_directory(self.store.path, self.number), self, sketch),
             fates=self.fates,
             options=self.options,
+            cut=max(self.t, FEWEST) if self.store.method.remembers_experts else 0,
             **{key: value for key, value in vars(totals).items() if key != "t"},
         )
         return Candidate(self.store, entry, sketch)
+
+    def finish_withdrawal(self, writer: StepWriter, last: Expert) -> Expert:
+        """The last of the experts that stay, with the state without the one that was withdrawn."""
+        copy_record(record_directory(self.store.path, last.number), record_directory(self.store.path, self.number))
+        return dataclasses.replace(last, number=self.number, state=writer.finish(self.outcomes))
 
     def refuse_duplicate(self) -> None:
         if self.duplicate_of is not None:

@@ -78,6 +78,8 @@ class StoreDirectory:
             raise UsageError(f"keep={keep} must be at least 0")
         if max_rank is not None and max_rank < 1:
             raise UsageError(f"max_rank={max_rank} must be at least 1")
+        if max_rank is not None and method.remembers_experts:
+            raise UsageError(f"the size of a {method.name} is bounded by its budget: --set budget=…, not by a rank")
         with open_base_model(base, config_only=config_only) as checkpoint:
             model = BaseModel.examine(
                 checkpoint,
@@ -140,14 +142,29 @@ class StoreDirectory:
                 absorbed = review(candidate) if review else candidate.expert
             except MergestreamError:
                 writer.abandon()
-                remove(record_directory(self.path, arrival.t))
+                remove(record_directory(self.path, arrival.number))
                 raise
             except BaseException:
                 writer.pause()
                 raise
             arrival.note_oddities()
             self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
+            if self.method.remembers_experts:
+                self._shorten_entries()
             return absorbed
+
+    def _shorten_entries(self) -> None:
+        """Write those entries anew that have come to hold twice what is read of them, so that the store does not grow.
+
+        Each is a transaction of its own, after the step: if it fails, the entry is longer than it need be.
+        """
+        from mergestream.store.shortening import shorten
+
+        cut = self.manifest.step
+        for entry in self.history:
+            if cut >= 2 * entry.cut:
+                shorter = shorten(self.path, self.manifest, entry, cut)
+                self._commit(self.manifest.replacing(entry, shorter))
 
     def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
         """What adding a model would do; changes nothing."""
@@ -164,14 +181,63 @@ class StoreDirectory:
         with self.writing():
             if not self.history:
                 raise MergestreamError(f"{self.path} has absorbed nothing, there is nothing to undo")
-            undone, step = self.history[-1], self.manifest.step
-            if step > 1 and not step_directory(self.path, step - 1).is_dir():
+            undone, before = self.history[-1], self.manifest.at(self.manifest.step - 1)
+            if not self._keeps(before):
                 raise MergestreamError(
                     f"{self.path} keeps {self.manifest.keep} earlier step(s), and they are used up; "
                     "a store made with a larger --keep can go back further"
                 )
-            self._commit(self.manifest.at(step - 1))
+            self._commit(before)
             return undone
+
+    def remove(self, name: str, expert: ExpertSource | None = None) -> Expert:
+        """Take any one expert out; returns its entry.
+
+        A ledger drops what it remembers of it. The state of a method that only adds up (average, task_arithmetic) has
+        no more of it than the sum, so the ``expert`` itself must be there to be subtracted.
+        """
+        with self.writing():
+            removed = self._known(name)
+            rest = self.manifest.without(removed)
+            if self._keeps(rest):
+                self._commit(rest)
+            else:
+                self._subtract(removed, expert, rest)
+            return removed
+
+    def _known(self, name: str) -> Expert:
+        try:
+            return self.manifest.expert(name)
+        except MergestreamError as error:
+            raise UsageError(str(error)) from None
+
+    def _subtract(self, removed: Expert, source: ExpertSource | None, rest: Manifest) -> None:
+        """Make a step in which the expert's −Δ is absorbed; it takes the place of the last of those that stay."""
+        from mergestream.store.arrival import Arrival
+
+        if not (self.method.additive and self.method.commutative):
+            raise UsageError(
+                f"{self.method.name} cannot take an expert out of its state; undo goes back step by step, and a store "
+                "made with --method ledger can remove any expert"
+            )
+        if source is None:
+            raise UsageError(f"{self.method.name} has only a sum: pass the expert to subtract, with --expert PATH")
+        partial, ignore = removed.options["partial"], removed.options["ignore"]
+        with Arrival(self, source, partial, ignore, measured=False, withdrawn=True) as arrival:
+            writer = arrival.writer()
+            try:
+                arrival.absorb(writer)
+                if arrival.digest != removed.digest:
+                    raise MergestreamError(f"{arrival.source} is not the model that was absorbed as {removed.name}")
+                last = arrival.finish_withdrawal(writer, rest.history[-1])
+            except MergestreamError:
+                writer.abandon()
+                remove(record_directory(self.path, arrival.number))
+                raise
+            except BaseException:
+                writer.pause()
+                raise
+            self._commit(dataclasses.replace(rest, history=(*rest.history[:-1], last)))
 
     def verify(self) -> None:
         """Recompute every digest: the base's, the kept steps' and the heads'; raises at the first fault."""
@@ -188,16 +254,17 @@ class StoreDirectory:
         if self.manifest.base.measured:
             with self.open_base() as base:
                 self.manifest.base.check_digest(base, self.engine, self.progress)
-        for number, entry in enumerate(self.history, 1):
-            directory = step_directory(self.path, number)
-            if directory.is_dir():
-                reader = StepReader(self.path, number)
-                with closing(reader), self.progress.task(f"verifying step {number}", reader.nbytes) as advance:
-                    for size in reader.verify(entry.state):
+        needed = self.manifest.readable
+        for entry in self.history:
+            directory = step_directory(self.path, entry.number)
+            if entry.state and directory.is_dir():
+                reader = StepReader(self.path, entry.number, entry.state)
+                with closing(reader), self.progress.task(f"verifying {entry.name}", reader.nbytes) as advance:
+                    for size in reader.verify():
                         advance(size)
-            elif number == self.manifest.step:
+            elif entry in needed:
                 raise MergestreamError(f"{directory} is missing; restore the store from a backup")
-            verify_record(record_directory(self.path, number), entry.record)
+            verify_record(record_directory(self.path, entry.number), entry.record)
 
     def relocate(self, base: str | Path) -> None:
         """Refer to the base at another place, after its digest was checked."""
@@ -228,7 +295,9 @@ class StoreDirectory:
             number = manifest.step if step is None else step
             self._check_kept(number)
             try:
-                reader = StepReader(self.path, number)
+                snapshot = Snapshot.open(self.path, manifest.at(number))
+            except UsageError:  # a method that is not known
+                raise
             except (MergestreamError, OSError) as error:
                 self.manifest = Manifest.load(self.path)
                 if self.manifest == manifest:
@@ -236,8 +305,8 @@ class StoreDirectory:
                 continue
             self.manifest = Manifest.load(self.path)
             if self.manifest == manifest:
-                return Snapshot(self.path, manifest.at(number), reader)
-            reader.close()
+                return snapshot
+            snapshot.close()
 
     def _check_kept(self, number: int) -> None:
         """Refuse a step that the store has not taken, or no longer keeps."""
@@ -245,10 +314,14 @@ class StoreDirectory:
             raise MergestreamError(f"{self.path} has absorbed nothing yet; add an expert first")
         if number > self.manifest.step:
             raise MergestreamError(f"{self.path} has taken {self.manifest.step} steps, there is no step {number}")
-        if number < self.manifest.step and not step_directory(self.path, number).is_dir():
+        if number < self.manifest.step and not self._keeps(self.manifest.at(number)):
             raise MergestreamError(
                 f"{self.path} no longer keeps step {number}; a store made with a larger --keep goes back further"
             )
+
+    def _keeps(self, manifest: Manifest) -> bool:
+        """Whether all that is remembered by such a manifest is there."""
+        return all(entry.state and step_directory(self.path, entry.number).is_dir() for entry in manifest.readable)
 
     def _free_name(self, name: str | None, source: str) -> str:
         taken = {entry.name for entry in self.history}
@@ -260,11 +333,11 @@ class StoreDirectory:
         """Make a manifest real, then remove what nothing refers to any more."""
         manifest.save(self.path)
         self.manifest = manifest
-        kept = range(max(1, manifest.step - manifest.keep), manifest.step + 1)
+        kept = {e.number for e in (*manifest.history[-manifest.keep - 1 :], *manifest.readable) if e.state}
         remove_all_but(self.path / "steps", {f"{number:04d}" for number in kept})
         for number in kept:
             tidy(self.path, number)
-        remove_all_but(self.path / "experts", {f"{number:04d}" for number in range(1, manifest.step + 1)})
+        remove_all_but(self.path / "experts", {f"{entry.number:04d}" for entry in manifest.history})
 
 
 def expert_name(source: str, taken: Collection[str]) -> str:

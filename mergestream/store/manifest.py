@@ -15,14 +15,15 @@ from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, nearest
 from mergestream.files import read_json, write_json
-from mergestream.methods.scale import inverse
+from mergestream.methods.scale import inverse, scale_value
 
 if TYPE_CHECKING:
     from mergestream.methods.base import Method
 
-FORMAT = 2
-READABLE = (1, FORMAT)
-"""Format 1 lacks some facts of the base, which are told from others, and has always measured ‖direction‖."""
+FORMAT = 3
+READABLE = (1, 2, FORMAT)
+"""Format 1 lacks some facts of the base, which are told from others, and has always measured ‖direction‖. Up to
+format 2 only the last expert could be taken back, so that the number of an expert is its place."""
 NAME = "manifest.json"
 
 
@@ -31,6 +32,8 @@ class Expert:
     """One absorbed model, and the scalars of the store after it."""
 
     name: str
+    number: int
+    """Of its files: the record in ``experts``, and the state after it, or its entry, in ``steps``"""
     source: str
     digest: str
     added: str
@@ -53,12 +56,14 @@ class Expert:
     rank: int
     """The largest rank that a tensor in factors may have now; 0 where all are dense"""
     state: str
-    """Digest of the state after this step"""
+    """Digest of the state after this step, or of the entry; empty where an expert was removed that is still in it"""
     record: str
     """Digest of ``experts/NNNN/tensors.json``"""
     fates: Mapping[str, int]
     """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored"""
     options: Mapping[str, Any]
+    cut: int = 0
+    """In a ledger: how many experts its entry leaves room for"""
     gates: Sequence[Mapping[str, Any]] = ()
     """The gates that it passed, each with the value that was found"""
     evaluation: Mapping[str, Any] | None = None
@@ -101,11 +106,21 @@ class Manifest:
         self.base.check(checkpoint)
         return checkpoint
 
-    def number(self, name: str) -> int:
-        """The step of the expert of that name."""
-        for number, entry in enumerate(self.history, 1):
+    @property
+    def next_number(self) -> int:
+        """Under which the files of the next expert are kept."""
+        return max((entry.number for entry in self.history), default=0) + 1
+
+    @property
+    def readable(self) -> tuple[Expert, ...]:
+        """Whose files in ``steps`` make up what the store remembers: all in a ledger, else the last."""
+        return self.history if self.make_method().remembers_experts else self.history[-1:]
+
+    def expert(self, name: str) -> Expert:
+        """The expert of that name."""
+        for entry in self.history:
             if entry.name == name:
-                return number
+                return entry
         known = [entry.name for entry in self.history]
         raise MergestreamError(
             f"no expert named {name} has been absorbed{nearest(name, known)} "
@@ -114,6 +129,27 @@ class Manifest:
 
     def with_expert(self, expert: Expert) -> Manifest:
         return dataclasses.replace(self, history=(*self.history, expert))
+
+    def without(self, removed: Expert) -> Manifest:
+        """As if it had never come: the norms and scales of those after it are what they would be without it."""
+        method, place = self.make_method(), self.history.index(removed)
+        history = list(self.history[:place])
+        for entry in self.history[place + 1 :]:
+            t = len(history) + 1
+            before = history[-1].mean_norm if history else 0.0
+            mean_norm = ((t - 1) * before + entry.norm) / t
+            scale = scale_value(method.scale_rule, t, mean_norm, lambda: 0.0)
+            # An entry of a ledger stays what it is; a state after the one removed still has it in it.
+            state = entry.state if method.remembers_experts else ""
+            history.append(
+                dataclasses.replace(
+                    entry, mean_norm=mean_norm, scale=scale, direction_norm=None, distance=None, state=state
+                )
+            )
+        return dataclasses.replace(self, history=tuple(history))
+
+    def replacing(self, old: Expert, new: Expert) -> Manifest:
+        return dataclasses.replace(self, history=tuple(new if entry is old else entry for entry in self.history))
 
     def at(self, step: int) -> Manifest:
         """As it was after a step."""
@@ -157,7 +193,7 @@ class Manifest:
             base=BaseModel.from_json(data["base"]),
             keep=data["keep"],
             max_rank=data["max_rank"],
-            history=tuple(Expert(**entry) for entry in data["history"]),
+            history=tuple(Expert(**{"number": place, **entry}) for place, entry in enumerate(data["history"], 1)),
         )
 
 

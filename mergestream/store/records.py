@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from mergestream.checkpoints import SafetensorsWriter, TensorSpec, open_checkpoi
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.sketch import FORMAT, WIDTH, cosine
-from mergestream.files import read_json, remove, sync_directory, write_json
+from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,6 +55,16 @@ def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
     write_json(directory / _NAME, record)
     sync_directory(directory.parent)
     return text_digest((directory / _NAME).read_text(encoding="utf-8"))
+
+
+def copy_record(directory: Path, target: Path) -> None:
+    """The same record for the same expert under another number."""
+    remove(target)
+    shutil.copytree(directory, target)
+    for path in target.iterdir():
+        sync_file(path)
+    sync_directory(target)
+    sync_directory(target.parent)
 
 
 def tensor_records(store: Path, number: int) -> dict[str, dict[str, Any]]:
@@ -109,6 +120,4 @@ def read_sketch(directory: Path) -> np.ndarray | None:
 def cosines_to(store: Path, history: Sequence[Expert], sketch: Tensor) -> dict[str, float | None]:
     """A task vector's cosine to that of each absorbed expert, by name."""
     new = sketch.float().numpy()
-    return {
-        entry.name: cosine(new, read_sketch(record_directory(store, number))) for number, entry in enumerate(history, 1)
-    }
+    return {entry.name: cosine(new, read_sketch(record_directory(store, entry.number))) for entry in history}

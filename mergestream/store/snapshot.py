@@ -1,7 +1,8 @@
-"""A store as it is after some step: the manifest and the state that belong together, open for reading."""
+"""A store as it is after some step: the manifest and what is remembered that belong together, open for reading."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,66 +15,94 @@ from mergestream.store.records import HEADS, read_record, record_directory
 from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mergestream.engine import Engine
-    from mergestream.merging.readout import Readout
+    from mergestream.ledger.selection import Selection
+    from mergestream.merging.reading import Reading
     from mergestream.methods.base import Method
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after the last model of a history; its files stay readable while it is open, even if pruned."""
+    """What is remembered after the last model of a history; files stay readable while it is open, even if removed."""
 
     path: Path
     manifest: Manifest
     """Its history ends with the step whose state this is."""
-    state: StepReader
+    readers: Mapping[int, StepReader]
+    """By the number of the expert: the state after the last, or the entry of every one"""
+
+    @classmethod
+    def open(cls, path: Path, manifest: Manifest) -> Snapshot:
+        with ExitStack() as opened:
+            readers = {}
+            for entry in manifest.readable:
+                readers[entry.number] = StepReader(path, entry.number, entry.state)
+                opened.callback(readers[entry.number].close)
+            opened.pop_all()
+        return cls(path, manifest, readers)
 
     def __enter__(self) -> Snapshot:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.state.close()
+        self.close()
+
+    def close(self) -> None:
+        for reader in self.readers.values():
+            reader.close()
 
     @property
     def last(self) -> Expert:
         return self.manifest.history[-1]
 
+    @property
+    def state(self) -> StepReader:
+        """That after the last model, where there is one for all."""
+        return self.readers[self.last.number]
+
     @cached_property
     def method(self) -> Method:
         return self.manifest.make_method()
 
-    def readout(self, engine: Engine) -> Readout:
-        from mergestream.merging.readout import Readout
+    def reading(self, engine: Engine, selection: Selection | None = None) -> Reading:
+        """All that is remembered, or what was chosen of it, ready to be read out."""
+        from mergestream.ledger.method import Ledger
+        from mergestream.ledger.selection import Selection
+        from mergestream.merging.reading import EntriesReading, StateReading, Voice
 
-        factored = {name for name in self.manifest.base.merged if self.ranks(name) is not None}
-        return Readout(self.manifest.base, self.method, self.manifest.step, self.state.read, engine.device, factored)
-
-    def slots(self, name: str) -> list[str]:
-        """The slots of a tensor's state."""
-        from mergestream.merging.step import tensor_context
-
-        return list(self.method.layout(tensor_context(self.manifest.base.tensors[name], self.manifest.step)))
+        model, method, selection = self.manifest.base, self.method, selection or Selection()
+        if not isinstance(method, Ledger):
+            ranks = {name: found for name in model.merged if (found := self.ranks(name)) is not None}
+            norms = self.last.mean_norm, self.last.direction_norm
+            readout = selection.of_state(method)
+            return StateReading(
+                model, method, self.manifest.step, self.state.read, *norms, engine.device, ranks, readout
+            )
+        chosen, weights = selection.of_entries([entry.name for entry in self.manifest.history])
+        voices = [
+            Voice(entry.name, weights[entry.name], entry.cut, entry.norm, self.readers[entry.number].entry)
+            for entry in self.manifest.history
+            if entry.name in weights
+        ]
+        reading = EntriesReading(model, method, chosen, voices, engine.device)
+        return reading.balanced(engine) if selection.balance else reading
 
     def ranks(self, name: str) -> list[tuple[int, int]] | None:
-        """The ranks of the left and the right basis of every slot of a tensor; None where they are dense."""
-        return self.state.ranks(self.slots(name), name)
+        """The ranks of the left and the right basis of every slot of a tensor's state; None where they are dense."""
+        from mergestream.merging.step import tensor_context
 
-    def rank_bound(self, name: str) -> int | None:
-        """A bound of the rank of a tensor's direction; None where its state is dense."""
-        ranks = self.ranks(name)
-        return None if ranks is None else min(sum(left for left, _ in ranks), sum(right for _, right in ranks))
-
-    def is_zero(self, name: str) -> bool:
-        """Whether nothing but zeros has been absorbed."""
-        return not any(self.state.read(slot, name).any() for slot in self.slots(name))
+        slots = list(self.method.layout(tensor_context(self.manifest.base, name, self.manifest.step)))
+        return self.state.ranks(slots, name)
 
     def open_heads(self, name: str) -> Checkpoint:
         """The tensors that were kept for one expert."""
-        path = record_directory(self.path, self.manifest.number(name)) / HEADS
+        path = record_directory(self.path, self.manifest.expert(name).number) / HEADS
         if not path.is_file():
             raise MergestreamError(f"expert {name} has no head of its own; --heads GLOB at init keeps them")
         return open_checkpoint(path)
 
     def head_config(self, name: str) -> dict[str, Any] | None:
         """The config of an expert with a head of its own, for the labels are in it; None where it had none."""
-        return read_record(record_directory(self.path, self.manifest.number(name)))["config"]
+        return read_record(record_directory(self.path, self.manifest.expert(name).number))["config"]

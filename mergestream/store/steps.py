@@ -1,4 +1,4 @@
-"""Steps on disk: ``steps/NNNN`` holds the state after NNNN models.
+"""Steps on disk: ``steps/NNNN`` holds the state after the expert of that number, or in a ledger its entry.
 
 A step is written into its place and counts only when the manifest says so. Until then its
 ``plan.json`` says what it is to become and ``journal`` which tensors are done, each with the
@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from mergestream.algebra.lowrank import LowRank
     from mergestream.merging.step import Outcome
 
-_PLAN, _JOURNAL, _DIGESTS = "plan.json", "journal", "digests.json"
+_PLAN, _JOURNAL, DIGESTS = "plan.json", "journal", "digests.json"
 
 
 def step_directory(store: Path, number: int) -> Path:
@@ -46,14 +47,16 @@ def tidy(store: Path, number: int) -> None:
 
 
 class StepReader:
-    """The state after some step; files stay readable while it is open, even if they are pruned."""
+    """What a step has written; files stay readable while it is open, even if they are removed."""
 
-    def __init__(self, store: Path, number: int) -> None:
-        self._directory = step_directory(store, number)
-        self.factors = FactorReader(self._directory)
+    def __init__(self, store: Path, number: int, recorded: str) -> None:
+        """``recorded`` is the digest that the manifest has of it."""
+        self.directory, self._recorded = step_directory(store, number), recorded
+        self._verified: set[str] = set()
+        self.factors = FactorReader(self.directory)
         self._checkpoint: Checkpoint | None = None
-        if not self.factors.index or any(self._directory.glob("model*.safetensors")):
-            self._checkpoint = open_checkpoint(self._directory)
+        if not self.factors.index or any(self.directory.glob("model*.safetensors")):
+            self._checkpoint = open_checkpoint(self.directory)
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +68,42 @@ class StepReader:
             return self.factors.read(key, name, self._checkpoint)
         assert self._checkpoint is not None
         return self._checkpoint.read(key)
+
+    def entry(self, name: str) -> dict[str, Tensor]:
+        """All slots of a tensor in a ledger's entry, checked against their digests when they are first read."""
+        assert self._checkpoint is not None
+        found = {slot: self._checkpoint.read(slot_name(slot, name)) for slot in self._slots.get(name, ())}
+        if name not in self._verified:
+            for slot, value in found.items():
+                key = slot_name(slot, name)
+                if tensor_digest(value) != self._digests[key]:
+                    raise self._damaged(key, "remove the expert and add it once more")
+            self._verified.add(name)
+        return found
+
+    @cached_property
+    def _slots(self) -> dict[str, list[str]]:
+        """Those of every tensor."""
+        slots: dict[str, list[str]] = {}
+        for key in self._checkpoint.tensors if self._checkpoint else ():
+            slot, _, name = key.partition(":")
+            slots.setdefault(name, []).append(slot)
+        return slots
+
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        """By the names on disk, as the manifest knows them."""
+        digests, found = self.digests(), {name for name, *_ in self._tensors()}
+        if combined_digest(digests) != self._recorded or digests.keys() - {INDEX} != found:
+            raise MergestreamError(f"{self.directory / DIGESTS} is damaged: it does not match the manifest")
+        return digests
+
+    def _damaged(self, name: str, remedy: str) -> MergestreamError:
+        file = next(checkpoint.tensors[stored].file for key, _, checkpoint, stored in self._tensors() if key == name)
+        return MergestreamError(
+            f"{self.directory / file} is damaged: the digest of {name} does not match; {remedy}, or restore the "
+            "store from a backup"
+        )
 
     def ranks(self, slots: Collection[str], name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of each of these slots; None where they are dense."""
@@ -81,23 +120,18 @@ class StepReader:
         yield from self.factors.tensors()
 
     def digests(self) -> dict[str, str]:
-        return read_json(self._directory / _DIGESTS)
+        return read_json(self.directory / DIGESTS)
 
-    def verify(self, recorded: str) -> Iterator[int]:
+    def verify(self) -> Iterator[int]:
         """Recompute every digest; yields the bytes done, raises at the first that does not match."""
-        digests = self.digests()
-        tensors = list(self._tensors())
-        found = {name for name, *_ in tensors} | ({INDEX} if self.factors.index else set())
-        if combined_digest(digests) != recorded or digests.keys() != found:
-            raise MergestreamError(f"{self._directory / _DIGESTS} is damaged: it does not match the manifest")
-        if self.factors.index and _index_digest(self.factors.index) != digests[INDEX]:
-            raise MergestreamError(f"{self._directory / INDEX} is damaged: it does not match the manifest")
-        for name, size, checkpoint, stored in tensors:
+        digests = self._digests
+        if (INDEX in digests) != bool(self.factors.index) or (
+            self.factors.index and _index_digest(self.factors.index) != digests[INDEX]
+        ):
+            raise MergestreamError(f"{self.directory / INDEX} is damaged: it does not match the manifest")
+        for name, size, checkpoint, stored in self._tensors():
             if tensor_digest(checkpoint.read(stored)) != digests[name]:
-                raise MergestreamError(
-                    f"{self._directory / checkpoint.tensors[stored].file} is damaged: the digest of {name} does not "
-                    "match; go back a step with undo, or restore the store from a backup"
-                )
+                raise self._damaged(name, "go back a step with undo")
             yield size
 
     def close(self) -> None:
@@ -118,7 +152,10 @@ class StepWriter:
         before: StepReader | None,
         plan: Mapping[str, Any],
     ) -> None:
-        """``layout`` has the dense slots and the cores, ``blocks`` what the bases of factored slots may gain."""
+        """``layout`` has the dense slots and the cores, ``blocks`` what the bases of factored slots may gain.
+
+        ``before`` is the state before it, with the directory that its files are in.
+        """
         self.directory, self._before = step_directory(store, number), before
         self._layout, self._number = layout, number
         self.done: dict[str, tuple[Outcome, str | None]] = {}
@@ -208,7 +245,7 @@ class StepWriter:
             index |= outcome.factors["index"] if outcome.factors else {}
         if index:
             used = used_steps(index)
-            self._factors.finish(step_directory(self.directory.parent.parent, self._number - 1), used)
+            self._factors.finish(self._before.directory if self._before else self.directory, used)
             own = f"{file_prefix(self._number)}/"
             older = self._before.digests() if self._before else {}
             taken_over = tuple(f"{file_prefix(step)}/" for step in used if step != self._number)
@@ -216,7 +253,7 @@ class StepWriter:
             digests |= {k: d for k, d in older.items() if k.startswith(taken_over)}
             write_json(self.directory / INDEX, index)
             digests[INDEX] = _index_digest(index)
-        write_json(self.directory / _DIGESTS, digests)
+        write_json(self.directory / DIGESTS, digests)
         sync_directory(self.directory.parent)
         return combined_digest(digests)
 

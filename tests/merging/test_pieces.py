@@ -11,7 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mergestream import EMA, LAWA, METHODS, OPCM, TIES, Average, LocalEngine, MagMax, Merger, Method, TaskArithmetic
+from mergestream import (
+    EMA,
+    LAWA,
+    METHODS,
+    OPCM,
+    TIES,
+    Average,
+    Ledger,
+    LocalEngine,
+    MagMax,
+    Merger,
+    Method,
+    TaskArithmetic,
+)
 from mergestream.algebra import pieces, selection
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
@@ -32,6 +45,8 @@ NAMES = {
 }
 """Tensors of every role, with their dimensions"""
 METHOD_CASES = [
+    Ledger(budget=8),
+    Ledger(entries="float32"),
     OPCM(),
     OPCM(projection="paper", scaling="sqrt"),
     OPCM(projection="block"),

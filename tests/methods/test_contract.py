@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mergestream import EMA, LAWA, METHODS, OPCM, TIES, Average, MagMax, Method, TaskArithmetic
+from mergestream import EMA, LAWA, METHODS, OPCM, TIES, Average, Ledger, MagMax, Method, TaskArithmetic
 from mergestream.testing import Check, make_models, merged_in_memory, method_checks
 from tests.methods import formulas
 
 METHOD_CASES: list[Method] = [
+    Ledger(),
+    Ledger(budget=2.5, entries="float32", svd="exact"),
     OPCM(),
     OPCM(alpha=0.3, projection="paper"),
     OPCM(projection="block"),

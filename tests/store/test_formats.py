@@ -118,7 +118,7 @@ def test_it_verifies_exports_the_same_and_goes_on_to_the_same(name, place, tmp_p
     store.verify()
     assert_same_model(store.export(tmp_path / "merged", pictures=False), place / f"{name}-merged", name)
     store.add(third(place, name))
-    assert written_format(store.path) == 2
+    assert written_format(store.path) == 3
     again = Store(store.path)
     again.verify()
     assert again.history == store.history and len(again.history) == 3

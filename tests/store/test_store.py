@@ -273,7 +273,7 @@ def test_an_edited_manifest_is_refused(store):
 
 def test_a_newer_format_is_refused(store):
     path = store.path / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
     with pytest.raises(MergestreamError, match="upgrade"):
         Store(store.path)
 

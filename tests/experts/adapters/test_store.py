@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mergestream import EMA, LAWA, OPCM, TIES, Average, LocalEngine, MagMax, Store, TaskArithmetic, merge
-from mergestream.algebra.lowrank import LowRank
 from mergestream.checkpoints import open_checkpoint
 from tests.workshop import Workshop, clip, gpt2, llama
 
@@ -57,9 +56,7 @@ def assert_same_model(one: Path, other: Path, base: Path, tolerance: float = 1e-
 def in_factors(store: Store) -> dict[str, bool]:
     found = store.snapshot()
     names = [name for name, tensor in store.manifest.base.tensors.items() if tensor.merges]
-    return {
-        name: all(isinstance(found.state.read(slot, name), LowRank) for slot in found.slots(name)) for name in names
-    }
+    return {name: found.ranks(name) is not None for name in names}
 
 
 @pytest.mark.parametrize("method", [*FACTORED, *DENSE], ids=str)
@@ -163,7 +160,7 @@ def test_a_bounded_rank_is_the_nearest_and_tells_what_it_costs(tmp_path, materia
         for store_read in [Store(tmp_path / "two").snapshot().state.read("sum", tensor)]
     )
     two = Store(tmp_path / "two")
-    whole = two.snapshot().readout(two.engine).norm(two.engine) ** 2
+    whole = two.snapshot().reading(two.engine).norm(two.engine) ** 2
     assert cut.history[-1].lost == pytest.approx(energy / whole, rel=1e-6)
     bounded.verify()
 
@@ -174,8 +171,7 @@ def test_bounded_rank_with_every_factored_method(tmp_path, material):
         store = store_of(tmp_path / str(method), base, adapters, method, max_rank=2)
         store.verify()
         found, name = store.snapshot(), "model.layers.0.self_attn.q_proj.weight"
-        for slot in found.slots(name):
-            assert found.state.read(slot, name).rank <= 2
+        assert all(max(ranks) <= 2 for ranks in found.ranks(name))
 
 
 def test_bytes_do_not_depend_on_workers(tmp_path, material):

@@ -1,0 +1,34 @@
+"""The remove command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mergestream.cli.log import entry_json
+from mergestream.cli.options import A_MODEL, ComputingOptions, WorkingStoreOptions, argument, switch
+from mergestream.cli.printing import print_json
+
+HELP = "take any one expert out of a store, as if it had never come"
+EXAMPLES = """
+mergestream remove store legal
+mergestream remove average-store legal --expert path/to/legal    # methods that add up need the model itself
+"""
+
+
+@dataclass(frozen=True)
+class Options(WorkingStoreOptions, ComputingOptions):
+    name: str = argument(metavar="NAME", help="of the expert, as mergestream log has it")
+    expert: str | None = argument(
+        "--expert", metavar="MODEL", help=f"{A_MODEL}: to be subtracted by average and task_arithmetic"
+    )
+    json: bool = switch("--json", "print what was removed as JSON")
+
+
+def run(options: Options) -> int:
+    store = options.open_store()
+    removed = store.remove(options.name, options.expert)
+    if options.json:
+        print_json(entry_json(removed))
+    else:
+        print(f"{removed.name} removed; {store.path} has {store.manifest.step} experts")
+    return 0

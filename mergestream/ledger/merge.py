@@ -1,0 +1,52 @@
+"""One tensor of the merged task vector, made of the entries of all experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mergestream.algebra.lowrank import LowRank, Value
+from mergestream.ledger.readouts.base import EntriesReadout
+from mergestream.ledger.span import Entry, Product, Span, in_order
+from mergestream.methods.base import Context
+
+
+def merge_entries(
+    readout: EntriesReadout, entries: Sequence[Entry], context: Context, in_factors: bool = False
+) -> Value:
+    """The readout of one tensor; ``in_factors`` that of a matrix which is to go on as such."""
+    moved = in_order(entries)
+    if not moved:
+        return LowRank.zeros(context.shape, context.dtype)
+    if "delta" in entries[moved[0]].slots and not context.linear:
+        total = torch.zeros(context.shape, dtype=torch.float64)
+        for number, share in shares(readout, entries).items():
+            total += share * entries[number].slots["delta"]
+        return total.to(context.dtype)
+    products = list(_products(readout, entries, context))
+    if in_factors and len(products) == 1:
+        return products[0].low_rank(context.dtype, context.shape)
+    merged = [product.dense() for product in products]
+    return (merged[0] if len(merged) == 1 else torch.stack(merged)).reshape(context.shape)
+
+
+def shares(readout: EntriesReadout, entries: Sequence[Entry]) -> dict[int, float]:
+    """What of each expert that has moved the tensor goes into one that is no linear weight, by number and in order."""
+    total = math.fsum(entry.weight for entry in entries)
+    return {number: readout.share(entries[number].weight, total) for number in in_order(entries)}
+
+
+def coefficients(readout: EntriesReadout, span: Span, entries: Sequence[Entry], context: Context) -> Tensor:
+    """Z of one matrix: the readout's for linear weights, and their shares of it for the others."""
+    if context.linear:
+        return readout.coefficients(span)
+    share = shares(readout, entries)
+    return torch.diag(span.sigma * torch.tensor([share[number] for number in span.owner.tolist()], dtype=torch.float64))
+
+
+def _products(readout: EntriesReadout, entries: Sequence[Entry], context: Context) -> Iterator[Product]:
+    for span in Span.of(entries, context.dtype, context.transposed):
+        yield Product(span, coefficients(readout, span, entries, context), context.transposed)

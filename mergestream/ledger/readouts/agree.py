@@ -1,0 +1,43 @@
+"""agree: the merged weight does to each expert's own inputs what that expert does."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mergestream.algebra.symmetric import leading_eigenvectors
+from mergestream.ledger.readouts.base import EntriesReadout
+from mergestream.ledger.span import Span
+
+
+class Agree(EntriesReadout):
+    """What minimises Σ c_i ‖(M − Δ_i)|Δ_i|‖²/‖Δ_i‖², and stays with Σ c_i Δ_i where no expert says much.
+
+        C = Σ c_i V_i Σ_i² V_iᵀ/‖Δ_i‖²    D = Σ c_i U_i Σ_i³ V_iᵀ/‖Δ_i‖²    S = Σ c_i U_i Σ_i V_iᵀ
+        C = Q Λ Qᵀ    K = ⌈(Σ√λ)²/Σλ⌉    P = the first K columns of Q
+        M = S (I − P Pᵀ) + D P Λ_K⁻¹ Pᵀ
+
+    The objective is that of WUDI (Cheng et al., 2025), the cut at K that of SWUDI-A (arXiv 2606.07289).
+
+    With V the directions of all experts side by side and g = √c·σ/‖Δ‖, C = (V g)(V g)ᵀ has the eigenvalues of
+    the κ×κ matrix (V g)ᵀ(V g) = E Λ Eᵀ, and P = V F with F = g E Λ^(−½).
+    """
+
+    name = "agree"
+
+    def coefficients(self, span: Span) -> Tensor:
+        answer = span.weight * span.sigma.square() / span.norm2
+        g = answer.sqrt()
+        values, E = leading_eigenvectors(g[:, None] * span.input_gram * g, _effective_rank)
+        values = values[: E.shape[1]]
+        F = g[:, None] * E / values.sqrt()
+        inside = span.input_gram @ F  # VᵀP
+        agreed = (answer * span.sigma)[:, None] * inside / values  # D P Λ⁻¹ = U · this
+        return torch.diag(span.weighted).addmm_(agreed.sub_(span.weighted[:, None] * inside), F.T)
+
+
+def _effective_rank(values: Tensor) -> int:
+    """K, which is never more than there are."""
+    return math.ceil(float(values.sqrt().sum().square() / values.sum()) * (1 - 1e-12)) if len(values) else 0

@@ -1,0 +1,26 @@
+"""Task arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mergestream.ledger.readouts.base import EntriesReadout
+from mergestream.ledger.span import Span
+
+
+class Sum(EntriesReadout):
+    """Σ c_i Δ_i, scaled.
+
+    Ilharco et al., Editing Models with Task Arithmetic (2023); 0.3 for eight tasks in the OPCM paper.
+    """
+
+    name = "sum"
+    scale = 0.3
+    additive = True
+
+    def coefficients(self, span: Span) -> Tensor:
+        return torch.diag(span.weighted)
+
+    def share(self, weight: float, total: float) -> float:
+        return weight

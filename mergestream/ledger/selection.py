@@ -1,0 +1,107 @@
+"""What a user asks of a store: which readout, of which experts, with which weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mergestream.errors import UsageError, nearest
+from mergestream.ledger.readouts import READOUTS
+from mergestream.ledger.readouts.base import EntriesReadout, StateReadout
+from mergestream.methods.base import Method
+
+ONE_EXPERT = "expert:"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Everything that may be chosen when a model is read out, but for its scale."""
+
+    readout: str | None = None
+    """``agree`` for a ledger and ``plain`` for the others by default; ``expert:NAME`` is one expert"""
+    only: Sequence[str] = ()
+    without: Sequence[str] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """1 for those that are not named"""
+    balance: bool = False
+
+    def __str__(self) -> str:
+        """``agree, balanced, without a``"""
+        parts = [self.readout or "", "balanced" if self.balance else ""]
+        parts += [f"only {', '.join(self.only)}"] if self.only else []
+        parts += [f"without {', '.join(self.without)}"] if self.without else []
+        parts += [f"{name} × {weight:g}" for name, weight in self.weights.items()]
+        return ", ".join(filter(None, parts))
+
+    def of_state(self, method: Method) -> StateReadout:
+        """The readout of a state that has absorbed all experts."""
+        if self.only or self.without or self.weights or self.balance or (self.readout or "").startswith(ONE_EXPERT):
+            raise UsageError(
+                f"{method.name} does not remember who said what, so experts cannot be chosen; a store made with "
+                "--method ledger can"
+            )
+        readout = READOUTS.choose(self.readout or "plain")()
+        if not isinstance(readout, StateReadout) or not (readout.name == "plain" or method.additive):
+            raise UsageError(f"{method.name} cannot be read out by {readout.name}{_can(method)}")
+        return readout
+
+    def of_entries(self, names: Sequence[str]) -> tuple[EntriesReadout, dict[str, float]]:
+        """The readout of a ledger with these experts, and the weights of those that are heard."""
+        name, _, one = (self.readout or "agree").partition(":")
+        if one and name != "expert":
+            raise UsageError(f"there is no readout {self.readout}; {ONE_EXPERT}NAME is the one that takes a name")
+        readout = READOUTS.choose(name)()
+        if not isinstance(readout, EntriesReadout):
+            raise UsageError(f"a ledger cannot be read out by {name}; choose agree, tsv, iso, sum or expert:NAME")
+        if name == "expert":
+            return readout, self._one_expert(one, names)
+        for option, chosen in (("--only", self.only), ("--without", self.without), ("--weight", self.weights)):
+            _check_known(chosen, names, option)
+        if self.only and self.without:
+            raise UsageError("--only and --without exclude each other; give one of them")
+        for expert, weight in self.weights.items():
+            if not (math.isfinite(weight) and weight >= 0):
+                raise UsageError(f"the weight {weight:g} of {expert} is not a number from 0 on")
+        chosen_names = [each for each in names if each not in self.without and (not self.only or each in self.only)]
+        heard = {each: float(self.weights.get(each, 1.0)) for each in chosen_names}
+        heard = {each: weight for each, weight in heard.items() if weight}
+        if not heard:
+            raise UsageError("no expert is left to merge: all are left out, or have the weight 0")
+        return readout, heard
+
+    def _one_expert(self, one: str, names: Sequence[str]) -> dict[str, float]:
+        if not one:
+            raise UsageError(f"say which expert is meant: {ONE_EXPERT}NAME (there are: {', '.join(names)})")
+        _check_known([one], names, ONE_EXPERT)
+        if self.only or self.without or self.weights or self.balance:
+            raise UsageError(
+                f"{self.readout} is one expert: --only, --without, --weight and --balance do not go with it"
+            )
+        return {one: 1.0}
+
+
+def parse_weights(given: Sequence[str]) -> dict[str, float]:
+    """``NAME=0.5`` as a user writes it."""
+    weights = {}
+    for text in given:
+        name, equals, number = text.rpartition("=")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            equals = ""
+        if not equals or not name:
+            raise UsageError(f"--weight {text} is not of the form NAME=NUMBER")
+    return weights
+
+
+def _check_known(chosen: Sequence[str] | Mapping[str, float], names: Sequence[str], option: str) -> None:
+    for name in chosen:
+        if name not in names:
+            raise UsageError(
+                f"{option} {name}: there is no such expert{nearest(name, names)} (there are: {', '.join(names)})"
+            )
+
+
+def _can(method: Method) -> str:
+    return "; it can by plain or iso" if method.additive else "; it can by plain only"

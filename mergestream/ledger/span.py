@@ -1,0 +1,148 @@
+"""The directions of all experts for one linear weight, side by side: what readouts are functions of.
+
+With Δ_i = U_i Σ_i V_iᵀ, U = [U_1 … U_t] (m×κ) and V likewise, every readout has the form
+
+    M = U Z Vᵀ,    Z (κ×κ) made of UᵀU, VᵀV, σ, ‖Δ_i‖² and the weights c_i
+
+so that all but two products happens in κ dimensions, however large the weight is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mergestream.algebra.lowrank import LowRank
+from mergestream.algebra.svd import gram, thin_svd
+from mergestream.digest import combined_digest, tensor_digest
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is remembered of one expert for one tensor, and its weight in the merge."""
+
+    slots: Mapping[str, Tensor]
+    weight: float = 1.0
+
+    @cached_property
+    def identity(self) -> tuple[str, float]:
+        """The same for the same content."""
+        return combined_digest({slot: tensor_digest(value) for slot, value in self.slots.items()}), self.weight
+
+
+def in_order(entries: Sequence[Entry]) -> list[int]:
+    """The numbers of the entries that have moved the tensor, in an order that does not depend on their arrival."""
+    moved = [number for number, entry in enumerate(entries) if entry.slots]
+    return sorted(moved, key=lambda number: entries[number].identity)
+
+
+@dataclass(frozen=True)
+class Span:
+    """κ directions: that of each row, the expert ``owner`` it belongs to, with its ‖Δ_i‖² and its weight."""
+
+    outputs: Tensor
+    """Uᵀ (κ×m): where a direction leads, in the space of the layer's outputs"""
+    sigma: Tensor
+    inputs: Tensor
+    """Vᵀ (κ×n): what it answers to, in the space of the layer's inputs"""
+    norm2: Tensor
+    weight: Tensor
+    owner: Tensor
+
+    @staticmethod
+    def of(entries: Sequence[Entry], dtype: torch.dtype, transposed: bool) -> Iterator[Span]:
+        """One for each matrix of the tensor; ``transposed`` weights are stored input × output."""
+        moved = in_order(entries)
+        outputs, inputs = ("right", "left") if transposed else ("left", "right")
+        weights = [entries[number].weight for number in moved]
+        for parts in zip(*(_triplets(entries[number].slots) for number in moved), strict=True):
+            sigma = [part["sigma"] for part in parts]
+            norm2 = [float(part["norm2"]) or 1.0 for part in parts]  # of nothing: σ is zero too, whatever it is over
+            counts = torch.tensor(list(map(len, sigma)))
+            yield Span(
+                torch.cat([part[outputs] for part in parts]).to(dtype),
+                torch.cat(sigma),
+                torch.cat([part[inputs] for part in parts]).to(dtype),
+                torch.tensor(norm2, dtype=torch.float64).repeat_interleave(counts),
+                torch.tensor(weights, dtype=torch.float64).repeat_interleave(counts),
+                torch.tensor(moved).repeat_interleave(counts),
+            )
+
+    @cached_property
+    def output_gram(self) -> Tensor:
+        """UᵀU"""
+        return gram(self.outputs.T)
+
+    @cached_property
+    def input_gram(self) -> Tensor:
+        """VᵀV"""
+        return gram(self.inputs.T)
+
+    @property
+    def weighted(self) -> Tensor:
+        """c·σ: the diagonal of S = Σ c_i Δ_i in these directions"""
+        return self.weight * self.sigma
+
+    def damage(self, Z: Tensor) -> dict[int, float]:
+        """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner: how far M is from doing to an expert's own inputs what it does."""
+        found = {}
+        for owner in self.owner.unique().tolist():
+            own = self.owner == owner
+            sigma = self.sigma[own]
+            wrong = Z @ self.input_gram[:, own]
+            wrong[own] -= torch.diag(sigma)
+            wrong *= sigma
+            energy = float(sigma.pow(4).sum())
+            if energy:
+                found[owner] = float((wrong * (self.output_gram @ wrong)).sum()) / energy
+        return found
+
+    def overlap(self) -> dict[tuple[int, int], float]:
+        """How much two experts answer to the same inputs: the cosine of V_i Σ_i² V_iᵀ and V_j Σ_j² V_jᵀ."""
+        owners = self.owner.unique().tolist()
+        products = (self.sigma[:, None] * self.input_gram * self.sigma).square()
+        energy = {
+            (i, j): float(products[self.owner == i][:, self.owner == j].sum()) for i in owners for j in owners if i <= j
+        }
+        return {
+            (i, j): energy[i, j] / math.sqrt(energy[i, i] * energy[j, j])
+            for i, j in energy
+            if energy[i, i] and energy[j, j]
+        }
+
+
+@dataclass(frozen=True)
+class Product:
+    """U Z Vᵀ"""
+
+    span: Span
+    coefficients: Tensor
+    transposed: bool
+
+    def dense(self) -> Tensor:
+        span, Z = self.span, self.coefficients.to(self.span.outputs.dtype)
+        product = span.outputs.T @ (Z @ span.inputs)
+        return product.T if self.transposed else product
+
+    def low_rank(self, dtype: torch.dtype, shape: tuple[int, ...]) -> LowRank:
+        left, right = self.span.outputs.T.double() @ self.coefficients, self.span.inputs
+        left, right = (right.T, left.T) if self.transposed else (left, right)
+        return LowRank.from_factors(left, right, dtype, shape)
+
+
+def _triplets(slots: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The directions of each matrix of an entry. One that is so thin that it was kept whole has all of its own."""
+    if "delta" in slots:
+        for matrix in slots["delta"] if slots["delta"].ndim == 3 else [slots["delta"]]:
+            svd = thin_svd(matrix)
+            yield {"left": svd.u.T, "sigma": svd.s, "right": svd.v.T, "norm2": svd.s.square().sum()}
+    elif slots["left"].ndim == 2:
+        yield dict(slots)
+    else:
+        for number in range(len(slots["norm2"])):
+            yield {slot: value[number] for slot, value in slots.items()}

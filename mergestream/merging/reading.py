@@ -1,0 +1,325 @@
+"""The model that a store stands for: θ⁰ + scale · direction, tensor by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mergestream.algebra.bounds import matrix_shape
+from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
+from mergestream.algebra.pieces import Elements, SquaredNorm, ranges
+from mergestream.base.model import BaseModel, base_changed
+from mergestream.checkpoints import Checkpoint, torch_dtype
+from mergestream.engine import Engine
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.experts.vector import BasePieces
+from mergestream.ledger.merge import merge_entries
+from mergestream.ledger.method import Ledger, cut_entry, stack_of
+from mergestream.ledger.readouts.base import EntriesReadout, StateReadout
+from mergestream.ledger.readouts.plain import Plain
+from mergestream.ledger.span import Entry, Span
+from mergestream.merging.step import ReadState, memory_of, streamed_memory, tensor_context
+from mergestream.methods.base import Context, Method, State
+from mergestream.methods.scale import NAMED, Scale, parse_scale, scale_value
+
+BALANCING_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Reading(ABC):
+    """What is remembered, ready to be read out."""
+
+    model: BaseModel
+    norm2: dict[str, float] = field(default_factory=dict, kw_only=True)
+    """‖direction‖² of the tensors that have been read out to their end"""
+
+    @abstractmethod
+    def elements(self, name: str) -> Elements | None:
+        """A function that gives consecutive elements of the direction; None where all of them are zero."""
+
+    @abstractmethod
+    def direction(self, name: str) -> Value:
+        """The direction of a whole tensor, in factors where it has a rank that is known and less than full."""
+
+    @abstractmethod
+    def rank_bound(self, name: str) -> int | None:
+        """A bound of the rank of a tensor's direction; None where it is dense."""
+
+    @abstractmethod
+    def is_zero(self, name: str) -> bool:
+        """Whether no expert has moved the tensor."""
+
+    @abstractmethod
+    def scale(self, given: str | float | None, engine: Engine) -> float:
+        """By a user's rule or its own; ‖direction‖ is measured where the rule needs it and nobody has yet."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes that reading out each tensor takes at its peak."""
+
+    def pieces(self, name: str, base: Checkpoint, scale: float, dtype: str) -> Iterator[tuple[int, Tensor]]:
+        """The merged tensor in order, as (first element, elements), rounded once, to ``dtype``."""
+        tensor = self.model.tensors[name]
+        theirs = BasePieces(base.read(name), torch_dtype(tensor.state_dtype if tensor.merges else tensor.dtype))
+        direction, norm = self.elements(name) if tensor.merges else None, SquaredNorm()
+        for start, stop in ranges(tensor.numel):
+            piece = theirs.at(start, stop)
+            if direction is not None:
+                moved = direction(start, stop)
+                norm.add(moved)
+                piece = torch.add(piece, moved, alpha=scale)
+            yield start, cast(piece, dtype, name)
+        if tensor.digest and theirs.digest() != tensor.digest:
+            raise base_changed(name, base)
+        self.norm2[name] = norm.total()
+
+    def norm(self, engine: Engine) -> float:
+        """‖direction‖ over all tensors."""
+        sizes = {name: self.model.tensors[name].numel for name in self.model.merged}
+        return math.sqrt(math.fsum(norm2 for _, norm2 in engine.run(sizes, self._norm2, self.memory)))
+
+    def _norm2(self, name: str) -> float:
+        elements, norm = self.elements(name), SquaredNorm()
+        for start, stop in ranges(self.model.tensors[name].numel) if elements else ():
+            assert elements is not None
+            norm.add(elements(start, stop))
+        return norm.total()
+
+
+@dataclass(frozen=True)
+class StateReading(Reading):
+    """A method's state after t models."""
+
+    method: Method
+    t: int
+    read_state: ReadState
+    mean_norm: float
+    direction_norm: float | None = None
+    """By the method itself, where it was measured"""
+    device: str = "cpu"
+    ranks: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """Of the left and the right basis of every slot, of the tensors whose state is in factors"""
+    readout: StateReadout = field(default_factory=Plain)
+
+    def elements(self, name: str) -> Elements | None:
+        context, state = self._context(name), self._state(name)
+        if _in_factors(state) or self.method.is_whole(context) or (context.linear and not self._plain):
+            direction = self._direction(state, context)
+            if isinstance(direction, LowRank):
+                return direction.elements() if direction.any() else None
+            whole = direction.reshape(-1)
+            return lambda start, stop: whole[start:stop]
+        flat = {slot: dense(value).reshape(-1) for slot, value in state.items()}
+
+        def between(start: int, stop: int) -> Tensor:
+            cut: State = {slot: value[start:stop].to(self.device) for slot, value in flat.items()}
+            return dense(self._speak(self.method.direction(cut, context), context)).cpu()
+
+        return between
+
+    def direction(self, name: str) -> Value:
+        return self._direction(self._state(name), self._context(name))
+
+    def rank_bound(self, name: str) -> int | None:
+        ranks = self.ranks.get(name)
+        return None if ranks is None else min(sum(left for left, _ in ranks), sum(right for _, right in ranks))
+
+    def is_zero(self, name: str) -> bool:
+        return not any(value.any() for value in self._state(name).values())
+
+    def scale(self, given: str | float | None, engine: Engine) -> float:
+        rule = parse_scale(self.readout.scale_of(self.method) if given is None else given)
+        if given is not None:
+            self.method.check_scale(rule)
+        known = self.direction_norm if self._plain else None
+        return scale_value(rule, self.t, self.mean_norm, lambda: self.norm(engine) if known is None else known)
+
+    def _norm2(self, name: str) -> float:
+        state = self._state(name)
+        if _in_factors(state):  # the norm of the core: nothing is multiplied out
+            return squared_norm(self._direction(state, self._context(name)))
+        return super()._norm2(name)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        sizes = {}
+        for name, tensor in self.model.tensors.items():
+            context = self._context(name)
+            streamed = not tensor.merges or name in self.ranks
+            sizes[name] = streamed_memory(context) if streamed else memory_of(self.method, context)
+        return sizes
+
+    @property
+    def _plain(self) -> bool:
+        return isinstance(self.readout, Plain)
+
+    def _context(self, name: str) -> Context:
+        return tensor_context(self.model, name, self.t)
+
+    def _state(self, name: str) -> State:
+        return {slot: self.read_state(slot, name) for slot in self.method.layout(self._context(name))}
+
+    def _direction(self, state: State, context: Context) -> Value:
+        if _in_factors(state):
+            return self._speak(self.method.direction(state, context), context)
+        on_device: State = {slot: dense(value).to(self.device) for slot, value in state.items()}
+        return dense(self._speak(self.method.direction(on_device, context), context)).cpu()
+
+    def _speak(self, direction: Value, context: Context) -> Value:
+        if not context.linear:
+            return self.readout.other(direction, self.t)
+        if direction.ndim != 3:
+            return self.readout.linear(direction)
+        return torch.stack([dense(self.readout.linear(matrix)) for matrix in dense(direction)])
+
+
+@dataclass(frozen=True)
+class Voice:
+    """An expert that is heard: its weight, how far its entry is cut, its norm, and the entry of each tensor."""
+
+    name: str
+    weight: float
+    cut: int
+    norm: float
+    read: Callable[[str], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class EntriesReading(Reading):
+    """The entries of the experts that are heard."""
+
+    method: Ledger
+    readout: EntriesReadout
+    voices: Sequence[Voice]
+    device: str = "cpu"
+
+    @property
+    def cut(self) -> int:
+        """Entries are read as if so many experts shared the room: none has less, so that all are cut alike."""
+        return max(len(self.voices), *(voice.cut for voice in self.voices))
+
+    def entries(self, name: str) -> list[Entry]:
+        kept = self.method.directions(self.context(name), self.cut)
+        return [
+            Entry(
+                {slot: value.to(self.device) for slot, value in cut_entry(voice.read(name), kept).items()}, voice.weight
+            )
+            for voice in self.voices
+        ]
+
+    def elements(self, name: str) -> Elements | None:
+        direction = merge_entries(self.readout, self.entries(name), self.context(name))
+        if isinstance(direction, LowRank):
+            return None
+        whole = direction.cpu().reshape(-1)
+        return lambda start, stop: whole[start:stop]
+
+    def direction(self, name: str) -> Value:
+        return merge_entries(self.readout, self.entries(name), self.context(name), in_factors=True)
+
+    def rank_bound(self, name: str) -> int | None:
+        entries = [entry for entry in self.entries(name) if entry.slots]
+        context = self.context(name)
+        if not entries:
+            return 0
+        if len(context.shape) < 2 or stack_of(context)[0] or ("delta" in entries[0].slots and not context.linear):
+            return None
+        most = min(matrix_shape(context.shape))
+        return min(most, sum(len(entry.slots.get("sigma", range(most))) for entry in entries))
+
+    def is_zero(self, name: str) -> bool:
+        return not any(
+            bool(entry.slots["delta" if "delta" in entry.slots else "sigma"].any())
+            for entry in self.entries(name)
+            if entry.slots
+        )
+
+    def scale(self, given: str | float | None, engine: Engine) -> float:
+        rule: Scale = self.readout.scale if given is None else parse_scale(given)
+        if rule in NAMED and not self.readout.additive:
+            raise UsageError(
+                f"{self.readout.name} does not add up task vectors, so {rule} is no scale of its own; pass a number"
+            )
+        mean_norm = math.fsum(voice.norm for voice in self.voices) / len(self.voices)
+        return scale_value(rule, len(self.voices), mean_norm, lambda: self.norm(engine))
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The merged matrix, all directions of both sides twice, and a dozen matrices of coefficients."""
+        sizes = {}
+        for name, tensor in self.model.tensors.items():
+            context = self.context(name)
+            _, m, n = stack_of(context)
+            kept = self.method.directions(context, self.cut) or 1
+            together = min(kept * len(self.voices), 8 * min(m, n))
+            whole = 4 * (math.prod(context.shape) * 2 + 2 * together * (m + n)) + 12 * 8 * together**2
+            sizes[name] = whole if tensor.merges else streamed_memory(context)
+        return sizes
+
+    def context(self, name: str) -> Context:
+        return tensor_context(self.model, name, len(self.voices))
+
+    @property
+    def linear(self) -> dict[str, int]:
+        """The linear weights, with their sizes."""
+        return {name: tensor.numel for name, tensor in self.model.tensors.items() if tensor.role == "linear"}
+
+    def spans(self, name: str) -> Iterator[Span]:
+        context = self.context(name)
+        yield from Span.of(self.entries(name), context.dtype, context.transposed)
+
+    def damages(self, engine: Engine) -> list[dict[int, float]]:
+        """Of every linear weight, what is left of each expert that has moved it: by its number among the voices."""
+
+        def of_tensor(name: str) -> list[dict[int, float]]:
+            return [span.damage(self.readout.coefficients(span)) for span in self.spans(name)]
+
+        return [found for _, matrices in engine.run(self.linear, of_tensor, self.memory) for found in matrices]
+
+    def damage(self, engine: Engine) -> dict[str, float]:
+        """The same in the mean over all linear weights, by name; nothing of an expert that has moved none."""
+        found = self.damages(engine)
+        means = {}
+        for number, voice in enumerate(self.voices):
+            own = [one[number] for one in found if number in one]
+            if own:
+                means[voice.name] = math.fsum(own) / len(own)
+        return means
+
+    def balanced(self, engine: Engine) -> EntriesReading:
+        """With weights by which every expert's own directions are served alike: c_i ← c_i · damage_i / mean."""
+        reading = self
+        for _ in range(BALANCING_ROUNDS):
+            damage = reading.damage(engine)
+            mean = math.fsum(damage.values()) / max(len(damage), 1)
+            if not mean:
+                break
+            voices = [
+                dataclasses.replace(voice, weight=voice.weight * damage.get(voice.name, mean) / mean)
+                for voice in reading.voices
+            ]
+            reading = dataclasses.replace(reading, voices=voices)
+        return reading
+
+
+def _in_factors(state: State) -> bool:
+    return any(isinstance(value, LowRank) for value in state.values())
+
+
+def cast(piece: Tensor, dtype: str, name: str) -> Tensor:
+    """Round to the output's type; float16 ends at 65504, and an overflow is refused. Integers stay what they are."""
+    if not piece.is_floating_point():
+        return piece
+    rounded = piece.to(torch_dtype(dtype))
+    if dtype == "F16" and piece.dtype != torch.float16 and not bool(rounded.isfinite().all()):
+        raise MergestreamError(
+            f"tensor {name} has values that float16 cannot hold; export with --dtype bfloat16 or float32"
+        )
+    return rounded

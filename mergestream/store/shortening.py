@@ -1,0 +1,52 @@
+"""Entries of a ledger that hold more than is read of them, written anew under another number."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mergestream.checkpoints import SafetensorsWriter, TensorSpec, dtype_name
+from mergestream.digest import combined_digest, tensor_digest
+from mergestream.files import remove, sync_directory, write_json
+from mergestream.ledger.method import Ledger, cut_entry
+from mergestream.merging.step import tensor_context
+from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.records import copy_record, record_directory
+from mergestream.store.steps import DIGESTS, StepReader, slot_name, step_directory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def shorten(store: Path, manifest: Manifest, expert: Expert, cut: int) -> Expert:
+    """Write an expert's entry as it is read where ``cut`` experts share the room; returns it with its new number."""
+    method, number = manifest.make_method(), manifest.next_number
+    assert isinstance(method, Ledger)
+    target = step_directory(store, number)
+    remove(target)
+    target.mkdir()
+    with closing(StepReader(store, expert.number, expert.state)) as reader:
+
+        def shorter(name: str) -> dict[str, Tensor]:
+            kept = method.directions(tensor_context(manifest.base, name, cut), cut)
+            return {
+                slot_name(slot, name): value.contiguous() for slot, value in cut_entry(reader.entry(name), kept).items()
+            }
+
+        layout = {
+            key: TensorSpec(dtype_name(value.dtype), tuple(value.shape))
+            for name in manifest.base.merged
+            for key, value in shorter(name).items()
+        }
+        digests = {}
+        with SafetensorsWriter(target, layout) as writer:
+            for name in manifest.base.merged:
+                for key, value in shorter(name).items():
+                    writer.write(key, value)
+                    digests[key] = tensor_digest(value)
+    write_json(target / DIGESTS, digests)
+    sync_directory(target.parent)
+    copy_record(record_directory(store, expert.number), record_directory(store, number))
+    return dataclasses.replace(expert, number=number, cut=cut, state=combined_digest(digests))
