@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import overload
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -113,13 +114,15 @@ def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> Thin
     return ThinSVD(u, s, v)
 
 
-def _gram(matrix: Tensor) -> Tensor:
-    """SᵀS in float64. NumPy sees that both factors are one matrix, and multiplies for one triangle only (syrk)."""
-    wide = matrix.double()
+def _gram(matrix: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """SᵀS. NumPy sees that both factors are one matrix, and multiplies for one triangle only (syrk)."""
+    wide = matrix.to(dtype)
     if wide.device.type != "cpu":
         return wide.T @ wide
+    result = wide.new_empty(wide.shape[1], wide.shape[1])  # torch's memory begins at a cache line, NumPy's anywhere
     array = wide.numpy()
-    return torch.from_numpy(array.T @ array)
+    numpy.matmul(array.T, array, out=result.numpy())
+    return result
 
 
 def _numerical_rank(s: Tensor, tolerance: float) -> int:
