@@ -56,7 +56,7 @@ class Selection:
             raise UsageError(f"a ledger cannot be read out by {name}; choose agree, tsv, iso, sum or expert:NAME")
         if name == "expert":
             return readout, self._one_expert(one, names)
-        for option, chosen in (("--only", self.only), ("--without", self.without), ("--weight", self.weights)):
+        for option, chosen in (("--only ", self.only), ("--without ", self.without), ("--weight ", self.weights)):
             _check_known(chosen, names, option)
         if self.only and self.without:
             raise UsageError("--only and --without exclude each other; give one of them")
@@ -99,7 +99,7 @@ def _check_known(chosen: Sequence[str] | Mapping[str, float], names: Sequence[st
     for name in chosen:
         if name not in names:
             raise UsageError(
-                f"{option} {name}: there is no such expert{nearest(name, names)} (there are: {', '.join(names)})"
+                f"{option}{name}: there is no such expert{nearest(name, names)} (there are: {', '.join(names)})"
             )
 
 

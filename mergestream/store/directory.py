@@ -156,15 +156,19 @@ class StoreDirectory:
     def _shorten_entries(self) -> None:
         """Write those entries anew that have come to hold twice what is read of them, so that the store does not grow.
 
-        Each is a transaction of its own, after the step: if it fails, the entry is longer than it need be.
+        Each is a transaction of its own, after the step, which is done whatever becomes of it: an entry that cannot be
+        shortened is longer than it need be.
         """
         from mergestream.store.shortening import shorten
 
         cut = self.manifest.step
-        for entry in self.history:
-            if cut >= 2 * entry.cut:
-                shorter = shorten(self.path, self.manifest, entry, cut)
-                self._commit(self.manifest.replacing(entry, shorter))
+        try:
+            for entry in self.history:
+                if cut >= 2 * entry.cut:
+                    shorter = shorten(self.path, self.manifest, entry, cut)
+                    self._commit(self.manifest.replacing(entry, shorter))
+        except (MergestreamError, OSError) as error:
+            self.progress.note(f"older entries take more room than they need until the next add: {error}")
 
     def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
         """What adding a model would do; changes nothing."""
