@@ -49,4 +49,5 @@ def coefficients(readout: EntriesReadout, span: Span, entries: Sequence[Entry], 
 
 def _products(readout: EntriesReadout, entries: Sequence[Entry], context: Context) -> Iterator[Product]:
     for span in Span.of(entries, context.dtype, context.transposed):
-        yield Product(span, coefficients(readout, span, entries, context), context.transposed)
+        Z = coefficients(readout, span, entries, context) if len(span.sigma) else torch.zeros(0, 0, dtype=torch.float64)
+        yield Product(span, Z, context.transposed)

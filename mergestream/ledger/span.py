@@ -62,7 +62,7 @@ class Span:
         weights = [entries[number].weight for number in moved]
         for parts in zip(*(_triplets(entries[number].slots) for number in moved), strict=True):
             sigma = [part["sigma"] for part in parts]
-            norm2 = [float(part["norm2"]) or 1.0 for part in parts]  # of nothing: σ is zero too, whatever it is over
+            norm2 = [float(part["norm2"]) for part in parts]
             counts = torch.tensor(list(map(len, sigma)))
             yield Span(
                 torch.cat([part[outputs] for part in parts]).to(dtype),
@@ -142,7 +142,13 @@ def _triplets(slots: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
             svd = thin_svd(matrix)
             yield {"left": svd.u.T, "sigma": svd.s, "right": svd.v.T, "norm2": svd.s.square().sum()}
     elif slots["left"].ndim == 2:
-        yield dict(slots)
+        yield _used(slots)
     else:
         for number in range(len(slots["norm2"])):
-            yield {slot: value[number] for slot, value in slots.items()}
+            yield _used({slot: value[number] for slot, value in slots.items()})
+
+
+def _used(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the rows that a matrix of lower rank leaves empty."""
+    rank = int(slots["sigma"].count_nonzero())
+    return {slot: value[:rank] if value.ndim else value for slot, value in slots.items()}

@@ -10,7 +10,7 @@ from mergestream.ledger.span import Span
 
 
 class Sum(EntriesReadout):
-    """Σ c_i Δ_i, scaled.
+    """Task arithmetic: Σ c_i Δ_i, scaled.
 
     Ilharco et al., Editing Models with Task Arithmetic (2023); 0.3 for eight tasks in the OPCM paper.
     """
