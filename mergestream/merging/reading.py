@@ -279,7 +279,7 @@ class EntriesReading(Reading):
         """Of every linear weight, what is left of each expert that has moved it: by its number among the voices."""
 
         def of_tensor(name: str) -> list[dict[int, float]]:
-            return [span.damage(self.readout.coefficients(span)) for span in self.spans(name)]
+            return [span.damage(self.readout.coefficients(span)) for span in self.spans(name) if len(span.sigma)]
 
         return [found for _, matrices in engine.run(self.linear, of_tensor, self.memory) for found in matrices]
 
