@@ -2,8 +2,8 @@
 
     python -m benchmarks.ledger_results docs/results/ledger
 
-Reads DIR/SUITE-TASKS/results.json (ACC, the worst task, what it takes) and DIR/SUITE-TASKS/forgetting/results.json (BWT,
-retention), as far as they are there, and writes DIR/tables.md and DIR/accuracy-over-models.png.
+Reads DIR/SUITE-TASKS/results.json (ACC, the worst task, what it takes) and DIR/SUITE-TASKS/forgetting/results.json
+(BWT, retention), as far as they are there, and writes DIR/tables.md and DIR/accuracy-over-models.png.
 """
 
 from __future__ import annotations
@@ -92,10 +92,8 @@ def worst(run: Run) -> float | None:
     return metrics.worst_task(run.matrix)
 
 
-def over_suites(
-    proofs: Sequence[Proof], metric: Metric, first: Sequence[tuple[str, Callable[[Proof], str]]]
-) -> Iterator[str]:
-    """A table with a column a suite."""
+def over_suites(proofs: Sequence[Proof], metric: Metric, first: Sequence[Line] = ()) -> Iterator[str]:
+    """A table with a column a suite; ``first`` are lines above those of the methods."""
     lines = [(name, *(cell(proof) for proof in proofs)) for name, cell in first]
     for row, name in NAMES.items():
         cells = [percent(proof.spread(row, metric)) for proof in proofs]
