@@ -2,13 +2,13 @@
 
 In a store, over weeks and across crashes::
 
-    store = mergestream.Store.create("store", base="base-model", method=mergestream.OPCM(alpha=0.5))
+    store = mergestream.Store.create("store", base="base-model")
     store.add("expert-1")
     store.export("merged")
 
 In memory::
 
-    merger = mergestream.Merger(base.state_dict(), mergestream.OPCM())
+    merger = mergestream.Merger(base.state_dict())
     merger.add(expert.state_dict())
     merged = merger.state_dict()
 """

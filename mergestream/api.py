@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Store(StoreDirectory):
     """A directory that keeps the merged state of all models absorbed so far::
 
-    store = Store.create("store", base="path/or/hub-id", method=OPCM(alpha=0.5))
+    store = Store.create("store", base="path/or/hub-id")
     store.add("expert-1")
     store.export("merged")
     """

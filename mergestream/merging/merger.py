@@ -19,7 +19,6 @@ from mergestream.ledger.selection import Selection
 from mergestream.merging.reading import EntriesReading, Reading, StateReading, Voice
 from mergestream.merging.step import Step, Totals, no_state, total
 from mergestream.methods.base import Method
-from mergestream.methods.opcm import OPCM
 
 
 class _State(dict[tuple[str, str], Tensor]):
@@ -47,7 +46,7 @@ class _State(dict[tuple[str, str], Tensor]):
 class Merger:
     """Merges state dicts one by one::
 
-    merger = Merger(base.state_dict(), OPCM(alpha=0.5))
+    merger = Merger(base.state_dict())
     merger.add(expert.state_dict())
     base.load_state_dict(merger.state_dict())
     """
@@ -60,7 +59,7 @@ class Merger:
         workers: int | None = None,
         engine: Engine | None = None,
     ) -> None:
-        self.method = method or OPCM()
+        self.method = method or Ledger()
         self.history: list[Totals] = []
         self.names: list[str] = []
         self._base = open_checkpoint(base)

@@ -67,9 +67,9 @@ class StoreDirectory:
         without it nothing is cut off. With ``config_only`` the base's weights are neither fetched nor read
         before a full export or a full checkpoint needs them; so it is for a base that has no weights.
         """
-        from mergestream.methods.opcm import OPCM
+        from mergestream.ledger.method import Ledger
 
-        path, method = Path(path), method or OPCM()
+        path, method = Path(path), method or Ledger()
         if isinstance(base, Mapping):
             raise UsageError("a store refers to its base by path or hub id: save the base first, or use a Merger")
         if path.exists() and not (path.is_dir() and all(entry.name.endswith(BESIDE) for entry in path.iterdir())):
