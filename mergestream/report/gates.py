@@ -148,10 +148,12 @@ def _check_known(quantity: str, manifest: Manifest) -> None:
     """Refuse a gate on what the method of a store does not have."""
     if manifest.is_ledger and quantity in NOT_OF_LEDGERS:
         raise UsageError(
-            f"a gate on {quantity} is not for a ledger: it depends on how the ledger is read out; gate on damage or held"
+            f"{quantity} is not of a ledger: it depends on how the ledger is read out; gate on damage or held instead"
         )
     if not manifest.is_ledger and quantity in OF_LEDGERS:
-        raise UsageError(f"{quantity} is of a ledger, and this store is merged by {manifest.method}; gate on kept")
+        raise UsageError(
+            f"{quantity} is of a ledger, and this store is merged by {manifest.method}; gate on kept instead"
+        )
 
 
 def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[dict[str, Any]]:
