@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mergestream.store.snapshot import Snapshot
 
 DAMAGED = 0.3
-"""An expert with more predicted damage than this is served badly; eight tasks of the project's suites have 0.08 to 0.24."""
+"""An expert with more predicted damage is served badly; eight tasks of the project's suites have 0.08 to 0.24."""
 COLLIDING = 0.5
 """Two experts with a larger overlap answer to the same inputs; alphabets have 0.45 with each other."""
 LITTLE_HELD = 0.5
