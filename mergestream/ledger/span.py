@@ -21,6 +21,9 @@ from mergestream.algebra.lowrank import LowRank
 from mergestream.algebra.svd import gram, thin_svd
 from mergestream.digest import combined_digest, tensor_digest
 
+ENERGIES = ("sigma", "norm2")
+"""The slots of an entry that tell how much it holds: a permille of all"""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -33,6 +36,15 @@ class Entry:
     def identity(self) -> tuple[str, float]:
         """The same for the same content."""
         return combined_digest({slot: tensor_digest(value) for slot, value in self.slots.items()}), self.weight
+
+    @property
+    def held(self) -> float:
+        """The share of ‖Δ‖² that it holds; all of it where the tensor is kept whole, or was left alone."""
+        if "sigma" not in self.slots:
+            return 1.0
+        energy = math.fsum(self.slots["norm2"].reshape(-1).tolist())
+        held = math.fsum(self.slots["sigma"].square().reshape(-1).tolist())
+        return min(held / energy, 1.0) if energy else 1.0  # an SVD of full rank may round to more
 
 
 def in_order(entries: Sequence[Entry]) -> list[int]:

@@ -21,7 +21,7 @@ from mergestream.merging.step import Step, Totals, no_state, total
 from mergestream.methods.base import Method
 
 
-class _State(dict[tuple[str, str], Tensor]):
+class MemoryState(dict[tuple[str, str], Tensor]):
     """Slots in memory, by slot and tensor name."""
 
     def __init__(self, step: Step) -> None:
@@ -65,7 +65,7 @@ class Merger:
         self._base = open_checkpoint(base)
         self._model = BaseModel.examine(self._base)
         self._engine = engine or (LocalEngine() if workers is None else LocalEngine(workers))
-        self._states: list[_State] = []
+        self._states: list[MemoryState] = []
         """That after the last model, or the entry of every one"""
 
     def add(self, expert: Mapping[str, Tensor], name: str | None = None) -> Totals:
@@ -76,7 +76,7 @@ class Merger:
         vector = TaskVector(self._model, self._base, open_checkpoint(expert))
         read_state = self._states[-1].read if self._states else no_state
         step = Step(self.method, [vector], len(self.history), read_state, self._engine.device)
-        state = _State(step)
+        state = MemoryState(step)
         outcomes = dict(step.run(self._engine, state))
         mean_norm = self.history[-1].mean_norm if self.history else 0.0
         totals = total(self.method, step.counts[-1], mean_norm, outcomes.values())

@@ -172,13 +172,21 @@ class StoreDirectory:
 
     def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
         """What adding a model would do; changes nothing."""
+        from mergestream.merging.merger import MemoryState
         from mergestream.store.arrival import Arrival
+        from mergestream.store.collisions import arriving_collisions
         from mergestream.store.inspection import Inspection
 
         started = time.monotonic()
         with Arrival(self, expert, partial, ignore, measured=True) as arrival:
-            arrival.absorb()
-            return Inspection.of(arrival, time.monotonic() - started)
+            if not self.manifest.is_ledger:
+                arrival.absorb()
+                return Inspection.of(arrival, time.monotonic() - started)
+            entry = MemoryState(arrival.step)
+            arrival.absorb(memory=entry)
+            seconds = time.monotonic() - started
+            name = self._free_name(None, arrival.source)
+            return Inspection.of(arrival, seconds, arriving_collisions(arrival, name, entry))
 
     def undo(self) -> Expert:
         """Go back to before the last model; returns the entry that was taken back."""

@@ -89,6 +89,25 @@ class Snapshot:
         reading = EntriesReading(model, method, chosen, voices, engine.device)
         return reading.balanced(engine) if selection.balance else reading
 
+    def held(self) -> dict[str, dict[str, float]]:
+        """Of a ledger, by expert and tensor: the share of ‖Δ‖² that its entry holds as it is read now.
+
+        Little more than the singular values is read for it.
+        """
+        from mergestream.ledger.method import Ledger, cut_entry
+        from mergestream.ledger.span import ENERGIES, Entry
+        from mergestream.merging.step import tensor_context
+
+        method, model, cut = self.method, self.manifest.base, self.manifest.sharing
+        assert isinstance(method, Ledger)
+        directions = {name: method.directions(tensor_context(model, name, cut), cut) for name in model.merged}
+
+        def share(expert: Expert, name: str) -> float:
+            slots = self.readers[expert.number].entry(name, ENERGIES)
+            return Entry(cut_entry(slots, directions[name])).held
+
+        return {entry.name: {name: share(entry, name) for name in model.merged} for entry in self.manifest.history}
+
     def ranks(self, name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of every slot of a tensor's state; None where they are dense."""
         from mergestream.merging.step import tensor_context
