@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from mergestream.report import diagnostics
-from mergestream.store import collisions
 
 if TYPE_CHECKING:
     from mergestream.store import StoreDirectory
@@ -35,11 +34,6 @@ def write_pictures(directory: Path, store: StoreDirectory) -> dict[str, str]:
         found = diagnostics.similarity(store)
         drawn = similarity(found.experts, found.cosines)
         figures["similarity.png"] = (drawn, "Cosine similarity of the experts' task vectors")
-    if store.manifest.is_ledger and store.manifest.step > 1:
-        with store.snapshot() as snapshot:
-            shared = collisions.overlaps(snapshot, store.engine)
-        drawn = overlap([entry.name for entry in snapshot.manifest.history], shared)
-        figures["overlap.png"] = (drawn, "How much the experts answer to the same inputs: the overlap of their inputs")
     for name, (figure, _) in figures.items():
         figure.savefig(directory / name, dpi=120, metadata={"Software": None})
     return {name: words for name, (_, words) in figures.items()}
@@ -69,14 +63,6 @@ def similarity(names: Sequence[str], cosines: Sequence[Sequence[float | None]], 
     limit = max(0.05, *(abs(value) for row in others for value in row if value is not None), 0.0)
     colours = LinearSegmentedColormap.from_list("mergestream", DIVERGING)
     return heat_map(others, names, names, (-limit, limit), ".2f", "cosine", title=title, colours=colours)
-
-
-def overlap(names: Sequence[str], overlaps: Sequence[Sequence[float | None]], title: str = "") -> Figure:
-    """How much experts answer to the same inputs; colours are for different experts."""
-    others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(overlaps)]
-    limit = max(0.05, *(value for row in others for value in row if value is not None), 0.0)
-    colours = LinearSegmentedColormap.from_list("mergestream", DIVERGING[len(DIVERGING) // 2 :])
-    return heat_map(others, names, names, (0, limit), ".2f", "overlap", title=title, colours=colours)
 
 
 def heat_map(

@@ -98,13 +98,6 @@ def collisions(snapshot: Snapshot, engine: Engine, progress: Progress) -> Collis
     return Collisions.of(entries_reading(snapshot, engine), engine, progress)
 
 
-def overlaps(snapshot: Snapshot, engine: Engine) -> Matrix:
-    """Expert × expert, without the damage, which takes much longer to know."""
-    found = entries_reading(snapshot, engine).measured(engine, lambda span: span.overlap())
-    matrices = (overlap for _, of_tensor in found for overlap in of_tensor)
-    return overlap_matrix(matrices, snapshot.manifest.step)
-
-
 def entries_reading(snapshot: Snapshot, engine: Engine) -> EntriesReading:
     reading = snapshot.reading(engine)
     assert isinstance(reading, EntriesReading)

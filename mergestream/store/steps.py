@@ -58,6 +58,7 @@ class StepReader:
         """``recorded`` is the digest that the manifest has of it."""
         self.directory, self._recorded = step_directory(store, number), recorded
         self._verified: set[str] = set()
+        self._on_disk = read_json(self.directory / DIGESTS)  # now: the directory may be gone when they are needed
         self.factors = FactorReader(self.directory)
         self._checkpoint: Checkpoint | None = None
         if not self.factors.index or any(self.directory.glob("model*.safetensors")):
@@ -127,7 +128,7 @@ class StepReader:
         yield from self.factors.tensors()
 
     def digests(self) -> dict[str, str]:
-        return read_json(self.directory / DIGESTS)
+        return self._on_disk
 
     def verify(self) -> Iterator[int]:
         """Recompute every digest; yields the bytes done, raises at the first that does not match."""

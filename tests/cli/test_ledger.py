@@ -53,7 +53,7 @@ def test_an_empty_ledger_has_a_status_and_a_log(tmp_path: Path, toys: Toys, done
 
 
 def test_other_stores_are_no_ledgers(tmp_path: Path, toys: Toys, done) -> None:
-    done("init", tmp_path / "store", "--base", toys.base)
+    done("init", tmp_path / "store", "--base", toys.base, "--alpha", 0.5)
     done("add", tmp_path / "store", toys.experts[0])
     assert json.loads(done("status", tmp_path / "store", "--json"))["ledger"] is None
     assert "held" not in json.loads(done("log", tmp_path / "store", "--json"))[0]
