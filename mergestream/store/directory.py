@@ -24,13 +24,13 @@ from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import record_directory, verify_record
 from mergestream.store.snapshot import Snapshot
-from mergestream.store.steps import StepReader, step_directory, tidy
+from mergestream.store.steps import StepReader, StepWriter, step_directory, tidy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from mergestream.methods.base import Method
-    from mergestream.store.arrival import Review
+    from mergestream.store.arrival import Arrival, Review
     from mergestream.store.inspection import Inspection
 
 
@@ -133,25 +133,31 @@ class StoreDirectory:
         started = time.monotonic()
         with self.writing(), Arrival(self, expert, partial, ignore, measure_distance) as arrival:
             name = self._free_name(name, arrival.source)
-            writer = arrival.writer()
-            try:
+            with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
                 if not allow_duplicate:
                     arrival.refuse_duplicate()
                 candidate = arrival.finish(writer, name, started)
                 absorbed = review(candidate) if review else candidate.expert
-            except MergestreamError:
-                writer.abandon()
-                remove(record_directory(self.path, arrival.number))
-                raise
-            except BaseException:
-                writer.pause()
-                raise
             arrival.note_oddities()
             self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
             if self.method.remembers_experts:
                 self._shorten_entries()
             return absorbed
+
+    @contextmanager
+    def _in_the_making(self, arrival: Arrival) -> Iterator[StepWriter]:
+        """A step that is being written: removed where it is refused, and left to be resumed where it is cut short."""
+        writer = arrival.writer()
+        try:
+            yield writer
+        except MergestreamError:
+            writer.abandon()
+            remove(record_directory(self.path, arrival.number))
+            raise
+        except BaseException:
+            writer.pause()
+            raise
 
     def _shorten_entries(self) -> None:
         """Write those entries anew that have come to hold twice what is read of them, so that the store does not grow.
@@ -236,19 +242,11 @@ class StoreDirectory:
             raise UsageError(f"{self.method.name} has only a sum: pass the expert to subtract, with --expert PATH")
         partial, ignore = removed.options["partial"], removed.options["ignore"]
         with Arrival(self, source, partial, ignore, measured=False, withdrawn=True) as arrival:
-            writer = arrival.writer()
-            try:
+            with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
                 if arrival.digest != removed.digest:
                     raise MergestreamError(f"{arrival.source} is not the model that was absorbed as {removed.name}")
                 last = arrival.finish_withdrawal(writer, rest.history[-1])
-            except MergestreamError:
-                writer.abandon()
-                remove(record_directory(self.path, arrival.number))
-                raise
-            except BaseException:
-                writer.pause()
-                raise
             self._commit(dataclasses.replace(rest, history=(*rest.history[:-1], last)))
 
     def verify(self) -> None:
