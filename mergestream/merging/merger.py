@@ -19,6 +19,7 @@ from mergestream.ledger.selection import Selection
 from mergestream.merging.reading import EntriesReading, Reading, StateReading, Voice
 from mergestream.merging.step import Step, Totals, no_state, total
 from mergestream.methods.base import Method
+from mergestream.progress import Progress
 
 
 class MemoryState(dict[tuple[str, str], Tensor]):
@@ -136,4 +137,4 @@ class Merger:
             if name in weights
         ]
         reading = EntriesReading(self._model, self.method, readout, voices, self._engine.device)
-        return reading.balanced(self._engine) if selection.balance else reading
+        return reading.balanced(self._engine, Progress()) if selection.balance else reading

@@ -29,6 +29,7 @@ from mergestream.ledger.span import Entry, Span
 from mergestream.merging.step import ReadState, memory_of, streamed_memory, tensor_context
 from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import NAMED, Scale, parse_scale, scale_value
+from mergestream.progress import Progress
 
 BALANCING_ROUNDS = 3
 Measured = TypeVar("Measured")
@@ -298,22 +299,26 @@ class EntriesReading(Reading):
         """Damage and overlaps of each matrix of every linear weight, from one span: its products are what costs."""
         return self.measured(engine, lambda span: Clash(self._damage(span), span.overlap()))
 
-    def damages(self, engine: Engine) -> list[dict[int, float]]:
-        """Of every linear weight, what is left of each expert that has moved it: by its number among the voices."""
-        return [found for _, matrices in self.measured(engine, self._damage) for found in matrices]
-
     def _damage(self, span: Span) -> dict[int, float]:
         return span.damage(self.readout.coefficients(span))
 
-    def damage(self, engine: Engine) -> dict[str, float]:
-        """The same in the mean over all linear weights, by name; nothing of an expert that has moved none."""
-        return {self.voices[number].name: damage for number, damage in means(self.damages(engine)).items()}
+    def damage(self, engine: Engine, advance: Callable[[int], None] = lambda done: None) -> dict[str, float]:
+        """What is done to each expert's own inputs, in the mean over all linear weights, by name; nothing of an expert
+        that has moved none of them. ``advance`` is told how many elements are done."""
+        found = []
+        for name, matrices in self.measured(engine, self._damage):
+            found += matrices
+            advance(self.linear[name])
+        return {self.voices[number].name: damage for number, damage in means(found).items()}
 
-    def balanced(self, engine: Engine) -> EntriesReading:
+    def balanced(self, engine: Engine, progress: Progress) -> EntriesReading:
         """With weights by which every expert's own directions are served alike: c_i ← c_i · damage_i / mean."""
         reading = self
-        for _ in range(BALANCING_ROUNDS):
-            damage = reading.damage(engine)
+        for number in range(1, BALANCING_ROUNDS + 1):
+            with progress.task(
+                f"balancing, round {number} of {BALANCING_ROUNDS}", sum(self.linear.values())
+            ) as advance:
+                damage = reading.damage(engine, advance)
             mean = math.fsum(damage.values()) / max(len(damage), 1)
             if not mean:
                 break

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.errors import MergestreamError
+from mergestream.progress import Progress
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import HEADS, read_record, record_directory
 from mergestream.store.steps import StepReader
@@ -66,7 +67,7 @@ class Snapshot:
     def method(self) -> Method:
         return self.manifest.make_method()
 
-    def reading(self, engine: Engine, selection: Selection | None = None) -> Reading:
+    def reading(self, engine: Engine, selection: Selection | None = None, progress: Progress | None = None) -> Reading:
         """All that is remembered, or what was chosen of it, ready to be read out."""
         from mergestream.ledger.method import Ledger
         from mergestream.ledger.selection import Selection
@@ -87,7 +88,7 @@ class Snapshot:
             if entry.name in weights
         ]
         reading = EntriesReading(model, method, chosen, voices, engine.device)
-        return reading.balanced(engine) if selection.balance else reading
+        return reading.balanced(engine, progress or Progress()) if selection.balance else reading
 
     def held(self) -> dict[str, dict[str, float]]:
         """Of a ledger, by expert and tensor: the share of ‖Δ‖² that its entry holds as it is read now.
