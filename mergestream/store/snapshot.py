@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.errors import MergestreamError
+from mergestream.files import allow_open_files
 from mergestream.progress import Progress
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import HEADS, read_record, record_directory
@@ -36,9 +37,11 @@ class Snapshot:
 
     @classmethod
     def open(cls, path: Path, manifest: Manifest) -> Snapshot:
+        entries = manifest.readable
+        allow_open_files(len(entries))
         with ExitStack() as opened:
             readers = {}
-            for entry in manifest.readable:
+            for entry in entries:
                 readers[entry.number] = StepReader(path, entry.number, entry.state)
                 opened.callback(readers[entry.number].close)
             opened.pop_all()

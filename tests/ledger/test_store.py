@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import resource
 from pathlib import Path
 from unittest.mock import patch
 
@@ -209,6 +211,16 @@ def test_a_missing_entry_is_named(tmp_path, paths):
         store.export(tmp_path / "out")
     with pytest.raises(MergestreamError, match="0002 is missing"):
         store.verify()
+
+
+def test_more_experts_than_files_may_be_open(tmp_path, paths):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:21])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, hard))
+    try:
+        exported(store)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_heads_stay_with_their_experts_when_others_go(tmp_path):
