@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
 from pathlib import Path
 from unittest.mock import patch
@@ -216,7 +215,7 @@ def test_a_missing_entry_is_named(tmp_path, paths):
 def test_more_experts_than_files_may_be_open(tmp_path, paths):
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:21])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 10, hard))
     try:
         exported(store)
     finally:
