@@ -103,7 +103,7 @@ def over_suites(proofs: Sequence[Proof], metric: Metric, first: Sequence[Line] =
 
 
 def forgetting(proofs: Sequence[Proof]) -> Iterator[str]:
-    """BWT and retention, where they were measured."""
+    """BWT and retention, of the suites where they were measured."""
     measured = [(proof, proof.forgetting) for proof in proofs if proof.forgetting is not None]
     headings = [f"{proof.title}: {what}" for proof, _ in measured for what in ("BWT", "retention")]
     lines = []
@@ -213,8 +213,9 @@ def main(arguments: list[str] | None = None) -> int:
         "The worst task (%)": over_suites(proofs, worst),
         "Experts read back from the ledger (%), each on its own task": read_back(proofs),
         "What it takes": costs(proofs),
-        "BWT and retention (points)": forgetting(proofs),
     }
+    if any(proof.forgetting for proof in proofs):
+        sections["BWT and retention (points)"] = forgetting(proofs)
     text = "\n".join(line for title, lines in sections.items() for line in (f"## {title}", "", *lines, ""))
     write_text(directory / "tables.md", text)
     picture(proofs, directory / "accuracy-over-models.png")

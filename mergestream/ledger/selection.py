@@ -26,14 +26,6 @@ class Selection:
     """1 for those that are not named"""
     balance: bool = False
 
-    def __str__(self) -> str:
-        """``agree, balanced, without a``"""
-        parts = [self.readout or "", "balanced" if self.balance else ""]
-        parts += [f"only {', '.join(self.only)}"] if self.only else []
-        parts += [f"without {', '.join(self.without)}"] if self.without else []
-        parts += [f"{name} × {weight:g}" for name, weight in self.weights.items()]
-        return ", ".join(filter(None, parts))
-
     def of_state(self, method: Method) -> StateReadout:
         """The readout of a state that has absorbed all experts."""
         if self.only or self.without or self.weights or self.balance or (self.readout or "").startswith(ONE_EXPERT):
