@@ -103,6 +103,7 @@ class Span:
     def damage(self, Z: Tensor) -> dict[int, float]:
         """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner: how far M is from doing to an expert's own inputs what it does."""
         found = {}
+        Z = torch.diag(Z) if Z.ndim == 1 else Z
         for owner in self.owner.unique().tolist():
             own = self.owner == owner
             sigma = self.sigma[own]
@@ -130,21 +131,28 @@ class Span:
 
 @dataclass(frozen=True)
 class Product:
-    """U Z Vᵀ"""
+    """U Z Vᵀ, of a matrix Z, or of a vector that stands for its diagonal."""
 
     span: Span
     coefficients: Tensor
     transposed: bool
 
     def dense(self) -> Tensor:
-        span, Z = self.span, self.coefficients.to(self.span.outputs.dtype)
-        product = span.outputs.T @ (Z @ span.inputs)
+        left, right = self._factors(self.coefficients.to(self.span.outputs.dtype))
+        product = left @ right
         return product.T if self.transposed else product
 
     def low_rank(self, dtype: torch.dtype, shape: tuple[int, ...]) -> LowRank:
-        left, right = self.span.outputs.T.double() @ self.coefficients, self.span.inputs
+        left, right = self._factors(self.coefficients)
         left, right = (right.T, left.T) if self.transposed else (left, right)
         return LowRank.from_factors(left, right, dtype, shape)
+
+    def _factors(self, Z: Tensor) -> tuple[Tensor, Tensor]:
+        """U Z and Vᵀ or U and Z Vᵀ, whichever takes fewer products; in Z's dtype."""
+        left, right = self.span.outputs.T.to(Z.dtype), self.span.inputs.to(Z.dtype)
+        if Z.ndim == 1:
+            return left, Z[:, None] * right
+        return (left, Z @ right) if right.shape[1] <= left.shape[0] else (left @ Z, right)
 
 
 def _triplets(slots: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

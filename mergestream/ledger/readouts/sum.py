@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mergestream.ledger.readouts.base import EntriesReadout
@@ -20,7 +19,7 @@ class Sum(EntriesReadout):
     additive = True
 
     def coefficients(self, span: Span) -> Tensor:
-        return torch.diag(span.weighted)
+        return span.weighted
 
     def share(self, weight: float, total: float) -> float:
         return weight
