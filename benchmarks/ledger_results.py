@@ -39,7 +39,7 @@ NAMES = {
 }
 """The rows of the tables, in their order"""
 READ_BACK = "ledger@expert"
-CURVES = {"ledger": "ledger (agree)", "opcm": "OPCM", "average": "average", "ties": "TIES (continual)"}
+CURVES = {"ledger": "ledger (agree)", "opcm": "OPCM", "average": "average", "ties:mode=streaming:scale=1.0": "TIES"}
 SUITES = ("vision", "text", "vision-lora", "text-lora")
 
 Metric = Callable[[Run], float | None]
