@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.stopwatch import work
 from mergestream.algebra import lapack
 from mergestream.algebra.projection import project, protected_directions
-from mergestream.algebra.svd import ThinSVD, _numerical_rank, thin_svd
+from mergestream.algebra.svd import ThinSVD, numerical_rank, thin_svd
 from mergestream.algebra.svd import gram as _gram
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import single_threaded
@@ -97,7 +97,7 @@ def by_eigenvectors(vectors: Callable[[Tensor], Tensor]) -> Kernel:
         v = vectors(S).float()
         u = S @ v
         s = torch.linalg.vector_norm(u, dim=0)
-        rank = _numerical_rank(s, 1e-5)
+        rank = numerical_rank(s, 1e-5)
         return ThinSVD((u / s)[:, :rank], s[:rank].double(), v[:, :rank])
 
     return with_thin_products(decompose)

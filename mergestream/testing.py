@@ -1,11 +1,13 @@
-"""The contract of a method as checks that anybody's method can be held to, as ours are::
+"""The contracts of methods and of readouts as checks that anybody's can be held to, as ours are::
 
     @pytest.mark.parametrize("check", method_checks(MyMethod(), MyMethod(strength=2)), ids=str)
     def test_my_method_keeps_the_contract(check):
         check()
 
+`readout_checks` does the same for readouts, by their names.
+
 A check is called without arguments and raises an AssertionError that says what is wrong. Nothing here needs pytest.
-What a method computes is not checked: that it equals its formula, only its own test can know.
+What is computed is not checked: that it equals its formula, only its own test can know.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ from mergestream.api import Store
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.one_shot import merge
+from mergestream.ledger.method import Ledger
+from mergestream.ledger.readouts import READOUTS
+from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.merging.merger import Merger
 from mergestream.merging.step import Step
 from mergestream.methods import METHODS, make_method
@@ -55,21 +60,26 @@ TINY_SHAPES = {"a.weight": (5, 4), "b.weight": (3, 6), "embed.weight": (6, 4), "
 
 @dataclass(frozen=True)
 class Check:
-    """One demand of the contract on one method."""
+    """One demand of a contract on one method, or on one readout."""
 
-    method: Method
-    demand: Callable[[Method], None]
+    subject: Any
+    demand: Callable[[Any], None]
 
     def __call__(self) -> None:
-        self.demand(self.method)
+        self.demand(self.subject)
 
     def __str__(self) -> str:
-        return f"{self.demand.__name__}-{self.method}"
+        return f"{self.demand.__name__}-{self.subject}"
 
 
 def method_checks(*methods: Method) -> list[Check]:
     """All checks for each of the methods, which differ in their parameters or altogether."""
     return [Check(method, demand) for method in methods for demand in DEMANDS]
+
+
+def readout_checks(*readouts: str) -> list[Check]:
+    """All checks for each of the readouts of a ledger, by name."""
+    return [Check(readout, demand) for readout in readouts for demand in READOUT_DEMANDS]
 
 
 # --- models to merge --------------------------------------------------------------------------------------
@@ -166,9 +176,9 @@ def make_store(directory: Path, method: Method, base: Path, experts: Sequence[Pa
     return store
 
 
-def exported(store: Store, scale: str | float | None = None) -> StateDict:
+def exported(store: Store, scale: str | float | None = None, **selection: Any) -> StateDict:
     out = store.path.with_name(f"{store.path.name}-exported")
-    return load_model(store.export(out, scale=scale, overwrite=True, pictures=False))
+    return load_model(store.export(out, scale=scale, overwrite=True, pictures=False, **selection))
 
 
 def load_model(directory: Path) -> StateDict:
@@ -414,21 +424,28 @@ def tied_weights_are_merged_once_and_stay_tied(method: Method) -> None:
     assert_same(merged, {**alone, "lm_head.weight": alone["embed_tokens.weight"]}, "tied weights")
 
 
-@demanded
-def adapter_equals_its_dense_form(method: Method) -> None:
-    """In float64, where the two differ by rounding only; and in pieces that end within a row, to the last bit."""
+@contextmanager
+def saved_adapters(rank: int = 3) -> Iterator[tuple[Path, Path, StateDict, list[Path], list[Path]]]:
+    """A directory, a base in it and what it is, and three adapters in float64, as whole models and as adapters."""
     (base,) = make_models(0, torch.float64)
     generator = torch.Generator().manual_seed(1)
 
     def factors(name: str) -> tuple[Tensor, Tensor]:
         m, n = base[name].shape
-        B, A = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((m, 3), (3, n)))
+        B, A = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((m, rank), (rank, n)))
         return B * 0.05, A
 
     drawn = [{name: factors(name) for name in LINEAR} for _ in range(3)]
     dense_forms = [base | {name: base[name] + 2 * B @ A for name, (B, A) in pairs.items()} for pairs in drawn]
     with saved([base, *dense_forms]) as (directory, path, experts):
         adapters = [save_adapter(directory / f"adapter{number}", pairs) for number, pairs in enumerate(drawn)]
+        yield directory, path, base, experts, adapters
+
+
+@demanded
+def adapter_equals_its_dense_form(method: Method) -> None:
+    """In float64, where the two differ by rounding only; and in pieces that end within a row, to the last bit."""
+    with saved_adapters() as (directory, path, base, experts, adapters):
         as_models = exported(make_store(directory / "dense", method, path, experts))
         as_adapters = exported(make_store(directory / "factors", method, path, adapters))
         with pieces_of(100):
@@ -499,3 +516,117 @@ def any_number_is_a_scale(method: Method) -> None:
             with suppress(UsageError):
                 merger.state_dict(rule)
                 raise AssertionError(f"the direction is no sum, but the scale {rule} is not refused")
+
+
+# --- what is demanded of a readout ------------------------------------------------------------------------
+
+READOUT_DEMANDS: list[Callable[[str], None]] = []
+
+
+def readout_demanded(check: Callable[[str], None]) -> Callable[[str], None]:
+    READOUT_DEMANDS.append(check)
+    return check
+
+
+def ledger_of(models: Sequence[StateDict], order: Sequence[int], method: Ledger | None = None) -> Merger:
+    """A ledger in memory with the experts of these numbers, named by them, in this order; the base has the number 0."""
+    merger = Merger(models[0], method or Ledger())
+    for number in order:
+        merger.add(models[number], name=str(number))
+    return merger
+
+
+@readout_demanded
+def readout_is_known_by_its_name(readout: str) -> None:
+    assert readout in READOUTS, f"{readout} is not known: bring it by an entry point of mergestream.readouts"
+    assert issubclass(READOUTS[readout], EntriesReadout), f"{readout} is no readout of a ledger"
+
+
+@readout_demanded
+def order_of_arrival_changes_no_bit(readout: str) -> None:
+    """With as many experts as there is room for, and with more, where entries have been cut on the way."""
+    for count in (3, 10):
+        models = make_models(count)
+        order = list(range(1, count + 1))
+        forth = ledger_of(models, order).state_dict(readout=readout)
+        for other in (order[::-1], order[1::2] + order[::2]):
+            assert_same(ledger_of(models, other).state_dict(readout=readout), forth, "in another order")
+
+
+@readout_demanded
+def left_out_means_never_there(readout: str) -> None:
+    """Left out by name, by the weight 0 and by a choice of the others; and weights of 1 are none."""
+    models = make_models(4)
+    without = ledger_of(models, [1, 3, 4]).state_dict(readout=readout)
+    every = ledger_of(models, [1, 2, 3, 4])
+    choices: list[dict[str, Any]] = [{"without": ["2"]}, {"weights": {"2": 0.0}}, {"only": ["4", "1", "3"]}]
+    for choice in choices:
+        assert_same(every.state_dict(readout=readout, **choice), without, f"with {choice}")
+    weighted = every.state_dict(readout=readout, weights={str(number): 1.0 for number in (1, 2, 3, 4)})
+    assert_same(weighted, every.state_dict(readout=readout), "with weights of 1")
+
+
+@readout_demanded
+def removed_means_never_there(readout: str) -> None:
+    models = make_models(4)
+    with saved(models) as (directory, base, experts):
+        store = make_store(directory / "store", Ledger(), base, experts)
+        store.remove("expert2")
+        store.verify()
+        never = make_store(directory / "never", Ledger(), base, [experts[0], *experts[2:]])
+        assert_same(exported(store, readout=readout), exported(never, readout=readout), "after a removal")
+
+
+@readout_demanded
+def readout_in_memory_equals_through_a_store(readout: str) -> None:
+    """With every kind of tensor."""
+    models = make_odd_models()
+    merger = ledger_of(models, range(1, len(models)))
+    with saved(models) as (directory, base, experts):
+        store = make_store(directory / "store", Ledger(), base, experts)
+        assert_same(exported(store, readout=readout), merger.state_dict(readout=readout), "through a store")
+        assert_same(exported(store, 0.7, readout=readout), merger.state_dict(0.7, readout=readout), "by another scale")
+        chosen = merger.state_dict(readout=readout, without=["1"], weights={"2": 0.5})
+        through = exported(store, readout=readout, without=["expert1"], weights={"expert2": 0.5})
+        assert_same(through, chosen, "with experts chosen and weighted")
+
+
+@readout_demanded
+def readout_of_adapters_equals_that_of_their_dense_forms(readout: str) -> None:
+    with saved_adapters() as (directory, path, base, experts, adapters):
+        method = Ledger(entries="float32")
+        as_models = exported(make_store(directory / "dense", method, path, experts), readout=readout)
+        as_adapters = exported(make_store(directory / "factors", method, path, adapters), readout=readout)
+    assert_close(as_adapters, as_models, base, 1e-5, "as adapters")
+
+
+@readout_demanded
+def workers_and_pieces_change_no_bit(readout: str) -> None:
+    with saved(make_models(3)) as (directory, base, experts):
+        store = make_store(directory / "store", Ledger(), base, experts)
+        once = exported(store, readout=readout)
+        assert_same(exported(Store(store.path, engine=LocalEngine(4)), readout=readout), once, "with four workers")
+        for size in (7, 1000):
+            with pieces_of(size):
+                assert_same(exported(store, readout=readout), once, f"in pieces of {size}")
+
+
+@readout_demanded
+def experts_that_did_not_move_do_no_harm(readout: str) -> None:
+    """A zero task vector, one expert alone, and the same expert twice."""
+    models = make_models(2)
+    base = models[0]
+    for experts in ([base], [base, base], [models[1], base], [models[1], models[1]], [models[1]]):
+        merged = ledger_of([base, *experts], range(1, len(experts) + 1)).state_dict(readout=readout)
+        assert all(bool(x.isfinite().all()) for x in merged.values()), "NaN or Inf comes of it"
+    assert_same(ledger_of([base, base], [1]).state_dict(readout=readout), base, "the base merged with itself")
+
+
+@readout_demanded
+def readout_scales_with_any_number(readout: str) -> None:
+    models = make_models(3)
+    merger, base = ledger_of(models, [1, 2, 3]), models[0]
+    assert_same(merger.state_dict(0, readout=readout), base, "with the scale 0")
+    once = merger.state_dict(1, readout=readout)
+    expected = {name: base[name].double() - 0.5 * (once[name].double() - base[name].double()) for name in base}
+    assert_close(merger.state_dict(-0.5, readout=readout), expected, base, 1e-3, "with the scale -0.5")

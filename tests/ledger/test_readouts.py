@@ -1,0 +1,124 @@
+"""Every readout keeps the contract, and is its formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mergestream import READOUTS, Ledger
+from mergestream.testing import Check, ledger_of, make_models, readout_checks
+from tests.ledger import formulas
+
+NAMES = ["agree", "tsv", "iso", "sum"]
+every_readout = pytest.mark.parametrize("readout", NAMES)
+
+
+@pytest.mark.parametrize("check", readout_checks(*NAMES), ids=str)
+def test_the_contract(check: Check) -> None:
+    check()
+
+
+def test_every_readout_is_under_contract() -> None:
+    assert {*NAMES, "expert", "plain"} == {name for name in READOUTS if READOUTS.origin(name) == "mergestream"}
+
+
+@every_readout
+@pytest.mark.parametrize("entries", ["bfloat16", "float32"])
+@pytest.mark.parametrize("count", [1, 2, 5, 12])
+@pytest.mark.parametrize("budget", [0.7, 1.0, 3.0])
+def test_it_is_the_batch_method_on_the_same_truncated_experts(readout, entries, count, budget):
+    base, *experts = models = make_models(count, torch.float64)
+    method = Ledger(budget=budget, entries=entries)
+    merged = ledger_of(models, range(1, count + 1), method).state_dict(1, readout=readout)
+    expected = formulas.merged(base, experts, readout, budget=budget, entries=entries)
+    for name in base:
+        torch.testing.assert_close(merged[name] - base[name], expected[name], rtol=1e-6, atol=1e-8)
+
+
+@every_readout
+def test_weights_are_those_of_the_formula(readout):
+    base, *experts = models = make_models(3, torch.float64)
+    weights = [0.5, 2.0, 1.25]
+    merged = ledger_of(models, [1, 2, 3]).state_dict(
+        1, readout=readout, weights={str(number): c for number, c in enumerate(weights, 1)}
+    )
+    expected = formulas.merged(base, experts, readout, weights)
+    for name in base:
+        torch.testing.assert_close(merged[name] - base[name], expected[name], rtol=1e-6, atol=1e-8)
+
+
+@every_readout
+def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout):
+    """As GPT-2's are: whose inputs an expert answers to must not depend on how a weight is stored."""
+    from mergestream.ledger.merge import merge_entries
+    from mergestream.ledger.span import Entry
+    from mergestream.methods.base import Context
+
+    generator = torch.Generator().manual_seed(0)
+    method = Ledger(entries="float32")
+    entries: list[list[Entry]] = [[], []]
+    contexts = [Context(3, True, (40, 24), torch.float64), Context(3, True, (24, 40), torch.float64, transposed=True)]
+    for _ in range(3):
+        delta = torch.randn(40, 24, generator=generator, dtype=torch.float64)
+        for stored, context, held in zip((delta, delta.T.contiguous()), contexts, entries, strict=True):
+            held.append(Entry(method.absorb(None, stored, context).state))
+    plain, transposed = (
+        merge_entries(READOUTS[readout](), held, context) for held, context in zip(entries, contexts, strict=True)
+    )
+    torch.testing.assert_close(transposed.T, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_one_expert_alone_is_what_every_readout_but_iso_gives_back():
+    """Nothing disagrees: agree, tsv and the sum of one expert are its own leading directions."""
+    models = make_models(1, torch.float64)
+    merger = ledger_of(models, [1], Ledger(budget=8, entries="float32"))
+    for readout in ("agree", "tsv", "sum", "expert:1"):
+        merged = merger.state_dict(1, readout=readout)
+        for name in models[0]:
+            torch.testing.assert_close(merged[name], models[1][name], rtol=1e-6, atol=1e-6)
+
+
+def test_an_expert_comes_back_with_all_that_its_entry_holds():
+    """Alone it is not cut for others: what is stored of it is read."""
+    models = make_models(10, torch.float64)
+    merger = ledger_of(models, range(1, 11))
+    for number, cut_at in ((1, 8), (10, 10)):
+        back = merger.state_dict(readout=f"expert:{number}")
+        expected = formulas.merged(models[0], [models[number]], "expert", cut_at=cut_at)
+        for name in models[0]:
+            torch.testing.assert_close(back[name] - models[0][name], expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_balancing_serves_the_worst_served_better():
+    """An expert that is small beside the others is heard again."""
+    base, *experts = make_models(3, torch.float64)
+    models = [base, *experts[:2], {name: base[name] + 0.2 * (experts[2][name] - base[name]) for name in base}]
+    merger = ledger_of(models, [1, 2, 3], Ledger(budget=8, entries="float32"))
+
+    def damages(**selection):
+        from mergestream.ledger.selection import Selection
+
+        reading = merger._reading(Selection(**selection))
+        return list(reading.damage(merger._engine).values())
+
+    plain, balanced = damages(), damages(balance=True)
+    assert max(balanced) < max(plain)
+    assert max(balanced) - min(balanced) < max(plain) - min(plain)
+
+
+@every_readout
+def test_damage_is_what_the_definition_says(readout):
+    base, *experts = models = make_models(3, torch.float64)
+    merger = ledger_of(models, [1, 2, 3])
+    from mergestream.ledger.selection import Selection
+
+    reading = merger._reading(Selection(readout))
+    found = reading.damage(merger._engine)
+    expected = formulas.merged(base, experts, readout)
+    for number, expert in enumerate(experts):
+        shares = []
+        for name in formulas.LINEAR:
+            U, sigma, V = formulas.cut(expert[name] - base[name], 3, 1.0, "bfloat16")
+            wrong = (expected[name] @ V - U * sigma) * sigma
+            shares.append(float(wrong.square().sum() / sigma.pow(4).sum()))
+        assert found[str(number + 1)] == pytest.approx(sum(shares) / 2, rel=1e-6)
