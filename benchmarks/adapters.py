@@ -1,6 +1,6 @@
 """Adapters: what the 1st, 10th and 20th cost on a 7B shape, and how exact the merge is, beside PEFT and mergekit.
 
-    python -m benchmarks.adapters            a Llama of 7B, 20 adapters of rank 16: about ten minutes on two quiet cores
+    python -m benchmarks.adapters            a Llama of 7B, 20 adapters of rank 16: 20 minutes on two quiet cores
     python -m benchmarks.adapters --quick    two of its 32 layers, a smaller layer for the peers
 
 The base is only a config.json: no weight of it is ever read. Writes results.md and results.json.
@@ -24,15 +24,16 @@ from torch import Tensor, nn
 
 from benchmarks import cases, report
 from benchmarks.checkpoints import CACHE, family
-from benchmarks.measure import ROOT, Cost, run
+from benchmarks.measure import ROOT, Cost, disk_bytes, run
 from benchmarks.suite import Target
-from mergestream import OPCM
+from mergestream import OPCM, Ledger
 from mergestream.algebra.lowrank import LowRank, dense
 from mergestream.algebra.projection import project, protected_directions
 from mergestream.algebra.svd import thin_svd
 from mergestream.api import Store
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.local import single_threaded
+from mergestream.methods.base import Method
 
 PLACE = CACHE / "adapters"
 RANK = 16
@@ -84,7 +85,7 @@ def make_adapter(directory: Path, shapes: dict[str, tuple[int, int]], seed: int)
     return directory
 
 
-def growth(layers: int, adapters: int) -> list[Step]:
+def growth(method: Method, layers: int, adapters: int) -> list[Step]:
     """A Llama of which only the config is known meets one adapter after the other."""
     shutil.rmtree(PLACE, ignore_errors=True)
     base = PLACE / "base"
@@ -100,20 +101,16 @@ def growth(layers: int, adapters: int) -> list[Step]:
         "torch_dtype": "bfloat16",
     }
     (base / "config.json").write_text(json.dumps(config))
-    store = Store.create(PLACE / "store", base, OPCM())
+    store = Store.create(PLACE / "store", base, method)
     steps = []
     for number in range(1, adapters + 1):
         adapter = make_adapter(PLACE / f"adapter-{number:02d}", modules(layers, HIDDEN, WIDE), number)
         cost = run((sys.executable, "-m", "benchmarks.ours", "add", store.path, adapter))
         shutil.rmtree(adapter)
-        steps.append(Step(number, cost.work["wall"], cost.work["cpu"], cost.anonymous, _disk(store.path)))
-        print(f"   adapter {number}: {steps[-1].wall:.1f} s, CPU {steps[-1].cpu:.1f} s", file=sys.stderr, flush=True)
+        steps.append(Step(number, cost.work["wall"], cost.work["cpu"], cost.anonymous, disk_bytes(store.path)))
+        seconds = f"{steps[-1].wall:.1f} s, CPU {steps[-1].cpu:.1f} s"
+        print(f"   {method.name}, adapter {number}: {seconds}", file=sys.stderr, flush=True)
     return steps
-
-
-def _disk(directory: Path) -> int:
-    files = {path.stat().st_ino: path.stat().st_size for path in directory.rglob("*") if path.is_file()}
-    return sum(files.values())
 
 
 def one_layer(size: int, adapters: int) -> dict[str, float]:
@@ -235,7 +232,7 @@ def main() -> None:
     about = report.machine()
     layers, count = (2, 10) if quick else (32, 20)
 
-    steps = growth(layers, count)
+    growths = {"OPCM": growth(OPCM(), layers, count), "ledger": growth(Ledger(), layers, count)}
     with single_threaded():
         layer = one_layer(2048 if quick else 4096, 20)
         exact = exactness(1024, 20)
@@ -243,21 +240,10 @@ def main() -> None:
     mergekit = beside_mergekit(4)
     shutil.rmtree(PLACE, ignore_errors=True)
 
-    shown = [steps[0], steps[9], *steps[19:]]
-    peak = max(step.anonymous for step in steps)
     error = max(layer["error"], exact["error"])
     name = f"Llama of {layers} layers (7B has 32)" if quick else "Llama 7B shape"
     targets = [
-        *(
-            Target(
-                f"{name}, rank {RANK}, adapter {step.number}: wall (CPU)",
-                f"{step.wall:.1f} s ({step.cpu:.1f} s)",
-                "≤ 10 s",
-                step.wall <= 10,
-            )
-            for step in shown
-        ),
-        Target(f"{name}: peak anonymous memory", f"{peak / GIGABYTE:.2f} GB", "≤ 1 GB", peak <= GIGABYTE),
+        *(target for method, steps in growths.items() for target in _growth_targets(f"{name}, {method}", steps)),
         Target(
             f"the 20th adapter on a {2048 if quick else 4096}² layer, our factors against our dense path (CPU)",
             f"{layer['dense'] / layer['factored']:.0f}× faster ({layer['dense']:.2f} s / {layer['factored']:.3f} s)",
@@ -269,13 +255,13 @@ def main() -> None:
     facts = {
         "machine": about,
         "targets": [asdict(target) for target in targets],
-        "steps": [asdict(step) for step in steps],
+        "steps": {method: [asdict(step) for step in steps] for method, steps in growths.items()},
         "layer": layer,
         "exactness": exact,
         "peft": {who: {"cpu": cpu, "error": wrong} for who, (cpu, wrong) in peft.items()},
         "mergekit": {who: asdict(cost) for who, cost in mergekit.items()},
     }
-    text = "\n".join(_markdown(about, targets, steps, peft, mergekit, 512 if quick else 2048))
+    text = "\n".join(_markdown(about, targets, growths, peft, mergekit, 512 if quick else 2048))
     output.mkdir(parents=True, exist_ok=True)
     stem = "adapters" if quick else "results"
     (output / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -283,10 +269,25 @@ def main() -> None:
     print(text)
 
 
+def _growth_targets(work: str, steps: list[Step]) -> list[Target]:
+    peak = max(step.anonymous for step in steps)
+    seconds = [
+        Target(
+            f"{work}, rank {RANK}, adapter {step.number}: wall (CPU)",
+            f"{step.wall:.1f} s ({step.cpu:.1f} s)",
+            "≤ 10 s",
+            step.wall <= 10,
+        )
+        for step in (steps[0], steps[9], *steps[19:])
+    ]
+    memory = Target(f"{work}: peak anonymous memory", f"{peak / GIGABYTE:.2f} GB", "≤ 1 GB", peak <= GIGABYTE)
+    return [*seconds, memory]
+
+
 def _markdown(
     about: dict[str, Any],
     targets: list[Target],
-    steps: list[Step],
+    growths: dict[str, list[Step]],
     peft: dict[str, tuple[float, float]],
     mergekit: dict[str, Cost],
     size: int,
@@ -322,9 +323,17 @@ def _markdown(
         "Each adapter of the growing store:",
         "",
         *table(
-            ("adapter", "wall (s)", "CPU (s)", "anonymous (MB)", "store (MB)"),
+            ("method", "adapter", "wall (s)", "CPU (s)", "anonymous (MB)", "store (MB)"),
             [
-                (str(s.number), f"{s.wall:.2f}", f"{s.cpu:.2f}", f"{s.anonymous / 1e6:.0f}", f"{s.disk / 1e6:.0f}")
+                (
+                    method,
+                    str(s.number),
+                    f"{s.wall:.2f}",
+                    f"{s.cpu:.2f}",
+                    f"{s.anonymous / 1e6:.0f}",
+                    f"{s.disk / 1e6:.0f}",
+                )
+                for method, steps in growths.items()
                 for s in steps
             ],
         ),

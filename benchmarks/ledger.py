@@ -1,7 +1,7 @@
 """The bare kernels of a ledger: what no `add` and no `export` of it can do without.
 
-    python -m benchmarks.ledger add --base B EXPERT     base and expert are read; Δ of every tensor, its leading triplets
-    python -m benchmarks.ledger export STORE            entries in memory; the products and eigenvectors of `agree`
+    python -m benchmarks.ledger add --base B EXPERT   base and expert are read; Δ of every tensor, its leading triplets
+    python -m benchmarks.ledger export STORE          entries in memory; the products and eigenvectors of `agree`
 
 All cores are used, each by matrices of its own, the largest first. Nothing is digested, checked or written.
 """

@@ -125,8 +125,9 @@ class Product:
     transposed: bool
 
     def dense(self) -> Tensor:
-        span, Z = self.span, self.coefficients.to(self.span.outputs.dtype)
-        product = span.outputs.T @ (Z @ span.inputs)
+        left, right = self.span.outputs.T, self.span.inputs
+        Z = self.coefficients.to(left.dtype)
+        product = left @ (Z @ right) if right.shape[1] <= left.shape[0] else (left @ Z) @ right
         return product.T if self.transposed else product
 
     def low_rank(self, dtype: torch.dtype, shape: tuple[int, ...]) -> LowRank:
