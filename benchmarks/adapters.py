@@ -2,6 +2,7 @@
 
     python -m benchmarks.adapters            a Llama of 7B, 20 adapters of rank 16: 20 minutes on two quiet cores
     python -m benchmarks.adapters --quick    two of its 32 layers, a smaller layer for the peers
+    python -m benchmarks.adapters --growth ledger     nothing but the adapters that one store takes
 
 The base is only a config.json: no weight of it is ever read. Writes results.md and results.json.
 """
@@ -39,6 +40,7 @@ PLACE = CACHE / "adapters"
 RANK = 16
 HIDDEN, WIDE = 4096, 11008
 GIGABYTE = 10**9
+METHODS: dict[str, type[Method]] = {"OPCM": OPCM, "ledger": Ledger}
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,7 @@ def beside_mergekit(adapters: int) -> dict[str, Cost]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure adapters: ours, PEFT's and mergekit's.")
     parser.add_argument("--quick", action="store_true", help="two layers, and a smaller layer for the peers")
+    parser.add_argument("--growth", choices=METHODS, help="only the store of this method; writes METHOD.md and .json")
     parser.add_argument("--output", type=Path, help="directory for results.md and results.json")
     arguments = parser.parse_args()
     quick = arguments.quick
@@ -232,7 +235,17 @@ def main() -> None:
     about = report.machine()
     layers, count = (2, 10) if quick else (32, 20)
 
-    growths = {"OPCM": growth(OPCM(), layers, count), "ledger": growth(Ledger(), layers, count)}
+    name = f"Llama of {layers} layers (7B has 32)" if quick else "Llama 7B shape"
+    growths = {
+        method: growth(METHODS[method](), layers, count)
+        for method in ([arguments.growth] if arguments.growth else METHODS)
+    }
+    targets = [target for method, steps in growths.items() for target in _growth_targets(f"{name}, {method}", steps)]
+    if arguments.growth:
+        shutil.rmtree(PLACE, ignore_errors=True)
+        lines = [*_heading(about, targets), *_growth_table(growths)]
+        facts = {"machine": about, "targets": list(map(asdict, targets)), "steps": _as_json(growths)}
+        return _write(output, arguments.growth, facts, lines)
     with single_threaded():
         layer = one_layer(2048 if quick else 4096, 20)
         exact = exactness(1024, 20)
@@ -241,9 +254,7 @@ def main() -> None:
     shutil.rmtree(PLACE, ignore_errors=True)
 
     error = max(layer["error"], exact["error"])
-    name = f"Llama of {layers} layers (7B has 32)" if quick else "Llama 7B shape"
-    targets = [
-        *(target for method, steps in growths.items() for target in _growth_targets(f"{name}, {method}", steps)),
+    targets += [
         Target(
             f"the 20th adapter on a {2048 if quick else 4096}² layer, our factors against our dense path (CPU)",
             f"{layer['dense'] / layer['factored']:.0f}× faster ({layer['dense']:.2f} s / {layer['factored']:.3f} s)",
@@ -254,19 +265,26 @@ def main() -> None:
     ]
     facts = {
         "machine": about,
-        "targets": [asdict(target) for target in targets],
-        "steps": {method: [asdict(step) for step in steps] for method, steps in growths.items()},
+        "targets": list(map(asdict, targets)),
+        "steps": _as_json(growths),
         "layer": layer,
         "exactness": exact,
         "peft": {who: {"cpu": cpu, "error": wrong} for who, (cpu, wrong) in peft.items()},
         "mergekit": {who: asdict(cost) for who, cost in mergekit.items()},
     }
-    text = "\n".join(_markdown(about, targets, growths, peft, mergekit, 512 if quick else 2048))
+    lines = _markdown(about, targets, growths, peft, mergekit, 512 if quick else 2048)
+    _write(output, "adapters" if quick else "results", facts, lines)
+
+
+def _write(output: Path, stem: str, facts: dict[str, Any], lines: list[str]) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    stem = "adapters" if quick else "results"
     (output / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (output / f"{stem}.md").write_text(text)
-    print(text)
+    (output / f"{stem}.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+def _as_json(growths: dict[str, list[Step]]) -> dict[str, Any]:
+    return {method: list(map(asdict, steps)) for method, steps in growths.items()}
 
 
 def _growth_targets(work: str, steps: list[Step]) -> list[Target]:
@@ -293,16 +311,8 @@ def _markdown(
     size: int,
 ) -> list[str]:
     table = report.table
-    verdict = {True: "reached", False: "**missed**", None: ""}
     return [
-        f"{about['cpu']}, {about['cores']} cores; {about['time']} UTC; load average before the run: "
-        f"{about['load_before'][0]}.",
-        "",
-        *table(
-            ("work", "measured", "target", ""),
-            [(t.work, t.measured, t.target, verdict[t.reached]) for t in targets],
-        ),
-        "",
+        *_heading(about, targets),
         f"The mean of 8 independent adapters of rank {RANK} on a {size}² layer, one thread:",
         "",
         *table(
@@ -320,25 +330,42 @@ def _markdown(
             ],
         ),
         "",
+        *_growth_table(growths),
+    ]
+
+
+def _heading(about: dict[str, Any], targets: list[Target]) -> list[str]:
+    verdict = {True: "reached", False: "**missed**", None: ""}
+    return [
+        f"{about['cpu']}, {about['cores']} cores; {about['time']} UTC; load average before the run: "
+        f"{about['load_before'][0]}.",
+        "",
+        *report.table(
+            ("work", "measured", "target", ""),
+            [(t.work, t.measured, t.target, verdict[t.reached]) for t in targets],
+        ),
+        "",
+    ]
+
+
+def _growth_table(growths: dict[str, list[Step]]) -> list[str]:
+    return [
         "Each adapter of the growing store:",
         "",
-        *table(
+        *report.table(
             ("method", "adapter", "wall (s)", "CPU (s)", "anonymous (MB)", "store (MB)"),
             [
-                (
-                    method,
-                    str(s.number),
-                    f"{s.wall:.2f}",
-                    f"{s.cpu:.2f}",
-                    f"{s.anonymous / 1e6:.0f}",
-                    f"{s.disk / 1e6:.0f}",
-                )
+                (method, str(s.number), *map("{:.2f}".format, (s.wall, s.cpu)), *map(_megabytes, (s.anonymous, s.disk)))
                 for method, steps in growths.items()
                 for s in steps
             ],
         ),
         "",
     ]
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.0f}"
 
 
 if __name__ == "__main__":
