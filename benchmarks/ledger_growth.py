@@ -35,6 +35,8 @@ class Point:
     experts: int
     disk: int
     """Bytes of all files of the store"""
+    entries: int
+    """Bytes of the entries among them; the rest is half a megabyte an expert, however large the model"""
     read: int
     """Bytes of what a readout takes of the entries, by the rule"""
     wall: float
@@ -49,8 +51,8 @@ def points(model: str, many: int) -> Iterator[Point]:
     base = Store(STORE).manifest.base
     for number, expert in enumerate(experts.experts, start=1):
         cost = run(cases.add(STORE, expert, number - 1).command)
-        disk, read = disk_bytes(STORE), entries_bytes(base, Ledger(), number)
-        yield Point(number, disk, read, cost.work["wall"], cost.work["cpu"], cost.anonymous)
+        sizes = disk_bytes(STORE), disk_bytes(STORE / "steps"), entries_bytes(base, Ledger(), number)
+        yield Point(number, *sizes, cost.work["wall"], cost.work["cpu"], cost.anonymous)
     cases.fresh(STORE)
 
 
@@ -114,7 +116,9 @@ def main() -> None:
             measured.append(asdict(point))
             facts = {"machine": about, "model": arguments.model, "base": base_bytes(arguments.model)}
             results.write_text(json.dumps({**facts, "points": measured}, indent=1) + "\n")
-            disk = f"{point.disk / 1e6:.1f} MB on disk, of which {point.read / 1e6:.1f} MB are read"
+            disk = (
+                f"{point.disk / 1e6:.1f} MB, entries {point.entries / 1e6:.1f} MB, {point.read / 1e6:.1f} MB are read"
+            )
             cost = f"{point.cpu:.2f} s CPU, {point.anonymous / 1e6:.0f} MB"
             print(f"{point.experts}: {disk}, {cost}", file=sys.stderr, flush=True)
     facts = json.loads(results.read_text())

@@ -217,10 +217,14 @@ class Suite:
             *(cases.mergekit(experts, method, label=label) for label, method in peers.items() if cases.have_peers()),
         )
         self.measured[title] = Case(title, contenders).measure(1, 1)
-        for name, (cost,) in self.measured[title].items():
-            wall, times = cost.work["wall"], layers / has
-            measured = f"{wall:.0f} s, so {wall * times / 60:.0f} min for {layers} layers ({times:.0f} times as long)"
-            self.targets.append(Target(f"{title}: {name} (wall)", measured, "", None))
+        self._extrapolate(title, layers / has)
+
+    def _extrapolate(self, title: str, times: float) -> None:
+        """What was measured, and so many times as much."""
+        for name, costs in self.measured[title].items():
+            wall, cpu = (costs[0].work[clock] for clock in ("wall", "cpu"))
+            whole = f"{times:.0f} times as much is {wall * times / 60:.0f} min wall, {cpu * times / 60:.0f} min CPU"
+            self.targets.append(Target(f"{title}: {name}", f"{wall:.0f} s wall, {cpu:.0f} s CPU; {whole}", "", None))
 
     def agreement_with_mergekit(self) -> None:
         """TIES where the trimming is defined alike: per tensor, in float32, on a model small enough to compare."""
