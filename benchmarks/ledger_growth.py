@@ -78,23 +78,26 @@ def plot(measured: Sequence[Point], model: str, directory: Path) -> None:
 
     figure, (bytes_axis, cost_axis) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     experts, base = [point.experts for point in measured], base_bytes(model)
-    bytes_axis.plot(experts, [point.disk / base for point in measured], "o-", markersize=4, label="on disk")
-    bytes_axis.plot(experts, [point.read / base for point in measured], "--", label="what is read of it: the rank rule")
-    bytes_axis.plot(
-        experts, [2 * point.read / base for point in measured], ":", label="twice that: then it is rewritten"
-    )
+    lines: dict[str, tuple[str, list[int]]] = {
+        "entries on disk": ("C0o-", [point.entries for point in measured]),
+        "the same with half a megabyte of records an expert": ("C7-", [point.disk for point in measured]),
+        "what is read of the entries: the rank rule": ("C1--", [point.read for point in measured]),
+        "twice that": ("C2:", [2 * point.read for point in measured]),
+    }
+    for label, (style, sizes) in lines.items():
+        bytes_axis.plot(experts, [size / base for size in sizes], style, markersize=4, label=label)
     bytes_axis.axvline(FEWEST, color="grey", linewidth=0.8)
-    bytes_axis.annotate(f"{FEWEST} experts: from here on they share the room", (FEWEST + 0.4, 0.1), fontsize=8)
-    bytes_axis.set(xlabel="experts", ylabel="bytes of the store, of the base's in float32", ylim=(0, None))
-    bytes_axis.legend(fontsize=8)
+    bytes_axis.annotate(f"{FEWEST}: from here on experts share the room", (FEWEST + 0.4, 0.03), fontsize=8)
+    bytes_axis.set(xlabel="experts", ylabel="bytes of the store, of the base's in float32", ylim=(0, 2.2))
+    bytes_axis.legend(fontsize=8, loc="upper left")
     cost_axis.plot(experts, [point.cpu for point in measured], "o-", markersize=4, label="add, CPU seconds")
     memory_axis = cost_axis.twinx()
     memory = [point.anonymous / 1e6 for point in measured]
     memory_axis.plot(experts, memory, "s--", markersize=3, color="C1", label="add, peak anonymous memory")
     cost_axis.set(xlabel="experts", ylabel="CPU seconds", ylim=(0, None))
     memory_axis.set(ylabel="MB", ylim=(0, 1.5 * max(memory)))
-    lines = [*cost_axis.get_lines(), *memory_axis.get_lines()]
-    cost_axis.legend(lines, [str(line.get_label()) for line in lines], fontsize=8)
+    drawn = [*cost_axis.get_lines(), *memory_axis.get_lines()]
+    cost_axis.legend(drawn, [str(line.get_label()) for line in drawn], fontsize=8)
     for axis in (bytes_axis, cost_axis):
         axis.grid(alpha=0.3)
     figure.suptitle(f"A ledger of {model}", fontsize=10)
