@@ -1,7 +1,7 @@
 """``make demo``: four real experts, merged one by one, and what becomes of every task.
 
-MiniLM is fine-tuned on four text tasks (or the experts are taken from the cache), then OPCM and averaging absorb
-the experts in the same order, each in a store, and every merged model is scored on all four tasks.
+MiniLM is fine-tuned on four text tasks (or the experts are taken from the cache), then a ledger, OPCM and averaging
+absorb the experts in the same order, each in a store, and every merged model is scored on all four tasks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mergestream.evaluation.results import Results
     from mergestream.evaluation.suites.base import Suite
 
-METHODS = ("opcm", "average")
+METHODS = ("ledger", "opcm", "average")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,13 +81,13 @@ def _cells(values: list[str]) -> str:
 
 
 def merged_model(suite: Suite, results: Results, output: Path) -> tuple[Path, Path]:
-    """The same OPCM merge once more, kept: a store to go on with, its merged model, and its report with the scores."""
+    """The ledger once more, kept: a store to go on with, its merged model, and its report with the scores."""
     from mergestream.api import Store
     from mergestream.report.facts import Facts
     from mergestream.report.page import page
     from mergestream.report.scores import Scores, attach
 
-    (run,) = results.methods["opcm"]
+    (run,) = results.methods["ledger"]
     path = output / "store"
     store = Store(path) if path.is_dir() else Store.create(path, base=suite.base())
     for task in run.order[len(store.history) :]:

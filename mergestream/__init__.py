@@ -2,13 +2,13 @@
 
 In a store, over weeks and across crashes::
 
-    store = mergestream.Store.create("store", base="base-model", method=mergestream.OPCM(alpha=0.5))
+    store = mergestream.Store.create("store", base="base-model")
     store.add("expert-1")
     store.export("merged")
 
 In memory::
 
-    merger = mergestream.Merger(base.state_dict(), mergestream.OPCM())
+    merger = mergestream.Merger(base.state_dict())
     merger.add(expert.state_dict())
     merged = merger.state_dict()
 """
@@ -28,6 +28,8 @@ _HOMES = {
     "ENGINES": "mergestream.engine",
     "METHODS": "mergestream.methods",
     "READOUTS": "mergestream.ledger.readouts",
+    "register_readout": "mergestream.ledger.readouts",
+    "EntriesReadout": "mergestream.ledger.readouts.base",
     "register_method": "mergestream.methods",
     "Method": "mergestream.methods.base",
     "Ledger": "mergestream.ledger.method",
@@ -56,7 +58,8 @@ if TYPE_CHECKING:
     from mergestream.errors import MergestreamError
     from mergestream.export.one_shot import merge
     from mergestream.ledger.method import Ledger
-    from mergestream.ledger.readouts import READOUTS
+    from mergestream.ledger.readouts import READOUTS, register_readout
+    from mergestream.ledger.readouts.base import EntriesReadout
     from mergestream.merging.merger import Merger
     from mergestream.methods import METHODS, register_method
     from mergestream.methods.average import Average

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Store(StoreDirectory):
     """A directory that keeps the merged state of all models absorbed so far::
 
-    store = Store.create("store", base="path/or/hub-id", method=OPCM(alpha=0.5))
+    store = Store.create("store", base="path/or/hub-id")
     store.add("expert-1")
     store.export("merged")
     """
@@ -46,7 +46,7 @@ class Store(StoreDirectory):
         """
         from mergestream.report.gates import Gatekeeper
 
-        gatekeeper = Gatekeeper.of(gates, evaluate)
+        gatekeeper = Gatekeeper.of(gates, evaluate, self.manifest)
         measure, review = gatekeeper.asks_for("distance"), gatekeeper.review
         return self.absorb(expert, name, partial, ignore, allow_duplicate, measure_distance=measure, review=review)
 
@@ -157,7 +157,8 @@ class Store(StoreDirectory):
         return similarity(self)
 
     def survival(self) -> Survival:
-        """How much of each expert entered the state, and how many directions were protected, per tensor."""
+        """How much of each expert entered the state, and how many directions were protected, per tensor; of a ledger,
+        how much of each its entry holds now."""
         from mergestream.report.diagnostics import survival
 
         return survival(self)

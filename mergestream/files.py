@@ -12,6 +12,8 @@ from typing import Any
 
 from mergestream.errors import MergestreamError
 
+_OTHER_FILES = 512
+"""That a process has open: the base's shards, an expert's, libraries"""
 BESIDE = ".new"
 """What the name of a file ends in until it is whole"""
 
@@ -66,6 +68,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise MergestreamError(f"{path} is not a JSON object; restore it, or download it again")
     return content
+
+
+def allow_open_files(count: int) -> None:
+    """Have the system let this process open so many files more, as far as it may: few are the default."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
 
 
 def remove(directory: Path) -> None:

@@ -29,6 +29,7 @@ mergestream add store path/to/expert
 mergestream add store experts/* --workers 4 --max-memory 8GB
 mergestream add store path/to/expert --dry-run
 mergestream add store path/to/expert --gate 'kept>=0.6' --gate 'max_cosine<=0.5'
+mergestream add store path/to/expert --gate 'damage<=0.3'    # of a ledger: predicted for every expert in it
 mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate 'score>=0.8'
 """
 
@@ -41,7 +42,8 @@ class Options(WorkingStoreOptions, ComputingOptions, AddingOptions):
     gate: list[str] = repeated(
         "--gate",
         "CONDITION",
-        "refuse an expert that fails it; on kept, max_cosine, relative_norm, norm, lambda, distance or score",
+        "refuse an expert that fails it; on kept, max_cosine, relative_norm, norm, lambda, distance or score; "
+        "of a ledger on damage and held instead of lambda and distance",
     )
     evaluate: str | None = argument(
         "--evaluate",
@@ -94,8 +96,7 @@ def _absorb(store: Store, options: Options) -> None:
 
 
 def print_step(store: Store, entry: Expert) -> None:
+    outcome = f"held {entry.kept:.1%}" if entry.cut else f"kept {entry.kept:.1%}  λ {entry.lambda_:.4g}"
     print(
-        f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  kept {entry.kept:.1%}  "
-        f"λ {entry.lambda_:.4g}  {entry.seconds:.1f} s",
-        flush=True,
+        f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  {outcome}  {entry.seconds:.1f} s", flush=True
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import (
     OutputOptions,
@@ -15,6 +15,9 @@ from mergestream.cli.options import (
     switch,
 )
 from mergestream.errors import UsageError
+
+if TYPE_CHECKING:
+    from mergestream.api import Store
 
 HELP = "write the merged model as a directory that from_pretrained loads"
 EXAMPLES = """
@@ -73,11 +76,10 @@ def run(options: Options) -> int:
     if options.format == "loras" and (any(chosen.values()) or options.scale is not None):
         raise UsageError("--format loras writes every expert as it is; --readout, --only and the like go with lora")
     store = options.open_store()
-    count = store.manifest.step
     common: dict[str, Any] = {"dtype": options.dtype, "overwrite": options.overwrite, "command": command_line()}
     if options.format == "loras":
         energies = store.export_adapters(options.out, rank=options.rank, **common)
-        print(f"{options.out}: {count} adapters, {', '.join(energies)}")
+        print(f"{options.out}: {len(energies)} adapters, {', '.join(energies)}")
         return 0
     if options.format == "lora":
         energy = store.export_adapter(options.out, **chosen, rank=options.rank, scale=options.scale, **common)
@@ -86,12 +88,22 @@ def run(options: Options) -> int:
         size = options.max_shard_size
         store.export(options.out, **chosen, scale=options.scale, task=options.task, max_shard_size=size, **common)
         exact = ""
-    words = f", {said}" if (said := _said(chosen)) else ""
-    print(f"{options.out}: {count} experts merged by {store.manifest.method}{words}{exact}")
+    print(f"{options.out}: {_what_was_written(store, chosen)}{exact}")
     return 0
 
 
-def _said(chosen: dict[str, Any]) -> str:
+def _what_was_written(store: Store, chosen: dict[str, Any]) -> str:
+    """``3 experts merged by ledger, read out by tsv``"""
     from mergestream.ledger.selection import Selection
 
-    return str(Selection(**chosen))
+    selection, method = Selection(**chosen), store.manifest.method
+    if not store.method.remembers_experts:
+        readout, count = selection.of_state(store.method).name, store.manifest.step
+    else:
+        found, weights = selection.of_entries([entry.name for entry in store.history])
+        readout, count = found.name, len(weights)
+        if readout == "expert":
+            return f"{', '.join(weights)}, as the {method} remembers it"
+    experts = "1 expert" if count == 1 else f"{count} experts"
+    by = f", read out by {readout}{', balanced' if selection.balance else ''}" if readout != "plain" else ""
+    return f"{experts} merged by {method}{by}"

@@ -10,6 +10,7 @@ from mergestream.cli.printing import counts_text, print_json, print_table
 from mergestream.sizes import format_size
 
 if TYPE_CHECKING:
+    from mergestream.store.collisions import Collisions
     from mergestream.store.inspection import Inspection
 
 HELP = "tell what adding an expert would do; changes nothing"
@@ -19,6 +20,8 @@ mergestream inspect store path/to/expert --json
 """
 
 MOST_LAYERS = 5
+MOST_COLLIDING = 2
+"""Layers that are named for each expert"""
 MOST_TENSORS = 20
 
 
@@ -45,13 +48,15 @@ def print_inspection(inspection: Inspection) -> None:
     print(f"‖Δ‖ {inspection.norm:.4g}, {inspection.relative_norm:.2f} × the mean of the experts so far")
     if inspection.large:
         print("warning: it is so much larger than they are that it would outweigh them")
-    print(f"kept {inspection.kept:.1%}   λ {inspection.lambda_:.4g}   distance to the base {inspection.distance:.4g}")
+    print(_outcome(inspection))
     print(
         f"time about {inspection.seconds:.1f} s   RAM for tensors {format_size(inspection.memory)}   "
         f"disk {format_size(inspection.disk)}"
     )
     if inspection.cosines:
         _print_cosines(inspection)
+    if inspection.collisions:
+        _print_collisions(inspection.collisions)
     if inspection.kept < 1:
         _print_layers(inspection)
     _print_linear_weights(inspection)
@@ -64,24 +69,48 @@ def _print_cosines(inspection: Inspection) -> None:
     print_table(("expert", "cosine"), ((name, f"{value:.3f}") for name, value in known))
 
 
+def _outcome(inspection: Inspection) -> str:
+    if inspection.lambda_ is None or inspection.distance is None:
+        return f"held {inspection.kept:.1%}"
+    return f"kept {inspection.kept:.1%}   λ {inspection.lambda_:.4g}   distance to the base {inspection.distance:.4g}"
+
+
+def _print_collisions(found: Collisions) -> None:
+    print("\npredicted damage of each expert after adding it, and how much their inputs overlap with its own:")
+    new = len(found.experts) - 1
+    rows = []
+    for number in sorted(range(new + 1), key=lambda expert: -(found.damage[expert] or 0)):
+        worst = list(found.of_pair(new, number).items())[:MOST_COLLIDING] if number != new else []
+        overlap = found.overlap[new][number] if number != new else None
+        where = ", ".join(f"{layer} {value:.2f}" for layer, value in worst)
+        rows.append((found.experts[number], _shown(found.damage[number]), _shown(overlap), where or "-"))
+    print_table(("expert", "damage", "overlap", "most in"), rows)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def _print_layers(inspection: Inspection) -> None:
-    print("\nlayers with the most interference:")
+    held = inspection.collisions is not None
+    print("\nlayers of which the least would be held:" if held else "\nlayers with the most interference:")
     least = list(inspection.layers.items())[:MOST_LAYERS]
-    print_table(("layer", "kept"), ((layer, f"{share:.1%}") for layer, share in least))
+    print_table(("layer", "held" if held else "kept"), ((layer, f"{share:.1%}") for layer, share in least))
 
 
 def _print_linear_weights(inspection: Inspection) -> None:
     linear = {name: tensor for name, tensor in inspection.tensors.items() if tensor.role == "linear"}
     if not linear:
         return
-    print("\nlinear weights by what survives, least first:")
+    held = inspection.collisions is not None
+    print(f"\nlinear weights by what {'would be held' if held else 'survives'}, least first:")
     least = sorted(linear.items(), key=lambda item: (item[1].kept, item[0]))
     print_table(
-        ("tensor", "kept", "‖Δ‖", "‖Δ‖/‖θ⁰‖", "protected"),
+        ("tensor", "held" if held else "kept", "‖Δ‖", "‖Δ‖/‖θ⁰‖", *(() if held else ("protected",))),
         (
             (
                 *(name, f"{t.kept:.1%}", f"{t.norm:.4g}", f"{t.relative_norm:.2%}"),
-                "-" if t.protected is None else t.protected,
+                *(() if held else ("-" if t.protected is None else t.protected,)),
             )
             for name, t in least[:MOST_TENSORS]
         ),

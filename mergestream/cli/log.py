@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from mergestream.cli.options import StoreOptions, switch
 from mergestream.cli.printing import print_json, print_table
 
 if TYPE_CHECKING:
+    from mergestream.api import Store
     from mergestream.store import Expert
 
 HELP = "list the absorbed experts"
@@ -25,12 +27,36 @@ class Options(StoreOptions):
 
 def run(options: Options) -> int:
     store = options.open_store()
+    held = _held(store) if store.manifest.is_ledger else {}
     if options.json:
-        print_json([entry_json(entry) for entry in store.history])
-        return 0
-    if not store.history:
+        print_json([entry_json(entry, held.get(entry.name)) for entry in store.history])
+    elif not store.history:
         print(f"{store.path} has absorbed nothing yet")
-        return 0
+    elif store.manifest.is_ledger:
+        _print_ledger(store.history, held)
+    else:
+        _print_steps(store.history)
+    return 0
+
+
+def _held(store: Store) -> dict[str, float]:
+    """The share of each expert that its entry in a ledger holds now."""
+    found = store.survival()
+    return dict(zip(found.experts, found.together, strict=True))
+
+
+def _print_ledger(history: Sequence[Expert], held: Mapping[str, float]) -> None:
+    print_table(
+        ("expert", "added", "digest", "step", "‖Δ‖", "held", "room for"),
+        (
+            (e.name, e.added, e.digest[:12], number, f"{e.norm:.4g}", f"{held[e.name]:.1%}", e.cut)
+            for number, e in enumerate(history, 1)
+        ),
+        left=3,
+    )
+
+
+def _print_steps(history: Sequence[Expert]) -> None:
     print_table(
         ("expert", "added", "digest", "step", "‖Δ‖", "kept", "λ", "rank", "dropped"),
         (
@@ -38,14 +64,15 @@ def run(options: Options) -> int:
                 *(e.name, e.added, e.digest[:12], number, f"{e.norm:.4g}", f"{e.kept:.1%}", f"{e.lambda_:.4g}"),
                 *(e.rank or "-", f"{e.lost:.2%}" if e.lost else "-"),
             )
-            for number, e in enumerate(store.history, 1)
+            for number, e in enumerate(history, 1)
         ),
         left=3,
     )
-    return 0
 
 
-def entry_json(entry: Expert) -> dict[str, Any]:
-    """An absorbed expert as one object, without what only the store itself needs."""
+def entry_json(entry: Expert, held: float | None = None) -> dict[str, Any]:
+    """An absorbed expert as one object, without what only the store itself needs; ``held`` is of a ledger."""
     facts = {RENAMED.get(name, name): value for name, value in asdict(entry).items() if name not in INTERNAL}
+    if entry.cut:  # how a ledger is scaled is decided when it is read out
+        return {**facts, "lambda": None, "held": entry.kept if held is None else held}
     return {**facts, "lambda": entry.lambda_}

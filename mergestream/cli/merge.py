@@ -17,6 +17,7 @@ from mergestream.cli.options import (
 
 HELP = "merge experts that are all at hand, in one go"
 EXAMPLES = """
+mergestream merge --base base experts/* -o merged
 mergestream merge --base base --method average expert-1 expert-2 expert-3 -o merged
 mergestream merge --base base --method opcm --alpha 0.4 experts/* -o merged
 """
@@ -55,5 +56,5 @@ def run(options: Options) -> int:
         progress=options.make_progress(),
         command=command_line(),
     )
-    print(f"{options.out}: {len(options.experts)} experts merged by {options.method}")
+    print(f"{options.out}: {len(options.experts)} experts merged by {method.name}")
     return 0

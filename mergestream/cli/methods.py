@@ -10,7 +10,7 @@ from mergestream.cli.options import switch
 from mergestream.cli.printing import print_json
 from mergestream.errors import UsageError
 
-HELP = "list the methods, their parameters, and who brings them"
+HELP = "list the methods and readouts, their parameters, and who brings them"
 EXAMPLES = "mergestream methods"
 
 
@@ -20,6 +20,8 @@ class Options:
 
 
 def run(options: Options) -> int:
+    from mergestream.ledger.readouts import READOUTS
+    from mergestream.ledger.readouts.base import EntriesReadout
     from mergestream.methods import METHODS
 
     described = [_describe(name) for name in METHODS]
@@ -31,6 +33,10 @@ def run(options: Options) -> int:
         for parameter in method["parameters"]:
             choices = f" ({', '.join(parameter['choices'])})" if parameter["choices"] else ""
             print(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
+    print("readouts of a ledger, for export --readout:")
+    for name, readout in READOUTS.items():
+        if issubclass(readout, EntriesReadout):
+            print(f"    {name}: {_summary(readout)} (from {READOUTS.origin(name)})")
     return 0
 
 
@@ -44,7 +50,7 @@ def _describe(name: str) -> dict[str, Any]:
         return {**described, "summary": str(error), "commutative": None, "parameters": []}
     return {
         **described,
-        "summary": (getdoc(method) or "").splitlines()[0],
+        "summary": _summary(method),
         "commutative": method().commutative,
         "parameters": [
             {
@@ -56,3 +62,7 @@ def _describe(name: str) -> dict[str, Any]:
             for field in fields(method)
         ],
     }
+
+
+def _summary(described: type) -> str:
+    return (getdoc(described) or "").partition("\n")[0]

@@ -163,10 +163,12 @@ class MethodOptions:
     """Which base is merged into, by which method, with which parameters, and which tensors are linear weights."""
 
     base: str = argument("--base", required=True, metavar="MODEL", help=A_MODEL)
-    method: str = argument(
-        "--method", default="opcm", metavar="M", help="opcm, average, …: see mergestream methods (opcm)"
+    method: str | None = argument(
+        "--method", metavar="M", help="ledger, opcm, average, …: see mergestream methods (ledger)"
     )
-    alpha: float | None = argument("--alpha", type=float, help="OPCM's projection threshold, the same as --set alpha=…")
+    alpha: float | None = argument(
+        "--alpha", type=float, help="OPCM's projection threshold: --method opcm --set alpha=…"
+    )
     parameters: list[str] = repeated("--set", "KEY=VALUE", "a parameter of the method")
     linear: list[str] = repeated("--linear", "GLOB", "tensors to treat as linear weights")
     not_linear: list[str] = repeated("--not-linear", "GLOB", "tensors not to treat as linear weights")
@@ -182,7 +184,8 @@ class MethodOptions:
             parameters[key] = value
         if self.alpha is not None:
             parameters["alpha"] = self.alpha
-        return make_method(self.method, parameters)
+        usual = "ledger" if self.alpha is None else "opcm"
+        return make_method(self.method or usual, parameters)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergestream.cli.options import StoreOptions, argument
+from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
 from mergestream.errors import UsageError
 
 HELP = "write a page with the figures and facts of a store"
@@ -21,7 +21,7 @@ FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 
 
 @dataclass(frozen=True)
-class Options(StoreOptions):
+class Options(WorkingStoreOptions, ComputingOptions):
     out: str | None = argument("-o", "--out", metavar="FILE", help="where to (md and json: standard output)")
     format: str | None = argument(
         "--format", choices=("html", "md", "json"), help="what to write (by FILE's ending, or html)"

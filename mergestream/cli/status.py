@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import StoreOptions, switch
 from mergestream.cli.printing import counts_text, print_json, print_table
+from mergestream.sizes import format_size
 
 if TYPE_CHECKING:
     from mergestream.api import Store
+    from mergestream.store import Expert
 
 HELP = "show what a store holds, and what each tensor is"
 EXAMPLES = """
@@ -44,11 +46,32 @@ def _print_status(store: Store) -> None:
     print(f"tensors: {roles_text(store)}")
     if store.history:
         last = store.history[-1]
-        distance = "" if last.distance is None else f"   distance to the base {last.distance:.6g}"
-        print(f"λ {last.lambda_:.6g}   n {last.mean_norm:.6g}{distance}")
+        print(_room_text(store) if store.manifest.is_ledger else _scale_text(last))
         print(f"last: {last.name} ({last.added})")
         if last.rank or last.lost:
             print(_ranks_text(store))
+
+
+def _scale_text(last: Expert) -> str:
+    distance = "" if last.distance is None else f"   distance to the base {last.distance:.6g}"
+    return f"λ {last.lambda_:.6g}   n {last.mean_norm:.6g}{distance}"
+
+
+def _room_text(store: Store) -> str:
+    """Of a ledger: how many experts share its room, and what that takes."""
+    room = _room_json(store)
+    return (
+        f"{store.manifest.step} experts in room for {room['room_for']}   n {store.history[-1].mean_norm:.6g}   "
+        f"entries {format_size(room['bytes'])}   budget {room['budget']:g}"
+    )
+
+
+def _room_json(store: Store) -> dict[str, Any]:
+    from mergestream.store.steps import step_bytes
+
+    manifest = store.manifest
+    taken = sum(step_bytes(store.path, entry.number) for entry in manifest.history)
+    return {"room_for": manifest.sharing, "bytes": taken, "budget": manifest.parameters["budget"]}
 
 
 def _ranks_text(store: Store) -> str:
@@ -94,9 +117,10 @@ def _status_json(store: Store) -> dict[str, Any]:
         "method": manifest.method,
         "parameters": manifest.parameters,
         "base": {"source": manifest.base.source, "digest": manifest.base.digest},
-        "lambda": last.lambda_ if last else None,
+        "lambda": last.lambda_ if last and not manifest.is_ledger else None,
         "n": last.mean_norm if last else None,
         "distance": last.distance if last else 0.0,
+        "ledger": _room_json(store) if manifest.is_ledger else None,
         "experts": [entry.name for entry in manifest.history],
         "keep": manifest.keep,
         "max_rank": manifest.max_rank,

@@ -63,8 +63,14 @@ class Plan:
             Stream(row, self.order(tasks, index), self.seed + index, self.entries(index))
             for index in range(self.orders)
             for row in self.rows
-            if row.name != CONTINUAL_FINE_TUNING or index < self.finetune_orders
+            if index < self._orders_of(row)
         ]
+
+    def _orders_of(self, row: Row) -> int:
+        """A last model that does not depend on the order is made once."""
+        if row.name == CONTINUAL_FINE_TUNING:
+            return self.finetune_orders
+        return 1 if self.last_only and row.method().commutative else self.orders
 
 
 def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, command: str = "") -> Results:

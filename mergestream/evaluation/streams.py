@@ -174,7 +174,7 @@ def _score_step(
     scores: dict[str, float] = {}
     seconds = None
     for selection, tasks in _models(stream, step):
-        remembered = known / f"{key_of(identity, str(selection))}.txt" if identity else None
+        remembered = known / f"{key_of(identity, selection.readout, selection.balance)}.txt" if identity else None
         with tempfile.TemporaryDirectory(dir=store.path.parent) as directory:
             model = Path(directory) / "model"
             digest = remembered.read_text() if remembered and remembered.is_file() else ""

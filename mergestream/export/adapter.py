@@ -48,7 +48,7 @@ def export_adapter(
     Weights whose state is dense have no small exact rank: they need ``rank``. Other dense tensors (biases,
     norms) go along whole, as ``modules_to_save`` do.
     """
-    content = _Content.of(snapshot, snapshot.reading(engine, selection), rank)
+    content = _Content.of(snapshot, snapshot.reading(engine, selection, progress), rank)
     factor = content.reading.scale(scale, engine)
     with output.draft() as draft, progress.task(f"writing {output.path.name}", content.count) as advance:
         return content.write(draft, output.dtype, factor, command, illustrate, lambda name: advance(1))

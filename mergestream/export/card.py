@@ -93,7 +93,7 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
         "|---|---|---|---|---|---|",
         *(_row(number, row, facts.weights) for number, row in enumerate(facts.experts, 1)),
         "",
-        "kept: the share of the task vector's squared norm that the method let in.",
+        f"kept: the share of the task vector's squared norm that {_kept_by(facts)}.",
         *(line for file, words in facts.pictures.items() for line in ("", f"![{words}]({file})")),
         *(["", "Made with:", "", f"    {facts.command}"] if facts.command else []),
         "",
@@ -103,6 +103,10 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
 
 def counted(models: int) -> str:
     return "1 model" if models == 1 else f"{models} models"
+
+
+def _kept_by(facts: CardFacts) -> str:
+    return "the method let in" if facts.weights is None else "the ledger held when the expert came"
 
 
 def _scale(facts: CardFacts) -> str:

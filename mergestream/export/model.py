@@ -39,7 +39,7 @@ def export_model(
 ) -> None:
     """Write ``merged = θ⁰ + scale · direction``; ``task`` names the expert whose head to put in place."""
     with ExitStack() as stack:
-        manifest, reading = snapshot.manifest, snapshot.reading(engine, selection)
+        manifest, reading = snapshot.manifest, snapshot.reading(engine, selection, progress)
         base = stack.enter_context(manifest.open_base())
         heads = stack.enter_context(snapshot.open_heads(task)) if task is not None else None
         output.refuse_to_replace(snapshot.path, manifest.base.source)

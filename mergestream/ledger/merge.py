@@ -40,13 +40,14 @@ def shares(readout: EntriesReadout, entries: Sequence[Entry]) -> dict[int, float
 
 
 def coefficients(readout: EntriesReadout, span: Span, entries: Sequence[Entry], context: Context) -> Tensor:
-    """Z of one matrix: the readout's for linear weights, and their shares of it for the others."""
+    """Z of one matrix: the readout's for linear weights, and their shares of it, a diagonal, for the others."""
     if context.linear:
         return readout.coefficients(span)
     share = shares(readout, entries)
-    return torch.diag(span.sigma * torch.tensor([share[number] for number in span.owner.tolist()], dtype=torch.float64))
+    return span.sigma * torch.tensor([share[number] for number in span.owner.tolist()], dtype=torch.float64)
 
 
 def _products(readout: EntriesReadout, entries: Sequence[Entry], context: Context) -> Iterator[Product]:
     for span in Span.of(entries, context.dtype, context.transposed):
-        yield Product(span, coefficients(readout, span, entries, context), context.transposed)
+        Z = coefficients(readout, span, entries, context) if len(span.sigma) else span.sigma
+        yield Product(span, Z, context.transposed)

@@ -26,14 +26,6 @@ class Selection:
     """1 for those that are not named"""
     balance: bool = False
 
-    def __str__(self) -> str:
-        """``agree, balanced, without a``"""
-        parts = [self.readout or "", "balanced" if self.balance else ""]
-        parts += [f"only {', '.join(self.only)}"] if self.only else []
-        parts += [f"without {', '.join(self.without)}"] if self.without else []
-        parts += [f"{name} × {weight:g}" for name, weight in self.weights.items()]
-        return ", ".join(filter(None, parts))
-
     def of_state(self, method: Method) -> StateReadout:
         """The readout of a state that has absorbed all experts."""
         if self.only or self.without or self.weights or self.balance or (self.readout or "").startswith(ONE_EXPERT):
@@ -56,7 +48,7 @@ class Selection:
             raise UsageError(f"a ledger cannot be read out by {name}; choose agree, tsv, iso, sum or expert:NAME")
         if name == "expert":
             return readout, self._one_expert(one, names)
-        for option, chosen in (("--only", self.only), ("--without", self.without), ("--weight", self.weights)):
+        for option, chosen in (("--only ", self.only), ("--without ", self.without), ("--weight ", self.weights)):
             _check_known(chosen, names, option)
         if self.only and self.without:
             raise UsageError("--only and --without exclude each other; give one of them")
@@ -99,7 +91,7 @@ def _check_known(chosen: Sequence[str] | Mapping[str, float], names: Sequence[st
     for name in chosen:
         if name not in names:
             raise UsageError(
-                f"{option} {name}: there is no such expert{nearest(name, names)} (there are: {', '.join(names)})"
+                f"{option}{name}: there is no such expert{nearest(name, names)} (there are: {', '.join(names)})"
             )
 
 

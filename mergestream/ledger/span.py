@@ -21,6 +21,9 @@ from mergestream.algebra.lowrank import LowRank
 from mergestream.algebra.svd import gram, thin_svd
 from mergestream.digest import combined_digest, tensor_digest
 
+ENERGIES = ("sigma", "norm2")
+"""The slots of an entry that tell how much it holds: a permille of all"""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -33,6 +36,15 @@ class Entry:
     def identity(self) -> tuple[str, float]:
         """The same for the same content."""
         return combined_digest({slot: tensor_digest(value) for slot, value in self.slots.items()}), self.weight
+
+    @property
+    def held(self) -> float:
+        """The share of ‖Δ‖² that it holds; all of it where the tensor is kept whole, or was left alone."""
+        if "sigma" not in self.slots:
+            return 1.0
+        energy = math.fsum(self.slots["norm2"].reshape(-1).tolist())
+        held = math.fsum(self.slots["sigma"].square().reshape(-1).tolist())
+        return min(held / energy, 1.0) if energy else 1.0  # an SVD of full rank may round to more
 
 
 def in_order(entries: Sequence[Entry]) -> list[int]:
@@ -62,7 +74,7 @@ class Span:
         weights = [entries[number].weight for number in moved]
         for parts in zip(*(_triplets(entries[number].slots) for number in moved), strict=True):
             sigma = [part["sigma"] for part in parts]
-            norm2 = [float(part["norm2"]) or 1.0 for part in parts]  # of nothing: σ is zero too, whatever it is over
+            norm2 = [float(part["norm2"]) for part in parts]
             counts = torch.tensor(list(map(len, sigma)))
             yield Span(
                 torch.cat([part[outputs] for part in parts]).to(dtype),
@@ -91,6 +103,7 @@ class Span:
     def damage(self, Z: Tensor) -> dict[int, float]:
         """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner: how far M is from doing to an expert's own inputs what it does."""
         found = {}
+        Z = torch.diag(Z) if Z.ndim == 1 else Z
         for owner in self.owner.unique().tolist():
             own = self.owner == owner
             sigma = self.sigma[own]
@@ -118,22 +131,28 @@ class Span:
 
 @dataclass(frozen=True)
 class Product:
-    """U Z Vᵀ"""
+    """U Z Vᵀ, of a matrix Z, or of a vector that stands for its diagonal."""
 
     span: Span
     coefficients: Tensor
     transposed: bool
 
     def dense(self) -> Tensor:
-        left, right = self.span.outputs.T, self.span.inputs
-        Z = self.coefficients.to(left.dtype)
-        product = left @ (Z @ right) if right.shape[1] <= left.shape[0] else (left @ Z) @ right
+        left, right = self._factors(self.coefficients.to(self.span.outputs.dtype))
+        product = left @ right
         return product.T if self.transposed else product
 
     def low_rank(self, dtype: torch.dtype, shape: tuple[int, ...]) -> LowRank:
-        left, right = self.span.outputs.T.double() @ self.coefficients, self.span.inputs
+        left, right = self._factors(self.coefficients)
         left, right = (right.T, left.T) if self.transposed else (left, right)
         return LowRank.from_factors(left, right, dtype, shape)
+
+    def _factors(self, Z: Tensor) -> tuple[Tensor, Tensor]:
+        """U Z and Vᵀ or U and Z Vᵀ, whichever takes fewer products; in Z's dtype."""
+        left, right = self.span.outputs.T.to(Z.dtype), self.span.inputs.to(Z.dtype)
+        if Z.ndim == 1:
+            return left, Z[:, None] * right
+        return (left, Z @ right) if right.shape[1] <= left.shape[0] else (left @ Z, right)
 
 
 def _triplets(slots: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -143,7 +162,13 @@ def _triplets(slots: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
             svd = thin_svd(matrix)
             yield {"left": svd.u.T, "sigma": svd.s, "right": svd.v.T, "norm2": svd.s.square().sum()}
     elif slots["left"].ndim == 2:
-        yield dict(slots)
+        yield _used(slots)
     else:
         for number in range(len(slots["norm2"])):
-            yield {slot: value[number] for slot, value in slots.items()}
+            yield _used({slot: value[number] for slot, value in slots.items()})
+
+
+def _used(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the rows that a matrix of lower rank leaves empty."""
+    rank = int(slots["sigma"].count_nonzero())
+    return {slot: value[:rank] if value.ndim else value for slot, value in slots.items()}

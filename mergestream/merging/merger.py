@@ -19,10 +19,10 @@ from mergestream.ledger.selection import Selection
 from mergestream.merging.reading import EntriesReading, Reading, StateReading, Voice
 from mergestream.merging.step import Step, Totals, no_state, total
 from mergestream.methods.base import Method
-from mergestream.methods.opcm import OPCM
+from mergestream.progress import Progress
 
 
-class _State(dict[tuple[str, str], Tensor]):
+class MemoryState(dict[tuple[str, str], Tensor]):
     """Slots in memory, by slot and tensor name."""
 
     def __init__(self, step: Step) -> None:
@@ -47,7 +47,7 @@ class _State(dict[tuple[str, str], Tensor]):
 class Merger:
     """Merges state dicts one by one::
 
-    merger = Merger(base.state_dict(), OPCM(alpha=0.5))
+    merger = Merger(base.state_dict())
     merger.add(expert.state_dict())
     base.load_state_dict(merger.state_dict())
     """
@@ -60,13 +60,13 @@ class Merger:
         workers: int | None = None,
         engine: Engine | None = None,
     ) -> None:
-        self.method = method or OPCM()
+        self.method = method or Ledger()
         self.history: list[Totals] = []
         self.names: list[str] = []
         self._base = open_checkpoint(base)
         self._model = BaseModel.examine(self._base)
         self._engine = engine or (LocalEngine() if workers is None else LocalEngine(workers))
-        self._states: list[_State] = []
+        self._states: list[MemoryState] = []
         """That after the last model, or the entry of every one"""
 
     def add(self, expert: Mapping[str, Tensor], name: str | None = None) -> Totals:
@@ -77,7 +77,7 @@ class Merger:
         vector = TaskVector(self._model, self._base, open_checkpoint(expert))
         read_state = self._states[-1].read if self._states else no_state
         step = Step(self.method, [vector], len(self.history), read_state, self._engine.device)
-        state = _State(step)
+        state = MemoryState(step)
         outcomes = dict(step.run(self._engine, state))
         mean_norm = self.history[-1].mean_norm if self.history else 0.0
         totals = total(self.method, step.counts[-1], mean_norm, outcomes.values())
@@ -137,4 +137,4 @@ class Merger:
             if name in weights
         ]
         reading = EntriesReading(self._model, self.method, readout, voices, self._engine.device)
-        return reading.balanced(self._engine) if selection.balance else reading
+        return reading.balanced(self._engine, Progress()) if selection.balance else reading

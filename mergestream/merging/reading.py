@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,12 +24,16 @@ from mergestream.ledger.merge import merge_entries
 from mergestream.ledger.method import Ledger, cut_entry, stack_of
 from mergestream.ledger.readouts.base import EntriesReadout, StateReadout
 from mergestream.ledger.readouts.plain import Plain
+from mergestream.ledger.room import sharing
 from mergestream.ledger.span import Entry, Span
 from mergestream.merging.step import ReadState, memory_of, streamed_memory, tensor_context
 from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import NAMED, Scale, parse_scale, scale_value
+from mergestream.progress import Progress
 
 BALANCING_ROUNDS = 3
+Measured = TypeVar("Measured")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,13 @@ class Voice:
     read: Callable[[str], Mapping[str, Tensor]]
 
 
+class Clash(NamedTuple):
+    """What experts do to each other in one matrix, by their numbers among the voices."""
+
+    damage: Mapping[int, float]
+    overlap: Mapping[tuple[int, int], float]
+
+
 @dataclass(frozen=True)
 class EntriesReading(Reading):
     """The entries of the experts that are heard."""
@@ -202,8 +214,8 @@ class EntriesReading(Reading):
 
     @property
     def cut(self) -> int:
-        """Entries are read as if so many experts shared the room: none has less, so that all are cut alike."""
-        return max(len(self.voices), *(voice.cut for voice in self.voices))
+        """Entries are read as if so many experts shared the room."""
+        return sharing([voice.cut for voice in self.voices])
 
     def entries(self, name: str) -> list[Entry]:
         kept = self.method.directions(self.context(name), self.cut)
@@ -259,7 +271,8 @@ class EntriesReading(Reading):
             _, m, n = stack_of(context)
             kept = self.method.directions(context, self.cut) or 1
             together = min(kept * len(self.voices), 8 * min(m, n))
-            whole = 4 * (math.prod(context.shape) * 2 + 2 * together * (m + n)) + 12 * 8 * together**2
+            elements = 2 * math.prod(context.shape) + 2 * together * (m + n)
+            whole = context.dtype.itemsize * elements + 12 * 8 * together**2
             sizes[name] = whole if tensor.merges else streamed_memory(context)
         return sizes
 
@@ -275,29 +288,38 @@ class EntriesReading(Reading):
         context = self.context(name)
         yield from Span.of(self.entries(name), context.dtype, context.transposed)
 
-    def damages(self, engine: Engine) -> list[dict[int, float]]:
-        """Of every linear weight, what is left of each expert that has moved it: by its number among the voices."""
+    def measured(self, engine: Engine, measure: Callable[[Span], Measured]) -> Iterator[tuple[str, list[Measured]]]:
+        """What is measured of each matrix of every linear weight, as they finish."""
 
-        def of_tensor(name: str) -> list[dict[int, float]]:
-            return [span.damage(self.readout.coefficients(span)) for span in self.spans(name)]
+        def of_tensor(name: str) -> list[Measured]:
+            return [measure(span) for span in self.spans(name) if len(span.sigma)]
 
-        return [found for _, matrices in engine.run(self.linear, of_tensor, self.memory) for found in matrices]
+        yield from engine.run(self.linear, of_tensor, self.memory)
 
-    def damage(self, engine: Engine) -> dict[str, float]:
-        """The same in the mean over all linear weights, by name; nothing of an expert that has moved none."""
-        found = self.damages(engine)
-        means = {}
-        for number, voice in enumerate(self.voices):
-            own = [one[number] for one in found if number in one]
-            if own:
-                means[voice.name] = math.fsum(own) / len(own)
-        return means
+    def clashes(self, engine: Engine) -> Iterator[tuple[str, list[Clash]]]:
+        """Damage and overlaps of each matrix of every linear weight, from one span: its products are what costs."""
+        return self.measured(engine, lambda span: Clash(self._damage(span), span.overlap()))
 
-    def balanced(self, engine: Engine) -> EntriesReading:
+    def _damage(self, span: Span) -> dict[int, float]:
+        return span.damage(self.readout.coefficients(span))
+
+    def damage(self, engine: Engine, advance: Callable[[int], None] = lambda done: None) -> dict[str, float]:
+        """What is done to each expert's own inputs, in the mean over all linear weights, by name; nothing of an expert
+        that has moved none of them. ``advance`` is told how many elements are done."""
+        found = []
+        for name, matrices in self.measured(engine, self._damage):
+            found += matrices
+            advance(self.linear[name])
+        return {self.voices[number].name: damage for number, damage in means(found).items()}
+
+    def balanced(self, engine: Engine, progress: Progress) -> EntriesReading:
         """With weights by which every expert's own directions are served alike: c_i ← c_i · damage_i / mean."""
         reading = self
-        for _ in range(BALANCING_ROUNDS):
-            damage = reading.damage(engine)
+        for number in range(1, BALANCING_ROUNDS + 1):
+            with progress.task(
+                f"balancing, round {number} of {BALANCING_ROUNDS}", sum(self.linear.values())
+            ) as advance:
+                damage = reading.damage(engine, advance)
             mean = math.fsum(damage.values()) / max(len(damage), 1)
             if not mean:
                 break
@@ -307,6 +329,15 @@ class EntriesReading(Reading):
             ]
             reading = dataclasses.replace(reading, voices=voices)
         return reading
+
+
+def means(found: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
+    """The mean of each key over those that have it, exactly, so that their order makes no difference."""
+    values: dict[Key, list[float]] = {}
+    for one in found:
+        for key, value in one.items():
+            values.setdefault(key, []).append(value)
+    return {key: math.fsum(known) / len(known) for key, known in values.items()}
 
 
 def _in_factors(state: State) -> bool:

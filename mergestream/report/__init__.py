@@ -1,6 +1,7 @@
 """Pictures and numbers to decide by: reports, diagnostics, gates, comparisons.
 
 * ``diagnostics``: similarity of the experts, and what survived of each
+* ``ledger``: what a ledger holds of each expert, and how they collide
 * ``metrics``: ACC, BWT and others, from the accuracy matrix
 * ``scores``: evaluations that are attached to a store
 * ``gates``: conditions under which ``add`` refuses

@@ -1,4 +1,4 @@
-"""How similar the experts are, and how much of each one entered the merged state."""
+"""How similar the experts are, and how much of each one entered the merged state, or is held by a ledger now."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mergestream.store.records import read_sketch, record_directory, tensor_reco
 
 if TYPE_CHECKING:
     from mergestream.store import StoreDirectory
+    from mergestream.store.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Survival:
     norm: tuple[tuple[float, ...], ...]
     """‖Δ‖, expert × part"""
     kept: tuple[tuple[float, ...], ...]
-    """The share of ‖Δ‖² that entered the state, expert × part"""
+    """The share of ‖Δ‖² that entered the state, or that the entry in a ledger holds now, expert × part"""
     protected: tuple[tuple[float | None, ...], ...]
     """q, expert × part; for a layer the mean over its projected weights; None where nothing is projected"""
 
@@ -45,6 +46,11 @@ class Survival:
     def projected(self) -> tuple[bool, ...]:
         """Which parts are ever projected."""
         return tuple(any(row[i] is not None for row in self.protected) for i in range(len(self.parts)))
+
+    @cached_property
+    def together(self) -> tuple[float, ...]:
+        """The share of each expert, over all parts."""
+        return tuple(share for (share,) in self.grouped({"together": range(len(self.parts))}).kept)
 
     def select(self, wanted: Sequence[bool]) -> Survival:
         """Only the parts for which ``wanted`` is true."""
@@ -82,6 +88,9 @@ def similarity(store: StoreDirectory) -> Similarity:
 
 
 def survival(store: StoreDirectory) -> Survival:
+    if store.manifest.is_ledger and store.history:
+        with store.snapshot() as snapshot:
+            return holding(snapshot)
     parts = tuple(sorted(store.manifest.base.merged, key=natural))  # files have layer.10 before layer.2
     records = [tensor_records(store.path, entry.number) for entry in store.history]
     rows = (
@@ -89,3 +98,17 @@ def survival(store: StoreDirectory) -> Survival:
         for what in ("norm", "kept", "protected")
     )
     return Survival(tuple(entry.name for entry in store.history), parts, *rows)
+
+
+def holding(snapshot: Snapshot) -> Survival:
+    """The same of a ledger, in which nothing is projected, and entries are cut as more experts come."""
+    held, history = snapshot.held(), snapshot.manifest.history
+    parts = tuple(sorted(snapshot.manifest.base.merged, key=natural))
+    records = [tensor_records(snapshot.path, entry.number) for entry in history]
+    return Survival(
+        experts=tuple(entry.name for entry in history),
+        parts=parts,
+        norm=tuple(tuple(record[name]["norm"] for name in parts) for record in records),
+        kept=tuple(tuple(held[entry.name][name] for name in parts) for entry in history),
+        protected=tuple((None,) * len(parts) for _ in history),
+    )

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 from mergestream.report.diagnostics import Similarity, Survival, similarity, survival
+from mergestream.report.ledger import LedgerFacts
 from mergestream.report.scores import Scores, attached
 from mergestream.store.arrival import LARGE
+from mergestream.store.collisions import largest_other
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, StoreDirectory
@@ -23,6 +25,8 @@ FORGOTTEN = 0.05
 """Tasks that have lost more than this share of the mean score are being forgotten."""
 LITTLE = 0.5
 """An expert of which less than this enters the state is hardly merged."""
+_OF_STATES = ("direction_norm", "distance", "lost", "rank")
+"""What an expert in a ledger has not: it depends on how the ledger is read out, or there is nothing to bound"""
 _OF_TENSORS = ("role", "rule", "dtype", "shape", "norm", "digest")
 
 
@@ -36,11 +40,14 @@ class Facts:
     survival: Survival
     scores: Scores | None
     commands: tuple[str, ...]
+    ledger: LedgerFacts | None = None
 
     @classmethod
     def of(cls, store: StoreDirectory) -> Facts:
+        ledger = _ledger(store)
+        found = ledger.holding if ledger else survival(store)
         commands = tuple(_commands(store))
-        return cls(str(store.path), store.manifest, similarity(store), survival(store), attached(store), commands)
+        return cls(str(store.path), store.manifest, similarity(store), found, attached(store), commands, ledger)
 
     @property
     def history(self) -> tuple[Expert, ...]:
@@ -53,12 +60,8 @@ class Facts:
 
     def nearest(self, number: int) -> tuple[str, float] | None:
         """The other expert with the largest cosine to the one of a step, and that cosine."""
-        row = self.similarity.cosines[number - 1]
-        known = [(value, i) for i, value in enumerate(row) if value is not None and i != number - 1]
-        if not known:
-            return None
-        value, i = max(known)
-        return self.history[i].name, value
+        found = largest_other(self.similarity.cosines[number - 1], number - 1)
+        return None if found is None else (self.history[found[1]].name, found[0])
 
     def relative_norm(self, number: int) -> float:
         """The norm of a step's task vector over the mean of the others'."""
@@ -73,11 +76,12 @@ class Facts:
             relative = self.relative_norm(number)
             if relative >= LARGE:
                 found.append(f"{entry.name} is {relative:.1f} times as large as the others in the mean.")
-            if entry.kept < LITTLE:
+            if entry.kept < LITTLE and not self.ledger:
                 found.append(f"Only {entry.kept:.0%} of {entry.name} entered the merged state.")
             for earlier, value in enumerate(self.similarity.cosines[number - 1][: number - 1]):
                 if value is not None and value >= SIMILAR:
                     found.append(f"{entry.name} and {self.history[earlier].name} are similar (cosine {value:.2f}).")
+        found += self.ledger.findings() if self.ledger else ()
         if (scores := self.scores) and scores.acc and scores.bwt and scores.bwt < -FORGOTTEN * abs(scores.acc):
             found.append(f"Tasks have lost {-scores.bwt:.3g} of {scores.metric} in the mean since their experts came.")
         return found
@@ -90,17 +94,7 @@ class Facts:
             "store": self.store,
             "method": {"name": method, "parameters": self.manifest.parameters},
             "base": {"source": base.source, "digest": base.digest},
-            "experts": [
-                {
-                    "step": number,
-                    **{key: value for key, value in asdict(entry).items() if key not in ("scale", "fates")},
-                    "lambda": finite(entry.lambda_),
-                    "sqrt_t": math.sqrt(number),
-                    "relative_norm": self.relative_norm(number),
-                    "tensors": dict(entry.fates),
-                }
-                for number, entry in enumerate(self.history, 1)
-            ],
+            "experts": [self._expert_json(number, entry) for number, entry in enumerate(self.history, 1)],
             "findings": self.findings(),
             "similarity": asdict(self.similarity),
             "layers": asdict(self.survival.by_layer()),
@@ -110,8 +104,29 @@ class Facts:
                 {"name": name, **{key: getattr(tensor, key) for key in _OF_TENSORS}}
                 for name, tensor in base.tensors.items()
             ],
+            "ledger": self.ledger.to_json() if self.ledger else None,
             "commands": self.commands,
         }
+
+    def _expert_json(self, number: int, entry: Expert) -> dict[str, Any]:
+        left_out = ("scale", "fates", *(_OF_STATES if self.ledger else ()))
+        outcome: dict[str, Any] = {"lambda": finite(entry.lambda_), "sqrt_t": math.sqrt(number)}
+        if self.ledger:
+            outcome = {"held": self.ledger.held[number - 1], "damage": self.ledger.damage[number - 1]}
+        return {
+            "step": number,
+            **{key: value for key, value in asdict(entry).items() if key not in left_out},
+            **outcome,
+            "relative_norm": self.relative_norm(number),
+            "tensors": dict(entry.fates),
+        }
+
+
+def _ledger(store: StoreDirectory) -> LedgerFacts | None:
+    if not (store.manifest.is_ledger and store.history):
+        return None
+    with store.snapshot() as snapshot:
+        return LedgerFacts.of(snapshot, store.engine, store.progress)
 
 
 def shown(value: float | None, form: str = ".3f") -> str:

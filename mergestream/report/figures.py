@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.errors import MergestreamError
 from mergestream.report.diagnostics import Similarity, Survival
 from mergestream.report.facts import finite
+from mergestream.report.ledger import DAMAGED, LedgerFacts
 from mergestream.report.scores import Scores
 
 try:
@@ -81,7 +82,8 @@ def norms(history: Sequence[Expert]) -> go.Figure:
         )
 
     line("n, their mean", "n", [entry.mean_norm for entry in history], color=GREY, dash="dash")
-    line("‖merged − base‖", "‖merged − base‖", [entry.distance for entry in history], color=ORANGE)
+    if any(entry.distance is not None for entry in history):
+        line("‖merged − base‖", "‖merged − base‖", [entry.distance for entry in history], color=ORANGE)
     figure.update_layout(bargap=0.35)
     return _steps(figure, len(steps), "norm").update_yaxes(rangemode="tozero")
 
@@ -95,12 +97,13 @@ def similarity(similarity: Similarity) -> go.Figure:
     return figure.update_traces(zmin=-limit, zmax=limit, colorscale=DIVERGING, meta="diverging")
 
 
-def survival(survival: Survival) -> go.Figure:
-    """The share of each expert that entered the state: experts × layers (or tensors), and all of them together."""
-    together = survival.grouped({"together": range(len(survival.parts))}).kept
-    shares = [[*total, None, *kept] for total, kept in zip(together, survival.kept, strict=True)]
+def survival(survival: Survival, became: Literal["entered", "held"] = "entered") -> go.Figure:
+    """The share of each expert that entered the state, or is held by a ledger: experts × layers (or tensors), and all
+    of them together."""
+    shares = [[total, None, *kept] for total, kept in zip(survival.together, survival.kept, strict=True)]
     columns = ["together", " ", *short_names(survival.parts)]
-    figure = _matrix(shares, survival.experts, columns, "share kept", "%{y}, %{x}<br>%{z:.1%} entered")
+    quantity = "share kept" if became == "entered" else "share held"
+    figure = _matrix(shares, survival.experts, columns, quantity, f"%{{y}}, %{{x}}<br>%{{z:.1%}} {became}")
     least = min(value for row in survival.kept for value in row)
     figure.update_traces(zmin=min(0.9, math.floor(least * 10) / 10), zmax=1)
     return figure.update_traces(colorbar={"tickformat": ".0%"})
@@ -112,6 +115,51 @@ def protected(survival: Survival) -> go.Figure:
     hover = "%{y}, %{x}<br>%{z:.1f} directions protected"
     figure = _matrix(survival.protected, survival.experts, short_names(survival.parts), "q", hover)
     return figure.update_traces(zmin=0, zmax=max(most, 1))
+
+
+def held(holding: Survival) -> go.Figure:
+    """The share of each expert that its entry in a ledger holds now."""
+    return survival(holding, "held")
+
+
+def damage(facts: LedgerFacts) -> go.Figure:
+    """The predicted damage of each expert, and from where on it is served badly."""
+    names = list(facts.experts)
+    figure = go.Figure()
+    figure.add_bar(
+        x=names,
+        y=facts.damage,
+        marker={"color": [ORANGE if (value or 0) > DAMAGED else BLUE for value in facts.damage], "line": {"width": 0}},
+        hovertemplate="%{x}<br>predicted damage %{y:.4f}<extra></extra>",
+    )
+    figure.add_hline(y=DAMAGED, line={"color": GREY, "dash": "dash", "width": 2})
+    figure.update_xaxes(type="category", tickangle=-45, automargin=True)
+    figure.update_yaxes(title="predicted damage", rangemode="tozero", zeroline=False)
+    return figure.update_layout(height=360, bargap=0.35, margin={"l": 64, "r": 16, "t": 24, "b": 16}, showlegend=False)
+
+
+def layer_damage(facts: LedgerFacts) -> go.Figure:
+    """The predicted damage, experts × layers."""
+    found = facts.collisions
+    hover = "%{y}, %{x}<br>predicted damage %{z:.4f}"
+    figure = _matrix(found.layer_damage, found.experts, short_names(found.layers), "damage", hover)
+    return figure.update_traces(zmin=0, zmax=_largest(found.layer_damage))
+
+
+def overlap(facts: LedgerFacts) -> go.Figure:
+    """How much experts answer to the same inputs. Colours are for different experts; an expert's own is one."""
+    others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(facts.overlap)]
+    hover = "%{y} · %{x}<br>overlap %{z:.4f}"
+    figure = _matrix(others, facts.experts, facts.experts, "overlap", hover, labels=".2f")
+    return figure.update_traces(zmin=0, zmax=_largest(others))
+
+
+def layer_overlap(facts: LedgerFacts) -> go.Figure:
+    """The largest overlap of each expert with another one, experts × layers."""
+    hover = "%{y}, %{x}<br>overlap %{z:.4f} with %{customdata}"
+    layers = short_names(facts.collisions.layers)
+    figure = _matrix(facts.layer_overlap, facts.experts, layers, "largest overlap", hover)
+    return figure.update_traces(zmin=0, zmax=_largest(facts.layer_overlap), customdata=facts.layer_partner)
 
 
 def scores(scores: Scores) -> go.Figure:
@@ -136,6 +184,11 @@ def short_names(names: Sequence[str]) -> list[str]:
     while len(names) > 1 and all(len(parts) > common + 1 and parts[common] == split[0][common] for parts in split):
         common += 1
     return [".".join(parts[common:]) for parts in split]
+
+
+def _largest(values: Sequence[Sequence[float | None]]) -> float:
+    """Where the colours of a matrix end; a little of all is no reason for the darkest."""
+    return max([0.05, *(value for row in values for value in row if value is not None)])
 
 
 def _steps(figure: go.Figure, steps: int, title: str) -> go.Figure:

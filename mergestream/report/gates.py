@@ -15,8 +15,11 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.directory import Output
 from mergestream.export.model import export_model
 from mergestream.files import remove
+from mergestream.report.diagnostics import holding
 from mergestream.store.arrival import Candidate
-from mergestream.store.manifest import Expert
+from mergestream.store.collisions import entries_reading
+from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.snapshot import Snapshot
 
 QUANTITIES = {
     "kept": "the share of the expert that enters the merged state",
@@ -25,8 +28,13 @@ QUANTITIES = {
     "norm": "the norm of the expert's task vector",
     "lambda": "the scaling factor λ after the step",
     "distance": "the distance of the merged model to the base",
+    "held": "the share of the expert that its entry in the ledger holds",
+    "damage": "the largest predicted damage of an expert in the ledger",
     "score": "the number that the --evaluate command prints last",
 }
+OF_LEDGERS = ("held", "damage")
+NOT_OF_LEDGERS = ("lambda", "distance")
+"""Which depend on how a ledger is read out"""
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({NUMBER})\s*")
 
@@ -68,9 +76,12 @@ class Gatekeeper:
     command: str | None = None
 
     @classmethod
-    def of(cls, gates: Sequence[str], command: str | None) -> Gatekeeper:
-        """Refuses what cannot be meant, before any work is done."""
+    def of(cls, gates: Sequence[str], command: str | None, manifest: Manifest | None = None) -> Gatekeeper:
+        """Refuses what cannot be meant, by a store with this manifest, before any work is done."""
         parsed = tuple(Gate.parse(text) for text in gates)
+        if manifest is not None:
+            for gate in parsed:
+                _check_known(gate.quantity, manifest)
         if command is not None:
             check_command(command)
         elif any(gate.quantity == "score" for gate in parsed):
@@ -102,10 +113,22 @@ class Gatekeeper:
             relative_norm = expert.norm / mean if mean else math.nan
         if history and self.asks_for("max_cosine"):
             max_cosine = max((value for value in candidate.cosines().values() if value is not None), default=math.nan)
+        held = damage = None
+        if self.asks_for("held") or self.asks_for("damage"):
+            with candidate.snapshot() as snapshot:
+                held = holding(snapshot).together[-1] if self.asks_for("held") else None
+                damage = self._largest_damage(candidate, snapshot) if self.asks_for("damage") else None
         return {
+            **{"held": held, "damage": damage},
             **{"kept": expert.kept, "norm": expert.norm, "lambda": expert.lambda_, "distance": expert.distance},
             **{"relative_norm": relative_norm, "max_cosine": max_cosine},
         }
+
+    @staticmethod
+    def _largest_damage(candidate: Candidate, snapshot: Snapshot) -> float | None:
+        """Of any expert, the new one included; None where no expert has moved a linear weight."""
+        engine = candidate.store.engine
+        return max(entries_reading(snapshot, engine).damage(engine).values(), default=None)
 
     def _score(self, candidate: Candidate, command: str) -> float:
         """What the command makes of the model that the store would give."""
@@ -119,6 +142,18 @@ class Gatekeeper:
             return evaluate(command, output.path)
         finally:
             remove(place)
+
+
+def _check_known(quantity: str, manifest: Manifest) -> None:
+    """Refuse a gate on what the method of a store does not have."""
+    if manifest.is_ledger and quantity in NOT_OF_LEDGERS:
+        raise UsageError(
+            f"{quantity} is not of a ledger: it depends on how the ledger is read out; gate on damage or held instead"
+        )
+    if not manifest.is_ledger and quantity in OF_LEDGERS:
+        raise UsageError(
+            f"{quantity} is of a ledger, and this store is merged by {manifest.method}; gate on kept instead"
+        )
 
 
 def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[dict[str, Any]]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mergestream.report.facts import Facts, shown
+from mergestream.report.ledger import LedgerFacts
+
+if TYPE_CHECKING:
+    from mergestream.store import Expert
 
 FEWEST = 20
 """Layers that are listed, those of which the least survived."""
@@ -25,7 +29,7 @@ def markdown(facts: Facts) -> str:
     if findings := facts.findings():
         lines += ["## Worth a look", "", *(f"* {sentence}" for sentence in findings), ""]
     if facts.history:
-        lines += [*_experts(facts), *_similarity(facts), *_survival(facts)]
+        lines += [*_experts(facts), *_similarity(facts), *(_ledger(facts.ledger) if facts.ledger else _survival(facts))]
     if facts.scores:
         lines += _scores(facts)
     lines += ["## Commands", "", "```sh", *facts.commands, "```", ""]
@@ -33,12 +37,13 @@ def markdown(facts: Facts) -> str:
 
 
 def _experts(facts: Facts) -> Iterable[str]:
-    headings = ("step", "expert", "added", "‖Δ‖", "n", "‖merged − base‖", "λ", "√t", "kept", "digest")
+    outcome = ("held", "predicted damage") if facts.ledger else ("‖merged − base‖", "λ", "√t", "kept")
+    headings = ("step", "expert", "added", "‖Δ‖", "n", *outcome, "digest")
     rows = (
         (
             *(number, entry.name, entry.added, f"{entry.norm:.4g}", f"{entry.mean_norm:.4g}"),
-            *(shown(entry.distance, ".4g"), f"{entry.lambda_:.4g}", f"{math.sqrt(number):.4g}"),
-            *(f"{entry.kept:.1%}", f"`{entry.digest}`"),
+            *(_of_ledger(facts.ledger, number) if facts.ledger else _of_state(number, entry)),
+            f"`{entry.digest}`",
         )
         for number, entry in enumerate(facts.history, 1)
     )
@@ -50,6 +55,15 @@ def _experts(facts: Facts) -> Iterable[str]:
         yield f"* {entry.name} passed: {', '.join([*passed, *scored])}"
     if gated:
         yield ""
+
+
+def _of_state(number: int, entry: Expert) -> tuple[str, ...]:
+    norms = shown(entry.distance, ".4g"), f"{entry.lambda_:.4g}", f"{math.sqrt(number):.4g}"
+    return (*norms, f"{entry.kept:.1%}")
+
+
+def _of_ledger(ledger: LedgerFacts, number: int) -> tuple[str, ...]:
+    return f"{ledger.held[number - 1]:.1%}", shown(ledger.damage[number - 1])
 
 
 def _similarity(facts: Facts) -> Iterable[str]:
@@ -74,6 +88,42 @@ def _survival(facts: Facts) -> Iterable[str]:
     yield from (*table(("layer", *layers.experts, "protected rank q"), rows), "")
     if len(order) > FEWEST:
         yield from (f"… and {len(order) - FEWEST} more layers, of which more survived (`--format json` has all).", "")
+
+
+def _ledger(ledger: LedgerFacts) -> Iterable[str]:
+    names, found = ledger.experts, ledger.collisions
+    layers = ledger.holding.by_layer()
+    yield from ("## What the entries hold, by layer (least first)", "")
+    yield from _worst(layers.parts, layers.kept, names, ".1%", least=True)
+    yield from ("## Predicted damage, by layer (largest first)", "")
+    yield from _worst(found.layers, found.layer_damage, names, ".3f")
+    yield from ("## Colliding inputs", "")
+    yield from table(("", *names), ((name, *map(shown, row)) for name, row in zip(names, ledger.overlap, strict=True)))
+    yield from ("", "The overlap of the inputs that experts answer to, in the mean over the linear weights.", "")
+    yield from ("## Colliding inputs, by layer (largest first)", "")
+    yield from _worst(found.layers, ledger.layer_overlap, names, ".3f")
+    yield from ("The largest overlap of each expert with another one.", "")
+
+
+def _worst(
+    parts: Sequence[str],
+    rows: Sequence[Sequence[float | None]],
+    names: Sequence[str],
+    form: str,
+    *,
+    least: bool = False,
+) -> Iterable[str]:
+    """The parts in which experts fare worst, as a table with a column for each expert."""
+
+    def worst(part: int) -> float:
+        known = [-value if least else value for row in rows if (value := row[part]) is not None]
+        return max(known, default=-math.inf)
+
+    order = sorted(range(len(parts)), key=lambda part: -worst(part))
+    shares = ((parts[part], *(shown(row[part], form) for row in rows)) for part in order[:FEWEST])
+    yield from (*table(("layer", *names), shares), "")
+    if len(order) > FEWEST:
+        yield from (f"… and {len(order) - FEWEST} more layers (`--format json` has all).", "")
 
 
 def _scores(facts: Facts) -> Iterable[str]:

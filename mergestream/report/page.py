@@ -16,6 +16,7 @@ from mergestream.base.names import natural
 from mergestream.report import figures
 from mergestream.report.diagnostics import Survival
 from mergestream.report.facts import Facts, shown
+from mergestream.report.ledger import DAMAGED, LedgerFacts
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -54,6 +55,7 @@ def page(facts: Facts) -> str:
             "tiles": "".join(_tiles(facts)),
             "findings": _findings(facts),
             "experts": _experts(facts),
+            **_tensor_headings(facts),
             "plots": "".join(_section(plot) for plot in plots),
             "expert_options": "".join(
                 f'<option value="{i}">{escape(e.name)}</option>' for i, e in enumerate(facts.history)
@@ -72,32 +74,47 @@ def _plots(facts: Facts) -> Iterator[Plot]:
     history = facts.history
     if not history:
         return
-    last = history[-1]
-    yield Plot(
+    if not facts.ledger:
+        yield _scaling(facts)
+    yield _norms(facts)
+    if len(history) > 1:
+        yield _similarity(facts)
+    if facts.scores:
+        yield _scores(facts)
+    yield from _ledger(facts, facts.ledger) if facts.ledger else _survival(facts)
+
+
+def _scaling(facts: Facts) -> Plot:
+    history = facts.history
+    return Plot(
         "scaling",
         "Scaling factor",
-        f"λ is {last.lambda_:.4g} after {_experts_count(facts)}; √t is {len(history) ** 0.5:.4g}. "
+        f"λ is {history[-1].lambda_:.4g} after {_experts_count(facts)}; √t is {len(history) ** 0.5:.4g}. "
         "Task vectors that are orthogonal and equally long give λ = √t.",
         {"": figures.scaling(history)},
         ("step", "expert", "λ", "√t"),
         [(step, e.name, f"{e.lambda_:.4f}", f"{step**0.5:.4f}") for step, e in enumerate(history, 1)],
     )
+
+
+def _norms(facts: Facts) -> Plot:
+    history, last = facts.history, facts.history[-1]
     distance = "" if last.distance is None else f"The merged model is {last.distance:.4g} away from the base. "
-    yield Plot(
+    measured = () if facts.ledger else ("‖merged − base‖",)
+    return Plot(
         "norms",
         "Distance to the base",
-        f"{distance}The experts are {last.mean_norm:.4g} away from it in the mean.",
+        f"{distance}The experts are {last.mean_norm:.4g} away from {'it' if distance else 'the base'} in the mean.",
         {"": figures.norms(history)},
-        ("step", "expert", "‖Δ‖", "n", "‖merged − base‖"),
+        ("step", "expert", "‖Δ‖", "n", *measured),
         [
-            (step, e.name, f"{e.norm:.5g}", f"{e.mean_norm:.5g}", shown(e.distance, ".5g"))
+            (step, e.name, f"{e.norm:.5g}", f"{e.mean_norm:.5g}", *(shown(e.distance, ".5g") for _ in measured))
             for step, e in enumerate(history, 1)
         ],
     )
-    if len(history) > 1:
-        yield _similarity(facts)
-    if facts.scores:
-        yield _scores(facts)
+
+
+def _survival(facts: Facts) -> Iterator[Plot]:
     layers, weights = facts.survival.by_layer(), facts.survival.select(facts.survival.projected)
     yield Plot(
         "survival",
@@ -124,6 +141,71 @@ def _plots(facts: Facts) -> Iterator[Plot]:
                 for i, layer in enumerate(figures.short_names(projected.parts))
             ],
         )
+
+
+def _ledger(facts: Facts, ledger: LedgerFacts) -> Iterator[Plot]:
+    layers, found = ledger.holding.by_layer(), ledger.collisions
+    tensors = facts.manifest.base.tensors
+    weights = ledger.holding.select([tensors[name].role == "linear" for name in ledger.holding.parts])
+    yield Plot(
+        "held",
+        "What the entries hold",
+        f"The share of each task vector's squared norm that its entry holds while {_counted(ledger.room_for)} "
+        f"share the room. {_least_held(ledger)}",
+        _views(figures.held, layers, weights),
+        ("layer", *ledger.experts),
+        _rows(layers.parts, layers.kept, ".1%"),
+    )
+    if not found.layers:
+        return
+    yield Plot(
+        "damage",
+        "Predicted damage",
+        "How far the merged model is from doing to each expert's own inputs what that expert does: 0 is exactly "
+        f"that, 1 is as far as doing nothing. Above {DAMAGED} an expert is served badly. {_largest_damage(ledger)}",
+        {"experts": figures.damage(ledger), "layers": figures.layer_damage(ledger)},
+        ("layer", *ledger.experts),
+        [("together", *map(shown, ledger.damage)), *_rows(found.layers, found.layer_damage, ".3f")],
+    )
+    if len(ledger.experts) == 1:
+        return
+    yield Plot(
+        "overlap",
+        "Colliding inputs",
+        "How much two experts answer to the same inputs of the linear weights, from 0 to 1 and in the mean over them. "
+        f"{_largest_overlap(ledger)}",
+        {"": figures.overlap(ledger)},
+        ("overlap", *ledger.experts),
+        [(name, *map(shown, row)) for name, row in zip(ledger.experts, ledger.overlap, strict=True)],
+    )
+    yield Plot(
+        "collisions",
+        "Colliding inputs, by layer",
+        "Of each expert the largest overlap with another one in every layer; hover over a cell to see with which.",
+        {"": figures.layer_overlap(ledger)},
+        ("layer", *ledger.experts),
+        _rows(found.layers, ledger.layer_overlap, ".3f"),
+    )
+
+
+def _rows(parts: Sequence[str], values: Sequence[Sequence[float | None]], form: str) -> list[tuple[str, ...]]:
+    """Layers as rows, experts as columns."""
+    return [(part, *(shown(row[i], form) for row in values)) for i, part in enumerate(figures.short_names(parts))]
+
+
+def _least_held(ledger: LedgerFacts) -> str:
+    share, name = min(zip(ledger.held, ledger.experts, strict=True))
+    return f"The least is {share:.1%}, of {name}."
+
+
+def _largest_damage(ledger: LedgerFacts) -> str:
+    found = ledger.collisions.largest_damage
+    return f"The largest is {found[0]:.3f}, of {found[1]}." if found else ""
+
+
+def _largest_overlap(ledger: LedgerFacts) -> str:
+    found = max(ledger.pairs(), default=None)
+    return f"The largest is {found[0]:.3f}, of {found[1]} and {found[2]}." if found else ""
 
 
 def _views(draw: Any, layers: Survival, weights: Survival) -> dict[str, go.Figure]:
@@ -214,8 +296,11 @@ def _subtitle(facts: Facts) -> str:
 
 
 def _experts_count(facts: Facts) -> str:
-    count = len(facts.history)
-    return f"{count} expert{'' if count == 1 else 's'}"
+    return _counted(len(facts.history))
+
+
+def _counted(experts: int) -> str:
+    return f"{experts} expert{'' if experts == 1 else 's'}"
 
 
 def _tiles(facts: Facts) -> Iterator[str]:
@@ -227,10 +312,16 @@ def _tiles(facts: Facts) -> Iterator[str]:
         return
     last, count = facts.history[-1], len(facts.history)
     yield tile(str(count), "experts", f"the last: {last.name}")
-    yield tile(f"{last.lambda_:.3g}", "λ", f"√{count} = {count**0.5:.3g}")
-    yield tile(shown(last.distance, ".3g"), "‖merged − base‖", f"mean of the experts: {last.mean_norm:.3g}")
-    least = min(facts.history, key=lambda entry: entry.kept)
-    yield tile(f"{least.kept:.0%}", "least kept", least.name)
+    if facts.ledger:
+        share, name = min(zip(facts.ledger.held, facts.ledger.experts, strict=True))
+        yield tile(f"{share:.0%}", "least held", name)
+        if damaged := facts.ledger.collisions.largest_damage:
+            yield tile(f"{damaged[0]:.2f}", "largest damage", damaged[1])
+    else:
+        yield tile(f"{last.lambda_:.3g}", "λ", f"√{count} = {count**0.5:.3g}")
+        yield tile(shown(last.distance, ".3g"), "‖merged − base‖", f"mean of the experts: {last.mean_norm:.3g}")
+        least = min(facts.history, key=lambda entry: entry.kept)
+        yield tile(f"{least.kept:.0%}", "least kept", least.name)
     nearest = [
         (found[1], entry.name, found[0]) for i, entry in enumerate(facts.history, 1) if (found := facts.nearest(i))
     ]
@@ -249,7 +340,8 @@ def _findings(facts: Facts) -> str:
 
 
 def _experts(facts: Facts) -> str:
-    headings = ("step", "expert", "added", "‖Δ‖", "kept", "λ", "most similar", "gates", "digest")
+    outcome = ("held", "damage", "collides most") if facts.ledger else ("kept", "λ")
+    headings = ("step", "expert", "added", "‖Δ‖", *outcome, "most similar", "gates", "digest")
     rows = "".join(_expert(facts, number, entry) for number, entry in enumerate(facts.history, 1))
     head = "".join(
         f'<th scope="col" aria-sort="{"ascending" if i == 0 else "none"}"><button type="button">{h}</button></th>'
@@ -260,26 +352,51 @@ def _experts(facts: Facts) -> str:
 
 def _expert(facts: Facts, number: int, entry: Expert) -> str:
     nearest = facts.nearest(number)
+    outcome = _of_ledger(facts.ledger, number - 1) if facts.ledger else _of_state(entry)
     gates = "".join(
         f'<span class="badge" title="found: {shown(gate["value"])}">✓ {escape(gate["gate"])}</span>'
         for gate in entry.gates
     )
     if entry.evaluation:
         gates += f'<span class="badge">score {entry.evaluation["score"]:g}</span>'
-    similar = f'{escape(nearest[0])} <span class="muted">{nearest[1]:.3f}</span>' if nearest else "–"
     when = entry.added.replace("T", " ").replace("+00:00", "")
     return (
         f'<tr><td data-sort="{number}"><span class="dot">{number}</span></td>'
         f'<th scope="row" title="{escape(entry.source)}">{escape(entry.name)}</th>'
         f'<td data-sort="{escape(entry.added)}"><time datetime="{escape(entry.added)}">{escape(when)}</time></td>'
         f'<td data-sort="{entry.norm}">{entry.norm:.4g}</td>'
-        f'<td data-sort="{entry.kept}"><span class="bar" style="--share:{entry.kept:.4f}"></span>'
-        f'<span class="share">{entry.kept:.1%}</span></td>'
-        f'<td data-sort="{entry.lambda_}">{entry.lambda_:.4g}</td>'
-        f'<td data-sort="{nearest[1] if nearest else -2}">{similar}</td>'
+        f"{outcome}{_companion(nearest)}"
         f"<td>{gates or '–'}</td>"
         f'<td><code title="{escape(entry.digest)}">{escape(entry.digest[:12])}</code></td></tr>'
     )
+
+
+def _of_state(entry: Expert) -> str:
+    return f'{_share(entry.kept)}<td data-sort="{entry.lambda_}">{entry.lambda_:.4g}</td>'
+
+
+def _of_ledger(ledger: LedgerFacts, expert: int) -> str:
+    damage, closest = ledger.damage[expert], ledger.collisions.closest(expert)
+    return (
+        f"{_share(ledger.held[expert])}"
+        f'<td data-sort="{-1 if damage is None else damage}">{shown(damage)}</td>'
+        f"{_companion(closest and (closest[1], closest[0]))}"
+    )
+
+
+def _share(share: float) -> str:
+    return (
+        f'<td data-sort="{share}"><span class="bar" style="--share:{share:.4f}"></span>'
+        f'<span class="share">{share:.1%}</span></td>'
+    )
+
+
+def _companion(found: tuple[str, float] | None) -> str:
+    """Another expert, and how close it is."""
+    if found is None:
+        return '<td data-sort="-2">–</td>'
+    name, value = found
+    return f'<td data-sort="{value}">{escape(name)} <span class="muted">{value:.3f}</span></td>'
 
 
 def _definitions(facts: Facts) -> Iterator[str]:
@@ -289,7 +406,7 @@ def _definitions(facts: Facts) -> Iterator[str]:
         *((f"· {key}", str(value)) for key, value in manifest.parameters.items()),
         *(("base", manifest.base.source), ("base digest", manifest.base.digest)),
     ]
-    if facts.history:
+    if facts.history and not facts.ledger:  # which has a digest for each entry, and none of them all
         pairs.append(("state digest", facts.history[-1].state))
     for term, meaning in pairs:
         yield f"<div><dt>{escape(term)}</dt><dd>{escape(meaning)}</dd></div>"
@@ -312,8 +429,16 @@ def _tensors(facts: Facts) -> dict[str, Any]:
         ],
         "norm": rounded(facts.survival.norm),
         "kept": rounded(facts.survival.kept),
-        "protected": facts.survival.protected,
+        "protected": None if facts.ledger else facts.survival.protected,
     }
+
+
+def _tensor_headings(facts: Facts) -> dict[str, str]:
+    """What the table of tensors calls the share of an expert, and its last column, which a ledger has not."""
+    if facts.ledger:
+        return {"share": "held", "protected": "", "and_protected": ""}
+    heading = '<th scope="col" aria-sort="none"><button type="button">q</button></th>'
+    return {"share": "kept", "protected": heading, "and_protected": ", and q that of the last step"}
 
 
 def _table(headings: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:

@@ -26,8 +26,10 @@ MOST_LABELLED = 20
 
 def write_pictures(directory: Path, store: StoreDirectory) -> dict[str, str]:
     """Draw what a model card shows; returns the names of the files and what they show, in words."""
-    curve = scaling({"λ": [entry.lambda_ for entry in store.history]})
-    figures = {"lambda.png": (curve, "The scaling factor λ after each expert, against √t")}
+    figures: dict[str, tuple[Figure, str]] = {}
+    if not store.manifest.is_ledger:
+        curve = scaling({"λ": [entry.lambda_ for entry in store.history]})
+        figures["lambda.png"] = (curve, "The scaling factor λ after each expert, against √t")
     if store.manifest.step > 1:
         found = diagnostics.similarity(store)
         drawn = similarity(found.experts, found.cosines)

@@ -23,7 +23,7 @@ from mergestream.experts.adapters import Adapter, same_model
 from mergestream.experts.opening import ExpertSource, open_expert, task_vector
 from mergestream.experts.sketch import Sketch
 from mergestream.ledger.method import FEWEST
-from mergestream.merging.step import Discard, Outcome, Step, Totals, no_state, total
+from mergestream.merging.step import Discard, Outcome, StateWriter, Step, Totals, no_state, total
 from mergestream.store.factors import block_layout, core_layout
 from mergestream.store.manifest import Expert
 from mergestream.store.records import copy_record, cosines_to, record_directory, write_record
@@ -125,6 +125,11 @@ class Arrival:
         return self.store.history[-1].mean_norm if self.store.history else 0.0
 
     @property
+    def cut(self) -> int:
+        """In a ledger: how many experts its entry leaves room for."""
+        return max(self.t, FEWEST) if self.store.method.remembers_experts else 0
+
+    @property
     def fates(self) -> dict[str, int]:
         """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored."""
         return dict(sorted(Counter(self.vector.fates.values()).items()))
@@ -213,8 +218,8 @@ class Arrival:
         before = self.before.state if self.before else None
         return StepWriter(self.store.path, self.number, self.layout, self.blocks, before, plan)
 
-    def absorb(self, writer: StepWriter | None = None) -> None:
-        """Absorb every tensor; without a writer only to know the outcome."""
+    def absorb(self, writer: StepWriter | None = None, memory: StateWriter | None = None) -> None:
+        """Absorb every tensor; without a writer only to know the outcome, and what ``memory`` keeps of the state."""
         engine, vector = self.store.engine, self.vector
         done = writer.done if writer else {}
         self.outcomes = {name: outcome for name, (outcome, _) in done.items()}
@@ -222,7 +227,7 @@ class Arrival:
         doing = "withdrawing" if self._withdrawn else "absorbing" if writer else "inspecting"
         label = f"{doing} {Path(self.source).name}"
         with self.store.progress.task(label, 4 * waiting) as advance:
-            for name, outcome in self.step.run(engine, writer or Discard(), done=done):
+            for name, outcome in self.step.run(engine, writer or memory or Discard(), done=done):
                 self.outcomes[name] = outcome
                 if writer:
                     writer.record(name, outcome, vector.digests.get(name))
@@ -251,7 +256,7 @@ class Arrival:
             record=write_record(record_directory(self.store.path, self.number), self, sketch),
             fates=self.fates,
             options=self.options,
-            cut=max(self.t, FEWEST) if self.store.method.remembers_experts else 0,
+            cut=self.cut,
             **{key: value for key, value in vars(totals).items() if key != "t"},
         )
         return Candidate(self.store, entry, sketch)

@@ -24,13 +24,13 @@ from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import record_directory, verify_record
 from mergestream.store.snapshot import Snapshot
-from mergestream.store.steps import StepReader, step_directory, tidy
+from mergestream.store.steps import StepReader, StepWriter, step_directory, tidy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from mergestream.methods.base import Method
-    from mergestream.store.arrival import Review
+    from mergestream.store.arrival import Arrival, Review
     from mergestream.store.inspection import Inspection
 
 
@@ -67,9 +67,9 @@ class StoreDirectory:
         without it nothing is cut off. With ``config_only`` the base's weights are neither fetched nor read
         before a full export or a full checkpoint needs them; so it is for a base that has no weights.
         """
-        from mergestream.methods.opcm import OPCM
+        from mergestream.ledger.method import Ledger
 
-        path, method = Path(path), method or OPCM()
+        path, method = Path(path), method or Ledger()
         if isinstance(base, Mapping):
             raise UsageError("a store refers to its base by path or hub id: save the base first, or use a Merger")
         if path.exists() and not (path.is_dir() and all(entry.name.endswith(BESIDE) for entry in path.iterdir())):
@@ -133,48 +133,66 @@ class StoreDirectory:
         started = time.monotonic()
         with self.writing(), Arrival(self, expert, partial, ignore, measure_distance) as arrival:
             name = self._free_name(name, arrival.source)
-            writer = arrival.writer()
-            try:
+            with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
                 if not allow_duplicate:
                     arrival.refuse_duplicate()
                 candidate = arrival.finish(writer, name, started)
                 absorbed = review(candidate) if review else candidate.expert
-            except MergestreamError:
-                writer.abandon()
-                remove(record_directory(self.path, arrival.number))
-                raise
-            except BaseException:
-                writer.pause()
-                raise
             arrival.note_oddities()
             self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
             if self.method.remembers_experts:
                 self._shorten_entries()
             return absorbed
 
+    @contextmanager
+    def _in_the_making(self, arrival: Arrival) -> Iterator[StepWriter]:
+        """A step that is being written: removed where it is refused, and left to be resumed where it is cut short."""
+        writer = arrival.writer()
+        try:
+            yield writer
+        except MergestreamError:
+            writer.abandon()
+            remove(record_directory(self.path, arrival.number))
+            raise
+        except BaseException:
+            writer.pause()
+            raise
+
     def _shorten_entries(self) -> None:
         """Write those entries anew that have come to hold twice what is read of them, so that the store does not grow.
 
-        Each is a transaction of its own, after the step: if it fails, the entry is longer than it need be.
+        Each is a transaction of its own, after the step, which is done whatever becomes of it: an entry that cannot be
+        shortened is longer than it need be.
         """
         from mergestream.store.shortening import shorten
 
         cut = self.manifest.step
-        for entry in self.history:
-            if cut >= 2 * entry.cut:
-                shorter = shorten(self.path, self.manifest, entry, cut)
-                self._commit(self.manifest.replacing(entry, shorter))
+        try:
+            for entry in self.history:
+                if cut >= 2 * entry.cut:
+                    shorter = shorten(self.path, self.manifest, entry, cut)
+                    self._commit(self.manifest.replacing(entry, shorter))
+        except (MergestreamError, OSError) as error:
+            self.progress.note(f"older entries take more room than they need until the next add: {error}")
 
     def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
         """What adding a model would do; changes nothing."""
+        from mergestream.merging.merger import MemoryState
         from mergestream.store.arrival import Arrival
+        from mergestream.store.collisions import arriving_collisions
         from mergestream.store.inspection import Inspection
 
         started = time.monotonic()
         with Arrival(self, expert, partial, ignore, measured=True) as arrival:
-            arrival.absorb()
-            return Inspection.of(arrival, time.monotonic() - started)
+            if not self.manifest.is_ledger:
+                arrival.absorb()
+                return Inspection.of(arrival, time.monotonic() - started)
+            entry = MemoryState(arrival.step)
+            arrival.absorb(memory=entry)
+            seconds = time.monotonic() - started
+            name = self._free_name(None, arrival.source)
+            return Inspection.of(arrival, seconds, arriving_collisions(arrival, name, entry))
 
     def undo(self) -> Expert:
         """Go back to before the last model; returns the entry that was taken back."""
@@ -224,19 +242,11 @@ class StoreDirectory:
             raise UsageError(f"{self.method.name} has only a sum: pass the expert to subtract, with --expert PATH")
         partial, ignore = removed.options["partial"], removed.options["ignore"]
         with Arrival(self, source, partial, ignore, measured=False, withdrawn=True) as arrival:
-            writer = arrival.writer()
-            try:
+            with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
                 if arrival.digest != removed.digest:
                     raise MergestreamError(f"{arrival.source} is not the model that was absorbed as {removed.name}")
                 last = arrival.finish_withdrawal(writer, rest.history[-1])
-            except MergestreamError:
-                writer.abandon()
-                remove(record_directory(self.path, arrival.number))
-                raise
-            except BaseException:
-                writer.pause()
-                raise
             self._commit(dataclasses.replace(rest, history=(*rest.history[:-1], last)))
 
     def verify(self) -> None:

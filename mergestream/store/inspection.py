@@ -16,6 +16,7 @@ from mergestream.store.records import cosines_to
 
 if TYPE_CHECKING:
     from mergestream.store.arrival import Arrival
+    from mergestream.store.collisions import Collisions
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ class Inspection:
     cosines: Mapping[str, float | None]
     """The cosine to each expert so far, from their sketches; None where one did not move at all"""
     kept: float
-    lambda_: float
-    distance: float
+    """The share of ‖Δ‖² that would enter the state, or that its entry in a ledger would hold"""
+    lambda_: float | None
+    """None for a ledger, as the distance: both depend on how it is read out"""
+    distance: float | None
     fates: Mapping[str, int]
     seconds: float
     """Measured: absorbing without writing the state"""
@@ -62,9 +65,11 @@ class Inspection:
     disk: int
     """Bytes that the new step takes"""
     tensors: Mapping[str, TensorInspection]
+    collisions: Collisions | None = None
+    """Of a ledger, after adding it: the last of the experts is the new one"""
 
     @classmethod
-    def of(cls, arrival: Arrival, seconds: float) -> Inspection:
+    def of(cls, arrival: Arrival, seconds: float, collisions: Collisions | None = None) -> Inspection:
         """The facts of an arrival that was absorbed without being written, in so many seconds."""
         store, totals, before = arrival.store, arrival.totals, arrival.mean_norm_before
         peaks = sorted(arrival.step.memory.values(), reverse=True)
@@ -76,13 +81,14 @@ class Inspection:
             relative_norm=totals.norm / before if before else 1.0,
             cosines=cosines_to(store.path, store.history, arrival.sketch.values()),
             kept=totals.kept,
-            lambda_=inverse(totals.scale),
-            distance=totals.distance or 0.0,
+            lambda_=None if collisions else inverse(totals.scale),
+            distance=None if collisions else totals.distance or 0.0,
             fates=arrival.fates,
             seconds=round(seconds, 3),
             memory=sum(peaks[: store.engine.workers]),
             disk=sum(spec.nbytes for spec in (*arrival.layout.values(), *arrival.blocks.values())),
             tensors={name: TensorInspection.of(arrival, name) for name in arrival.vector.names},
+            collisions=collisions,
         )
 
     @property
@@ -92,7 +98,7 @@ class Inspection:
 
     @property
     def layers(self) -> dict[str, float]:
-        """The share of each layer's ‖Δ‖² that would enter the state, the layers with the most interference first."""
+        """The share of each layer's ‖Δ‖² that would be kept, the least first: the layers with the most interference."""
         energy: Counter[str] = Counter()
         entered: Counter[str] = Counter()
         for name, tensor in self.tensors.items():
@@ -102,6 +108,13 @@ class Inspection:
         return dict(sorted(shares.items(), key=lambda item: (item[1], item[0])))
 
     def to_json(self) -> dict[str, Any]:
-        data = {**dataclasses.asdict(self), "layers": self.layers}
+        data = {**dataclasses.asdict(dataclasses.replace(self, collisions=None)), "layers": self.layers}
         data["lambda"] = data.pop("lambda_")
+        del data["collisions"]
+        if found := self.collisions:
+            data |= {"held": self.kept, "damage": dict(zip(found.experts, found.damage, strict=True))}
+            data["overlap"] = {
+                expert: {"mean": found.overlap[-1][number], "layers": found.of_pair(-1, number)}
+                for number, expert in enumerate(found.experts[:-1])
+            }
         return data

@@ -15,6 +15,7 @@ from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, nearest
 from mergestream.files import read_json, write_json
+from mergestream.ledger.room import sharing
 from mergestream.methods.scale import inverse, scale_value
 
 if TYPE_CHECKING:
@@ -89,6 +90,16 @@ class Manifest:
     @property
     def step(self) -> int:
         return len(self.history)
+
+    @property
+    def is_ledger(self) -> bool:
+        """Whether every expert is remembered; told by the name, for to make the method takes torch."""
+        return self.method == "ledger"
+
+    @property
+    def sharing(self) -> int:
+        """How many experts the room of a ledger is shared by as it is read; 0 before the first."""
+        return sharing([entry.cut for entry in self.history]) if self.history else 0
 
     def make_method(self) -> Method:
         from mergestream.methods import make_method

@@ -26,7 +26,18 @@ def shorten(store: Path, manifest: Manifest, expert: Expert, cut: int) -> Expert
     assert isinstance(method, Ledger)
     target = step_directory(store, number)
     remove(target)
-    target.mkdir()
+    try:
+        target.mkdir()
+        digests = _write(store, target, manifest, method, expert, cut)
+        copy_record(record_directory(store, expert.number), record_directory(store, number))
+    except BaseException:  # it would take room for nothing
+        remove(target)
+        remove(record_directory(store, number))
+        raise
+    return dataclasses.replace(expert, number=number, cut=cut, state=combined_digest(digests))
+
+
+def _write(store: Path, target: Path, manifest: Manifest, method: Ledger, expert: Expert, cut: int) -> dict[str, str]:
     with closing(StepReader(store, expert.number, expert.state)) as reader:
 
         def shorter(name: str) -> dict[str, Tensor]:
@@ -48,5 +59,4 @@ def shorten(store: Path, manifest: Manifest, expert: Expert, cut: int) -> Expert
                     digests[key] = tensor_digest(value)
     write_json(target / DIGESTS, digests)
     sync_directory(target.parent)
-    copy_record(record_directory(store, expert.number), record_directory(store, number))
-    return dataclasses.replace(expert, number=number, cut=cut, state=combined_digest(digests))
+    return digests

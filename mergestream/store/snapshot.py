@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.errors import MergestreamError
+from mergestream.files import allow_open_files
+from mergestream.progress import Progress
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import HEADS, read_record, record_directory
 from mergestream.store.steps import StepReader
@@ -35,9 +37,11 @@ class Snapshot:
 
     @classmethod
     def open(cls, path: Path, manifest: Manifest) -> Snapshot:
+        entries = manifest.readable
+        allow_open_files(len(entries))
         with ExitStack() as opened:
             readers = {}
-            for entry in manifest.readable:
+            for entry in entries:
                 readers[entry.number] = StepReader(path, entry.number, entry.state)
                 opened.callback(readers[entry.number].close)
             opened.pop_all()
@@ -66,7 +70,7 @@ class Snapshot:
     def method(self) -> Method:
         return self.manifest.make_method()
 
-    def reading(self, engine: Engine, selection: Selection | None = None) -> Reading:
+    def reading(self, engine: Engine, selection: Selection | None = None, progress: Progress | None = None) -> Reading:
         """All that is remembered, or what was chosen of it, ready to be read out."""
         from mergestream.ledger.method import Ledger
         from mergestream.ledger.selection import Selection
@@ -87,7 +91,26 @@ class Snapshot:
             if entry.name in weights
         ]
         reading = EntriesReading(model, method, chosen, voices, engine.device)
-        return reading.balanced(engine) if selection.balance else reading
+        return reading.balanced(engine, progress or Progress()) if selection.balance else reading
+
+    def held(self) -> dict[str, dict[str, float]]:
+        """Of a ledger, by expert and tensor: the share of ‖Δ‖² that its entry holds as it is read now.
+
+        Little more than the singular values is read for it.
+        """
+        from mergestream.ledger.method import Ledger, cut_entry
+        from mergestream.ledger.span import ENERGIES, Entry
+        from mergestream.merging.step import tensor_context
+
+        method, model, cut = self.method, self.manifest.base, self.manifest.sharing
+        assert isinstance(method, Ledger)
+        directions = {name: method.directions(tensor_context(model, name, cut), cut) for name in model.merged}
+
+        def share(expert: Expert, name: str) -> float:
+            slots = self.readers[expert.number].entry(name, ENERGIES)
+            return Entry(cut_entry(slots, directions[name])).held
+
+        return {entry.name: {name: share(entry, name) for name in model.merged} for entry in self.manifest.history}
 
     def ranks(self, name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of every slot of a tensor's state; None where they are dense."""

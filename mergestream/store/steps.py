@@ -35,6 +35,11 @@ def step_directory(store: Path, number: int) -> Path:
     return store / "steps" / f"{number:04d}"
 
 
+def step_bytes(store: Path, number: int) -> int:
+    """What a step takes on disk."""
+    return sum(path.stat().st_size for path in step_directory(store, number).glob("*") if path.is_file())
+
+
 def slot_name(slot: str, name: str) -> str:
     """How the state names a slot of a tensor: ``sum:encoder.layer.0.weight``."""
     return f"{slot}:{name}"
@@ -53,6 +58,7 @@ class StepReader:
         """``recorded`` is the digest that the manifest has of it."""
         self.directory, self._recorded = step_directory(store, number), recorded
         self._verified: set[str] = set()
+        self._on_disk = read_json(self.directory / DIGESTS)  # now: the directory may be gone when they are needed
         self.factors = FactorReader(self.directory)
         self._checkpoint: Checkpoint | None = None
         if not self.factors.index or any(self.directory.glob("model*.safetensors")):
@@ -69,16 +75,18 @@ class StepReader:
         assert self._checkpoint is not None
         return self._checkpoint.read(key)
 
-    def entry(self, name: str) -> dict[str, Tensor]:
-        """All slots of a tensor in a ledger's entry, checked against their digests when they are first read."""
+    def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
+        """All slots of a tensor in a ledger's entry, or only these, checked against their digests when they are first
+        read."""
         assert self._checkpoint is not None
-        found = {slot: self._checkpoint.read(slot_name(slot, name)) for slot in self._slots.get(name, ())}
-        if name not in self._verified:
-            for slot, value in found.items():
+        found = {}
+        for slot in self._slots.get(name, ()):
+            if only is None or slot in only:
                 key = slot_name(slot, name)
-                if tensor_digest(value) != self._digests[key]:
+                found[slot] = self._checkpoint.read(key)
+                if key not in self._verified and tensor_digest(found[slot]) != self._digests[key]:
                     raise self._damaged(key, "remove the expert and add it once more")
-            self._verified.add(name)
+                self._verified.add(key)
         return found
 
     @cached_property
@@ -120,7 +128,7 @@ class StepReader:
         yield from self.factors.tensors()
 
     def digests(self) -> dict[str, str]:
-        return read_json(self.directory / DIGESTS)
+        return self._on_disk
 
     def verify(self) -> Iterator[int]:
         """Recompute every digest; yields the bytes done, raises at the first that does not match."""

@@ -223,7 +223,7 @@ def test_sharded_bfloat16_checkpoints_merge_as_the_formula_says_and_load(archite
 def test_pickled_checkpoints_merge_as_well(architecture, save, tmp_path, done):
     models = make_models(architecture, torch.float32, experts=2)
     base, *experts = save_all(models, tmp_path, save)
-    merged = through_a_store(done, tmp_path, base, experts)
+    merged = through_a_store(done, tmp_path, base, experts, "--method", "opcm")
     expected = merged_in_float64("opcm", load_weights(base), [load_weights(expert) for expert in experts])
     loaded = type(models[0]).from_pretrained(merged)
     assert_equal_but_for_rounding(loaded.state_dict(), expected)

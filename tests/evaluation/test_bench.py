@@ -228,3 +228,34 @@ def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(capsys, monkeypa
         on_progress("streams", 4, 4)
         on_progress("streams", 4, 4)
     assert capsys.readouterr().err.splitlines() == ["streams: 2 of 4", "streams: done"]
+
+
+def test_rows_choose_a_readout():
+    rows = {row.key: row for row in parse_rows("opcm:alpha=0.3@iso,ledger@agree+balance,ledger@expert,ledger")}
+    assert list(rows) == ["opcm:alpha=0.3@iso", "ledger@agree+balance", "ledger@expert", "ledger"]
+    assert rows["ledger@agree+balance"].selection("red").balance
+    assert rows["ledger@expert"].selection("red").readout == "expert:red"
+    assert rows["ledger"].selection("red").readout is None
+    assert rows["opcm:alpha=0.3@iso"].label == "OPCM, alpha 0.3, readout iso"
+    for wrong in ("ties@iso", "ledger@plain", "average@agree", "ledger@agre", "opcm@plain+balance"):
+        with pytest.raises(UsageError):
+            parse_rows(wrong)
+
+
+def test_experts_are_read_back_each_on_its_own_task(tiny_suite, tmp_path):
+    rows = parse_rows("ledger:budget=8:entries=float32@expert,ledger:budget=8,average@iso")
+    results = run_bench(load_suite(tiny_suite), Plan(rows, orders=1, workers=1), tmp_path / "out", silent)
+    back, merged, iso = results.runs
+    assert back.final == {"red": 1.0, "green": 1.0, "blue": 1.0}, "the budget holds everything"
+    for step, arrived in enumerate(back.order):
+        assert (
+            set(back.steps[step]["accuracies"]) == set(back.order[: step + 1]) and arrived in back.steps[step]["task"]
+        )
+    assert merged.final != back.final and len(merged.steps[0]["accuracies"]) == 3
+    assert merged.steps[-1]["export_seconds"] > 0 and iso.final.keys() == back.final.keys()
+
+
+def test_the_last_model_of_a_method_that_does_not_mind_the_order_is_made_once(tiny_suite):
+    plan = Plan(parse_rows("average,ledger,opcm"), orders=3, last_only=True)
+    assert [stream.row.name for stream in plan.streams(load_suite(tiny_suite).tasks)].count("opcm") == 3
+    assert len(plan.streams(load_suite(tiny_suite).tasks)) == 5

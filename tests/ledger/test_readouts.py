@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from mergestream import READOUTS, Ledger
+from mergestream.errors import UsageError
 from mergestream.testing import Check, ledger_of, make_models, readout_checks
 from tests.ledger import formulas
 
@@ -66,6 +69,18 @@ def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout):
         merge_entries(READOUTS[readout](), held, context) for held, context in zip(entries, contexts, strict=True)
     )
     torch.testing.assert_close(transposed.T, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_a_readout_of_ones_own(monkeypatch):
+    """The example of docs/extending.md."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    (code,) = (block for block in text.split("```python\n")[1:] if "class Shy" in block)
+    monkeypatch.setattr(READOUTS, "_registered", {})
+    exec(code.partition("```")[0], {"__name__": "example"})
+    for check in readout_checks("shy"):
+        check()
+    with pytest.raises(UsageError, match="is a readout of mergestream itself"):
+        READOUTS.register("agree", READOUTS["shy"])
 
 
 def test_one_expert_alone_is_what_every_readout_but_iso_gives_back():

@@ -68,7 +68,7 @@ def test_every_failed_gate_has_its_sentence_and_the_store_is_unchanged(store: St
 
 
 def test_the_first_expert_has_nothing_to_be_compared_with(tmp_path: Path, models: Path) -> None:
-    store = Store.create(tmp_path / "store", models / "base")
+    store = Store.create(tmp_path / "store", models / "base", Average())
     entry = store.add(models / "cars", gates=["max_cosine<=0", "relative_norm<=0", "kept>=1"])
     assert [gate["value"] for gate in entry.gates] == [None, None, 1.0]
 

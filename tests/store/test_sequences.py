@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mergestream import LAWA, OPCM, TIES, LocalEngine, MergestreamError, Method, Store
+from mergestream import LAWA, OPCM, TIES, Ledger, LocalEngine, MergestreamError, Method, Store
 from mergestream.merging.step import Step
 from mergestream.store import Expert, Manifest, arrival, directory
 from mergestream.store.steps import StepWriter
@@ -31,7 +31,7 @@ from tests.handmade import handmade_adapter
 
 KEEP = 2
 MODULES = {"layers.0.q": (8, 8), "layers.0.up": (16, 8)}
-METHODS = [OPCM(), LAWA(window=2), TIES()]
+METHODS = [OPCM(), LAWA(window=2), TIES(), Ledger(budget=8)]
 """With a state in factors, with slots that come and go, and with thresholds of the state before"""
 
 Place = tuple[object, str]
@@ -130,7 +130,7 @@ class Sequences(RuleBasedStateMachine):
     def counts(self, history: tuple[int, ...], killed_at: Place | None = None) -> None:
         """What an operation has made real; one that was killed then has not removed all that is not needed any more."""
         step = len(history)
-        oldest = 1 if killed_at == PRUNING else step - KEEP
+        oldest = 1 if killed_at == PRUNING or self.method.remembers_experts else step - KEEP
         self.kept = {number for number in self.kept | {step} if max(oldest, 1) <= number <= step}
         self.history, self.tidied = history, killed_at is None
 

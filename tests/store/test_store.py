@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mergestream import OPCM, TIES, Average, LocalEngine, MergestreamError, Store
+from mergestream import OPCM, TIES, Average, Ledger, LocalEngine, MergestreamError, Store
 from mergestream.errors import StoreBusyError, UsageError
 from mergestream.merging.step import Step
 from mergestream.progress import Progress
@@ -27,7 +27,7 @@ from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 @pytest.fixture
 def store(tmp_path: Path, toys: Toys) -> Store:
     """A store that has absorbed two experts."""
-    store = Store.create(tmp_path / "store", toys.base)
+    store = Store.create(tmp_path / "store", toys.base, OPCM())
     store.add(toys.experts[0])
     store.add(toys.experts[1])
     return store
@@ -133,10 +133,11 @@ def test_a_second_process_exits_with_3_and_says_who_is_writing(store, toys):
     assert result.stderr.startswith("error: ") and f"process {os.getpid()}" in result.stderr
 
 
-def test_readers_are_unharmed_while_a_writer_adds_and_undoes(tmp_path, toys):
+@pytest.mark.parametrize("method", [OPCM(), Ledger()], ids=str)
+def test_readers_are_unharmed_while_a_writer_adds_and_undoes(tmp_path, toys, method):
     """Every export is the model of one of the steps that were committed, whatever happens meanwhile."""
     models: dict[int, list[dict[str, bytes]]] = {}
-    writer = Store.create(tmp_path / "store", toys.base)
+    writer = Store.create(tmp_path / "store", toys.base, method)
     writer.add(toys.experts[0])
     for number, expert in ((1, None), (2, toys.experts[1]), (2, toys.experts[2])):
         if expert:
@@ -171,7 +172,7 @@ def test_readers_are_unharmed_while_a_writer_adds_and_undoes(tmp_path, toys):
 
 def model_of(tmp_path: Path, toys: Toys, *experts: Path) -> dict[str, bytes]:
     """What comes out of a store of its own."""
-    fresh = Store.create(tmp_path / f"fresh-{len(list(tmp_path.iterdir()))}", toys.base)
+    fresh = Store.create(tmp_path / f"fresh-{len(list(tmp_path.iterdir()))}", toys.base, OPCM())
     for expert in experts:
         fresh.add(expert)
     return files(fresh.export(tmp_path / "fresh-model", overwrite=True), ".safetensors")

@@ -13,7 +13,9 @@ from mergestream.ledger.span import Span
 
 
 class Agree(EntriesReadout):
-    """What minimises Σ c_i ‖(M − Δ_i)|Δ_i|‖²/‖Δ_i‖², and stays with Σ c_i Δ_i where no expert says much.
+    """The weight that does to each expert's own inputs what that expert does; no scale to choose.
+
+    It minimises Σ c_i ‖(M − Δ_i)|Δ_i|‖²/‖Δ_i‖², and is Σ c_i Δ_i where no expert says much:
 
         C = Σ c_i V_i Σ_i² V_iᵀ/‖Δ_i‖²    D = Σ c_i U_i Σ_i³ V_iᵀ/‖Δ_i‖²    S = Σ c_i U_i Σ_i V_iᵀ
         C = Q Λ Qᵀ    K = ⌈(Σ√λ)²/Σλ⌉    P = the first K columns of Q

@@ -33,7 +33,7 @@ class EntriesReadout(Readout):
 
     @abstractmethod
     def coefficients(self, span: Span) -> Tensor:
-        """Z of M = U Z Vᵀ, for a linear weight."""
+        """Z of M = U Z Vᵀ, for a linear weight: κ×κ, or κ numbers that are its diagonal."""
 
     def share(self, weight: float, total: float) -> float:
         """What of an expert with this weight goes into a tensor that is no linear weight; ``total`` is all weights'."""

@@ -6,7 +6,7 @@ from mergestream.ledger.readouts.sum import Sum
 
 
 class Expert(Sum):
-    """Δ_i as its entry has it, of the one expert that is heard.
+    """One expert as its entry has it: expert:NAME.
 
     Gargiulo et al., Task Singular Vectors (2025): TSV-Compress.
     """

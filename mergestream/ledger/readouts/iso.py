@@ -13,7 +13,9 @@ from mergestream.methods.base import Method
 
 
 class Iso(EntriesReadout, StateReadout):
-    """mean(σ) · P Qᵀ with S = P diag(σ) Qᵀ, of S = Σ c_i Δ_i or of the state of a method that adds up.
+    """The sum of all experts, with all of its singular values at their mean.
+
+        mean(σ) · P Qᵀ  with S = P diag(σ) Qᵀ,  S = Σ c_i Δ_i or the state of a method that adds up
 
     Marczak et al., No Task Left Behind (2025), Iso-C; its α is the scale, 1.5.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mergestream.ledger.readouts.base import EntriesReadout
@@ -10,7 +9,7 @@ from mergestream.ledger.span import Span
 
 
 class Sum(EntriesReadout):
-    """Σ c_i Δ_i, scaled.
+    """Task arithmetic: Σ c_i Δ_i, scaled.
 
     Ilharco et al., Editing Models with Task Arithmetic (2023); 0.3 for eight tasks in the OPCM paper.
     """
@@ -20,7 +19,7 @@ class Sum(EntriesReadout):
     additive = True
 
     def coefficients(self, span: Span) -> Tensor:
-        return torch.diag(span.weighted)
+        return span.weighted
 
     def share(self, weight: float, total: float) -> float:
         return weight

@@ -10,7 +10,9 @@ from mergestream.ledger.span import Span
 
 
 class Tsv(EntriesReadout):
-    """polar(U) · diag(c·σ) · polar(V)ᵀ of all directions side by side, polar(U) = U (UᵀU)^(−½).
+    """All experts' directions, made orthogonal to each other.
+
+        polar(U) · diag(c·σ) · polar(V)ᵀ,   polar(U) = U (UᵀU)^(−½)
 
     Gargiulo et al., Task Singular Vectors (2025), with α = 1.
     """

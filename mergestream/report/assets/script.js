@@ -99,14 +99,15 @@ const tensors = data.tensors;
 const table = document.getElementById("tensor-table");
 const experts = tensors.norm.map((_, i) => i);
 
-/** ‖Δ‖, the share kept and q of a tensor: of one expert, or of all together. */
+/** ‖Δ‖, the share kept or held and q of a tensor: of one expert, or of all together. A ledger protects nothing. */
 function moved(index, which) {
   if (index < 0 || experts.length === 0) return [null, null, null];
-  if (which !== "all") return [tensors.norm[which][index], tensors.kept[which][index], tensors.protected[which][index]];
+  const q = (expert) => tensors.protected?.at(expert)[index] ?? null;
+  if (which !== "all") return [tensors.norm[which][index], tensors.kept[which][index], q(which)];
   const energies = experts.map((e) => tensors.norm[e][index] ** 2);
   const energy = energies.reduce((a, b) => a + b, 0);
   const kept = experts.reduce((sum, e) => sum + energies[e] * tensors.kept[e][index], 0);
-  return [Math.sqrt(energy / experts.length), energy ? kept / energy : 1, tensors.protected.at(-1)[index]];
+  return [Math.sqrt(energy / experts.length), energy ? kept / energy : 1, q(-1)];
 }
 
 const number = (value) => (value === null ? "–" : Number(value.toPrecision(4)).toString());
@@ -134,8 +135,9 @@ function fill() {
       const relative = norm === null || !row[NORM] ? null : norm / row[NORM];
       tr.append(
         name, role, cell(row[SHAPE], row[NUMEL]), cell(row[TYPE], row[TYPE]), cell(number(row[NORM]), row[NORM]),
-        cell(number(norm), norm), cell(percent(relative), relative), cell(percent(kept), kept), cell(q === null ? "–" : String(q), q),
+        cell(number(norm), norm), cell(percent(relative), relative), cell(percent(kept), kept),
       );
+      if (tensors.protected) tr.append(cell(q === null ? "–" : String(q), q));
       tr.dataset.text = `${row[NAME]} ${row[ROLE]} ${row[RULE]}`.toLowerCase();
       return tr;
     }),

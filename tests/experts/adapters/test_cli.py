@@ -26,7 +26,7 @@ def adapters(tmp_path):
 
 def test_from_init_to_an_adapter(tmp_path, toys, cli, adapters):
     store, out = tmp_path / "store", tmp_path / "merged"
-    cli("init", store, "--base", toys.base, "--max-rank", 2)
+    cli("init", store, "--base", toys.base, "--method", "opcm", "--max-rank", 2)
     printed = cli("add", store, *adapters)
     assert "step 3: poems" in printed.out
     status = cli("status", store).out

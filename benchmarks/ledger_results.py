@@ -1,0 +1,227 @@
+"""The tables and the picture of the ledger's proof, from what the commands of ``protocol.md`` have left.
+
+    python -m benchmarks.ledger_results docs/results/ledger
+
+Reads DIR/SUITE-TASKS/results.json (ACC, the worst task, what it takes) and DIR/SUITE-TASKS/forgetting/results.json
+(BWT, retention), as far as they are there, and writes DIR/tables.md and DIR/accuracy-over-models.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergestream.evaluation.results import Results, Run
+from mergestream.evaluation.rows import Row
+from mergestream.files import write_text
+from mergestream.report import metrics
+from mergestream.report.markdown import table
+from mergestream.report.metrics import Spread
+
+NAMES = {
+    "average": "average",
+    "task_arithmetic:scale=0.3": "task arithmetic, 0.3",
+    "task_arithmetic:scale=0.5": "task arithmetic, 0.5",
+    "ties": "TIES, continual",
+    "ties:mode=streaming:scale=1.0": "TIES, all at once",
+    "magmax": "MagMax",
+    "opcm": "OPCM (reference)",
+    "opcm:projection=block": "OPCM (block)",
+    "opcm:scaling=sqrt": "OPCM (λ = √t)",
+    "opcm@iso": "OPCM, read out by iso",
+    "average@iso": "Iso-C",
+    "ledger@tsv": "TSV-M (ledger, `tsv`)",
+    "ledger": "**ledger, `agree`**",
+    "ledger@agree+balance": "ledger, `agree --balance`",
+}
+"""The rows of the tables, in their order"""
+READ_BACK = "ledger@expert"
+CURVES = {"ledger": "ledger (agree)", "opcm": "OPCM", "average": "average", "ties": "TIES (continual)"}
+SUITES = ("vision", "text", "vision-lora", "text-lora")
+
+Metric = Callable[[Run], float | None]
+Line = tuple[str, Callable[["Proof"], str]]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The results of one suite with some number of tasks."""
+
+    suite: str
+    tasks: int
+    results: Results
+    forgetting: Results | None
+
+    @property
+    def title(self) -> str:
+        return f"{self.suite} {self.tasks}"
+
+    def spread(self, row: str, metric: Metric) -> Spread | None:
+        """Over all orders that were run."""
+        return self.results.spread(row, metric) if row in self.results.methods else None
+
+    def mean(self, known: dict[str, float]) -> float:
+        return sum(known[task] for task in self.results.tasks) / self.tasks
+
+
+def find(directory: Path) -> list[Proof]:
+    """What was run, suite by suite, by the number of tasks."""
+    found = []
+    for path in directory.glob("*/results.json"):
+        suite, _, tasks = path.parent.name.rpartition("-")
+        beside = path.parent / "forgetting"
+        forgetting = Results.load(beside) if (beside / "results.json").is_file() else None
+        found.append(Proof(suite, int(tasks), Results.load(path.parent), forgetting))
+    return sorted(found, key=lambda proof: (SUITES.index(proof.suite), proof.tasks))
+
+
+def percent(spread: Spread | None) -> str:
+    if spread is None:
+        return "–"
+    return f"{100 * spread.mean:.1f}" + (f"±{100 * spread.std:.1f}" if spread.std is not None else "")
+
+
+def accuracy(run: Run) -> float | None:
+    return metrics.average_accuracy(run.matrix)
+
+
+def worst(run: Run) -> float | None:
+    return metrics.worst_task(run.matrix)
+
+
+def over_suites(proofs: Sequence[Proof], metric: Metric, first: Sequence[Line] = ()) -> Iterator[str]:
+    """A table with a column a suite; ``first`` are lines above those of the methods."""
+    lines = [(name, *(cell(proof) for proof in proofs)) for name, cell in first]
+    for row, name in NAMES.items():
+        cells = [percent(proof.spread(row, metric)) for proof in proofs]
+        if any(cell != "–" for cell in cells):
+            lines.append((name, *cells))
+    yield from table(("", *(proof.title for proof in proofs)), lines)
+
+
+def forgetting(proofs: Sequence[Proof]) -> Iterator[str]:
+    """BWT and retention, of the suites where they were measured."""
+    measured = [(proof, proof.forgetting) for proof in proofs if proof.forgetting is not None]
+    headings = [f"{proof.title}: {what}" for proof, _ in measured for what in ("BWT", "retention")]
+    lines = []
+    for row, name in NAMES.items():
+        cells = []
+        for _, results in measured:
+            if row not in results.methods:
+                cells += ["–", "–"]
+                continue
+            cells.append(percent(results.spread(row, lambda run: metrics.backward_transfer(run.matrix))))
+            cells.append(percent(results.spread(row, _retention(results))))
+        lines.append((name, *cells))
+    yield from table(("", *headings), lines)
+
+
+def _retention(results: Results) -> Metric:
+    return lambda run: metrics.retention(run.matrix, [results.pretrained[task] for task in run.order])
+
+
+def read_back(proofs: Sequence[Proof]) -> Iterator[str]:
+    """Every expert on its own task: itself, and as the ledger gives it back."""
+    lines = []
+    for proof in proofs:
+        if READ_BACK in proof.results.methods:
+            (run,) = proof.results.methods[READ_BACK]
+            lost = {task: run.final[task] - proof.results.fine_tuned[task] for task in proof.results.tasks}
+            task = min(lost, key=lambda task: lost[task])
+            whole, back = proof.mean(proof.results.fine_tuned), proof.mean(run.final)
+            cells = (
+                f"{100 * whole:.1f}",
+                f"{100 * back:.1f}",
+                f"{100 * (back - whole):+.1f}",
+                f"{100 * lost[task]:+.1f} ({task})",
+            )
+            lines.append((proof.title, *cells))
+    yield from table(("", "experts", "read back", "difference", "the worst one"), lines)
+
+
+def costs(proofs: Sequence[Proof]) -> Iterator[str]:
+    """Bytes of the state after the last step, and seconds of the last add and of an export."""
+    lines = []
+    for proof in proofs:
+        for row in ("average", "opcm", "ledger"):
+            if row in proof.results.methods:
+                last = proof.results.methods[row][0].steps[-1]
+                exporting = last.get("export_seconds")
+                lines.append(
+                    (
+                        proof.title,
+                        NAMES[row],
+                        f"{last['state_bytes'] / proof.results.model_bytes:.2f}",
+                        f"{last['absorb_seconds']:.1f}",
+                        "–" if exporting is None else f"{exporting:.1f}",
+                    )
+                )
+    yield from table(("", "method", "state / base, bytes", "add, s", "export, s"), lines)
+
+
+def picture(proofs: Sequence[Proof], path: Path) -> None:
+    """ACC on the vision suite against the number of merged models."""
+    from matplotlib.figure import Figure
+
+    from mergestream.report.pictures import CURVES as COLOURS
+    from mergestream.report.pictures import GREY
+
+    chosen = [proof for proof in proofs if proof.suite == "vision"]
+    counts = [proof.tasks for proof in chosen]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for values, name in (("fine_tuned", "each expert alone"), ("pretrained", "the base")):
+        heights = [100 * proof.mean(getattr(proof.results, values)) for proof in chosen]
+        axes.plot(counts, heights, "--", color=GREY)
+        axes.annotate(name, (counts[-1], heights[-1]), (4, 0), textcoords="offset points", color=GREY, va="center")
+    for colour, (row, name) in zip(COLOURS, CURVES.items(), strict=False):
+        points = [(proof.tasks, found) for proof in chosen if (found := proof.spread(row, accuracy))]
+        heights = [100 * found.mean for _, found in points]
+        bands = [100 * (found.std or 0) for _, found in points]
+        places = [count for count, _ in points]
+        axes.errorbar(places, heights, bands, fmt="o-", color=colour, capsize=2, markersize=5)
+        if points:
+            end = (places[-1], heights[-1])
+            axes.annotate(name, end, (4, 0), textcoords="offset points", color=colour, va="center")
+    axes.set(
+        xlabel="experts merged",
+        ylabel="accuracy on all their tasks (%)",
+        xticks=counts,
+        xlim=(counts[0] - 1, counts[-1] + 5),
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger_results", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    directory: Path = parser.parse_args(arguments).directory
+    proofs = find(directory)
+    for row in (*NAMES, READ_BACK):
+        Row.parse(row)  # a name of the protocol that bench would not know
+    known: list[Line] = [
+        ("base", lambda proof: f"{100 * proof.mean(proof.results.pretrained):.1f}"),
+        ("experts", lambda proof: f"{100 * proof.mean(proof.results.fine_tuned):.1f}"),
+    ]
+    sections = {
+        "ACC (%): the mean over all tasks after the last expert": over_suites(proofs, accuracy, known),
+        "The worst task (%)": over_suites(proofs, worst),
+        "Experts read back from the ledger (%), each on its own task": read_back(proofs),
+        "What it takes": costs(proofs),
+    }
+    if any(proof.forgetting for proof in proofs):
+        sections["BWT and retention (points)"] = forgetting(proofs)
+    text = "\n".join(line for title, lines in sections.items() for line in (f"## {title}", "", *lines, ""))
+    write_text(directory / "tables.md", text)
+    picture(proofs, directory / "accuracy-over-models.png")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

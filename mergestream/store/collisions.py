@@ -1,0 +1,134 @@
+"""How the experts of a ledger get into each other's way: predicted damage, and inputs that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mergestream.base.names import layer_of, natural
+from mergestream.engine import Engine
+from mergestream.ledger.method import Ledger
+from mergestream.ledger.selection import Selection
+from mergestream.merging.reading import Clash, EntriesReading, Voice, means
+from mergestream.progress import Progress
+
+if TYPE_CHECKING:
+    from mergestream.merging.merger import MemoryState
+    from mergestream.store.arrival import Arrival
+    from mergestream.store.snapshot import Snapshot
+
+Row = tuple[float | None, ...]
+Matrix = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Collisions:
+    """What experts do to each other in the linear weights; a layer, and all of them, are the mean over their matrices.
+
+    None stands where there is nothing to measure: an expert that has moved no linear weight, two that have moved none
+    in common.
+    """
+
+    experts: tuple[str, ...]
+    layers: tuple[str, ...]
+    """Those with linear weights"""
+    damage: Row
+    """By expert: ‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖², how far the merged M is from doing to its own inputs what it does"""
+    layer_damage: Matrix
+    """Expert × layer"""
+    overlap: Matrix
+    """Expert × expert: the cosine of Δ_iᵀΔ_i and Δ_jᵀΔ_j, how much two answer to the same inputs"""
+    layer_overlap: tuple[Matrix, ...]
+    """The same by layer"""
+
+    @classmethod
+    def of(cls, reading: EntriesReading, engine: Engine, progress: Progress) -> Collisions:
+        """As the experts of a reading would be merged by it, in one pass over the linear weights."""
+        layers: dict[str, list[Clash]] = {}
+        with progress.task("comparing the experts", 4 * sum(reading.linear.values())) as advance:
+            for name, clashes in reading.clashes(engine):
+                layers.setdefault(layer_of(name), []).extend(clashes)
+                advance(4 * reading.linear[name])
+        names, count = sorted(layers, key=natural), len(reading.voices)
+        by_layer = [_damage(layers[name], count) for name in names]
+        together = [clash for clashes in layers.values() for clash in clashes]
+        return cls(
+            experts=tuple(voice.name for voice in reading.voices),
+            layers=tuple(names),
+            damage=_damage(together, count),
+            layer_damage=tuple(tuple(row[expert] for row in by_layer) for expert in range(count)),
+            overlap=overlap_matrix((clash.overlap for clash in together), count),
+            layer_overlap=tuple(overlap_matrix((clash.overlap for clash in layers[name]), count) for name in names),
+        )
+
+    @property
+    def largest_damage(self) -> tuple[float, str] | None:
+        """And whose it is."""
+        return max(
+            ((value, name) for name, value in zip(self.experts, self.damage, strict=True) if value is not None),
+            default=None,
+        )
+
+    def closest(self, expert: int) -> tuple[float, str] | None:
+        """The largest overlap of an expert with another one in the mean, and which that is."""
+        return self._named(largest_other(self.overlap[expert], expert))
+
+    def closest_in(self, layer: int, expert: int) -> tuple[float, str] | None:
+        """The same in one layer."""
+        return self._named(largest_other(self.layer_overlap[layer][expert], expert))
+
+    def of_pair(self, one: int, other: int) -> dict[str, float]:
+        """The overlap of two experts by layer, the largest first."""
+        found = {
+            layer: value
+            for layer, matrix in zip(self.layers, self.layer_overlap, strict=True)
+            if (value := matrix[one][other]) is not None
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def _named(self, found: tuple[float, int] | None) -> tuple[float, str] | None:
+        return None if found is None else (found[0], self.experts[found[1]])
+
+
+def collisions(snapshot: Snapshot, engine: Engine, progress: Progress) -> Collisions:
+    """Of all experts in a ledger, merged as they are by default."""
+    return Collisions.of(entries_reading(snapshot, engine), engine, progress)
+
+
+def entries_reading(snapshot: Snapshot, engine: Engine) -> EntriesReading:
+    reading = snapshot.reading(engine)
+    assert isinstance(reading, EntriesReading)
+    return reading
+
+
+def arriving_collisions(arrival: Arrival, name: str, entry: MemoryState) -> Collisions:
+    """Of all experts in a ledger and one that has been absorbed into memory only, which is the last."""
+    store, new = arrival.store, Voice(name, 1.0, arrival.cut, arrival.totals.norm, entry.entry)
+    with ExitStack() as opened:
+        if store.history:
+            reading = entries_reading(opened.enter_context(store.snapshot()), store.engine)
+        else:
+            assert isinstance(store.method, Ledger)
+            readout, _ = Selection().of_entries([name])
+            reading = EntriesReading(arrival.vector.model, store.method, readout, (), store.engine.device)
+        reading = dataclasses.replace(reading, voices=[*reading.voices, new])
+        return Collisions.of(reading, store.engine, store.progress)
+
+
+def overlap_matrix(found: Iterable[Mapping[tuple[int, int], float]], count: int) -> Matrix:
+    """Expert × expert, in the mean over the matrices of which each found is."""
+    known = means(found)
+    return tuple(tuple(known.get((min(i, j), max(i, j))) for j in range(count)) for i in range(count))
+
+
+def largest_other(row: Sequence[float | None], own: int) -> tuple[float, int] | None:
+    """The largest value of a row and its place, but for the row's own."""
+    return max(((value, i) for i, value in enumerate(row) if value is not None and i != own), default=None)
+
+
+def _damage(clashes: Iterable[Clash], count: int) -> Row:
+    known = means(clash.damage for clash in clashes)
+    return tuple(known.get(expert) for expert in range(count))

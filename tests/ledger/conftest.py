@@ -1,0 +1,1 @@
+from tests.workshop import workshop  # noqa: F401

@@ -1,0 +1,339 @@
+"""A ledger on disk: an entry an expert, and nothing else is touched."""
+
+from __future__ import annotations
+
+import math
+import resource
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mergestream import OPCM, Average, Ledger, Store, TaskArithmetic
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.store import shortening
+from mergestream.testing import (
+    assert_close,
+    assert_same,
+    exported,
+    ledger_of,
+    load_model,
+    make_models,
+    make_store,
+    save_models,
+)
+from tests.conftest import files
+
+
+@pytest.fixture
+def models():
+    return make_models(20)
+
+
+@pytest.fixture
+def paths(models, tmp_path) -> list[Path]:
+    return save_models(tmp_path, models)
+
+
+def entry_files(store: Store) -> dict[str, bytes]:
+    return files(store.path / "steps")
+
+
+def names(store: Store) -> list[str]:
+    return [entry.name for entry in store.history]
+
+
+def test_adding_writes_one_entry_and_touches_no_other(tmp_path, paths):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
+    before = entry_files(store)
+    store.add(paths[4])
+    after = entry_files(store)
+    assert {name: after[name] for name in before} == before
+    assert {Path(name).parts[0] for name in after.keys() - before.keys()} == {"0004"}
+
+
+def test_an_entry_is_laid_out_by_the_rank_rule(tmp_path, paths):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:13])
+    for number in (1, 8, 12):
+        tensors = load_file(tmp_path / "store" / "steps" / f"{number:04d}" / "model.safetensors")
+        kept = math.floor(24 / max(8, number))
+        assert tensors["left:a.weight"].shape == (kept, 40) and tensors["right:a.weight"].shape == (kept, 24)
+        assert tensors["left:a.weight"].dtype == torch.bfloat16
+        assert tensors["sigma:a.weight"].shape == (kept,) and tensors["sigma:a.weight"].dtype == torch.float64
+        assert torch.equal(tensors["sigma:a.weight"], tensors["sigma:a.weight"].sort(descending=True).values)
+        assert tensors["delta:a.bias"].shape == (40,) and tensors["delta:a.bias"].dtype == torch.float32
+        assert tensors["norm2:a.weight"].item() >= tensors["sigma:a.weight"].square().sum().item()
+    assert [entry.cut for entry in store.history] == [8] * 8 + [9, 10, 11, 12]
+
+
+def test_what_is_thin_is_kept_whole(tmp_path):
+    shapes = {"token.weight": (1, 30), "thin.weight": (7, 30), "a.weight": (8, 30)}
+    base, expert = make_models(1, shapes=shapes)
+    store = make_store(tmp_path / "store", Ledger(), *_saved(tmp_path, base, expert))
+    stored = load_file(tmp_path / "store" / "steps" / "0001" / "model.safetensors")
+    assert {"delta:token.weight", "delta:thin.weight", "left:a.weight"} <= stored.keys()
+    back = exported(store, readout="expert:expert1")
+    assert torch.equal(back["token.weight"], base["token.weight"] + (expert["token.weight"] - base["token.weight"]))
+    torch.testing.assert_close(back["thin.weight"], expert["thin.weight"])
+
+
+def _saved(directory, *models):
+    base, *experts = save_models(directory, models)
+    return base, experts
+
+
+def test_undo_drops_the_last_entry_as_often_as_there_is_one(tmp_path, paths):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:2])
+    before = {name: content for name, content in files(store.path).items() if name != "lock"}
+    store.add(paths[2])
+    store.undo()
+    after = {name: content for name, content in files(store.path).items() if name != "lock"}
+    assert after == before
+    store.undo()
+    assert names(store) == [] and not entry_files(store)
+
+
+@pytest.mark.parametrize("removed", [1, 3, 5])
+def test_any_expert_can_be_removed_and_the_store_goes_on(tmp_path, paths, models, removed):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:6])
+    before = entry_files(store)
+    gone = store.remove(f"expert{removed}")
+    assert gone.name == f"expert{removed}" and gone.name not in names(store)
+    store.verify()
+    after = entry_files(store)
+    assert after == {name: before[name] for name in before if not name.startswith(f"000{removed}/")}
+    store.add(paths[6])
+    store.verify()
+    rest = [number for number in (1, 2, 3, 4, 5, 6) if number != removed]
+    assert_same(exported(store), ledger_of(models, rest).state_dict(), "after a removal and another add")
+    norms = [entry.norm for entry in store.history]
+    assert store.history[-1].mean_norm == pytest.approx(sum(norms) / len(norms), rel=1e-12)
+    store.add(paths[removed])
+    assert_same(exported(store), ledger_of(models, [1, 2, 3, 4, 5, 6]).state_dict(), "and it came back")
+
+
+def test_a_removal_that_cannot_be_committed_changes_nothing(tmp_path, paths):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
+    before = files(store.path, ".json", ".safetensors")
+    with (
+        patch("mergestream.store.manifest.Manifest.save", side_effect=MergestreamError("disk full")),
+        pytest.raises(MergestreamError),
+    ):
+        store.remove("expert2")
+    assert files(store.path, ".json", ".safetensors") == before
+    Store(store.path).verify()
+
+
+def test_a_removal_that_was_killed_before_it_tidied_is_complete(tmp_path, paths):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
+    with (
+        patch("mergestream.store.directory.remove_all_but", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        store.remove("expert2")
+    again = Store(store.path)
+    again.verify()
+    assert names(again) == ["expert1", "expert3"]
+    again.add(paths[4])
+    assert sorted(path.name for path in (store.path / "steps").iterdir()) == ["0001", "0003", "0004"]
+
+
+def test_entries_are_shortened_when_they_hold_twice_what_is_read(tmp_path, paths, models):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:16])
+    assert {entry.cut for entry in store.history} == {8, 9, 10, 11, 12, 13, 14, 15}
+    before = _bytes(store)
+    store.add(paths[16])
+    assert [entry.cut for entry in store.history] == [16] * 8 + [9, 10, 11, 12, 13, 14, 15, 16]
+    assert _bytes(store) < before
+    store.verify()
+    assert_same(exported(store), ledger_of(models, range(1, 17)).state_dict(), "shortened")
+    assert len(list((store.path / "steps").iterdir())) == len(list((store.path / "experts").iterdir())) == 16
+    store.remove("expert1")
+    store.undo()
+    store.verify()
+    exported(store)
+
+
+def test_shortening_that_fails_leaves_longer_entries_and_the_next_step_does_it(tmp_path, paths):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:16])
+    with patch.object(shortening, "SafetensorsWriter", side_effect=MergestreamError("full")):
+        store.add(paths[16])
+    assert not (store.path / "steps" / "0017").exists()
+    again = Store(store.path)
+    assert len(again.history) == 16 and {entry.cut for entry in again.history[:8]} == {8}
+    again.verify()
+    again.add(paths[17])
+    assert {entry.cut for entry in again.history[:8]} == {17}
+    again.verify()
+
+
+def test_the_size_does_not_grow_with_the_experts(tmp_path):
+    shapes = {"a.weight": (128, 128), "b.weight": (128, 512)}
+    models = make_models(30, shapes=shapes)
+    base, *experts = save_models(tmp_path, models)
+    store = make_store(tmp_path / "store", Ledger(), base)
+    room = 2 * sum(min(shape) * sum(shape) for shape in shapes.values())  # β·r directions in bfloat16
+    sizes = []
+    for expert in experts:
+        store.add(expert)
+        sizes.append(sum(path.stat().st_size for path in (store.path / "steps").rglob("*.safetensors")))
+    assert sizes[7] < 1.1 * room
+    assert max(sizes) < 2 * room
+
+
+def _bytes(store: Store) -> int:
+    return sum(len(content) for name, content in entry_files(store).items() if name.endswith(".safetensors"))
+
+
+def test_a_damaged_entry_is_named_and_never_read_out(tmp_path, paths):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
+    path = store.path / "steps" / "0002" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(MergestreamError, match=r"steps/0002/model.safetensors is damaged.*remove the expert"):
+        store.export(tmp_path / "out")
+    with pytest.raises(MergestreamError, match=r"steps/0002/model.safetensors is damaged"):
+        store.verify()
+    assert not (tmp_path / "out").exists()
+    store.export(tmp_path / "out", without=["expert2"])
+    store.remove("expert2")
+    store.verify()
+
+
+def test_a_missing_entry_is_named(tmp_path, paths):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
+    (store.path / "steps" / "0002").rename(tmp_path / "elsewhere")
+    with pytest.raises(MergestreamError, match="0002"):
+        store.export(tmp_path / "out")
+    with pytest.raises(MergestreamError, match="0002 is missing"):
+        store.verify()
+
+
+def test_more_experts_than_files_may_be_open(tmp_path, paths):
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:21])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 10, hard))
+    try:
+        exported(store)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_heads_stay_with_their_experts_when_others_go(tmp_path):
+    models = [{**model, "head.weight": torch.full((3, 24), float(n))} for n, model in enumerate(make_models(3))]
+    base, *experts = save_models(tmp_path, models)
+    store = Store.create(tmp_path / "store", base, Ledger(), heads=["head.*"])
+    for expert in experts:
+        store.add(expert)
+    store.remove("expert1")
+    for number in (2, 3):
+        out = store.export(tmp_path / f"{number}", task=f"expert{number}", pictures=False)
+        assert torch.equal(load_model(out)["head.weight"], models[number]["head.weight"])
+
+
+def test_every_step_can_be_read_again(tmp_path, paths, models):
+    """A ledger forgets nothing: the state after any step is the entries up to it."""
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:5])
+    from mergestream.export.directory import Output
+    from mergestream.export.model import export_model
+
+    with store.snapshot(2) as snapshot:
+        export_model(snapshot, Output(tmp_path / "two"), store.engine, store.progress)
+    assert_same(load_model(tmp_path / "two"), ledger_of(models, [1, 2]).state_dict(), "after two")
+
+
+# --- taking an expert out of a sum ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [Average(), TaskArithmetic()], ids=str)
+@pytest.mark.parametrize("removed", [1, 2, 3])
+def test_an_expert_is_subtracted_from_a_sum(tmp_path, paths, models, method, removed):
+    store = make_store(tmp_path / "store", method, paths[0], paths[1:4])
+    store.remove(f"expert{removed}", paths[removed])
+    store.verify()
+    rest = [paths[number] for number in (1, 2, 3) if number != removed]
+    never = make_store(tmp_path / "never", method, paths[0], rest)
+    assert_close(exported(store), exported(never), models[0], 1e-4, "subtracted")
+    assert [e.name for e in store.history] == [e.name for e in never.history]
+    for ours, theirs in zip(store.history, never.history, strict=True):
+        assert (ours.mean_norm, ours.scale) == pytest.approx((theirs.mean_norm, theirs.scale), rel=1e-12)
+    store.add(paths[4])
+    never.add(paths[4])
+    assert_close(exported(store), exported(never), models[0], 1e-4, "and on")
+    store.undo()
+    store.verify()
+    if removed < 3:  # the state before still had it
+        with pytest.raises(MergestreamError, match="used up"):
+            store.undo()
+
+
+def test_the_last_expert_of_a_sum_goes_back_to_the_state_that_is_kept(tmp_path, paths):
+    store = make_store(tmp_path / "store", Average(), paths[0], paths[1:3])
+    two = exported(store)
+    store.add(paths[3])
+    store.remove("expert3")
+    assert_same(exported(store), two, "the kept state")
+
+
+def test_what_is_subtracted_must_be_what_was_absorbed(tmp_path, paths):
+    store = make_store(tmp_path / "store", Average(), paths[0], paths[1:4])
+    before = files(store.path, ".json", ".safetensors")
+    with pytest.raises(MergestreamError, match="not the model that was absorbed as expert1"):
+        store.remove("expert1", paths[2])
+    with pytest.raises(UsageError, match="--expert"):
+        store.remove("expert1")
+    with pytest.raises(UsageError, match=r"no expert named expert9.*expert1, expert2, expert3"):
+        store.remove("expert9")
+    assert files(store.path, ".json", ".safetensors") == before
+
+
+def test_an_interrupted_subtraction_goes_on(tmp_path, paths, models):
+    from mergestream.merging.step import Step
+
+    store = make_store(tmp_path / "store", Average(), paths[0], paths[1:4])
+    absorb, done = Step.absorb, []
+
+    def until(step, name, *rest):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(name)
+        return absorb(step, name, *rest)
+
+    with patch.object(Step, "absorb", until), pytest.raises(KeyboardInterrupt):
+        store.remove("expert1", paths[1])
+    again = Store(store.path)
+    assert len(again.history) == 3
+    again.verify()
+    again.remove("expert1", paths[1])
+    never = make_store(tmp_path / "never", Average(), paths[0], paths[2:4])
+    assert_close(exported(again), exported(never), models[0], 1e-4, "subtracted")
+
+
+def test_methods_that_mind_the_order_cannot_remove(tmp_path, paths):
+    store = make_store(tmp_path / "store", OPCM(), paths[0], paths[1:4])
+    with pytest.raises(UsageError, match="opcm cannot take an expert out"):
+        store.remove("expert1", paths[1])
+
+
+# --- readouts of states -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [OPCM(), Average(), TaskArithmetic()], ids=str)
+def test_the_state_of_a_method_that_adds_up_can_be_read_out_isotropically(tmp_path, method):
+    models = make_models(3, torch.float64)
+    base = models[0]
+    paths = save_models(tmp_path, models)
+    store = make_store(tmp_path / "store", method, paths[0], paths[1:])
+    merged = exported(store, readout="iso")
+    with store.snapshot() as snapshot:
+        state = {name: snapshot.state.read("sum", name).clone() for name in base}
+    for name, S in state.items():
+        expected = S / 3
+        if name in ("a.weight", "b.weight"):
+            U, sigma, Vh = torch.linalg.svd(S, full_matrices=False)
+            expected = sigma.mean() * U @ Vh
+        torch.testing.assert_close(merged[name] - base[name], 1.5 * expected, rtol=1e-6, atol=1e-8)
+    assert_same(exported(store, readout="plain"), exported(store), "plain")
