@@ -38,6 +38,7 @@ peers: .venv-peers/installed
 bench: .venv/installed .venv-peers/installed
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.ledger_growth
 	$(BIN)/python -m benchmarks.adapters
 
 bench-quick: .venv/installed .venv-peers/installed

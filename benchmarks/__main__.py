@@ -1,6 +1,6 @@
 """Measure mergestream, its peers and the limits in one run.
 
-    python -m benchmarks                                  everything: about 40 minutes on two quiet cores
+    python -m benchmarks                                  everything: about an hour on two quiet cores
     python -m benchmarks --quick                          small models, everything once: under three minutes
     python -m benchmarks --opcm vit-b-32 --sums llama-1gb chosen models only
 
@@ -27,23 +27,31 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small models, everything once, into the cache")
     parser.add_argument("--opcm", nargs="*", choices=MODELS, default=["vit-b-32", "vit-l-14"], metavar="MODEL")
     parser.add_argument("--sums", nargs="*", choices=MODELS, default=["llama-1gb", "llama-4gb"], metavar="MODEL")
+    parser.add_argument("--ledger", nargs="*", choices=MODELS, default=["llama-1gb"], metavar="MODEL")
+    parser.add_argument("--ledger-memory", nargs="*", choices=MODELS, default=["llama-200mb"], metavar="MODEL")
+    parser.add_argument("--large", nargs="*", choices=MODELS, default=["llama-7b-2-layers"], metavar="MODEL")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--peer-repetitions", type=int, default=3)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "performance")
     arguments = parser.parse_args()
     if arguments.quick:
         quick = {"opcm": ["vit-b-32"], "sums": ["llama-200mb"], "output": CACHE / "quick"}
-        quick |= {"repetitions": 1, "peer_repetitions": 1}
-        vars(arguments).update(quick)
+        quick |= {"ledger": ["llama-200mb"], "ledger_memory": [], "large": []}
+        vars(arguments).update(quick, repetitions=1, peer_repetitions=1)
 
     suite = Suite(arguments.repetitions, arguments.peer_repetitions)
     about = report.machine()
     parts: dict[str, Callable[[], None]] = {}
     parts |= {f"OPCM, {model}": partial(suite.opcm, model) for model in arguments.opcm}
     parts |= {f"sums and TIES, {model}": partial(suite.sums, model) for model in arguments.sums}
-    if have_peers():
+    experts = 3 if arguments.quick else 8
+    parts |= {f"ledger, {model}": partial(suite.ledger, model, experts) for model in arguments.ledger}
+    parts |= {f"memory of a ledger, {model}": partial(suite.ledger_memory, model) for model in arguments.ledger_memory}
+    parts |= {f"7B's widths, {model}": partial(suite.large, model) for model in arguments.large}
+    if have_peers() and arguments.sums:
         parts["agreement with mergekit"] = suite.agreement_with_mergekit
-    parts["startup"] = suite.startup
+    if arguments.opcm or arguments.sums:
+        parts["startup"] = suite.startup
     for name, measure in parts.items():
         announce(name)
         measure()

@@ -1,7 +1,8 @@
 """Adapters: what the 1st, 10th and 20th cost on a 7B shape, and how exact the merge is, beside PEFT and mergekit.
 
-    python -m benchmarks.adapters            a Llama of 7B, 20 adapters of rank 16: about ten minutes on two quiet cores
+    python -m benchmarks.adapters            a Llama of 7B, 20 adapters of rank 16: 20 minutes on two quiet cores
     python -m benchmarks.adapters --quick    two of its 32 layers, a smaller layer for the peers
+    python -m benchmarks.adapters --growth ledger     nothing but the adapters that one store takes
 
 The base is only a config.json: no weight of it is ever read. Writes results.md and results.json.
 """
@@ -24,20 +25,22 @@ from torch import Tensor, nn
 
 from benchmarks import cases, report
 from benchmarks.checkpoints import CACHE, family
-from benchmarks.measure import ROOT, Cost, run
+from benchmarks.measure import ROOT, Cost, disk_bytes, run
 from benchmarks.suite import Target
-from mergestream import OPCM
+from mergestream import OPCM, Ledger
 from mergestream.algebra.lowrank import LowRank, dense
 from mergestream.algebra.projection import project, protected_directions
 from mergestream.algebra.svd import thin_svd
 from mergestream.api import Store
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.local import single_threaded
+from mergestream.methods.base import Method
 
 PLACE = CACHE / "adapters"
 RANK = 16
 HIDDEN, WIDE = 4096, 11008
 GIGABYTE = 10**9
+METHODS: dict[str, type[Method]] = {"OPCM": OPCM, "ledger": Ledger}
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def make_adapter(directory: Path, shapes: dict[str, tuple[int, int]], seed: int)
     return directory
 
 
-def growth(layers: int, adapters: int) -> list[Step]:
+def growth(method: Method, layers: int, adapters: int) -> list[Step]:
     """A Llama of which only the config is known meets one adapter after the other."""
     shutil.rmtree(PLACE, ignore_errors=True)
     base = PLACE / "base"
@@ -100,20 +103,16 @@ def growth(layers: int, adapters: int) -> list[Step]:
         "torch_dtype": "bfloat16",
     }
     (base / "config.json").write_text(json.dumps(config))
-    store = Store.create(PLACE / "store", base, OPCM())
+    store = Store.create(PLACE / "store", base, method)
     steps = []
     for number in range(1, adapters + 1):
         adapter = make_adapter(PLACE / f"adapter-{number:02d}", modules(layers, HIDDEN, WIDE), number)
         cost = run((sys.executable, "-m", "benchmarks.ours", "add", store.path, adapter))
         shutil.rmtree(adapter)
-        steps.append(Step(number, cost.work["wall"], cost.work["cpu"], cost.anonymous, _disk(store.path)))
-        print(f"   adapter {number}: {steps[-1].wall:.1f} s, CPU {steps[-1].cpu:.1f} s", file=sys.stderr, flush=True)
+        steps.append(Step(number, cost.work["wall"], cost.work["cpu"], cost.anonymous, disk_bytes(store.path)))
+        seconds = f"{steps[-1].wall:.1f} s, CPU {steps[-1].cpu:.1f} s"
+        print(f"   {method.name}, adapter {number}: {seconds}", file=sys.stderr, flush=True)
     return steps
-
-
-def _disk(directory: Path) -> int:
-    files = {path.stat().st_ino: path.stat().st_size for path in directory.rglob("*") if path.is_file()}
-    return sum(files.values())
 
 
 def one_layer(size: int, adapters: int) -> dict[str, float]:
@@ -228,6 +227,7 @@ def beside_mergekit(adapters: int) -> dict[str, Cost]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure adapters: ours, PEFT's and mergekit's.")
     parser.add_argument("--quick", action="store_true", help="two layers, and a smaller layer for the peers")
+    parser.add_argument("--growth", choices=METHODS, help="only the store of this method; writes METHOD.md and .json")
     parser.add_argument("--output", type=Path, help="directory for results.md and results.json")
     arguments = parser.parse_args()
     quick = arguments.quick
@@ -235,7 +235,17 @@ def main() -> None:
     about = report.machine()
     layers, count = (2, 10) if quick else (32, 20)
 
-    steps = growth(layers, count)
+    name = f"Llama of {layers} layers (7B has 32)" if quick else "Llama 7B shape"
+    growths = {
+        method: growth(METHODS[method](), layers, count)
+        for method in ([arguments.growth] if arguments.growth else METHODS)
+    }
+    targets = [target for method, steps in growths.items() for target in _growth_targets(f"{name}, {method}", steps)]
+    if arguments.growth:
+        shutil.rmtree(PLACE, ignore_errors=True)
+        lines = [*_heading(about, targets), *_growth_table(growths)]
+        facts = {"machine": about, "targets": list(map(asdict, targets)), "steps": _as_json(growths)}
+        return _write(output, arguments.growth, facts, lines)
     with single_threaded():
         layer = one_layer(2048 if quick else 4096, 20)
         exact = exactness(1024, 20)
@@ -243,21 +253,8 @@ def main() -> None:
     mergekit = beside_mergekit(4)
     shutil.rmtree(PLACE, ignore_errors=True)
 
-    shown = [steps[0], steps[9], *steps[19:]]
-    peak = max(step.anonymous for step in steps)
     error = max(layer["error"], exact["error"])
-    name = f"Llama of {layers} layers (7B has 32)" if quick else "Llama 7B shape"
-    targets = [
-        *(
-            Target(
-                f"{name}, rank {RANK}, adapter {step.number}: wall (CPU)",
-                f"{step.wall:.1f} s ({step.cpu:.1f} s)",
-                "≤ 10 s",
-                step.wall <= 10,
-            )
-            for step in shown
-        ),
-        Target(f"{name}: peak anonymous memory", f"{peak / GIGABYTE:.2f} GB", "≤ 1 GB", peak <= GIGABYTE),
+    targets += [
         Target(
             f"the 20th adapter on a {2048 if quick else 4096}² layer, our factors against our dense path (CPU)",
             f"{layer['dense'] / layer['factored']:.0f}× faster ({layer['dense']:.2f} s / {layer['factored']:.3f} s)",
@@ -268,40 +265,54 @@ def main() -> None:
     ]
     facts = {
         "machine": about,
-        "targets": [asdict(target) for target in targets],
-        "steps": [asdict(step) for step in steps],
+        "targets": list(map(asdict, targets)),
+        "steps": _as_json(growths),
         "layer": layer,
         "exactness": exact,
         "peft": {who: {"cpu": cpu, "error": wrong} for who, (cpu, wrong) in peft.items()},
         "mergekit": {who: asdict(cost) for who, cost in mergekit.items()},
     }
-    text = "\n".join(_markdown(about, targets, steps, peft, mergekit, 512 if quick else 2048))
+    lines = _markdown(about, targets, growths, peft, mergekit, 512 if quick else 2048)
+    _write(output, "adapters" if quick else "results", facts, lines)
+
+
+def _write(output: Path, stem: str, facts: dict[str, Any], lines: list[str]) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    stem = "adapters" if quick else "results"
     (output / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (output / f"{stem}.md").write_text(text)
-    print(text)
+    (output / f"{stem}.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+def _as_json(growths: dict[str, list[Step]]) -> dict[str, Any]:
+    return {method: list(map(asdict, steps)) for method, steps in growths.items()}
+
+
+def _growth_targets(work: str, steps: list[Step]) -> list[Target]:
+    peak = max(step.anonymous for step in steps)
+    seconds = [
+        Target(
+            f"{work}, rank {RANK}, adapter {step.number}: wall (CPU)",
+            f"{step.wall:.1f} s ({step.cpu:.1f} s)",
+            "≤ 10 s",
+            step.wall <= 10,
+        )
+        for step in (steps[0], steps[9], *steps[19:])
+    ]
+    memory = Target(f"{work}: peak anonymous memory", f"{peak / GIGABYTE:.2f} GB", "≤ 1 GB", peak <= GIGABYTE)
+    return [*seconds, memory]
 
 
 def _markdown(
     about: dict[str, Any],
     targets: list[Target],
-    steps: list[Step],
+    growths: dict[str, list[Step]],
     peft: dict[str, tuple[float, float]],
     mergekit: dict[str, Cost],
     size: int,
 ) -> list[str]:
     table = report.table
-    verdict = {True: "reached", False: "**missed**", None: ""}
     return [
-        f"{about['cpu']}, {about['cores']} cores; {about['time']} UTC; load average before the run: "
-        f"{about['load_before'][0]}.",
-        "",
-        *table(
-            ("work", "measured", "target", ""),
-            [(t.work, t.measured, t.target, verdict[t.reached]) for t in targets],
-        ),
-        "",
+        *_heading(about, targets),
         f"The mean of 8 independent adapters of rank {RANK} on a {size}² layer, one thread:",
         "",
         *table(
@@ -319,17 +330,42 @@ def _markdown(
             ],
         ),
         "",
+        *_growth_table(growths),
+    ]
+
+
+def _heading(about: dict[str, Any], targets: list[Target]) -> list[str]:
+    verdict = {True: "reached", False: "**missed**", None: ""}
+    return [
+        f"{about['cpu']}, {about['cores']} cores; {about['time']} UTC; load average before the run: "
+        f"{about['load_before'][0]}.",
+        "",
+        *report.table(
+            ("work", "measured", "target", ""),
+            [(t.work, t.measured, t.target, verdict[t.reached]) for t in targets],
+        ),
+        "",
+    ]
+
+
+def _growth_table(growths: dict[str, list[Step]]) -> list[str]:
+    return [
         "Each adapter of the growing store:",
         "",
-        *table(
-            ("adapter", "wall (s)", "CPU (s)", "anonymous (MB)", "store (MB)"),
+        *report.table(
+            ("method", "adapter", "wall (s)", "CPU (s)", "anonymous (MB)", "store (MB)"),
             [
-                (str(s.number), f"{s.wall:.2f}", f"{s.cpu:.2f}", f"{s.anonymous / 1e6:.0f}", f"{s.disk / 1e6:.0f}")
+                (method, str(s.number), *map("{:.2f}".format, (s.wall, s.cpu)), *map(_megabytes, (s.anonymous, s.disk)))
+                for method, steps in growths.items()
                 for s in steps
             ],
         ),
         "",
     ]
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.0f}"
 
 
 if __name__ == "__main__":

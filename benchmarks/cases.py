@@ -22,6 +22,7 @@ CLI = Path(sys.executable).with_name("mergestream")
 
 OURS, COMMAND = "mergestream", "mergestream (command)"
 MERGER, MERGER_BLOCK = "mergestream (in memory)", "mergestream (in memory, block projection)"
+LEDGER, OPCM_BLOCK = "mergestream, ledger", "mergestream, OPCM with the block projection"
 FLOOR, KERNELS = "floor", "bare kernels"
 FUSIONBENCH, MERGEKIT = "FusionBench", "mergekit"
 
@@ -92,9 +93,10 @@ def floor(read: Sequence[Path], copy: Path) -> Contender:
     return Contender(FLOOR, command, lambda: fresh(output))
 
 
-def add(store: Path, expert: Path, step: int) -> Contender:
-    """One model into a store that holds `step` models."""
-    return Contender(OURS, (*PYTHON, "benchmarks.ours", "add", store, expert), lambda: back_to(store, step))
+def add(store: Path, expert: Path, step: int, *, label: str = OURS, within: str | None = None) -> Contender:
+    """One model into a store that holds `step` models, `within` so much memory for the tensors."""
+    command: Command = (*PYTHON, "benchmarks.ours", "add", store, expert, *_budget(within))
+    return Contender(label, command, lambda: back_to(store, step))
 
 
 def add_command(store: Path, expert: Path, step: int) -> Contender:
@@ -113,8 +115,23 @@ def kernels(family: Family) -> Contender:
     return Contender(KERNELS, (*PYTHON, "benchmarks.kernels", "--base", family.base, "--experts", *family.experts))
 
 
-def export(store: Path, out: Path) -> Contender:
-    return Contender(OURS, (*PYTHON, "benchmarks.ours", "export", store, out), lambda: fresh(out))
+def ledger_add_kernels(base: Path, expert: Path) -> Contender:
+    """Reading, differences and truncated decompositions of one `add` to a ledger, on all cores."""
+    return Contender(KERNELS, (*PYTHON, "benchmarks.ledger", "add", "--base", base, expert))
+
+
+def ledger_export_kernels(store: Path) -> Contender:
+    """The products and eigenvectors of one `export` by agree, on all cores, with the entries in memory."""
+    return Contender(KERNELS, (*PYTHON, "benchmarks.ledger", "export", store))
+
+
+def export(store: Path, out: Path, *, label: str = OURS, within: str | None = None) -> Contender:
+    command: Command = (*PYTHON, "benchmarks.ours", "export", store, out, *_budget(within))
+    return Contender(label, command, lambda: fresh(out))
+
+
+def _budget(within: str | None) -> Command:
+    return ("--max-memory", within) if within else ()
 
 
 def merge(family: Family, method: str, *parameters: str, label: str = OURS, out: Path = OUT / "merged") -> Contender:

@@ -139,6 +139,8 @@ MODELS = {
     "llama-200mb": llama(1),
     "llama-1gb": llama(10),
     "llama-4gb": llama(44),
+    # Two of Llama-7B's 32 layers. Sixteen times these 4096 rows are as many as its two embeddings have.
+    "llama-7b-2-layers": llama(2, hidden=4096, wide=11008, key_value_heads=32, vocabulary=4096),
 }
 
 

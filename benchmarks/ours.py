@@ -1,7 +1,7 @@
 """Run mergestream through its Python API, as `benchmarks.stopwatch` work (the imports are not measured).
 
-python -m benchmarks.ours add STORE EXPERT
-python -m benchmarks.ours export STORE OUT
+python -m benchmarks.ours add STORE EXPERT [--max-memory 2GB]
+python -m benchmarks.ours export STORE OUT [--max-memory 2GB]
 python -m benchmarks.ours merge --base B --method ties --set mode=streaming [--workers N] OUT E1 E2 E3
 python -m benchmarks.ours merger --base B E1 E2                the second model into an in-memory `Merger`
 """
@@ -24,11 +24,16 @@ from mergestream.engine import LocalEngine
 from mergestream.export.one_shot import merge
 from mergestream.merging.merger import Merger
 from mergestream.methods import make_method
+from mergestream.sizes import parse_size
 
 
 def state_dict(path: Path) -> dict[str, Tensor]:
     with open_checkpoint(path) as checkpoint:
         return {name: checkpoint.read(name).clone() for name in checkpoint.tensors}
+
+
+def store(path: Path, max_memory: int | None) -> Store:
+    return Store(path, engine=LocalEngine(max_memory=max_memory))
 
 
 def main() -> None:
@@ -38,6 +43,7 @@ def main() -> None:
         command = commands.add_parser(name)
         command.add_argument("store", type=Path)
         command.add_argument("path", type=Path)
+        command.add_argument("--max-memory", type=parse_size)
     command = commands.add_parser("merge")
     command.add_argument("--base", type=Path, required=True)
     command.add_argument("--method", required=True)
@@ -65,12 +71,12 @@ def main() -> None:
             merge(arguments.base, arguments.experts, arguments.path, method, engine=engine)
     elif arguments.command == "add":
         with work() as facts:
-            facts["lambda"] = 1 / Store(arguments.store).add(arguments.path).scale
+            facts["lambda"] = 1 / store(arguments.store, arguments.max_memory).add(arguments.path).scale
     else:
         with suppress(ImportError):
             import_module("mergestream.report.pictures")  # imports matplotlib, which draws the model card's pictures
         with work():
-            Store(arguments.store).export(arguments.path)
+            store(arguments.store, arguments.max_memory).export(arguments.path)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ from benchmarks.cases import (
     FLOOR,
     FUSIONBENCH,
     KERNELS,
+    LEDGER,
     MERGEKIT,
     MERGER,
     MERGER_BLOCK,
+    OPCM_BLOCK,
     OURS,
     OUT,
     PEERS,
@@ -28,11 +30,14 @@ from benchmarks.cases import (
 )
 from benchmarks.checkpoints import CACHE, MODELS, family
 from benchmarks.measure import Cost, run
-from mergestream import OPCM, Average
+from mergestream import OPCM, Average, Ledger
 from mergestream.api import Store
+from mergestream.sizes import parse_size
 
 STORES = CACHE / "stores"
 MEGABYTE = 10**6
+PROCESS = 400 * MEGABYTE
+"""What a process may hold beside its tensors"""
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,80 @@ class Suite:
             elif name in peers:
                 self.targets.append(Target(work, _ratio(cpu, floor), "", None))
 
+    def ledger(self, model: str, many: int = 8) -> None:
+        """The third expert into a ledger, beside OPCM on the same files, and the readout of many."""
+        experts = family(model, many)
+        third = experts.experts[2]
+        ledger = cases.store_with(STORES / f"{model}-ledger", experts, Ledger(), 2)
+        opcm = cases.store_with(STORES / f"{model}-opcm-block", experts, OPCM(projection="block"), 2)
+        adding, exporting = f"ledger, add, {model}", f"ledger, export of {many} by agree, {model}"
+        self._measure(
+            adding,
+            cases.ledger_add_kernels(experts.base, third),
+            cases.add(ledger, third, 2, label=LEDGER),
+            cases.add(opcm, third, 2, label=OPCM_BLOCK),
+        )
+        cases.fresh(opcm)
+        store = Store(ledger)
+        for expert in experts.experts[store.manifest.step :]:
+            store.add(expert)
+        out = OUT / "exported"
+        self._measure(exporting, cases.ledger_export_kernels(ledger), cases.export(ledger, out, label=LEDGER))
+        for title in (adding, exporting):
+            self._judge_clocks(f"{title}, against its bare kernels, all cores", title, LEDGER, KERNELS, 1.5)
+        self._judge_clocks(f"{adding}, against OPCM's with the block projection", adding, LEDGER, OPCM_BLOCK, 1)
+        for title in (adding, exporting):
+            self._judge_memory(title, model, LEDGER)
+
+    def ledger_memory(self, model: str, few: int = 8, many: int = 24) -> None:
+        """The peak with few and with many experts, within a budget that holds one of the largest tensors at a time."""
+        experts, within = family(model, many), "1.6GB"
+        title = f"memory of a ledger that may take {within}, {model}"
+        store = cases.store_with(STORES / f"{model}-ledger", experts, Ledger(), 0)
+        self.measured[title] = {}
+        for number in (few, many):
+            opened = Store(store)
+            for expert in experts.experts[opened.manifest.step : number - 1]:
+                opened.add(expert)
+            for contender in (
+                cases.add(
+                    store, experts.experts[number - 1], number - 1, label=f"add of expert {number}", within=within
+                ),
+                cases.export(store, OUT / "exported", label=f"export of {number}", within=within),
+            ):
+                self.measured[title] |= Case(title, (contender,)).measure(1, 0)
+                self._judge_peak(title, contender.name, PROCESS + parse_size(within))
+        for command in ("add of expert", "export of"):
+            small, large = (self._peak(title, f"{command} {number}") for number in (few, many))
+            measured = f"{large / small:.2f}× ({large / MEGABYTE:.0f} MB / {small / MEGABYTE:.0f} MB)"
+            work = f"{title}: {command} {many} against {command} {few}"
+            self.targets.append(Target(work, measured, "≤ 1.1×", large <= 1.1 * small))
+
+    def large(self, model: str = "llama-7b-2-layers", layers: int = 32) -> None:
+        """Llama-7B's widths: what each way to decompose costs, beside mergekit on the same files. All once."""
+        experts = family(model, 3)
+        has = MODELS[model].config["num_hidden_layers"]
+        title = f"{model} ({has} of {layers} layers)"
+        exact = cases.store_with(STORES / f"{model}-exact", experts, Ledger(svd="exact"), 0)
+        randomised = cases.store_with(STORES / f"{model}-randomised", experts, Ledger(svd="randomised"), 2)
+        peers = {f"{MERGEKIT}, task arithmetic of 3": "task_arithmetic", f"{MERGEKIT}, TIES of 3": "ties"}
+        third = experts.experts[2]
+        contenders = (
+            cases.add(exact, third, 0, label=f"{LEDGER}, add, svd=exact"),
+            cases.add(randomised, third, 2, label=f"{LEDGER}, add, svd=randomised"),
+            cases.export(randomised, OUT / "exported", label=f"{LEDGER}, export of 3 by agree"),
+            *(cases.mergekit(experts, method, label=label) for label, method in peers.items() if cases.have_peers()),
+        )
+        self.measured[title] = Case(title, contenders).measure(1, 1)
+        self._extrapolate(title, layers / has)
+
+    def _extrapolate(self, title: str, times: float) -> None:
+        """What was measured, and so many times as much."""
+        for name, costs in self.measured[title].items():
+            wall, cpu = (costs[0].work[clock] for clock in ("wall", "cpu"))
+            whole = f"{times:.0f} times as much is {wall * times / 60:.0f} min wall, {cpu * times / 60:.0f} min CPU"
+            self.targets.append(Target(f"{title}: {name}", f"{wall:.0f} s wall, {cpu:.0f} s CPU; {whole}", "", None))
+
     def agreement_with_mergekit(self) -> None:
         """TIES where the trimming is defined alike: per tensor, in float32, on a model small enough to compare."""
         experts = family("llama-tiny", 3)
@@ -191,6 +270,16 @@ class Suite:
     def _judge_above(self, work: str, ours: float, limit: float, most: float) -> None:
         self.targets.append(Target(work, _ratio(ours, limit), f"≤ {most}×", ours <= most * limit))
 
+    def _judge_clocks(self, work: str, title: str, ours: str, limit: str, most: float) -> None:
+        """By wall time, and by processor time, which neighbours on the machine change less."""
+        clocks: dict[str, Callable[[Cost], float]] = {
+            "wall": lambda cost: cost.work["wall"],
+            "CPU": lambda cost: cost.work["cpu"],
+        }
+        for clock, figure in clocks.items():
+            a, b = (self._median(title, who, figure) for who in (ours, limit))
+            self._judge_above(f"{work} ({clock})", a, b, most)
+
     def _judge_faster(self, work: str, theirs: float, ours: float, least: float) -> None:
         measured = f"{theirs / ours:.1f}× faster ({theirs:.2f} s / {ours:.2f} s)"
         self.targets.append(Target(work, measured, f"≥ {least}×", theirs >= least * ours))
@@ -205,8 +294,10 @@ class Suite:
     def _judge_memory(self, title: str, model: str, name: str) -> None:
         """≤ 400 MB + 6 × the largest tensor in float32 × workers."""
         largest = 4 * max(map(math.prod, MODELS[model].tensors.values()))
-        allowed = 400 * MEGABYTE + 6 * largest * cases.workers()
-        peak = max(cost.anonymous for cost in self.measured[title][name])
+        self._judge_peak(title, name, PROCESS + 6 * largest * cases.workers())
+
+    def _judge_peak(self, title: str, name: str, allowed: float) -> None:
+        peak = self._peak(title, name)
         self.targets.append(
             Target(
                 f"{title}: {name}, peak anonymous memory",
@@ -215,6 +306,9 @@ class Suite:
                 peak <= allowed,
             )
         )
+
+    def _peak(self, title: str, name: str) -> int:
+        return max(cost.anonymous for cost in self.measured[title][name])
 
 
 def _ratio(ours: float, limit: float) -> str:

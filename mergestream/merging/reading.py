@@ -271,7 +271,8 @@ class EntriesReading(Reading):
             _, m, n = stack_of(context)
             kept = self.method.directions(context, self.cut) or 1
             together = min(kept * len(self.voices), 8 * min(m, n))
-            whole = 4 * (math.prod(context.shape) * 2 + 2 * together * (m + n)) + 12 * 8 * together**2
+            elements = 2 * math.prod(context.shape) + 2 * together * (m + n)
+            whole = context.dtype.itemsize * elements + 12 * 8 * together**2
             sizes[name] = whole if tensor.merges else streamed_memory(context)
         return sizes
 

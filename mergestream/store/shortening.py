@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 
 def shorten(store: Path, manifest: Manifest, expert: Expert, cut: int) -> Expert:
-    """Write an expert's entry as it is read where ``cut`` experts share the room; returns it with its new number."""
-    method, number = manifest.make_method(), manifest.next_number
-    assert isinstance(method, Ledger)
+    """Write an expert's entry as it is read where ``cut`` experts share the room; returns it with its new number.
+
+    One that has nothing to cut, as an adapter's, stays where it is."""
+    number = manifest.next_number
     target = step_directory(store, number)
     remove(target)
     try:
-        target.mkdir()
-        digests = _write(store, target, manifest, method, expert, cut)
+        digests = _write(store, target, manifest, expert, cut)
+        if digests is None:
+            return dataclasses.replace(expert, cut=cut)
         copy_record(record_directory(store, expert.number), record_directory(store, number))
     except BaseException:  # it would take room for nothing
         remove(target)
@@ -37,20 +39,23 @@ def shorten(store: Path, manifest: Manifest, expert: Expert, cut: int) -> Expert
     return dataclasses.replace(expert, number=number, cut=cut, state=combined_digest(digests))
 
 
-def _write(store: Path, target: Path, manifest: Manifest, method: Ledger, expert: Expert, cut: int) -> dict[str, str]:
+def _write(store: Path, target: Path, manifest: Manifest, expert: Expert, cut: int) -> dict[str, str] | None:
+    """The digests of what was written; None where there is nothing to cut."""
+    method = manifest.make_method()
+    assert isinstance(method, Ledger)
     with closing(StepReader(store, expert.number, expert.state)) as reader:
 
         def shorter(name: str) -> dict[str, Tensor]:
             kept = method.directions(tensor_context(manifest.base, name, cut), cut)
-            return {
-                slot_name(slot, name): value.contiguous() for slot, value in cut_entry(reader.entry(name), kept).items()
-            }
+            return {slot_name(slot, name): value for slot, value in cut_entry(reader.entry(name), kept).items()}
 
         layout = {
             key: TensorSpec(dtype_name(value.dtype), tuple(value.shape))
             for name in manifest.base.merged
             for key, value in shorter(name).items()
         }
+        if sum(spec.nbytes for spec in layout.values()) == reader.nbytes:
+            return None
         digests = {}
         with SafetensorsWriter(target, layout) as writer:
             for name in manifest.base.merged:

@@ -169,6 +169,17 @@ def test_shortening_that_fails_leaves_longer_entries_and_the_next_step_does_it(t
     again.verify()
 
 
+def test_entries_with_nothing_to_cut_are_not_written_again(tmp_path):
+    base, *experts = save_models(tmp_path, make_models(16, shapes={"a.weight": (8, 30)}))
+    store = make_store(tmp_path / "store", Ledger(), base, experts[:15])
+    before = entry_files(store)
+    store.add(experts[15])
+    after = entry_files(store)
+    assert {name: after[name] for name in before} == before
+    assert [entry.cut for entry in store.history] == [16] * 8 + [9, 10, 11, 12, 13, 14, 15, 16]
+    store.verify()
+
+
 def test_the_size_does_not_grow_with_the_experts(tmp_path):
     shapes = {"a.weight": (128, 128), "b.weight": (128, 512)}
     models = make_models(30, shapes=shapes)

@@ -1,0 +1,114 @@
+"""The bare kernels of a ledger: what no `add` and no `export` of it can do without.
+
+    python -m benchmarks.ledger add --base B EXPERT   base and expert are read; Δ of every tensor, its leading triplets
+    python -m benchmarks.ledger export STORE          entries in memory; the products and eigenvectors of `agree`
+
+All cores are used, each by matrices of its own, the largest first. Nothing is digested, checked or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.stopwatch import work
+from mergestream import Ledger
+from mergestream.algebra import lapack
+from mergestream.algebra.svd import gram
+from mergestream.algebra.truncated import truncated_svd
+from mergestream.api import Store
+from mergestream.checkpoints import open_checkpoint
+from mergestream.engine.local import keep_freed_memory, single_threaded
+from mergestream.ledger.method import FEWEST, cut_entry
+from mergestream.ledger.span import Entry, Span
+from mergestream.merging.step import tensor_context
+
+Job = TypeVar("Job")
+
+
+def on_all_cores(jobs: Sequence[Job], run: Callable[[Job], object], size: Callable[[Job], int]) -> None:
+    keep_freed_memory()
+    with single_threaded(), ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.set_num_threads(1)) as pool:
+        for future in [pool.submit(run, job) for job in sorted(jobs, key=size, reverse=True)]:
+            future.result()
+
+
+def add_kernels(base: Path, expert: Path) -> None:
+    """Read both, subtract, and find as many triplets of every matrix as the ledger keeps of one of eight experts."""
+    with open_checkpoint(base) as ours, open_checkpoint(expert) as theirs:
+
+        def decompose(name: str) -> None:
+            delta = theirs.read(name).float().sub_(ours.read(name).float())
+            if delta.ndim == 2:
+                truncated_svd(delta, min(delta.shape) // FEWEST)
+
+        on_all_cores(list(ours.tensors), decompose, lambda name: math.prod(ours.tensors[name].shape))
+
+
+def agree_kernels(span: Span, linear: bool) -> Tensor:
+    """M = U Z Vᵀ of all experts' directions, with weights of one; a weighted sum where the weight is not linear."""
+    outputs, inputs, sigma = span.outputs.float(), span.inputs.float(), span.sigma
+    if not linear:
+        return outputs.T @ (sigma.float()[:, None] * inputs)
+    answer = sigma.square() / span.norm2
+    g = answer.sqrt()
+    inner = gram(inputs.T)
+    values, vectors = lapack.eigh_upper(g[:, None] * inner * g, torch.float64, _effective_rank)
+    values, vectors = values[len(values) - vectors.shape[1] :], g[:, None] * vectors
+    inside = inner @ vectors
+    middle = torch.diag(sigma)
+    middle.addmm_((answer * sigma)[:, None] * inside / values.square() - sigma[:, None] * inside / values, vectors.T)
+    if len(inputs.T) <= len(outputs.T):
+        return outputs.T @ (middle.float() @ inputs)
+    return (outputs.T @ middle.float()) @ inputs
+
+
+def _effective_rank(ascending: Tensor) -> int:
+    values = ascending.clamp(min=0)
+    return math.ceil(float(values.sqrt().sum().square() / values.sum()))
+
+
+def spans(store: Path) -> list[tuple[Span, bool]]:
+    """The directions of every matrix in memory, in the type in which they are kept, and whether its layer is linear."""
+    with Store(store).snapshot() as snapshot:
+        method, model = snapshot.method, snapshot.manifest.base
+        assert isinstance(method, Ledger)
+        found = []
+        for name in model.merged:
+            context = tensor_context(model, name, len(snapshot.readers))
+            kept = method.directions(context, context.t)
+            if kept is None:
+                continue
+            entries = [Entry(cut_entry(reader.entry(name), kept)) for reader in snapshot.readers.values()]
+            found += [(span, context.linear) for span in Span.of(entries, torch.bfloat16, context.transposed)]
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("add")
+    command.add_argument("--base", type=Path, required=True)
+    command.add_argument("expert", type=Path)
+    command = commands.add_parser("export")
+    command.add_argument("store", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "add":
+        with work():
+            add_kernels(arguments.base, arguments.expert)
+        return
+    jobs = spans(arguments.store)
+    with work():
+        on_all_cores(jobs, lambda job: agree_kernels(*job), lambda job: job[0].outputs.numel() + job[0].inputs.numel())
+
+
+if __name__ == "__main__":
+    main()
