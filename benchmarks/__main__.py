@@ -36,7 +36,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         quick = {"opcm": ["vit-b-32"], "sums": ["llama-200mb"], "output": CACHE / "quick"}
-        quick |= {"ledger": ["llama-200mb"], "ledger_memory": [], "large": []}
+        quick |= {"ledger": ["llama-tiny"], "ledger_memory": [], "large": []}
         vars(arguments).update(quick, repetitions=1, peer_repetitions=1)
 
     suite = Suite(arguments.repetitions, arguments.peer_repetitions)
