@@ -175,7 +175,7 @@ def test_a_terminal_sees_progress_bars(tmp_path, toys):
 def test_undo_verify_and_export(store, done, tmp_path):
     assert "expert-2 taken back" in done("undo", store)
     assert "all digests match" in done("verify", store)
-    assert "1 experts merged" in done("export", store, tmp_path / "merged")
+    assert "1 expert merged by opcm" in done("export", store, tmp_path / "merged")
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
