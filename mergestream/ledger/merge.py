@@ -15,9 +15,17 @@ from mergestream.methods.base import Context
 
 
 def merge_entries(
-    readout: EntriesReadout, entries: Sequence[Entry], context: Context, in_factors: bool = False
+    readout: EntriesReadout,
+    entries: Sequence[Entry],
+    context: Context,
+    *,
+    in_factors: bool = False,
+    device: str = "cpu",
 ) -> Value:
-    """The readout of one tensor; ``in_factors`` that of a matrix which is to go on as such."""
+    """The readout of one tensor; ``in_factors`` that of a matrix which is to go on as such.
+
+    Matrices are merged on the ``device``; entries, and what comes out, are on the CPU.
+    """
     moved = in_order(entries)
     if not moved:
         return LowRank.zeros(context.shape, context.dtype)
@@ -26,10 +34,10 @@ def merge_entries(
         for number, share in shares(readout, entries).items():
             total += share * entries[number].slots["delta"]
         return total.to(context.dtype)
-    products = list(_products(readout, entries, context))
+    products = list(_products(readout, entries, context, device))
     if in_factors and len(products) == 1:
         return products[0].low_rank(context.dtype, context.shape)
-    merged = [product.dense() for product in products]
+    merged = [product.dense().cpu() for product in products]
     return (merged[0] if len(merged) == 1 else torch.stack(merged)).reshape(context.shape)
 
 
@@ -44,10 +52,10 @@ def coefficients(readout: EntriesReadout, span: Span, entries: Sequence[Entry], 
     if context.linear:
         return readout.coefficients(span)
     share = shares(readout, entries)
-    return span.sigma * torch.tensor([share[number] for number in span.owner.tolist()], dtype=torch.float64)
+    return span.sigma * span.sigma.new_tensor([share[number] for number in span.owner.tolist()])
 
 
-def _products(readout: EntriesReadout, entries: Sequence[Entry], context: Context) -> Iterator[Product]:
-    for span in Span.of(entries, context.dtype, context.transposed):
+def _products(readout: EntriesReadout, entries: Sequence[Entry], context: Context, device: str) -> Iterator[Product]:
+    for span in Span.of(entries, context.dtype, context.transposed, device):
         Z = coefficients(readout, span, entries, context) if len(span.sigma) else span.sigma
         yield Product(span, Z, context.transposed)

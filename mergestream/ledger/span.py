@@ -67,8 +67,8 @@ class Span:
     owner: Tensor
 
     @staticmethod
-    def of(entries: Sequence[Entry], dtype: torch.dtype, transposed: bool) -> Iterator[Span]:
-        """One for each matrix of the tensor; ``transposed`` weights are stored input × output."""
+    def of(entries: Sequence[Entry], dtype: torch.dtype, transposed: bool, device: str = "cpu") -> Iterator[Span]:
+        """One for each matrix of the tensor, on a device; ``transposed`` weights are stored input × output."""
         moved = in_order(entries)
         outputs, inputs = ("right", "left") if transposed else ("left", "right")
         weights = [entries[number].weight for number in moved]
@@ -77,12 +77,12 @@ class Span:
             norm2 = [float(part["norm2"]) for part in parts]
             counts = torch.tensor(list(map(len, sigma)))
             yield Span(
-                torch.cat([part[outputs] for part in parts]).to(dtype),
-                torch.cat(sigma),
-                torch.cat([part[inputs] for part in parts]).to(dtype),
-                torch.tensor(norm2, dtype=torch.float64).repeat_interleave(counts),
-                torch.tensor(weights, dtype=torch.float64).repeat_interleave(counts),
-                torch.tensor(moved).repeat_interleave(counts),
+                torch.cat([part[outputs] for part in parts]).to(device, dtype),
+                torch.cat(sigma).to(device),
+                torch.cat([part[inputs] for part in parts]).to(device, dtype),
+                torch.tensor(norm2, dtype=torch.float64).repeat_interleave(counts).to(device),
+                torch.tensor(weights, dtype=torch.float64).repeat_interleave(counts).to(device),
+                torch.tensor(moved).repeat_interleave(counts).to(device),
             )
 
     @cached_property
@@ -145,7 +145,7 @@ class Product:
     def low_rank(self, dtype: torch.dtype, shape: tuple[int, ...]) -> LowRank:
         left, right = self._factors(self.coefficients)
         left, right = (right.T, left.T) if self.transposed else (left, right)
-        return LowRank.from_factors(left, right, dtype, shape)
+        return LowRank.from_factors(left.cpu(), right.cpu(), dtype, shape)
 
     def _factors(self, Z: Tensor) -> tuple[Tensor, Tensor]:
         """U Z and Vᵀ or U and Z Vᵀ, whichever takes fewer products; in Z's dtype."""

@@ -26,8 +26,9 @@ class MemoryState(dict[tuple[str, str], Tensor]):
     """Slots in memory, by slot and tensor name."""
 
     def __init__(self, step: Step) -> None:
-        for name in step.names:
-            for slot, form in step.method.layout(step.context(name, step.counts[-1])).items():
+        self._slots = {name: step.method.layout(step.context(name, step.counts[-1])) for name in step.names}
+        for name, layout in self._slots.items():
+            for slot, form in layout.items():
                 self[slot, name] = torch.empty(form.shape, dtype=form.dtype)
 
     def read(self, slot: str, name: str) -> Tensor:
@@ -35,7 +36,7 @@ class MemoryState(dict[tuple[str, str], Tensor]):
 
     def entry(self, name: str) -> dict[str, Tensor]:
         """All slots of a tensor."""
-        return {slot: value for (slot, of), value in self.items() if of == name}
+        return {slot: self[slot, name] for slot in self._slots[name]}
 
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
         self[slot, name].view(-1)[start : start + piece.numel()] = piece

@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -219,22 +220,18 @@ class EntriesReading(Reading):
 
     def entries(self, name: str) -> list[Entry]:
         kept = self.method.directions(self.context(name), self.cut)
-        return [
-            Entry(
-                {slot: value.to(self.device) for slot, value in cut_entry(voice.read(name), kept).items()}, voice.weight
-            )
-            for voice in self.voices
-        ]
+        return [Entry(cut_entry(voice.read(name), kept), voice.weight) for voice in self.voices]
 
     def elements(self, name: str) -> Elements | None:
-        direction = merge_entries(self.readout, self.entries(name), self.context(name))
+        direction = merge_entries(self.readout, self.entries(name), self.context(name), device=self.device)
         if isinstance(direction, LowRank):
             return None
-        whole = direction.cpu().reshape(-1)
+        whole = direction.reshape(-1)
         return lambda start, stop: whole[start:stop]
 
     def direction(self, name: str) -> Value:
-        return merge_entries(self.readout, self.entries(name), self.context(name), in_factors=True)
+        context = self.context(name)
+        return merge_entries(self.readout, self.entries(name), context, in_factors=True, device=self.device)
 
     def rank_bound(self, name: str) -> int | None:
         entries = [entry for entry in self.entries(name) if entry.slots]
@@ -279,14 +276,14 @@ class EntriesReading(Reading):
     def context(self, name: str) -> Context:
         return tensor_context(self.model, name, len(self.voices))
 
-    @property
+    @cached_property
     def linear(self) -> dict[str, int]:
         """The linear weights, with their sizes."""
         return {name: tensor.numel for name, tensor in self.model.tensors.items() if tensor.role == "linear"}
 
     def spans(self, name: str) -> Iterator[Span]:
         context = self.context(name)
-        yield from Span.of(self.entries(name), context.dtype, context.transposed)
+        yield from Span.of(self.entries(name), context.dtype, context.transposed, self.device)
 
     def measured(self, engine: Engine, measure: Callable[[Span], Measured]) -> Iterator[tuple[str, list[Measured]]]:
         """What is measured of each matrix of every linear weight, as they finish."""

@@ -268,9 +268,9 @@ class Step:
             context = self.context(name, self.counts[-1], vector=vector)
             ((_, delta),) = self._arriving(model, name, context)
             absorbed = self.method.absorb(None, delta.to(self.device) if isinstance(delta, Tensor) else delta, context)
-            entries.append(Entry({slot: dense(value) for slot, value in absorbed.state.items()}))
+            entries.append(Entry({slot: dense(value).cpu() for slot, value in absorbed.state.items()}))
             kept2.append(None if absorbed.kept is None else squared_norm(absorbed.kept))
-        return kept2, dense(merge_entries(Agree(), entries, context))
+        return kept2, dense(merge_entries(Agree(), entries, context, device=self.device))
 
     @property
     def measures_direction(self) -> bool:

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import mergestream
-from mergestream import EMA, LAWA, OPCM, TIES, Average, LocalEngine, MagMax, Merger, MergestreamError, Store
+from mergestream import EMA, LAWA, OPCM, TIES, Average, Ledger, LocalEngine, MagMax, Merger, MergestreamError, Store
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import UsageError
 from mergestream.methods.base import Method
 from mergestream.report.diff import compare
 from tests.conftest import toy_base, toy_expert
 
-METHODS = [OPCM(), OPCM(scaling="sqrt"), Average(), TIES(), TIES(mode="streaming"), EMA(), LAWA(), MagMax()]
+METHODS = [Ledger(), OPCM(), OPCM(scaling="sqrt"), Average(), TIES(), TIES(mode="streaming"), EMA(), LAWA(), MagMax()]
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 TOO_LITTLE = LocalEngine(max_memory=1)
 
