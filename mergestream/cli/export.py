@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import (
+    ComputingOptions,
     OutputOptions,
     WorkingStoreOptions,
     argument,
@@ -33,7 +34,7 @@ mergestream export store adapters --format loras --rank 16
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, OutputOptions):
+class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
     out: str = argument(metavar="OUT")
     task: str | None = argument("--task", metavar="NAME", help="with the head of this expert")
     format: str = argument(

@@ -180,3 +180,9 @@ def test_one_shot_merge_by_a_ledger_needs_no_store(done, toys, tmp_path, ledger)
     done("export", ledger, tmp_path / "exported")
     ours, theirs = model(tmp_path / "merged"), model(tmp_path / "exported")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_an_export_keeps_to_its_memory(done, mergestream, ledger, tmp_path):
+    result = mergestream("export", ledger, tmp_path / "out", "--max-memory", "100B")
+    assert result.code == 1 and "raise --max-memory" in result.err and not (tmp_path / "out").exists()
+    done("export", ledger, tmp_path / "out", "--max-memory", "1GB", "--device", "cpu", "--engine", "local")
