@@ -69,12 +69,12 @@ class Store(StoreDirectory):
     ) -> Path:
         """Write the merged model as a Hugging Face directory.
 
-        ``readout`` says how experts become one model: of a ledger ``agree`` (the default), ``tsv``, ``iso``, ``sum`` or
-        ``expert:NAME``, of the others ``plain`` or ``iso``. Of a ledger the experts can be chosen (``only``,
-        ``without``), weighted (``weights``, by name) and balanced (``balance``). ``scale`` is the readout's own by
-        default, else a number, or ``adaptive``, ``sqrt`` or ``mean`` where it adds up; ``dtype`` is the
-        base's by default, ``task`` names the expert whose head to put in place of the base's, ``command`` goes into
-        the model card, and ``pictures`` beside it.
+        ``readout`` says how experts become one model: of a ledger ``agree`` (the default), ``tempered`` (the default
+        where an adapter is merged), ``tsv``, ``iso``, ``sum`` or ``expert:NAME``, of the others ``plain`` or ``iso``.
+        Of a ledger the experts can be chosen (``only``, ``without``), weighted (``weights``, by name) and balanced
+        (``balance``). ``scale`` is the readout's own by default, else a number, or ``adaptive``, ``sqrt`` or ``mean``
+        where it adds up; ``dtype`` is the base's by default, ``task`` names the expert whose head to put in place of
+        the base's, ``command`` goes into the model card, and ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
         from mergestream.export.model import export_model

@@ -47,7 +47,8 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
     readout: str | None = argument(
         "--readout",
         metavar="R",
-        help="of a ledger: agree (the default), tsv, iso, sum or expert:NAME; of the others: plain or iso",
+        help="of a ledger: agree (the default), tempered (that of adapters), tsv, iso, sum or expert:NAME; "
+        "of the others: plain or iso",
     )
     only: str | None = argument("--only", metavar="A,B", help="merge these experts of a ledger")
     without: str | None = argument("--without", metavar="A,B", help="leave these experts of a ledger out")
@@ -101,7 +102,7 @@ def _what_was_written(store: Store, chosen: dict[str, Any]) -> str:
     if not store.method.remembers_experts:
         readout, count = selection.of_state(store.method).name, store.manifest.step
     else:
-        found, weights = selection.of_entries([entry.name for entry in store.history])
+        found, weights = selection.of_entries(store.manifest.names, store.manifest.adapters)
         readout, count = found.name, len(weights)
         if readout == "expert":
             return f"{', '.join(weights)}, as the {method} remembers it"

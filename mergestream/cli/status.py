@@ -48,7 +48,7 @@ def _print_status(store: Store) -> None:
         last = store.history[-1]
         print(_room_text(store) if store.manifest.is_ledger else _scale_text(last))
         print(f"last: {last.name} ({last.added})")
-        if last.rank or last.lost:
+        if (last.rank or last.lost) and not store.manifest.is_ledger:
             print(_ranks_text(store))
 
 

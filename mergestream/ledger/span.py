@@ -100,6 +100,12 @@ class Span:
         """c·σ: the diagonal of S = Σ c_i Δ_i in these directions"""
         return self.weight * self.sigma
 
+    @property
+    def mean_norm(self) -> Tensor:
+        """Σ c_i ‖Δ_i‖ / Σ c_i over the experts that have moved the weight"""
+        first = torch.cat([self.owner.new_tensor([-1]), self.owner[:-1]]) != self.owner
+        return (self.weight * self.norm2.sqrt())[first].sum() / self.weight[first].sum()
+
     def damage(self, Z: Tensor) -> dict[int, float]:
         """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner: how far M is from doing to an expert's own inputs what it does."""
         found = {}

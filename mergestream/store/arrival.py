@@ -130,6 +130,13 @@ class Arrival:
         return max(self.t, FEWEST) if self.store.method.remembers_experts else 0
 
     @property
+    def rank(self) -> int:
+        """The largest that a tensor in factors may have now; in a ledger, of the expert's own factors."""
+        if self.store.method.remembers_experts:
+            return max((self.vector.rank(name) or 0 for name in self.vector.names), default=0)
+        return max((max(bounds.core) for bounds in self.bounds.values()), default=0)
+
+    @property
     def fates(self) -> dict[str, int]:
         """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored."""
         return dict(sorted(Counter(self.vector.fates.values()).items()))
@@ -251,7 +258,7 @@ class Arrival:
             added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - started, 3),
             distance=totals.distance,
-            rank=max((max(bounds.core) for bounds in self.bounds.values()), default=0),
+            rank=self.rank,
             state=writer.finish(self.outcomes),
             record=write_record(record_directory(self.store.path, self.number), self, sketch),
             fates=self.fates,

@@ -112,7 +112,7 @@ def arriving_collisions(arrival: Arrival, name: str, entry: MemoryState) -> Coll
             reading = entries_reading(opened.enter_context(store.snapshot()), store.engine)
         else:
             assert isinstance(store.method, Ledger)
-            readout, _ = Selection().of_entries([name])
+            readout, _ = Selection().of_entries([name], [name] if arrival.rank else [])
             reading = EntriesReading(arrival.vector.model, store.method, readout, (), store.engine.device)
         reading = dataclasses.replace(reading, voices=[*reading.voices, new])
         return Collisions.of(reading, store.engine, store.progress)

@@ -55,7 +55,7 @@ class Expert:
     lost: float
     """The share of the state's energy that was cut off to bound its rank"""
     rank: int
-    """The largest rank that a tensor in factors may have now; 0 where all are dense"""
+    """The largest rank that a tensor in factors may have now; in a ledger, that of an adapter; 0 where all are dense"""
     state: str
     """Digest of the state after this step, or of the entry; empty where an expert was removed that is still in it"""
     record: str
@@ -97,6 +97,16 @@ class Manifest:
         return self.method == "ledger"
 
     @property
+    def names(self) -> list[str]:
+        """Of the experts, in order"""
+        return [entry.name for entry in self.history]
+
+    @property
+    def adapters(self) -> set[str]:
+        """The experts of a ledger that came as adapters."""
+        return {entry.name for entry in self.history if self.is_ledger and entry.rank}
+
+    @property
     def sharing(self) -> int:
         """How many experts the room of a ledger is shared by as it is read; 0 before the first."""
         return sharing([entry.cut for entry in self.history]) if self.history else 0
@@ -132,10 +142,9 @@ class Manifest:
         for entry in self.history:
             if entry.name == name:
                 return entry
-        known = [entry.name for entry in self.history]
         raise MergestreamError(
-            f"no expert named {name} has been absorbed{nearest(name, known)} "
-            f"(there are: {', '.join(known) or 'none yet'})"
+            f"no expert named {name} has been absorbed{nearest(name, self.names)} "
+            f"(there are: {', '.join(self.names) or 'none yet'})"
         )
 
     def with_expert(self, expert: Expert) -> Manifest:

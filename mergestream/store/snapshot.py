@@ -84,7 +84,7 @@ class Snapshot:
             return StateReading(
                 model, method, self.manifest.step, self.state.read, *norms, engine.device, ranks, readout
             )
-        chosen, weights = selection.of_entries([entry.name for entry in self.manifest.history])
+        chosen, weights = selection.of_entries(self.manifest.names, self.manifest.adapters)
         voices = [
             Voice(entry.name, weights[entry.name], entry.cut, entry.norm, self.readers[entry.number].entry)
             for entry in self.manifest.history
