@@ -52,14 +52,19 @@ def put_text(path: Path, text: str, *, new: bool = False) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        if new:
-            _rename_to_new(beside, path)
-        else:
-            beside.replace(path)
+        (_rename_to_new if new else _rename)(beside, path)
     except OSError:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+def _rename(old: Path, new: Path) -> None:
+    try:
+        old.replace(new)
+    except OSError:
+        if old.exists():  # else it is done, whatever a file system on the network says
+            raise
 
 
 def _rename_to_new(old: Path, new: Path) -> None:
@@ -133,9 +138,9 @@ def allow_open_files(count: int) -> None:
 def remove(directory: Path) -> None:
     """Remove a directory that nothing refers to any more; renamed first, so that nobody ever finds half of it."""
     doomed = directory.with_name(f".{directory.name}{_REMOVED}")
-    with contextlib.suppress(FileNotFoundError):
+    if doomed.exists():
         shutil.rmtree(doomed)
-    with contextlib.suppress(FileNotFoundError):
+    if directory.exists():
         directory.rename(doomed)
         shutil.rmtree(doomed)
 

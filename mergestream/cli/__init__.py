@@ -26,8 +26,8 @@ def _main(words: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show λ is no reason to fail
-    command, options = parse(words)
     try:
+        command, options = parse(words)
         _check_text(words)
         code = command.run(options)
         sys.stdout.flush()

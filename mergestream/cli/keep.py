@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mergestream.cli.options import ChangedStoreOptions, argument, at_least
 
-HELP = "say how many earlier steps are kept for undo from now on"
+HELP = "change how many earlier steps are kept for undo (a ledger keeps all)"
 EXAMPLES = """
 mergestream keep store 3
 mergestream keep store 0    # drops the steps before the last one

@@ -130,7 +130,7 @@ class StoreDirectory:
             except KeyboardInterrupt as interrupt:
                 if self.manifest == found:
                     raise
-                done = f"the step is done all the same, {self.path} is at step {self.manifest.step}"
+                done = f"it is done all the same, {self.path} is at step {self.manifest.step}"
                 raise type(interrupt)(done) from None
 
     def absorb(

@@ -56,8 +56,9 @@ def is_begun(store: Path, number: int) -> bool:
 
 def tidy(store: Path, number: int) -> None:
     """Remove what a step is resumed with: it is real now."""
-    for name in (_PLAN, _JOURNAL):
-        (step_directory(store, number) / name).unlink(missing_ok=True)
+    for path in (step_directory(store, number) / name for name in (_PLAN, _JOURNAL)):
+        if path.exists():
+            path.unlink()
 
 
 class StepReader:
