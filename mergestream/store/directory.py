@@ -120,6 +120,7 @@ class StoreDirectory:
         partial: bool = False,
         ignore: Sequence[str] = (),
         allow_duplicate: bool = False,
+        allow_other_base: bool = False,
         *,
         measure_distance: bool = False,
         review: Review | None = None,
@@ -137,9 +138,11 @@ class StoreDirectory:
                 arrival.absorb(writer)
                 if not allow_duplicate:
                     arrival.refuse_duplicate()
+                if not allow_other_base:
+                    arrival.refuse_other_base()
+                arrival.note_oddities()
                 candidate = arrival.finish(writer, name, started)
                 absorbed = review(candidate) if review else candidate.expert
-            arrival.note_oddities()
             self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
             if self.method.remembers_experts:
                 self._shorten_entries()
@@ -187,10 +190,12 @@ class StoreDirectory:
         with Arrival(self, expert, partial, ignore, measured=True) as arrival:
             if not self.manifest.is_ledger:
                 arrival.absorb()
+                arrival.note_oddities()
                 return Inspection.of(arrival, time.monotonic() - started)
             entry = MemoryState(arrival.step)
             arrival.absorb(memory=entry)
             seconds = time.monotonic() - started
+            arrival.note_oddities()
             name = self._free_name(None, arrival.source)
             return Inspection.of(arrival, seconds, arriving_collisions(arrival, name, entry))
 

@@ -69,6 +69,8 @@ class Expert:
     """The gates that it passed, each with the value that was found"""
     evaluation: Mapping[str, Any] | None = None
     """The command that evaluated it before it was absorbed, and the score"""
+    notes: Sequence[str] = ()
+    """What the user was told of it as it came, in sentences"""
 
     @property
     def lambda_(self) -> float:
