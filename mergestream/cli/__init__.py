@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from mergestream.cli.parser import parse
+from mergestream.cli.printing import print_error
 from mergestream.errors import MergestreamError, UsageError
 
 INTERRUPTED = 130
@@ -26,23 +27,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MergestreamError as error:
-        for sentence in str(error).splitlines():
-            print(f"error: {sentence}", file=sys.stderr)
+        print_error(*error.sentences)
         return error.exit_code
     except KeyboardInterrupt:
-        print("error: interrupted; the store is as it was, the same command goes on from here", file=sys.stderr)
+        print_error("interrupted; the store is as it was, the same command goes on from here")
         return INTERRUPTED
     except BrokenPipeError:  # nobody reads on; nothing that is still buffered may complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         where = f"{error.filename} cannot be used: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        print_error(f"{where}{error.strerror or error}")
         return MergestreamError.exit_code
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        print("error: out of memory; allow less with --max-memory, or use fewer --workers", file=sys.stderr)
+        print_error("out of memory; allow less with --max-memory, or use fewer --workers")
         return MergestreamError.exit_code
 
 

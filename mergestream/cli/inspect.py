@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mergestream.cli.options import A_MODEL, ComputingOptions, ExpertOptions, WorkingStoreOptions, argument, switch
-from mergestream.cli.printing import counts_text, print_json, print_table
+from mergestream.cli.printing import counts_text, print_json, print_table, say
 from mergestream.sizes import format_size
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ def run(options: Options) -> int:
 
 
 def print_inspection(inspection: Inspection) -> None:
-    print(f"{inspection.source} would be step {inspection.step}")
+    say(f"{inspection.source} would be step {inspection.step}")
     if inspection.duplicate_of:
-        print(f"it has been absorbed already, as {inspection.duplicate_of}")
-    print(f"tensors: {counts_text(inspection.fates)}")
-    print(f"‖Δ‖ {inspection.norm:.4g}, {inspection.relative_norm:.2f} × the mean of the experts so far")
-    print(_outcome(inspection))
-    print(
+        say(f"it has been absorbed already, as {inspection.duplicate_of}")
+    say(f"tensors: {counts_text(inspection.fates)}")
+    say(f"‖Δ‖ {inspection.norm:.4g}, {inspection.relative_norm:.2f} × the mean of the experts so far")
+    say(_outcome(inspection))
+    say(
         f"time about {inspection.seconds:.1f} s   RAM for tensors {format_size(inspection.memory)}   "
         f"disk {format_size(inspection.disk)}"
     )
@@ -114,4 +114,4 @@ def _print_linear_weights(inspection: Inspection) -> None:
         ),
     )
     if len(least) > MOST_TENSORS:
-        print(f"… and {len(least) - MOST_TENSORS} more (--json lists all)")
+        say(f"… and {len(least) - MOST_TENSORS} more (--json lists all)")

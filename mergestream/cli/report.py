@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
+from mergestream.cli.printing import say
 from mergestream.errors import UsageError
 
 HELP = "write a page with the figures and facts of a store"
@@ -40,7 +41,7 @@ def run(options: Options) -> int:
     from mergestream.files import write_text
 
     write_text(out, text)
-    print(f"{out}: the report of {options.store}")
+    say(f"{out}: the report of {options.store}")
     return 0
 
 
