@@ -9,7 +9,8 @@ from io import TextIOWrapper
 
 from mergestream.cli.parser import parse
 from mergestream.cli.printing import print_error
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import MergestreamError
+from mergestream.text import check_utf8
 
 INTERRUPTED = 130
 
@@ -22,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     command, options = parse(words)
     try:
-        _check_text(words)
+        for word in words:
+            check_utf8(word)
         code = command.run(options)
         sys.stdout.flush()
         return code
@@ -44,10 +46,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print_error("out of memory; allow less with --max-memory, or use fewer --workers")
         return MergestreamError.exit_code
-
-
-def _check_text(words: Sequence[str]) -> None:
-    """Names end up in JSON and in model cards, which are text."""
-    for word in words:
-        if any("\ud800" <= character <= "\udfff" for character in word):
-            raise UsageError(f"{word!r} is not valid UTF-8; rename the file")

@@ -29,6 +29,7 @@ from mergestream.store.manifest import Expert
 from mergestream.store.records import copy_record, cosines_to, record_directory, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepWriter, slot_name
+from mergestream.text import SENTENCE, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -295,9 +296,9 @@ class Arrival:
             raise MergestreamError(f"{self.origin.told}; pass --allow-other-base to add it all the same")
 
     def note(self, sentence: str) -> None:
-        """Tell the user now, and keep it for the history."""
-        self.notes.append(sentence)
-        self.store.progress.note(sentence)
+        """Tell the user now, and keep it for the history, as text that can be kept: there are others' names in it."""
+        self.notes.append(one_line(sentence, SENTENCE))
+        self.store.progress.note(self.notes[-1])
 
     def note_oddities(self) -> None:
         """Tell of a model whose base is another one, or not known, and of one that outweighs all others."""

@@ -25,6 +25,7 @@ from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import record_directory, verify_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader, StepWriter, step_directory, tidy
+from mergestream.store.watched import recall, remember_departed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,6 +113,10 @@ class StoreDirectory:
         with writer_lock(self.path):
             self.manifest = Manifest.load(self.path)
             yield
+
+    def refresh(self) -> None:
+        """See what other processes have made of it."""
+        self.manifest = Manifest.load(self.path)
 
     def absorb(
         self,
@@ -210,6 +215,7 @@ class StoreDirectory:
                     f"{self.path} keeps {self.manifest.keep} earlier step(s), and they are used up; "
                     "a store made with a larger --keep can go back further"
                 )
+            self._have_left_alone(undone)
             self._commit(before)
             return undone
 
@@ -223,10 +229,18 @@ class StoreDirectory:
             removed = self._known(name)
             rest = self.manifest.without(removed)
             if self._keeps(rest):
+                self._have_left_alone(removed)
                 self._commit(rest)
             else:
                 self._subtract(removed, expert, rest)
             return removed
+
+    def _have_left_alone(self, departing: Expert) -> None:
+        """Remember, before it leaves, that `watch` is not to bring it back."""
+        try:
+            remember_departed(self.path, departing.source)
+        except MergestreamError as error:
+            self.progress.note(f"watch may add {departing.name} again: {error}")
 
     def _known(self, name: str) -> Expert:
         try:
@@ -252,6 +266,7 @@ class StoreDirectory:
                 if arrival.digest != removed.digest:
                     raise MergestreamError(f"{arrival.source} is not the model that was absorbed as {removed.name}")
                 last = arrival.finish_withdrawal(writer, rest.history[-1])
+            self._have_left_alone(removed)
             self._commit(dataclasses.replace(rest, history=(*rest.history[:-1], last)))
 
     def verify(self) -> None:
@@ -269,6 +284,7 @@ class StoreDirectory:
         if self.manifest.base.measured:
             with self.open_base() as base:
                 self.manifest.base.check_digest(base, self.engine, self.progress)
+        recall(self.path)
         needed = self.manifest.readable
         for entry in self.history:
             directory = step_directory(self.path, entry.number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ class Expert:
     """The gates that it passed, each with the value that was found"""
     evaluation: Mapping[str, Any] | None = None
     """The command that evaluated it before it was absorbed, and the score"""
-    notes: Sequence[str] = ()
+    notes: Sequence[str] = field(default_factory=list)
     """What the user was told of it as it came, in sentences"""
 
     @property

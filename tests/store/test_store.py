@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from mergestream import OPCM, TIES, Average, Ledger, LocalEngine, MergestreamError, Store
 from mergestream.errors import StoreBusyError, UsageError
 from mergestream.merging.step import Step
-from mergestream.progress import Progress
 from mergestream.store.lock import writer_lock
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
@@ -372,22 +371,6 @@ def test_a_base_with_nan_makes_no_store(tmp_path):
     with pytest.raises(MergestreamError, match=r"layers.0.norm.weight in model.safetensors .* holds NaN"):
         Store.create(tmp_path / "store", save_model(tmp_path / "base", tensors))
     assert not (tmp_path / "store").exists()
-
-
-def test_an_expert_of_another_base_is_absorbed_with_a_warning(tmp_path, toys):
-    notes: list[str] = []
-
-    class Notes(Progress):
-        def note(self, message: str) -> None:
-            notes.append(message)
-
-    torch.manual_seed(99)
-    stranger = {name: (torch.randn(t.shape) * 0.1).to(t.dtype) for name, t in toy_base().items()}
-    store = Store.create(tmp_path / "store", toys.base, progress=Notes())
-    store.add(toys.experts[0])
-    assert not notes
-    store.add(save_model(tmp_path / "stranger", stranger))
-    assert "probably not fine-tuned from this base" in notes[0] and "relative distance is 1." in notes[0]
 
 
 def test_partial_experts_count_as_unchanged_where_they_lack_tensors(tmp_path, toys):
