@@ -17,7 +17,7 @@ from mergestream.cli.log import entry_json
 from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument, switch
 from mergestream.cli.printing import print_error, print_json_line, say
 from mergestream.errors import MergestreamError, StoreBusyError, UsageError
-from mergestream.text import check_utf8
+from mergestream.text import SENTENCE, check_utf8, one_line
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -192,8 +192,9 @@ class Watcher:
             if path.name.startswith("."):
                 continue
             try:
-                check_utf8(path.name)
-                seen[path] = path.stat().st_mtime_ns, locate(path).source, signature(path)
+                changed, source = path.stat().st_mtime_ns, locate(path).source
+                check_utf8(source)
+                seen[path] = changed, source, signature(path)
             except (MergestreamError, OSError) as error:
                 if os.path.lexists(path):  # else it has gone meanwhile
                     self._skip(path, error)
@@ -230,7 +231,7 @@ class Watcher:
             self._retries[source] = Retry(files, failures, self._clock() + pause)
             return pause
         if isinstance(error, MergestreamError):
-            self._refused[source] = LeftAlone(files, str(error), dict(self._options))
+            self._refused[source] = LeftAlone(files, one_line(str(error), SENTENCE), dict(self._options))
             self._remember()
         else:
             self._unexpected[source] = files
