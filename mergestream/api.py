@@ -164,14 +164,14 @@ class Store(StoreDirectory):
         """Cosines of all task vectors, from their sketches."""
         from mergestream.report.diagnostics import similarity
 
-        return similarity(self)
+        return self.retried(lambda: similarity(self))
 
     def survival(self) -> Survival:
         """How much of each expert entered the state, and how many directions were protected, per tensor; of a ledger,
         how much of each its entry holds now."""
         from mergestream.report.diagnostics import survival
 
-        return survival(self)
+        return self.retried(lambda: survival(self))
 
     @property
     def scores(self) -> Scores | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mergestream.cli.options import StoreOptions
+from mergestream.cli.options import ChangedStoreOptions
 from mergestream.cli.printing import say
 
 HELP = "go back to before the last expert"
 EXAMPLES = "mergestream undo store"
 
-Options = StoreOptions
+Options = ChangedStoreOptions
 
 
 def run(options: Options) -> int:

@@ -14,7 +14,7 @@ from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, nearest
-from mergestream.files import read_json, write_json
+from mergestream.files import cannot_write, put_text, read_json, to_json
 from mergestream.ledger.room import sharing
 from mergestream.methods.scale import inverse, scale_value
 
@@ -168,7 +168,9 @@ class Manifest:
         """As it was after a step."""
         return dataclasses.replace(self, history=self.history[:step])
 
-    def save(self, store: Path) -> None:
+    def save(self, store: Path, *, new: bool = False) -> None:
+        """Make it the manifest of the store, at once; of a ``new`` store only where there is none. Where this fails
+        nothing has changed. The name is yet to be brought to the disk."""
         data = {
             "format": FORMAT,
             "step": self.step,
@@ -178,7 +180,11 @@ class Manifest:
             "base": self.base.to_json(),
             "history": [dataclasses.asdict(expert) for expert in self.history],
         }
-        write_json(store / NAME, {**data, "digest": text_digest(_canonical(data))})
+        path = store / NAME
+        try:
+            put_text(path, to_json({**data, "digest": text_digest(_canonical(data))}), new=new)
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
     @classmethod
     def load(cls, store: Path) -> Manifest:
