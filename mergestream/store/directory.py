@@ -460,7 +460,7 @@ class StoreDirectory:
         experts = {entry.number for entry in history}
         remove_all_but(self.path / "experts", {f"{number:04d}" for number in experts | spared})
         remove(self.path / CANDIDATE)
-        for unfinished in self.path.glob(f"*{BESIDE}"):
+        for unfinished in self.path.glob(f"*.json{BESIDE}"):
             unfinished.unlink(missing_ok=True)
 
 
