@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial as bind
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.experts.opening import ExpertSource
 from mergestream.store.directory import StoreDirectory
 from mergestream.store.manifest import Expert
-from mergestream.store.records import tensor_records
+from mergestream.store.records import TensorRecord, tensor_records
 
 if TYPE_CHECKING:
     from mergestream.export.peft import Energy
@@ -163,6 +163,14 @@ class Store(StoreDirectory):
 
         return survival(self)
 
+    def verify(self) -> None:
+        """Recompute every digest: the base's, the kept steps', the records' and the scores'; raises at the first
+        fault."""
+        from mergestream.report.scores import attached
+
+        super().verify()
+        attached(self)
+
     @property
     def scores(self) -> Scores | None:
         """The evaluation that is attached to the present history, if there is one."""
@@ -191,9 +199,9 @@ class Store(StoreDirectory):
             attach(self, scores)
         return scores
 
-    def tensor_records(self, number: int) -> dict[str, dict[str, Any]]:
+    def tensor_records(self, number: int) -> dict[str, TensorRecord]:
         """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
-        return tensor_records(self.path, self.history[number - 1].number)
+        return tensor_records(self.path, self.history[number - 1], self.manifest.base.merged)
 
 
 def draw_pictures(store: Store, directory: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.base.names import layer_of, natural
 from mergestream.experts.sketch import STANDARD_ERROR, cosine
-from mergestream.store.records import read_sketch, record_directory, tensor_records
+from mergestream.store.records import read_sketch, tensor_records
 
 if TYPE_CHECKING:
     from mergestream.store import StoreDirectory
@@ -82,7 +82,7 @@ class Survival:
 
 
 def similarity(store: StoreDirectory) -> Similarity:
-    sketches = [read_sketch(record_directory(store.path, entry.number)) for entry in store.history]
+    sketches = [read_sketch(store.path, entry) for entry in store.history]
     cosines = [[cosine(a, b) for b in sketches] for a in sketches]
     return Similarity(tuple(entry.name for entry in store.history), tuple(map(tuple, cosines)))
 
@@ -92,19 +92,21 @@ def survival(store: StoreDirectory) -> Survival:
         with store.snapshot() as snapshot:
             return holding(snapshot)
     parts = tuple(sorted(store.manifest.base.merged, key=natural))  # files have layer.10 before layer.2
-    records = [tensor_records(store.path, entry.number) for entry in store.history]
-    rows = (
-        tuple(tuple(record[name][what] for name in parts) for record in records)
-        for what in ("norm", "kept", "protected")
+    records = [tensor_records(store.path, entry, parts) for entry in store.history]
+    return Survival(
+        experts=tuple(entry.name for entry in store.history),
+        parts=parts,
+        norm=tuple(tuple(record[name]["norm"] for name in parts) for record in records),
+        kept=tuple(tuple(record[name]["kept"] for name in parts) for record in records),
+        protected=tuple(tuple(record[name]["protected"] for name in parts) for record in records),
     )
-    return Survival(tuple(entry.name for entry in store.history), parts, *rows)
 
 
 def holding(snapshot: Snapshot) -> Survival:
     """The same of a ledger, in which nothing is projected, and entries are cut as more experts come."""
     held, history = snapshot.held(), snapshot.manifest.history
     parts = tuple(sorted(snapshot.manifest.base.merged, key=natural))
-    records = [tensor_records(snapshot.path, entry.number) for entry in history]
+    records = [tensor_records(snapshot.path, entry, parts) for entry in history]
     return Survival(
         experts=tuple(entry.name for entry in history),
         parts=parts,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.algebra.bounds import FactorBounds
 from mergestream.base.skeleton import Skeleton
@@ -25,7 +25,7 @@ from mergestream.experts.sketch import Sketch
 from mergestream.ledger.method import FEWEST
 from mergestream.merging.step import Discard, Outcome, StateWriter, Step, Totals, no_state, total
 from mergestream.store.factors import block_layout, core_layout
-from mergestream.store.manifest import Expert
+from mergestream.store.manifest import Expert, Options
 from mergestream.store.records import copy_record, cosines_to, record_directory, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepWriter, slot_name
@@ -81,7 +81,7 @@ class Arrival:
         """``measured``: the distance to the base is wanted, even where the method's scale does not need it;
         ``withdrawn``: the model is to be taken out of the state."""
         self.store = store
-        self.options: dict[str, Any] = {"partial": partial, "ignore": list(ignore)}
+        self.options: Options = {"partial": partial, "ignore": list(ignore)}
         self.t = store.manifest.step + 1
         self.number = store.manifest.next_number
         self.outcomes: dict[str, Outcome] = {}

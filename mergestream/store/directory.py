@@ -240,7 +240,7 @@ class StoreDirectory:
             )
         if source is None:
             raise UsageError(f"{self.method.name} has only a sum: pass the expert to subtract, with --expert PATH")
-        partial, ignore = removed.options["partial"], removed.options["ignore"]
+        partial, ignore = removed.options.get("partial", False), removed.options.get("ignore", ())
         with Arrival(self, source, partial, ignore, measured=False, withdrawn=True) as arrival:
             with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
@@ -268,13 +268,13 @@ class StoreDirectory:
         for entry in self.history:
             directory = step_directory(self.path, entry.number)
             if entry.state and directory.is_dir():
-                reader = StepReader(self.path, entry.number, entry.state)
+                reader = StepReader(self.path, entry)
                 with closing(reader), self.progress.task(f"verifying {entry.name}", reader.nbytes) as advance:
                     for size in reader.verify():
                         advance(size)
             elif entry in needed:
                 raise MergestreamError(f"{directory} is missing; restore the store from a backup")
-            verify_record(record_directory(self.path, entry.number), entry.record)
+            verify_record(self.path, entry)
 
     def relocate(self, base: str | Path) -> None:
         """Refer to the base at another place, after its digest was checked."""

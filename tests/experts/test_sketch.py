@@ -13,7 +13,7 @@ from mergestream.engine.local import single_threaded
 from mergestream.errors import MergestreamError
 from mergestream.experts import sketch as module
 from mergestream.experts.sketch import STANDARD_ERROR, WIDTH, Sketch, cosine
-from mergestream.store.records import read_sketch, write_sketch
+from mergestream.store.records import load_sketch, write_sketch
 
 Vector = dict[str, torch.Tensor]
 ERROR = 0.01
@@ -198,15 +198,14 @@ def test_a_sketch_is_kept_in_less_than_a_megabyte(tmp_path) -> None:
     vector = transformer(0, 0.0, "dense")
     sketch = empty_sketch(vector)
     add_pieces(sketch, "norm", vector["norm"])
-    write_sketch(tmp_path, sketch.values())
+    digest = write_sketch(tmp_path, sketch.values())
     assert (tmp_path / "sketch.safetensors").stat().st_size < 1_000_000
-    found = read_sketch(tmp_path)
-    assert found is not None and found.shape == (WIDTH,)
+    found = load_sketch(tmp_path / "sketch.safetensors", digest)
+    assert found.shape == (WIDTH,)
     assert np.array_equal(found, sketch.values().float().numpy())
 
 
 def test_a_damaged_sketch_is_named(tmp_path) -> None:
     (tmp_path / "sketch.safetensors").write_bytes(b"not a sketch")
     with pytest.raises(MergestreamError, match=r"sketch\.safetensors is damaged"):
-        read_sketch(tmp_path)
-    assert read_sketch(tmp_path / "nowhere") is None
+        load_sketch(tmp_path / "sketch.safetensors", "")

@@ -90,7 +90,7 @@ def test_what_else_the_rules_tell_is_told_from_them(place):
     }
     for name, rule in rules.items():
         data["tensors"][name]["rule"] = rule
-    base = BaseModel.from_json(data)
+    base = BaseModel.from_json(data, Path("manifest.json"))
     assert (base.linear, base.not_linear) == (("*.q.*",), ("layers.0.up.*",))
     assert base.conv1d == {"layers.0.down.weight"}
     assert [base.tensors[name].module for name in rules] == [None, "Conv1D", None, "torch.nn.Conv2d", None]
