@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mergestream.base.model import BaseModel
 from mergestream.base.skeleton import open_base as open_base_model
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from mergestream.methods.base import Method
     from mergestream.store.arrival import Arrival, Review
     from mergestream.store.inspection import Inspection
+
+Read = TypeVar("Read")
 
 
 class StoreDirectory:
@@ -251,13 +253,17 @@ class StoreDirectory:
 
     def verify(self) -> None:
         """Recompute every digest: the base's, the kept steps' and the heads'; raises at the first fault."""
+        self.steadily(self._verify)
+
+    def steadily(self, read: Callable[[], Read]) -> Read:
+        """What is read without a lock; once more, where a writer has removed meanwhile what was being read."""
         while True:
             manifest = self.manifest
             try:
-                return self._verify()
+                return read()
             except (MergestreamError, OSError):
                 self.manifest = Manifest.load(self.path)
-                if self.manifest == manifest:  # else a writer has removed what was being verified
+                if self.manifest == manifest:
                     raise
 
     def _verify(self) -> None:
