@@ -154,14 +154,14 @@ class Store(StoreDirectory):
         """Cosines of all task vectors, from their sketches."""
         from mergestream.report.diagnostics import similarity
 
-        return similarity(self)
+        return self.retried(lambda: similarity(self))
 
     def survival(self) -> Survival:
         """How much of each expert entered the state, and how many directions were protected, per tensor; of a ledger,
         how much of each its entry holds now."""
         from mergestream.report.diagnostics import survival
 
-        return survival(self)
+        return self.retried(lambda: survival(self))
 
     def verify(self) -> None:
         """Recompute every digest: the base's, the kept steps', the records' and the scores'; raises at the first

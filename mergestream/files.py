@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,14 @@ _OTHER_FILES = 512
 """That a process has open: the base's shards, an expert's, libraries"""
 BESIDE = ".new"
 """What the name of a file ends in until it is whole"""
+_REMOVED = ".removed"
+"""What the name of a directory ends in while it is being removed"""
+_MAKE_ROOM = "; make room and run it again"
+_REMEDIES = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EFBIG: "; the file system or a limit of the process (ulimit -f) allows no file of that size",
+}
 
 
 def sync_file(path: Path) -> None:
@@ -23,6 +32,9 @@ def sync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)
 
@@ -30,19 +42,49 @@ def sync_file(path: Path) -> None:
 sync_directory = sync_file
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file at once: written beside, flushed to the disk, renamed. What goes wrong is an OSError."""
+def put_text(path: Path, text: str, *, new: bool = False) -> None:
+    """Replace a file at once: written beside, flushed to the disk, renamed. What goes wrong is an OSError, and nothing
+    has changed then. One that is to be ``new`` replaces none: FileExistsError."""
     beside = path.with_name(path.name + BESIDE)
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        beside.unlink(missing_ok=True)  # what a kill has left, or a link that somebody has laid
+        with beside.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
-        sync_directory(path.parent)
+        (_rename_to_new if new else _rename)(beside, path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise
+
+
+def _rename(old: Path, new: Path) -> None:
+    try:
+        old.replace(new)
+    except OSError:
+        if old.exists():  # else it is done, whatever a file system on the network says
+            raise
+
+
+def _rename_to_new(old: Path, new: Path) -> None:
+    try:
+        os.link(old, new)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if new.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new)) from None
+        old.rename(new)
+    else:
+        with contextlib.suppress(OSError):  # it is done
+            old.unlink()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file at once, and bring its name to the disk too. What goes wrong is an OSError."""
+    put_text(path, text)
+    sync_directory(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -50,11 +92,21 @@ def write_text(path: Path, text: str) -> None:
     try:
         replace_text(path, text)
     except OSError as error:
-        raise MergestreamError(f"{path} cannot be written: {error.strerror}") from error
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> MergestreamError:
+    """What is told to the user of a file that could not be written."""
+    return MergestreamError(f"{path} cannot be written: {error.strerror}{_REMEDIES.get(error.errno or 0, '')}")
+
+
+def to_json(data: Any) -> str:
+    """The text of a file."""
+    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_json(path: Path, data: Any) -> None:
-    write_text(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, to_json(data))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -85,17 +137,18 @@ def allow_open_files(count: int) -> None:
 
 def remove(directory: Path) -> None:
     """Remove a directory that nothing refers to any more; renamed first, so that nobody ever finds half of it."""
-    doomed = directory.with_name(f".{directory.name}.removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
+    doomed = directory.with_name(f".{directory.name}{_REMOVED}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    if directory.exists():
         directory.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        shutil.rmtree(doomed)
 
 
 def remove_all_but(parent: Path, kept: Collection[str]) -> None:
     """Remove the directories in ``parent`` that are not to be kept, and what a killed removal has left."""
     for directory in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if directory.name.endswith(".removed"):
-            shutil.rmtree(directory, ignore_errors=True)
+        if directory.name.endswith(_REMOVED):
+            shutil.rmtree(directory)
         elif directory.name.isdigit() and directory.name not in kept:
             remove(directory)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mergestream.errors import MergestreamError
-from mergestream.files import read_json, write_json, write_text
+from mergestream.files import put_text, read_json, remove, write_json, write_text
 
 
 def full(*_: object) -> None:
@@ -20,6 +20,52 @@ def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: p
     with pytest.raises(MergestreamError, match=r"file\.json cannot be written: No space left on device"):
         write_text(path, "half of ")
     assert read_json(path) == {"λ": 1} and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "make room"), (errno.EDQUOT, "make room"), (errno.EFBIG, "ulimit -f"), (errno.EIO, "")],
+)
+def test_only_a_full_disk_wants_room(number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(MergestreamError, match=rf"cannot be written: {os.strerror(number)}") as caught:
+        write_text(tmp_path / "file", "text")
+    assert remedy in str(caught.value) and ("make room" in str(caught.value)) == (remedy == "make room")
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    for link in ("file", "file.new"):
+        (tmp_path / link).symlink_to(tmp_path / "victim")
+    write_text(tmp_path / "file", "text")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert (tmp_path / "file").read_text() == "text" and not (tmp_path / "file").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "victim"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_new_file_replaces_none(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", unsupported)
+    path = tmp_path / "file"
+    put_text(path, "first", new=True)
+    with pytest.raises(FileExistsError):
+        put_text(path, "second", new=True)
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_left_of_a_removal_is_removed_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / "0001" / "inner").mkdir(parents=True)
+    (tmp_path / ".0001.removed" / "inner").mkdir(parents=True)
+    remove(tmp_path / "0001")
+    remove(tmp_path / "0001")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", ["{", "", "\x00", "[" * 100_000])

@@ -9,18 +9,25 @@ from io import TextIOWrapper
 
 from mergestream.cli.parser import parse
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.interrupts import Terminated, terminated_like_interrupted
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
+"""128 and the number of the signal, as a shell says it"""
+_WHERE = "the store is at its last finished step, and what was cut short goes on when it is asked for again"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 done, 1 the input or the store is at fault, 2 wrong usage, 3 the store is busy."""
+    with terminated_like_interrupted():
+        return _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(words: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show λ is no reason to fail
-    words = sys.argv[1:] if arguments is None else arguments
-    command, options = parse(words)
     try:
+        command, options = parse(words)
         _check_text(words)
         code = command.run(options)
         sys.stdout.flush()
@@ -29,9 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sentence in str(error).splitlines():
             print(f"error: {sentence}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("error: interrupted; the store is as it was, the same command goes on from here", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        what, code = ("terminated", TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", INTERRUPTED)
+        where = str(interrupt) or _WHERE
+        print(f"error: {what}; {where}", file=sys.stderr)
+        return code
     except BrokenPipeError:  # nobody reads on; nothing that is still buffered may complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

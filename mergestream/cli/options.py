@@ -142,6 +142,17 @@ class StoreOptions:
 
 
 @dataclass(frozen=True)
+class ChangedStoreOptions(StoreOptions):
+    """Which store is changed: there may be notes."""
+
+    def open_store(self) -> Store:
+        from mergestream.api import Store
+        from mergestream.progress import TerminalProgress
+
+        return Store(self.store, progress=TerminalProgress())
+
+
+@dataclass(frozen=True)
 class WorkingStoreOptions(StoreOptions, RunningOptions):
     """Which store is worked with: by an engine, and re-pointed to ``--base`` where that is given."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from mergestream.cli.options import StoreOptions
+from mergestream.cli.options import ChangedStoreOptions
 
 HELP = "go back to before the last expert"
 EXAMPLES = "mergestream undo store"
 
-Options = StoreOptions
+Options = ChangedStoreOptions
 
 
 def run(options: Options) -> int:

@@ -82,20 +82,12 @@ class Survival:
 
 
 def similarity(store: StoreDirectory) -> Similarity:
-    return store.steadily(lambda: _similarity(store))
-
-
-def _similarity(store: StoreDirectory) -> Similarity:
     sketches = [read_sketch(store.path, entry) for entry in store.history]
     cosines = [[cosine(a, b) for b in sketches] for a in sketches]
     return Similarity(tuple(entry.name for entry in store.history), tuple(map(tuple, cosines)))
 
 
 def survival(store: StoreDirectory) -> Survival:
-    return store.steadily(lambda: _survival(store))
-
-
-def _survival(store: StoreDirectory) -> Survival:
     if store.manifest.is_ledger and store.history:
         with store.snapshot() as snapshot:
             return holding(snapshot)

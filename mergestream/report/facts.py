@@ -44,6 +44,10 @@ class Facts:
 
     @classmethod
     def of(cls, store: StoreDirectory) -> Facts:
+        return store.retried(lambda: cls._read(store))
+
+    @classmethod
+    def _read(cls, store: StoreDirectory) -> Facts:
         ledger = _ledger(store)
         found = ledger.holding if ledger else survival(store)
         commands = tuple(_commands(store))

@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mergestream.report.diagnostics import holding
 from mergestream.store.arrival import Candidate
 from mergestream.store.collisions import entries_reading
 from mergestream.store.manifest import Expert, Manifest, PassedGate
+from mergestream.store.parts import CANDIDATE
 from mergestream.store.snapshot import Snapshot
 
 QUANTITIES = {
@@ -132,15 +134,15 @@ class Gatekeeper:
     def _score(self, candidate: Candidate, command: str) -> float:
         """What the command makes of the model that the store would give."""
         store = candidate.store
-        place = store.path / "candidate"
-        remove(place)  # a killed process may have left it
+        place = store.path / CANDIDATE
         output = Output(place / "model")
         try:
             with candidate.snapshot() as snapshot:
                 export_model(snapshot, output, store.engine, store.progress)
             return evaluate(command, output.path)
         finally:
-            remove(place)
+            with suppress(OSError):  # the store tidies it up
+                remove(place)
 
 
 def _check_known(quantity: str, manifest: Manifest) -> None:

@@ -14,7 +14,7 @@ from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, nearest
-from mergestream.files import write_json
+from mergestream.files import cannot_write, put_text, to_json
 from mergestream.ledger.room import sharing
 from mergestream.methods.scale import inverse, scale_value
 from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, conform, foreign, parse, read_text
@@ -187,7 +187,9 @@ class Manifest:
         """As it was after a step."""
         return dataclasses.replace(self, history=self.history[:step])
 
-    def save(self, store: Path) -> None:
+    def save(self, store: Path, *, new: bool = False) -> None:
+        """Make it the manifest of the store, at once; of a ``new`` store only where there is none. Where this fails
+        nothing has changed. The name is yet to be brought to the disk."""
         data = {
             "format": FORMAT,
             "step": self.step,
@@ -197,11 +199,15 @@ class Manifest:
             "base": self.base.to_json(),
             "history": [dataclasses.asdict(expert) for expert in self.history],
         }
+        path = store / NAME
         try:
-            Manifest.from_json(data, store / NAME)
+            Manifest.from_json(data, path)
         except MergestreamError as error:
             raise MergestreamError(f"what could not be read again is not written: {error}") from error
-        write_json(store / NAME, {**data, "digest": text_digest(_canonical(data))})
+        try:
+            put_text(path, to_json({**data, "digest": text_digest(_canonical(data))}), new=new)
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
     @classmethod
     def load(cls, store: Path) -> Manifest:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec
 from mergestream.digest import combined_digest, tensor_digest, text_digest
 from mergestream.errors import MergestreamError
-from mergestream.files import read_json, remove, sync_directory, write_json
+from mergestream.files import cannot_write, read_json, remove, sync_directory, write_json
 from mergestream.schema import BACKUP, conform, damaged, parse, read_text
 from mergestream.store.checked import CheckedTensors
 from mergestream.store.factors import (
@@ -52,7 +52,11 @@ def step_directory(store: Path, number: int) -> Path:
 
 def step_bytes(store: Path, number: int) -> int:
     """What a step takes on disk."""
-    return sum(path.stat().st_size for path in step_directory(store, number).glob("*") if path.is_file())
+    sizes = 0
+    with suppress(FileNotFoundError):  # a writer has removed it just now
+        for path in step_directory(store, number).iterdir():
+            sizes += path.stat().st_size
+    return sizes
 
 
 def slot_name(slot: str, name: str) -> str:
@@ -60,10 +64,16 @@ def slot_name(slot: str, name: str) -> str:
     return f"{slot}:{name}"
 
 
+def is_begun(store: Path, number: int) -> bool:
+    """Whether a step is in the making, and can be resumed."""
+    return (step_directory(store, number) / _PLAN).is_file()
+
+
 def tidy(store: Path, number: int) -> None:
     """Remove what a step is resumed with: it is real now."""
-    for name in (_PLAN, _JOURNAL):
-        (step_directory(store, number) / name).unlink(missing_ok=True)
+    for path in (step_directory(store, number) / name for name in (_PLAN, _JOURNAL)):
+        if path.exists():
+            path.unlink()
 
 
 class StepReader:
@@ -168,7 +178,7 @@ class StepWriter:
         """Lets go of the files as they are"""
         try:
             self._begin(blocks, json.loads(json.dumps(plan)))
-        except MergestreamError:  # what takes room on a disk that is full must not stay
+        except (MergestreamError, OSError):  # what takes room on a disk that is full must not stay
             self.abandon()
             raise
 
@@ -234,7 +244,7 @@ class StepWriter:
             try:
                 self._journal.write(f"\n{text_digest(text)} {text}".encode())
             except OSError as error:
-                raise MergestreamError(f"{self.directory / _JOURNAL} cannot be written: {error.strerror}") from error
+                raise cannot_write(self.directory / _JOURNAL, error) from error
 
     def finish(self, outcomes: Mapping[str, Outcome]) -> str:
         """Bring all to the disk; returns the digest of the state."""
@@ -266,7 +276,8 @@ class StepWriter:
 
     def abandon(self) -> None:
         self.pause()
-        remove(self.directory)
+        with suppress(OSError):  # why it is abandoned is what counts; the next writer tries again
+            remove(self.directory)
 
 
 def stored_digests(name: str, outcome: Outcome) -> dict[str, str]:
