@@ -40,7 +40,6 @@ def export_adapter(
     selection: Selection | None = None,
     rank: int | None = None,
     scale: str | float | None = None,
-    command: str | None = None,
     illustrate: Illustrate | None = None,
 ) -> Energy:
     """Write scale · direction as factors, exactly or cut down to ``rank``; returns what that leaves out.
@@ -51,7 +50,7 @@ def export_adapter(
     content = _Content.of(snapshot, snapshot.reading(engine, selection, progress), rank)
     factor = content.reading.scale(scale, engine)
     with output.draft() as draft, progress.task(f"writing {output.path.name}", content.count) as advance:
-        return content.write(draft, output.dtype, factor, command, illustrate, lambda name: advance(1))
+        return content.write(draft, output, factor, illustrate, lambda name: advance(1))
 
 
 def export_adapters(
@@ -61,7 +60,6 @@ def export_adapters(
     progress: Progress,
     *,
     rank: int | None = None,
-    command: str | None = None,
 ) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter in a directory of its own name."""
     names = [entry.name for entry in snapshot.manifest.history]
@@ -76,7 +74,7 @@ def export_adapters(
     with output.draft() as draft, progress.task(f"writing {output.path.name}", total) as advance:
         for name, content in contents.items():
             (draft / name).mkdir()
-            energies[name] = content.write(draft / name, output.dtype, 1.0, command, None, lambda name: advance(1))
+            energies[name] = content.write(draft / name, output, 1.0, None, lambda name: advance(1))
     return energies
 
 
@@ -100,14 +98,13 @@ class _Content:
     def write(
         self,
         directory: Path,
-        dtype_given: str | None,
+        output: Output,
         scale: float,
-        command: str | None,
         illustrate: Illustrate | None,
         advance: Callable[[str], None],
     ) -> Energy:
         """The adapter and its card."""
-        model, reading, dtype = self.reading.model, self.reading, FLOATS[dtype_given or "float32"]
+        model, reading, dtype = self.reading.model, self.reading, FLOATS[output.dtype or "float32"]
         with ExitStack() as stack:
             base: Checkpoint = Skeleton(model.source, None, model.tensors)
             if self.whole:
@@ -130,7 +127,7 @@ class _Content:
             )
         pictures = illustrate(directory) if illustrate else {}
         distance = math.sqrt(energy.total + scale**2 * math.fsum(reading.norm2.values()))
-        facts = CardFacts.of(self.snapshot, reading, scale, distance, None, command, pictures)
+        facts = CardFacts.of(self.snapshot, reading, scale, distance, None, output.command, pictures)
         write_text(directory / "README.md", model_card(facts, library="peft"))
         return energy
 

@@ -208,5 +208,15 @@ class Manifest:
         )
 
 
+def is_store(directory: Path) -> bool:
+    """Whether a directory is a store, whole or damaged."""
+    if not (directory / NAME).is_file():
+        return False
+    try:
+        return isinstance(read_json(directory / NAME).get("format"), int)
+    except MergestreamError:
+        return (directory / "steps").is_dir()
+
+
 def _canonical(data: Mapping[str, Any]) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
