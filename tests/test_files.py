@@ -69,7 +69,7 @@ def test_two_directories_change_places(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others need two renames")
 def test_linux_exchanges_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "rename", full)
+    monkeypatch.setattr(Path, "rename", full)
     exchange(*two_directories(tmp_path))
     assert listing(tmp_path) == ["new", "new/old", "old", "old/new"]
 
@@ -78,17 +78,17 @@ def test_linux_exchanges_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_exchange_that_fails_leaves_both_where_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    original, calls = os.rename, []
+    original, calls = Path.rename, []
 
-    def rename(*names: str) -> None:
-        calls.append(names)
+    def rename(*paths: Path) -> None:
+        calls.append(paths)
         if len(calls) == failing:
             full()
-        original(*names)
+        original(*paths)
 
     new, old, aside = two_directories(tmp_path)
     monkeypatch.setattr(mergestream.files, "_exchange_at_once", lambda one, other: False)
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(OSError, match="No space left"):
         exchange(new, old, aside)
     assert listing(tmp_path) == ["new", "new/new", "old", "old/old"]

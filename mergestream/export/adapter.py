@@ -24,7 +24,6 @@ from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.model import Illustrate, written_form
 from mergestream.export.peft import AdaptedModule, Energy, Kind, modules_saved, write_adapter
-from mergestream.files import write_text
 from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.reading import Reading
 from mergestream.progress import Progress
@@ -128,7 +127,7 @@ class _Content:
         pictures = illustrate(directory) if illustrate else {}
         distance = math.sqrt(energy.total + scale**2 * math.fsum(reading.norm2.values()))
         facts = CardFacts.of(self.snapshot, reading, scale, distance, None, output.command, pictures)
-        write_text(directory / "README.md", model_card(facts, library="peft"))
+        (directory / "README.md").write_text(model_card(facts, library="peft"), encoding="utf-8")
         return energy
 
 

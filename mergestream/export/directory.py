@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from mergestream.checkpoints import FLOATS
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.errors import MergestreamError, StoreBusyError, UsageError
 from mergestream.export.places import MARKER, is_export, refuse_around, refuse_within, store_within
-from mergestream.files import directories_made, exchange, sync_directory, sync_file, write_json
+from mergestream.files import directories_made, exchange, sync_directory, sync_file
 
 _LOCK = "lock"
 
@@ -51,7 +52,8 @@ class Output:
                 draft = work / "model"
                 draft.mkdir()
                 yield draft
-                write_json(draft / MARKER, {"mergestream": __version__, "command": self.command})
+                marker = {"mergestream": __version__, "command": self.command}
+                (draft / MARKER).write_text(json.dumps(marker, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
                 self._put_in_place(draft)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
@@ -64,21 +66,20 @@ class Output:
 
     def _refuse_to_destroy(self) -> None:
         """Refuse a place where there is anything but an earlier export, which may be replaced."""
+        place = self._place
         try:
-            if not self._place.exists():
-                return
-            if not self._place.is_dir():
+            if place.exists() and not place.is_dir():
                 raise MergestreamError(f"{self.path} is a file; choose another place")
-            if not any(self._place.iterdir()):
+            if not place.exists() or not any(place.iterdir()):
                 return
+            if not is_export(place):
+                raise MergestreamError(f"{self.path} is not empty, and no export of mergestream; choose another place")
+            if not self.overwrite:
+                raise MergestreamError(f"{self.path} exists already; pass --overwrite to replace it")
+            if store := store_within(place):
+                raise MergestreamError(f"{self.path} holds the store {store}; choose another place")
         except OSError as error:
-            raise MergestreamError(f"{self.path} cannot be written: {error.strerror}") from error
-        if not is_export(self._place):
-            raise MergestreamError(f"{self.path} is not empty, and no export of mergestream; choose another place")
-        if not self.overwrite:
-            raise MergestreamError(f"{self.path} exists already; pass --overwrite to replace it")
-        if store := store_within(self._place):
-            raise MergestreamError(f"{self.path} holds the store {store}; choose another place")
+            raise MergestreamError(f"{self.path} cannot be replaced: {error.strerror}") from error
 
     @contextmanager
     def _workplace(self) -> Iterator[Path]:

@@ -16,7 +16,7 @@ from mergestream.engine import Engine
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.source import Source, StateSource
-from mergestream.files import read_json, write_text
+from mergestream.files import read_json
 from mergestream.ledger.selection import Selection
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
@@ -93,7 +93,7 @@ def write_companions(
                 shutil.copyfile(path, draft / path.name)
     if config is not None or output.dtype is not None:
         _put_config(draft / "config.json", config, output.dtype)
-    write_text(draft / "README.md", model_card(card, _hub_id(base)))
+    (draft / "README.md").write_text(model_card(card, _hub_id(base)), encoding="utf-8")
 
 
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
@@ -107,7 +107,7 @@ def _put_config(path: Path, theirs: Mapping[str, Any] | None, dtype: str | None)
     if theirs is not None:
         ours = {key: value for key, value in theirs.items() if key not in _DTYPE_KEYS}
     if path.is_file() or theirs is not None:
-        write_text(path, json.dumps(ours | types, indent=2, ensure_ascii=False) + "\n")
+        path.write_text(json.dumps(ours | types, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _hub_id(base: Checkpoint) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,20 +19,21 @@ _LONGEST_FRONT = 10_000
 
 def refuse_within(path: Path, *sources: str | Path) -> None:
     """Refuse an output that is, or lies in, any store or one of the models that are read."""
-    existing = list(_existing(sources))
-    for directory in _upwards(path):
+    above = {identity: directory for directory in _upwards(path) if (identity := _identity(directory))}
+    for directory in above.values():
         if is_store(directory):
             raise MergestreamError(f"{path} {_relation(path, directory)} the store {directory}; choose another place")
-        for source in existing:
-            if _same(directory, source):
-                relation = _relation(path, source)
-                raise MergestreamError(f"{path} {relation} {source}, which the merge is made of; choose another place")
+    for source in sources:
+        if _identity(source) in above:
+            relation = _relation(path, source)
+            raise MergestreamError(f"{path} {relation} {source}, which the merge is made of; choose another place")
 
 
 def refuse_around(path: Path, *sources: str | Path) -> None:
     """Refuse an output that holds one of the models that are read, and would replace it."""
-    for source in _existing(sources):
-        if any(_same(path, directory) for directory in _upwards(source)):
+    place = _identity(path)
+    for source in sources if place else ():
+        if _identity(source) and place in map(_identity, _upwards(source)):
             raise MergestreamError(f"{path} holds {source}, which the merge is made of; choose another place")
 
 
@@ -47,10 +48,11 @@ def refuse_file(path: Path, *sources: str | Path) -> None:
 
 def is_export(directory: Path) -> bool:
     """Whether we have written it: by the marker, or by the card where a version has written it that knew no marker."""
-    try:
-        return {"mergestream", "command"} <= read_json(directory / MARKER).keys()
-    except MergestreamError:
-        return _has_our_card(directory)
+    marker, card = directory / MARKER, directory / _CARD
+    if marker.is_file():
+        with suppress(MergestreamError):
+            return {"mergestream", "command"} <= read_json(marker).keys()
+    return card.is_file() and _is_ours(card)
 
 
 def store_within(directory: Path) -> Path | None:
@@ -58,34 +60,29 @@ def store_within(directory: Path) -> Path | None:
     return next((found for path in directory.rglob("manifest.json") if is_store(found := path.parent)), None)
 
 
-def _has_our_card(directory: Path) -> bool:
-    try:
-        with (directory / _CARD).open(encoding="utf-8", errors="replace") as card:
-            front, closed, _ = card.read(_LONGEST_FRONT).partition("\n---\n")
-    except OSError:
-        return False
+def _is_ours(card: Path) -> bool:
+    with card.open(encoding="utf-8", errors="replace") as file:
+        front, closed, _ = file.read(_LONGEST_FRONT).partition("\n---\n")
     return bool(closed) and front.startswith("---\n") and "- mergestream" in front.splitlines()
 
 
-def _existing(sources: Iterable[str | Path]) -> Iterator[Path]:
-    """Those on this machine: some were taken from the hub, or from memory, or are gone."""
-    for source in sources:
-        with suppress(OSError, RuntimeError, ValueError):
-            path = Path(source).expanduser()
-            if path.exists():
-                yield path
-
-
-def _upwards(path: Path) -> Iterator[Path]:
-    place = Path(os.path.realpath(path))
+def _upwards(path: str | Path) -> Iterator[Path]:
+    place = Path(os.path.realpath(Path(path).expanduser()))
     yield place
     yield from place.parents
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Whatever they are called: links, mounts, upper and lower case may lead to the same place."""
-    return one.exists() and other.exists() and one.samefile(other)
+def _identity(path: str | Path) -> tuple[int, int] | None:
+    """What a place is, whatever it is called: links, mounts, upper and lower case may lead to the same one.
+
+    None where there is nothing: some models were taken from the hub, or from memory, or are gone.
+    """
+    try:
+        found = Path(path).expanduser().stat()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
 
 
-def _relation(path: Path, other: Path) -> str:
-    return "is" if _same(path, other) else "lies in"
+def _relation(path: Path, other: str | Path) -> str:
+    return "is" if _identity(path) == _identity(other) else "lies in"

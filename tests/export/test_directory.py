@@ -138,21 +138,20 @@ def in_a_child(work: Callable[[], object]) -> int:
 def test_a_kill_at_any_rename_keeps_the_old_export_or_leaves_the_new_one(atomic, tmp_path, monkeypatch):
     if not atomic:
         monkeypatch.setattr(mergestream.files, "_exchange_at_once", lambda one, other: False)
-    path, seen = tmp_path / "model", []
-    original = os.rename
+    path, seen, original = tmp_path / "model", [], Path.rename
     for number in range(1, 5):
 
         def replace(number: int = number) -> None:
             left = number
 
-            def rename(*names: Any) -> None:
+            def rename(*paths: Path) -> None:
                 nonlocal left
                 left -= 1
                 if left == 0:
                     os._exit(9)
-                original(*names)
+                original(*paths)
 
-            os.rename = rename  # in the child alone
+            Path.rename = rename  # in the child alone
             write(path, "new", overwrite=True)
 
         write(path, "old", overwrite=True)
