@@ -19,7 +19,7 @@ class UsageError(MergestreamError):
 
 
 class StoreBusyError(MergestreamError):
-    """Another process is writing to the store."""
+    """Another process is writing to the store, or to the same output."""
 
     exit_code: ClassVar[int] = 3
 

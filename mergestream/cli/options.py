@@ -222,7 +222,7 @@ class OutputOptions:
     max_shard_size: int = argument(
         "--max-shard-size", type=size, default="5GB", metavar="SIZE", help="size of a file (5GB)"
     )
-    overwrite: bool = switch("--overwrite", "replace an existing directory")
+    overwrite: bool = switch("--overwrite", "replace an earlier export")
 
 
 def command_line() -> str:

@@ -16,7 +16,7 @@ from mergestream.engine import Engine
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.source import Source, StateSource
-from mergestream.files import read_json, write_text
+from mergestream.files import read_json
 from mergestream.ledger.selection import Selection
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
@@ -25,8 +25,15 @@ Illustrate = Callable[[Path], Mapping[str, str]]
 """Draws pictures for the card into a directory; returns the files and what they show, in words."""
 
 
-def export_model(
+def export_model(snapshot: Snapshot, output: Output, engine: Engine, progress: Progress, **choices: Any) -> None:
+    """`write_model` to a directory that is replaced whole, or not at all."""
+    with output.draft() as draft:
+        write_model(snapshot, draft, output, engine, progress, **choices)
+
+
+def write_model(
     snapshot: Snapshot,
+    draft: Path,
     output: Output,
     engine: Engine,
     progress: Progress,
@@ -34,7 +41,6 @@ def export_model(
     selection: Selection | None = None,
     scale: str | float | None = None,
     task: str | None = None,
-    command: str | None = None,
     illustrate: Illustrate | None = None,
 ) -> None:
     """Write ``merged = θ⁰ + scale · direction``; ``task`` names the expert whose head to put in place."""
@@ -42,14 +48,12 @@ def export_model(
         manifest, reading = snapshot.manifest, snapshot.reading(engine, selection, progress)
         base = stack.enter_context(manifest.open_base())
         heads = stack.enter_context(snapshot.open_heads(task)) if task is not None else None
-        output.refuse_to_replace(snapshot.path, manifest.base.source)
+        config = snapshot.head_config(task) if task is not None else None
         factor = reading.scale(scale, engine)
         source = StateSource(reading, base, factor, heads)
-        draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)
-        config = snapshot.head_config(task) if task is not None else None
         pictures = illustrate(draft) if illustrate else {}
-        card = CardFacts.of(snapshot, reading, factor, source.distance, task, command, pictures)
+        card = CardFacts.of(snapshot, reading, factor, source.distance, task, output.command, pictures)
         write_companions(draft, output, base, card, config)
 
 
@@ -89,7 +93,7 @@ def write_companions(
                 shutil.copyfile(path, draft / path.name)
     if config is not None or output.dtype is not None:
         _put_config(draft / "config.json", config, output.dtype)
-    write_text(draft / "README.md", model_card(card, _hub_id(base)))
+    (draft / "README.md").write_text(model_card(card, _hub_id(base)), encoding="utf-8")
 
 
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
@@ -103,7 +107,7 @@ def _put_config(path: Path, theirs: Mapping[str, Any] | None, dtype: str | None)
     if theirs is not None:
         ours = {key: value for key, value in theirs.items() if key not in _DTYPE_KEYS}
     if path.is_file() or theirs is not None:
-        write_text(path, json.dumps(ours | types, indent=2, ensure_ascii=False) + "\n")
+        path.write_text(json.dumps(ours | types, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _hub_id(base: Checkpoint) -> str | None:

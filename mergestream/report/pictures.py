@@ -12,10 +12,9 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from mergestream.report import diagnostics
-
 if TYPE_CHECKING:
-    from mergestream.store import StoreDirectory
+    from mergestream.report.diagnostics import Similarity
+    from mergestream.store.manifest import Manifest
 
 BLUE, GREY = "#2f6fde", "#8a94a3"
 CURVES = (BLUE, "#d9730d", "#2e8b57", "#8e44ad", "#c0392b", "#16808f", "#7a6a2f", "#444b55")
@@ -24,14 +23,13 @@ MOST_LABELLED = 20
 """Cells carry their values up to this many in a row."""
 
 
-def write_pictures(directory: Path, store: StoreDirectory) -> dict[str, str]:
+def write_pictures(directory: Path, manifest: Manifest, found: Similarity) -> dict[str, str]:
     """Draw what a model card shows; returns the names of the files and what they show, in words."""
     figures: dict[str, tuple[Figure, str]] = {}
-    if not store.manifest.is_ledger:
-        curve = scaling({"λ": [entry.lambda_ for entry in store.history]})
+    if not manifest.is_ledger:
+        curve = scaling({"λ": [entry.lambda_ for entry in manifest.history]})
         figures["lambda.png"] = (curve, "The scaling factor λ after each expert, against √t")
-    if store.manifest.step > 1:
-        found = diagnostics.similarity(store)
+    if manifest.step > 1:
         drawn = similarity(found.experts, found.cosines)
         figures["similarity.png"] = (drawn, "Cosine similarity of the experts' task vectors")
     for name, (figure, _) in figures.items():

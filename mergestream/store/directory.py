@@ -116,6 +116,11 @@ class StoreDirectory:
     def method(self) -> Method:
         return self.manifest.make_method()
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The store itself and the models that it was made of: no output goes there."""
+        return str(self.path), self.manifest.base.source, *(entry.source for entry in self.history)
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the store for writing, with the manifest as others have left it, and nothing in the way but a step that

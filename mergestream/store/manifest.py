@@ -14,7 +14,7 @@ from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, nearest
-from mergestream.files import cannot_write, put_text, to_json
+from mergestream.files import cannot_write, put_text, read_json, to_json
 from mergestream.ledger.room import sharing
 from mergestream.methods.scale import inverse, scale_value
 from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, conform, foreign, parse, read_text
@@ -261,6 +261,16 @@ class _Content(TypedDict):
     max_rank: Number | None
     base: dict[str, Any]
     history: list[dict[str, Any]]
+
+
+def is_store(directory: Path) -> bool:
+    """Whether a directory is a store, whole or damaged."""
+    if not (directory / NAME).is_file():
+        return False
+    try:
+        return isinstance(read_json(directory / NAME).get("format"), int)
+    except MergestreamError:
+        return (directory / "steps").is_dir()
 
 
 def _canonical(data: Mapping[str, Any]) -> str:
