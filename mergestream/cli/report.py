@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
 from mergestream.cli.printing import say
@@ -57,4 +58,10 @@ def _render(options: Options, form: str) -> str:
         from mergestream.report.markdown import markdown
 
         return markdown(facts)
-    return json.dumps(facts.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return _json(facts.to_json())
+
+
+def _json(data: dict[str, Any]) -> str:
+    """A line for each fact: hundreds of experts have matrices that nobody reads number by number."""
+    lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in data.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"

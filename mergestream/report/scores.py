@@ -57,6 +57,12 @@ class Scores:
             None if experts is None else entries(experts),
         )
 
+    def latest(self, most: int) -> Scores:
+        """Of the last steps and tasks only, so many of each."""
+        last = slice(-most, None)
+        base, experts = (row and row[last] for row in (self.base, self.experts))
+        return Scores(self.tasks[last], tuple(row[last] for row in self.matrix[last]), self.metric, base, experts)
+
     @property
     def acc(self) -> float | None:
         """ACC: the mean over all tasks after the last step."""

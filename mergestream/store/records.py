@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, open_checkpoint
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.sketch import FORMAT, WIDTH, cosine
+from mergestream.experts.sketch import FORMAT, READABLE, WIDTH, cosines
 from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
 
 if TYPE_CHECKING:
@@ -93,15 +93,14 @@ def verify_record(directory: Path, digest: str) -> None:
 
 def write_sketch(directory: Path, values: Tensor) -> str:
     """Keep a sketch as ``sketch.safetensors``; returns its digest."""
-    layout = {_SKETCH: TensorSpec("F16", (WIDTH,))}
+    layout = {_SKETCH: TensorSpec("F16", tuple(values.shape))}
     with SafetensorsWriter(directory, layout, prefix=_SKETCH, metadata={"sketch": FORMAT}) as writer:
         writer.write(_SKETCH, values)
     return tensor_digest(values)
 
 
 def read_sketch(directory: Path) -> np.ndarray | None:
-    """The sketch of an expert in float32, or None where none was kept."""
-    import numpy as np
+    """The sketch of an expert in float16, as it is kept; None where none was."""
     from safetensors import SafetensorError, safe_open
 
     path = directory / f"{_SKETCH}.safetensors"
@@ -109,15 +108,18 @@ def read_sketch(directory: Path) -> np.ndarray | None:
         return None
     try:
         with safe_open(path, framework="numpy") as file:
-            if (file.metadata() or {}).get("sketch") != FORMAT:
+            if (file.metadata() or {}).get("sketch") not in READABLE:
                 raise MergestreamError(f"{path} is a sketch of another version of mergestream; upgrade mergestream")
             values: np.ndarray = file.get_tensor(_SKETCH)
     except (OSError, SafetensorError) as error:
         raise MergestreamError(f"{path} is damaged: {error}; restore it from a backup") from error
-    return values.astype(np.float32)
+    if values.ndim != 1 or values.dtype != "float16" or WIDTH % max(values.size, 1):
+        raise MergestreamError(f"{path} is damaged: it is no sketch; restore it from a backup")
+    return values
 
 
 def cosines_to(store: Path, history: Sequence[Expert], sketch: Tensor) -> dict[str, float | None]:
     """A task vector's cosine to that of each absorbed expert, by name."""
-    new = sketch.float().numpy()
-    return {entry.name: cosine(new, read_sketch(record_directory(store, entry.number))) for entry in history}
+    new, names = sketch.numpy(), [entry.name for entry in history]
+    found = (cosines([new, read_sketch(record_directory(store, entry.number))])[0][1] for entry in history)
+    return dict(zip(names, found, strict=True))
