@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 
@@ -10,6 +10,11 @@ class MergestreamError(Exception):
     """The input or the store is at fault; the message says what, where, and what to do."""
 
     exit_code: ClassVar[int] = 1
+
+    @property
+    def sentences(self) -> Sequence[str]:
+        """What is printed, each on a line of its own."""
+        return (str(self),)
 
 
 class UsageError(MergestreamError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mergestream.text import SENTENCE, one_line
+
 Advance = Callable[[int], None]
 
 
@@ -36,12 +38,13 @@ class TerminalProgress(Progress):
         from rich import progress
 
         columns = (
-            *(progress.TextColumn("{task.description}"), progress.BarColumn(), progress.DownloadColumn()),
+            *(progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), progress.DownloadColumn()),
             *(progress.TransferSpeedColumn(), progress.TimeRemainingColumn()),
         )
         with progress.Progress(*columns, console=self._console, transient=True) as bars:
-            task = bars.add_task(description, total=total)
+            task = bars.add_task(one_line(description), total=total)
             yield lambda amount: bars.advance(task, amount)
 
     def note(self, message: str) -> None:
-        self._console.print(f"note: {message}", highlight=False, markup=False, soft_wrap=True)
+        line = f"note: {one_line(message, SENTENCE)}"
+        self._console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)

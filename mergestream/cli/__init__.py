@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from mergestream.cli.parser import parse
+from mergestream.cli.printing import print_error
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.interrupts import Terminated, terminated_like_interrupted
 
@@ -33,25 +34,24 @@ def _main(words: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except MergestreamError as error:
-        for sentence in str(error).splitlines():
-            print(f"error: {sentence}", file=sys.stderr)
+        print_error(*error.sentences)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         what, code = ("terminated", TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", INTERRUPTED)
         where = str(interrupt) or _WHERE
-        print(f"error: {what}; {where}", file=sys.stderr)
+        print_error(f"{what}; {where}")
         return code
     except BrokenPipeError:  # nobody reads on; nothing that is still buffered may complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         where = f"{error.filename} cannot be used: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        print_error(f"{where}{error.strerror or error}")
         return MergestreamError.exit_code
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        print("error: out of memory; allow less with --max-memory, or use fewer --workers", file=sys.stderr)
+        print_error("out of memory; allow less with --max-memory, or use fewer --workers")
         return MergestreamError.exit_code
 
 

@@ -16,7 +16,7 @@ from mergestream.cli.options import (
     repeated,
     switch,
 )
-from mergestream.cli.printing import print_json
+from mergestream.cli.printing import print_json, say
 from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Options(WorkingStoreOptions, ComputingOptions, AddingOptions):
 
 
 def run(options: Options) -> int:
-    if options.name and len(options.experts) > 1:
+    if options.name is not None and len(options.experts) > 1:
         raise UsageError("--name is for one expert, and several were given")
     store = options.open_store()
     if options.dry_run:
@@ -97,6 +97,4 @@ def _absorb(store: Store, options: Options) -> None:
 
 def print_step(store: Store, entry: Expert) -> None:
     outcome = f"held {entry.kept:.1%}" if entry.cut else f"kept {entry.kept:.1%}  λ {entry.lambda_:.4g}"
-    print(
-        f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  {outcome}  {entry.seconds:.1f} s", flush=True
-    )
+    say(f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  {outcome}  {entry.seconds:.1f} s")

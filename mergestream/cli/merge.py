@@ -14,6 +14,7 @@ from mergestream.cli.options import (
     at_least,
     command_line,
 )
+from mergestream.cli.printing import say
 
 HELP = "merge experts that are all at hand, in one go"
 EXAMPLES = """
@@ -56,5 +57,5 @@ def run(options: Options) -> int:
         progress=options.make_progress(),
         command=command_line(),
     )
-    print(f"{options.out}: {len(options.experts)} experts merged by {method.name}")
+    say(f"{options.out}: {len(options.experts)} experts merged by {method.name}")
     return 0

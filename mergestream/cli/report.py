@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
+from mergestream.cli.printing import say
 from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def run(options: Options) -> int:
 
     refuse_file(out, *store.sources)
     write_text(out, _render(store, form))
-    print(f"{out}: the report of {options.store}")
+    say(f"{out}: the report of {options.store}")
     return 0
 
 
@@ -62,4 +63,10 @@ def _render(store: Store, form: str) -> str:
         from mergestream.report.markdown import markdown
 
         return markdown(facts)
-    return json.dumps(facts.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return _json(facts.to_json())
+
+
+def _json(data: dict[str, Any]) -> str:
+    """A line for each fact: hundreds of experts have matrices that nobody reads number by number."""
+    lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in data.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.cli.add import print_step
 from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
+from mergestream.cli.printing import print_error, say
 from mergestream.errors import MergestreamError, StoreBusyError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def run(options: Options) -> int:
         raise MergestreamError(f"{directory} is not a directory")
     store = options.open_store()
     watcher = Watcher(store, directory)
-    print(f"watching {directory} for {store.path}; stop with Ctrl-C", flush=True)
+    say(f"watching {directory} for {store.path}; stop with Ctrl-C")
     try:
         while True:
             watcher.look()
@@ -70,7 +70,7 @@ class Watcher:
         except StoreBusyError:
             return  # the next look tries again
         except MergestreamError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print_error(*error.sentences)
         self._tried[path] = signature
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -119,4 +120,4 @@ def _hub_id(base: Checkpoint) -> str | None:
     if config is None or not config.is_file():
         return None
     remembered = str(read_json(config).get("_name_or_path"))
-    return remembered if remembered.count("/") == 1 and not remembered.startswith((".", "/")) else None
+    return remembered if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", remembered, re.ASCII) else None

@@ -21,6 +21,7 @@ from mergestream.store.collisions import entries_reading
 from mergestream.store.manifest import Expert, Manifest, PassedGate
 from mergestream.store.parts import CANDIDATE
 from mergestream.store.snapshot import Snapshot
+from mergestream.text import one_line
 
 QUANTITIES = {
     "kept": "the share of the expert that enters the merged state",
@@ -42,6 +43,10 @@ _GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({NUMBER})\s*")
 
 class GateError(MergestreamError):
     """One or more gates failed; the message has one sentence, on one line, for each."""
+
+    @property
+    def sentences(self) -> Sequence[str]:
+        return str(self).split("\n")
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str
         if not gate.holds(value):
             found = "is not known" if value is None or math.isnan(value) else f"is {value:.4g}"
             what = QUANTITIES[gate.quantity]
-            failed.append(f"{source} was not added: {what} {found}, and the gate asks for {gate}")
+            failed.append(f"{one_line(source)} was not added: {what} {found}, and the gate asks for {gate}")
     if failed:
         raise GateError("\n".join(failed))
     return [{"gate": str(gate), "value": values[gate.quantity]} for gate in gates]

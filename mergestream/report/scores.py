@@ -58,6 +58,12 @@ class Scores:
             None if experts is None else entries(experts),
         )
 
+    def latest(self, most: int) -> Scores:
+        """Of the last steps and tasks only, so many of each."""
+        last = slice(-most, None)
+        base, experts = (row and row[last] for row in (self.base, self.experts))
+        return Scores(self.tasks[last], tuple(row[last] for row in self.matrix[last]), self.metric, base, experts)
+
     @property
     def fault(self) -> str | None:
         """What is wrong with the numbers; None where nothing is."""

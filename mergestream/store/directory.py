@@ -401,6 +401,8 @@ class StoreDirectory:
 
     def _free_name(self, name: str | None, source: str) -> str:
         taken = {entry.name for entry in self.history}
+        if name is not None and not (name.strip() and name.isprintable()):
+            raise UsageError(f"{name!r} cannot be the name of an expert; choose a --name that can be seen and printed")
         if name in taken:
             raise MergestreamError(f"an expert named {name} has been absorbed already; choose another --name")
         return expert_name(source, taken) if name is None else name

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.sketch import FORMAT, WIDTH, cosine
+from mergestream.experts.sketch import FORMAT, READABLE, WIDTH, cosines
 from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
 from mergestream.schema import Count, Magnitude, conform, damaged, foreign, parse, read_text
 from mergestream.store.checked import CheckedTensors
@@ -121,38 +121,38 @@ def verify_record(store: Path, expert: Expert) -> None:
 
 def write_sketch(directory: Path, values: Tensor) -> str:
     """Keep a sketch as ``sketch.safetensors``; returns its digest."""
-    layout = {_SKETCH: TensorSpec("F16", (WIDTH,))}
+    layout = {_SKETCH: TensorSpec("F16", tuple(values.shape))}
     with SafetensorsWriter(directory, layout, prefix=_SKETCH, metadata={"sketch": FORMAT}) as writer:
         writer.write(_SKETCH, values)
     return tensor_digest(values)
 
 
 def read_sketch(store: Path, expert: Expert) -> np.ndarray:
-    """The sketch of an expert in float32."""
+    """The sketch of an expert in float16, as it is kept."""
     path = record_directory(store, expert.number) / f"{_SKETCH}.safetensors"
     return load_sketch(path, read_record(store, expert)["sketch"])
 
 
 def load_sketch(path: Path, digest: str) -> np.ndarray:
-    import numpy as np
     import torch
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as file:
-            if (file.metadata() or {}).get("sketch") != FORMAT:
+            if (file.metadata() or {}).get("sketch") not in READABLE:
                 raise MergestreamError(f"{path} is a sketch of another version of mergestream; upgrade mergestream")
             values: np.ndarray = file.get_tensor(_SKETCH)
     except (OSError, SafetensorError) as error:
         raise damaged(path, str(error)) from error
     if tensor_digest(torch.from_numpy(values)) != digest:
         raise damaged(path, f"the digest of {_SKETCH} does not match")
-    if values.shape != (WIDTH,):
-        raise foreign(path, f"it has the shape {values.shape}")
-    return values.astype(np.float32)
+    if values.ndim != 1 or values.dtype != "float16" or WIDTH % max(values.size, 1):
+        raise foreign(path, "it is no sketch")
+    return values
 
 
 def cosines_to(store: Path, history: Sequence[Expert], sketch: Tensor) -> dict[str, float | None]:
     """A task vector's cosine to that of each absorbed expert, by name."""
-    new = sketch.float().numpy()
-    return {entry.name: cosine(new, read_sketch(store, entry)) for entry in history}
+    new, names = sketch.numpy(), [entry.name for entry in history]
+    found = (cosines([new, read_sketch(store, entry)])[0][1] for entry in history)
+    return dict(zip(names, found, strict=True))
