@@ -24,9 +24,13 @@ class UsageError(MergestreamError):
 
 
 class StoreBusyError(MergestreamError):
-    """Another process is writing to the store."""
+    """Another process is writing to the store, or to the same output."""
 
     exit_code: ClassVar[int] = 3
+
+
+class DamagedError(MergestreamError):
+    """The store or its base is not what it was, whatever is to be done with it."""
 
 
 class MergestreamWarning(UserWarning):

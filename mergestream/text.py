@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections.abc import Iterable
+
 from mergestream.errors import UsageError
 
 CUT = "…"
@@ -30,3 +34,31 @@ def check_utf8(name: str) -> None:
 
 def _spelled(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+
+
+_MARKS = re.compile(r"[\\`*\[\]<>&|~#$]|(?<![^\W_])_|_(?![^\W_])|^(?:\d+[.)]|[-+])(?=\s|$)|:(?=//)|(?<=www)\.")
+"""What means something in Markdown: marks anywhere, an underscore that is not within a word, what begins a list, what
+makes a link of an address"""
+
+
+def markdown_text(text: str, limit: int = 300) -> str:
+    """For a line of Markdown, an item of a list or a cell of a table: marks are referred to by their numbers, which
+    are shown, and obeyed nowhere."""
+    return _MARKS.sub(lambda found: f"{found[0][:-1]}&#{ord(found[0][-1])};", one_line(text, limit))
+
+
+def code(text: str) -> str:
+    """The same as a code span, where its marks allow one."""
+    line = one_line(text)
+    return f"`{line}`" if line.strip() and not {"`", "|"} & set(line) else markdown_text(text)
+
+
+def shell_line(words: Iterable[str]) -> str:
+    """A command line of these words, to be copied to a shell: on one line, whatever the words are."""
+    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{''.join(map(_octal, word))}'" for word in words)
+
+
+def _octal(character: str) -> str:
+    if character.isprintable() and character not in "'\\":
+        return character
+    return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import UsageError
 from mergestream.sizes import parse_size
+from mergestream.text import shell_line
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -253,11 +254,9 @@ class OutputOptions:
     max_shard_size: int = argument(
         "--max-shard-size", type=size, default="5GB", metavar="SIZE", help="size of a file (5GB)"
     )
-    overwrite: bool = switch("--overwrite", "replace an existing directory")
+    overwrite: bool = switch("--overwrite", "replace an earlier export")
 
 
 def command_line() -> str:
     """The command as it was given, for the model card."""
-    import shlex
-
-    return shlex.join(["mergestream", *sys.argv[1:]])
+    return shell_line(["mergestream", *sys.argv[1:]])

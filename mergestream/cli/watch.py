@@ -16,7 +16,7 @@ from mergestream.cli.add import print_step
 from mergestream.cli.log import entry_json
 from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument, switch
 from mergestream.cli.printing import print_error, print_json_line, say
-from mergestream.errors import MergestreamError, StoreBusyError, UsageError
+from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
 from mergestream.text import SENTENCE, check_utf8, one_line
 
 if TYPE_CHECKING:
@@ -267,11 +267,11 @@ class Watcher:
 
 def may_pass(error: BaseException | None) -> bool:
     """Whether something was in the way of an expert, and not the expert itself: no room, no memory, an input or output
-    that failed, the user's command."""
+    that failed, damage to the store, the user's command."""
     from mergestream.commands import CommandError
 
     while error is not None:
-        if isinstance(error, OSError | MemoryError | CommandError):
+        if isinstance(error, OSError | MemoryError | DamagedError | CommandError):
             return True
         if isinstance(error, RuntimeError) and "memory" in str(error):  # as torch says it
             return True

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mergestream.commands import NUMBER, CommandError, check_command, last_number, run_command
 from mergestream.errors import MergestreamError, UsageError
@@ -19,7 +18,7 @@ from mergestream.files import remove
 from mergestream.report.diagnostics import holding
 from mergestream.store.arrival import Candidate
 from mergestream.store.collisions import entries_reading
-from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.manifest import Expert, Manifest, PassedGate
 from mergestream.store.parts import CANDIDATE
 from mergestream.store.snapshot import Snapshot
 from mergestream.text import one_line
@@ -163,7 +162,7 @@ def _check_known(quantity: str, manifest: Manifest) -> None:
         )
 
 
-def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[dict[str, Any]]:
+def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[PassedGate]:
     """What goes into the history: each gate with its value. Raises if one fails."""
     failed = []
     for gate in gates:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.algebra.bounds import FactorBounds
 from mergestream.base.skeleton import Skeleton
@@ -25,7 +25,7 @@ from mergestream.experts.sketch import Sketch
 from mergestream.ledger.method import FEWEST
 from mergestream.merging.step import Discard, Outcome, StateWriter, Step, Totals, no_state, total
 from mergestream.store.factors import block_layout, core_layout
-from mergestream.store.manifest import Expert
+from mergestream.store.manifest import Expert, Options
 from mergestream.store.records import copy_record, cosines_to, record_directory, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepWriter, slot_name
@@ -80,7 +80,7 @@ class Arrival:
         """``measured``: the distance to the base is wanted, even where the method's scale does not need it;
         ``withdrawn``: the model is to be taken out of the state."""
         self.store = store
-        self.options: dict[str, Any] = {"partial": partial, "ignore": list(ignore)}
+        self.options: Options = {"partial": partial, "ignore": list(ignore)}
         self.t = store.manifest.step + 1
         self.number = store.manifest.next_number
         self.outcomes: dict[str, Outcome] = {}
@@ -255,7 +255,7 @@ class Arrival:
             state=writer.finish(self.outcomes),
             record=write_record(record_directory(self.store.path, self.number), self, sketch),
             fates=self.fates,
-            options={**self.options, **self._insisted},
+            options=self._options_needed,
             cut=self.cut,
             notes=self.notes,
             **{key: value for key, value in vars(totals).items() if key != "t"},
@@ -263,13 +263,14 @@ class Arrival:
         return Candidate(self.store, entry, sketch)
 
     @property
-    def _insisted(self) -> dict[str, bool]:
-        """What it would have been refused for, had it not been allowed."""
-        found = {
-            "allow_duplicate": self.duplicate_of is not None or self.totals.norm == 0,
-            "allow_other_base": self.origin.other,
-        }
-        return {option: True for option, needed in found.items() if needed}
+    def _options_needed(self) -> Options:
+        """Those that were given, and what had to be allowed."""
+        options: Options = {**self.options}
+        if self.duplicate_of is not None or self.totals.norm == 0:
+            options["allow_duplicate"] = True
+        if self.origin.other:
+            options["allow_other_base"] = True
+        return options
 
     def finish_withdrawal(self, writer: StepWriter, last: Expert) -> Expert:
         """The last of the experts that stay, with the state without the one that was withdrawn."""

@@ -117,6 +117,11 @@ class StoreDirectory:
     def method(self) -> Method:
         return self.manifest.make_method()
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The store itself and the models that it was made of: no output goes there."""
+        return str(self.path), self.manifest.base.source, *(entry.source for entry in self.history)
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the store for writing, with the manifest as others have left it, and nothing in the way but a step that
@@ -295,7 +300,7 @@ class StoreDirectory:
             )
         if source is None:
             raise UsageError(f"{self.method.name} has only a sum: pass the expert to subtract, with --expert PATH")
-        partial, ignore = removed.options["partial"], removed.options["ignore"]
+        partial, ignore = removed.options.get("partial", False), removed.options.get("ignore", ())
         with Arrival(self, source, partial, ignore, measured=False, withdrawn=True) as arrival:
             with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
@@ -319,13 +324,13 @@ class StoreDirectory:
         for entry in self.history:
             directory = step_directory(self.path, entry.number)
             if entry.state and directory.is_dir():
-                reader = StepReader(self.path, entry.number, entry.state)
+                reader = StepReader(self.path, entry)
                 with closing(reader), self.progress.task(f"verifying {entry.name}", reader.nbytes) as advance:
                     for size in reader.verify():
                         advance(size)
             elif entry in needed:
                 raise MergestreamError(f"{directory} is missing; restore the store from a backup")
-            verify_record(record_directory(self.path, entry.number), entry.record)
+            verify_record(self.path, entry)
 
     def relocate(self, base: str | Path) -> None:
         """Refer to the base at another place, after its digest was checked; only from here, where the store may not be

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from mergestream.digest import text_digest
-from mergestream.errors import MergestreamError
-from mergestream.files import read_json, write_json
+from mergestream.files import write_json
+from mergestream.schema import conform, damaged, parse, read_text
 
 NAME = "watched.json"
+_REMEDY = "restore it from a backup, or remove it to have watch try again what was refused or taken back"
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,11 @@ def recall(store: Path) -> dict[str, LeftAlone]:
     path = store / NAME
     if not path.is_file():
         return {}
-    data = read_json(path)
-    try:
-        if data["digest"] != _digest(data["experts"]):
-            raise ValueError
-        return {source: LeftAlone(**entry) for source, entry in data["experts"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise MergestreamError(
-            f"{path} is damaged; restore it from a backup, or remove it to have watch try again what was refused or "
-            "taken back"
-        ) from None
+    data = parse(read_text(path), path)
+    experts = data.get("experts")
+    if data.get("digest") != _digest(experts):
+        raise damaged(path, "its digest does not match", _REMEDY)
+    return conform(experts, dict[str, LeftAlone], path)
 
 
 def remember(store: Path, experts: Mapping[str, LeftAlone]) -> None:

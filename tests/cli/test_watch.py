@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 from mergestream import Average, MergestreamError, Store
 from mergestream.cli.watch import LONGEST_PAUSE, EventLines, Printed, Watcher, may_pass
 from mergestream.commands import CommandError
-from mergestream.errors import StoreBusyError
+from mergestream.errors import DamagedError, StoreBusyError
 from mergestream.progress import TerminalProgress
 from mergestream.store.lock import writer_lock
 from mergestream.store.watched import NAME
@@ -189,6 +189,7 @@ def wrapped(cause: BaseException) -> MergestreamError:
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
         (wrapped(OSError(errno.ENOSPC, "full")), True),
         (wrapped(CommandError("score.py failed")), True),
+        (DamagedError("the base has changed"), True),
         (wrapped(ValueError("no header")), False),
         (MergestreamError("it is identical to the base"), False),
         (RuntimeError("shapes"), False),
