@@ -172,15 +172,13 @@ class Watcher:
             self._skip(self.directory, error)
             return
         self._told.pop(self.directory, None)
-        absorbed = {entry.source for entry in self.store.history}
+        done = {entry.source for entry in self.store.history}
         for path, source, files in self._complete(found):
             left = self._refused.get(source) or left_alone.get(source)
-            if (
-                source not in absorbed
-                and not (left and left.still(files, self._options))
-                and self._is_due(source, files)
-            ):
+            settled = source in done or (left is not None and left.still(files, self._options))
+            if not settled and self._is_due(source, files):
                 self._add(path, source, files)
+                done.add(source)  # a second link may lead to it
 
     def _complete(self, found: list[Path]) -> Iterator[tuple[Path, str, str]]:
         """What has not changed since the last look: its path, the source that it is absorbed as, its signature."""

@@ -261,6 +261,15 @@ def test_what_add_absorbed_through_a_link_and_undo_took_back_does_not_return(ben
     assert bench.look() == []
 
 
+def test_two_links_to_one_expert_are_one_expert(bench, tmp_path, capsys):
+    expert = tmp_path / "expert"
+    expert.mkdir()
+    save_file(model(1), expert / "model.safetensors")
+    for name in ("one", "two"):
+        (bench.incoming / name).symlink_to(expert)
+    assert len(bench.look()) == 1 and bench.names == ["expert"] and capsys.readouterr().err == ""
+
+
 def test_a_base_that_is_away_is_not_held_against_the_experts(bench, tmp_path, capsys):
     bench.bring("one", 1)
     away = bench.base.rename(tmp_path / "away.safetensors")
