@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from mergestream.errors import MergestreamError
 
 _OTHER_FILES = 512
 """That a process has open: the base's shards, an expert's, libraries"""
+_HERE, _RENAME_EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of <fcntl.h>"""
 BESIDE = ".new"
 """What the name of a file ends in until it is whole"""
 _REMOVED = ".removed"
@@ -133,6 +135,51 @@ def allow_open_files(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
+
+
+@contextlib.contextmanager
+def directories_made(path: Path) -> Iterator[None]:
+    """Make a directory, and those above it; where what follows fails, those that were not there are removed again."""
+    made = [directory for directory in (path, *path.parents) if not directory.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for directory in made:
+            sync_directory(directory.parent)
+        yield
+    except BaseException:
+        for directory in made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+
+
+def exchange(new: Path, old: Path, aside: Path) -> None:
+    """Let two directories change places: at once where the system can, else with ``old`` at ``aside`` in between.
+
+    What fails leaves both where they were. Where this process is killed in between, there is nothing in the place of
+    ``old``, and who comes next can put it back.
+    """
+    if _exchange_at_once(new, old):
+        return
+    old.rename(aside)
+    try:
+        new.rename(old)
+    except BaseException:
+        if not old.exists():
+            aside.rename(old)
+        raise
+    aside.rename(new)
+
+
+def _exchange_at_once(one: Path, other: Path) -> bool:
+    """Linux can, with most file systems. Whatever it has against it: two renames do as well, or say what is wrong."""
+    import ctypes
+
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    return rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def remove(directory: Path) -> None:

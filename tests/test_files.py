@@ -1,11 +1,13 @@
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+import mergestream.files
 from mergestream.errors import MergestreamError
-from mergestream.files import put_text, read_json, remove, write_json, write_text
+from mergestream.files import directories_made, exchange, put_text, read_json, remove, write_json, write_text
 
 
 def full(*_: object) -> None:
@@ -90,3 +92,58 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
     with pytest.raises(MergestreamError, match=r"latin\.json is not valid JSON"):
         read_json(tmp_path / "latin.json")
+
+
+def two_directories(place: Path) -> tuple[Path, Path, Path]:
+    for name in ("new", "old"):
+        (place / name).mkdir()
+        (place / name / name).touch()
+    return place / "new", place / "old", place / "aside"
+
+
+def listing(place: Path) -> list[str]:
+    return sorted(str(path.relative_to(place)) for path in place.rglob("*"))
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_two_directories_change_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool) -> None:
+    if not atomic:
+        monkeypatch.setattr(mergestream.files, "_exchange_at_once", lambda one, other: False)
+    exchange(*two_directories(tmp_path))
+    assert listing(tmp_path) == ["new", "new/old", "old", "old/new"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others need two renames")
+def test_linux_exchanges_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "rename", full)
+    exchange(*two_directories(tmp_path))
+    assert listing(tmp_path) == ["new", "new/old", "old", "old/new"]
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_an_exchange_that_fails_leaves_both_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    original, calls = Path.rename, []
+
+    def rename(*paths: Path) -> None:
+        calls.append(paths)
+        if len(calls) == failing:
+            full()
+        original(*paths)
+
+    new, old, aside = two_directories(tmp_path)
+    monkeypatch.setattr(mergestream.files, "_exchange_at_once", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="No space left"):
+        exchange(new, old, aside)
+    assert listing(tmp_path) == ["new", "new/new", "old", "old/old"]
+
+
+def test_directories_that_were_made_for_nothing_are_removed(tmp_path: Path) -> None:
+    with directories_made(tmp_path / "a" / "b"):
+        assert listing(tmp_path) == ["a", "a/b"]
+    with pytest.raises(KeyboardInterrupt), directories_made(tmp_path / "a" / "c" / "d"):
+        assert listing(tmp_path) == ["a", "a/b", "a/c", "a/c/d"]
+        raise KeyboardInterrupt
+    assert listing(tmp_path) == ["a", "a/b"]

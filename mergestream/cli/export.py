@@ -15,6 +15,7 @@ from mergestream.cli.options import (
     repeated,
     switch,
 )
+from mergestream.cli.printing import say
 from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def run(options: Options) -> int:
     common: dict[str, Any] = {"dtype": options.dtype, "overwrite": options.overwrite, "command": command_line()}
     if options.format == "loras":
         energies = store.export_adapters(options.out, rank=options.rank, **common)
-        print(f"{options.out}: {len(energies)} adapters, {', '.join(energies)}")
+        say(f"{options.out}: {len(energies)} adapters, {', '.join(energies)}")
         return 0
     if options.format == "lora":
         energy = store.export_adapter(options.out, **chosen, rank=options.rank, scale=options.scale, **common)
@@ -90,7 +91,7 @@ def run(options: Options) -> int:
         size = options.max_shard_size
         store.export(options.out, **chosen, scale=options.scale, task=options.task, max_shard_size=size, **common)
         exact = ""
-    print(f"{options.out}: {_what_was_written(store, chosen)}{exact}")
+    say(f"{options.out}: {_what_was_written(store, chosen)}{exact}")
     return 0
 
 

@@ -44,7 +44,7 @@ def _write(store: Path, target: Path, manifest: Manifest, expert: Expert, cut: i
     """The digests of what was written; None where there is nothing to cut."""
     method = manifest.make_method()
     assert isinstance(method, Ledger)
-    with closing(StepReader(store, expert.number, expert.state)) as reader:
+    with closing(StepReader(store, expert)) as reader:
 
         def shorter(name: str) -> dict[str, Tensor]:
             kept = method.directions(tensor_context(manifest.base, name, cut), cut)
