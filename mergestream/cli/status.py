@@ -121,7 +121,7 @@ def _status_json(store: Store) -> dict[str, Any]:
         "n": last.mean_norm if last else None,
         "distance": last.distance if last else 0.0,
         "ledger": _room_json(store) if manifest.is_ledger else None,
-        "experts": [entry.name for entry in manifest.history],
+        "experts": manifest.names,
         "keep": manifest.keep,
         "max_rank": manifest.max_rank,
         "rank": last.rank if last else 0,

@@ -61,7 +61,7 @@ def export_adapters(
     rank: int | None = None,
 ) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter in a directory of its own name."""
-    names = [entry.name for entry in snapshot.manifest.history]
+    names = snapshot.manifest.names
     for name in names:
         if name in (".", "..") or Path(name).name != name:
             raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
