@@ -58,7 +58,7 @@ _WRITING = (("add", "store", "TOYS/expert-3", *QUIET), ("undo", "store"))
 _LIMITS = {
     "RLIMIT_FSIZE": (2_000, 10_000, 50_000, 200_000, 400_000),  # messages are in a file too
     "RLIMIT_AS": (1, 4, 16, 64, 256),
-    "RLIMIT_NOFILE": (4, 8, 12, 16, 32),
+    "RLIMIT_NOFILE": (16, 20, 24, 32),
 }
 
 

@@ -67,7 +67,8 @@ def warm(work: Path) -> None:
         place.mkdir()
         os.chdir(place)
         try:
-            for words in (*scenario.setup, scenario.command, ("verify", "store")):
+            looks = ((word, "store") for word in ("verify", "status", "log", "report"))
+            for words in (*scenario.setup, scenario.command, *looks, ("inspect", "store", "TOYS/expert-9")):
                 in_process(scenario, words, toys)
         finally:
             os.chdir(home)

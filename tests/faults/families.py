@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults import concurrency, disturbed, numerics
+from tests.faults import concurrency, disturbed, numerics, soak
 from tests.faults.cases import Case
 from tests.faults.children import LIMIT
 from tests.faults.scenarios import SCENARIOS, Prepared, make_toys
@@ -43,4 +43,5 @@ FAMILIES = (
     Family("full", "full disks", _over_scenarios(disturbed.full_disks), quick=20),
     Family("numbers", "numbers and shapes at the edge", numerics.cases, quick=40, limit=600),
     Family("others", "races, read-only stores, limits of the system", concurrency.cases, quick=40),
+    Family("soak", "500 adds with undos, removals and kills", soak.cases, quick=0, limit=3600),
 )

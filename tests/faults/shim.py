@@ -271,7 +271,7 @@ class Shim:
         if self._inside or event not in {"open", *_AUDITED}:
             return
         changes = event != "open" or bool((arguments[2] or 0) & _WRITES)
-        if changes and isinstance(arguments[0], str | bytes) and self._is_ours(self._path(arguments[0])):
+        if changes and isinstance(arguments[0], str | bytes | os.PathLike) and self._is_ours(self._path(arguments[0])):
             raise RuntimeError(f"the shim was bypassed: {event} {arguments}")
 
 

@@ -145,6 +145,7 @@ def _publish(results: Sequence[dict[str, Any]], commit: str) -> None:
     _, _, after = rest.partition(END)
     text = f"Commit `{commit}`, {seconds / 3600:.1f} hours of one core.\n\n{table(rows)}"
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", "utf-8")
+    subprocess.run([sys.executable, "-m", "tests.faults.soak"], cwd=ROOT, check=True)  # here pictures are not drawn
 
 
 def _commit() -> str:
