@@ -72,11 +72,11 @@ def warm(work: Path) -> None:
                 in_process(scenario, words, toys)
         finally:
             os.chdir(home)
-        Figure.savefig = _write_picture  # type: ignore[method-assign]
+        Figure.savefig = _write_picture
 
 
 def _write_picture(figure: object, path: Path, **_: object) -> None:
-    with open(path, "w+b") as file:
+    with path.open("w+b") as file:
         for part in range(3):
             file.write(bytes([part]) * 8192)
 

@@ -74,7 +74,9 @@ def _session(method: str, base: Tensor, experts: list[Tensor], place: Path) -> s
     ordinary = torch.linspace(-1, 1, 64).reshape(8, 8)
     models = {"base": (base, 0.0)} | {f"expert-{i}": (x, 0.01 * i) for i, x in enumerate(experts, 1)}
     for name, (tensor, change) in models.items():
-        save_file({NAME: tensor.contiguous(), "layers.0.up.weight": ordinary * (1 + change)}, place / f"{name}.safetensors")
+        save_file(
+            {NAME: tensor.contiguous(), "layers.0.up.weight": ordinary * (1 + change)}, place / f"{name}.safetensors"
+        )
     return _absorbed_and_exported(method, [f"{name}.safetensors" for name in models], place)
 
 

@@ -153,7 +153,7 @@ class Disk:
         return self._done((place, target), act, True)
 
     def _done(self, touches: tuple[Node, ...], apply: Callable[[dict[Node, Node]], object], of_names: bool) -> Change:
-        change = Change(touches, apply, of_names)  # type: ignore[arg-type]
+        change = Change(touches, apply, of_names)
         change.apply({node: node for node in self.nodes})
         return change
 

@@ -1,4 +1,4 @@
-"""Sessions that are disturbed: what is there before, the command, what comes after it, and what all of it amounts to."""
+"""Sessions that are disturbed: what is there before, the command, what comes after it, and what it amounts to."""
 
 from __future__ import annotations
 

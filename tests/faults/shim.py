@@ -1,7 +1,7 @@
 """A disk that fails on request: every call of this process that reads or changes a file below one directory goes
 through here, is counted and noted, and one of them fails, is cut short, or is the last that the process makes.
 
-It is Python's own: ``os`` is patched, and ``open`` is the one of ``_pyio``, which is written in Python on top of ``os``.
+It is Python's own: ``os`` is patched, and ``open`` is the one of ``_pyio``, written in Python on top of ``os``.
 An audit hook makes sure that nothing is changed behind its back. It is meant for a forked child: nothing takes it off.
 """
 
@@ -127,9 +127,9 @@ class Shim:
             self._originals[name] = os.fstat if KINDS.get(name) == "fsync" else getattr(os, name)
             setattr(os, name, special.get(name) or self._patched(name))
         self._originals["mmap"] = mmap.mmap
-        mmap.mmap = self._mmap  # type: ignore[misc, assignment]
-        io.open = builtins.open = _pyio.open  # type: ignore[assignment]
-        shutil._USE_CP_SENDFILE = False  # type: ignore[attr-defined]
+        mmap.mmap = self._mmap
+        io.open = builtins.open = _pyio.open
+        shutil._USE_CP_SENDFILE = False
         sys.addaudithook(self._refuse_bypass)
 
     # --- the calls ------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class Shim:
 
     def _path(self, path: Any, directory: int | None = None) -> str:
         place = self._files.get(directory, "") if directory is not None else ""
-        return os.path.abspath(os.path.join(place, os.fsdecode(path)))
+        return os.path.normpath(Path.cwd() / place / os.fsdecode(path))  # links are not followed
 
     @contextmanager
     def _own(self) -> Iterator[None]:
@@ -286,6 +286,6 @@ def taken(root: Path) -> int:
     sizes = {}
     for directory, _, names in os.walk(root):
         for name in names:
-            found = os.lstat(os.path.join(directory, name))
+            found = os.lstat(f"{directory}/{name}")
             sizes[found.st_ino] = found.st_size
     return sum(sizes.values())

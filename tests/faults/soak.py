@@ -91,7 +91,9 @@ def _differs_from_undisturbed(method: str, place: Path, history: list[str]) -> s
     (place / "store").rename(place / "soaked")
     _run(place, "init", "store", "--base", "base", "--method", method, "--heads", "classifier*")
     _run(place, "add", "store", *(_make_expert(place, int(name.partition("-")[2])) for name in history), *QUIET)
-    states = [json.loads((place / name / "manifest.json").read_text())["history"][-1]["state"] for name in ("store", "soaked")]
+    states = [
+        json.loads((place / name / "manifest.json").read_text())["history"][-1]["state"] for name in ("store", "soaked")
+    ]
     return None if states[0] == states[1] else "the state is not that of the experts which stayed"
 
 

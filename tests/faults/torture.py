@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _sample(cases: Sequence[Case], count: int) -> list[Case]:
         return list(cases)
     dice = random.Random(count)
     edges = [len(cases) * number // count for number in range(count + 1)]
-    return [cases[dice.randrange(low, high)] for low, high in zip(edges, edges[1:], strict=False)]
+    return [cases[dice.randrange(low, high)] for low, high in pairwise(edges)]
 
 
 def _work(home: Path, cases: Sequence[tuple[Family, Case]], log: Path) -> None:
@@ -93,7 +94,7 @@ def _work(home: Path, cases: Sequence[tuple[Family, Case]], log: Path) -> None:
         shutil.rmtree(home, ignore_errors=True)
         place.mkdir(parents=True)
         started = time.monotonic()
-        outcome = children.run(lambda case=case: case.run(place), place, family.limit)  # type: ignore[misc]
+        outcome = children.run(lambda case=case: case.run(place), place, family.limit)
         wrong = outcome.result if outcome.code == 0 else outcome.err.strip()[-2000:] or f"it ended with {outcome.code}"
         line = {"family": family.name, "case": case.name, "wrong": wrong, "seconds": time.monotonic() - started}
         with log.open("a", encoding="utf-8") as file:
