@@ -37,7 +37,7 @@ def prepare(scenario: Scenario, toys: Path, work: Path) -> Prepared:
         _done(children.run(scenario.run(words, toys), place), words)
     shutil.copytree(place, start)
     before = state(place)
-    shim = Shim(place, toys, room=sys.maxsize)
+    shim = Shim(place, toys, room=sys.maxsize, exchanges=scenario.exchanges)
 
     def watched() -> tuple:
         shim.install()
@@ -161,7 +161,7 @@ def failing_calls(prepared: Sequence[Prepared]) -> Iterator[Case]:
 
 def _with_fault(prepared: Prepared, fault: Fault, place: Path) -> str | None:
     shutil.copytree(prepared.start, place, dirs_exist_ok=True)
-    outcome = children.run(_command(prepared, Shim(place, prepared.toys, fault)), place)
+    outcome = children.run(_command(prepared, _shim(prepared, place, fault=fault)), place)
     if outcome.was_killed != (fault.way in {"kill", "torn"}):
         return f"{fault} was not reached, or killed nothing"
     return examine(prepared, place, outcome)
@@ -186,6 +186,10 @@ def _with_signal(prepared: Prepared, sent: signal.Signals, seed: int, place: Pat
     child.ended(random.Random(seed).expovariate(10))
     os.kill(child.process, sent)
     return examine(prepared, place, child.wait())
+
+
+def _shim(prepared: Prepared, place: Path, fault: Fault | None = None, room: int | None = None) -> Shim:
+    return Shim(place, prepared.toys, fault, room, prepared.scenario.exchanges)
 
 
 def _command(prepared: Prepared, shim: Shim, words: Words | None = None) -> Callable[[], int]:
@@ -227,11 +231,11 @@ def full_disks(prepared: Sequence[Prepared], sizes: int = 30) -> Iterator[Case]:
 
 def _with_room(prepared: Prepared, room: int, place: Path) -> str | None:
     shutil.copytree(prepared.start, place, dirs_exist_ok=True)
-    outcome = children.run(_command(prepared, Shim(place, prepared.toys, room=room)), place)
+    outcome = children.run(_command(prepared, _shim(prepared, place, room=room)), place)
     if outcome.code and taken(place) > taken(prepared.start) + LOCK:
         return f"{taken(place) - taken(prepared.start)} bytes stay on the full disk: {outcome.err.strip()}"
     if outcome.code and prepared.scenario.name.startswith("add"):
         enough = room + LOCK + 2 * (place / "store" / "manifest.json").stat().st_size  # nothing is replaced in place
-        back = children.run(_command(prepared, Shim(place, prepared.toys, room=enough), ("undo", "store")), place)
+        back = children.run(_command(prepared, _shim(prepared, place, room=enough), ("undo", "store")), place)
         return back.fault or (f"undo on the full disk: {back.err.strip()}" if back.code else None)
     return examine(prepared, place, outcome)

@@ -71,6 +71,8 @@ class Scenario:
     setup: Sequence[Words]
     command: Words
     following: Words
+    exchanges: bool = True
+    """Whether the system lets two names change places"""
 
     def run(self, words: Words, toys: Path) -> Callable[[], int]:
         """One of its commands, to be run in a child."""
@@ -124,6 +126,13 @@ SCENARIOS = {
             [_init("opcm"), _add("expert-1"), _export, _add("expert-2")],
             (*_export, *_replace),
             (*_export, *_replace, "--scale", "0.5"),
+        ),
+        Scenario(
+            "export over another by two renames",
+            [_init("opcm"), _add("expert-1"), _export, _add("expert-2")],
+            (*_export, *_replace),
+            (*_export, *_replace, "--scale", "0.5"),
+            exchanges=False,
         ),
         Scenario(
             "export a ledger over another",

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mergestream.files
+
 KINDS = {
     "open": "open",
     "write": "write",
@@ -56,11 +58,11 @@ WAYS = {
     "mkdir": ("EIO", "ENOSPC", "kill", "full"),
     "truncate": ("EIO", "ENOSPC", "kill", "full"),
     "allocate": ("EIO", "ENOSPC", "EOPNOTSUPP", "kill", "full"),
-    "exchange": ("EIO", "ENOSYS", "kill"),
+    "exchange": ("cannot", "kill"),
     "read": ("EIO",),
 }
 """How a call of each kind can fail. ``torn`` is a kill after half of a write, ``short`` a write that takes half of its
-bytes and says so; ``full`` is a disk that is full from there on, for as long as the process lives."""
+bytes and says so; ``cannot`` is a system without such a call; ``full`` is a disk that is full from there on, for as long as the process lives."""
 SIGNALS = ("SIGINT", "SIGTERM")
 """A fault can also be a signal that arrives with a call, which is done"""
 
@@ -104,6 +106,8 @@ class Shim:
     fault: Fault | None = None
     room: int | None = None
     """How many bytes all files below the root may take together"""
+    exchanges: bool = True
+    """Whether the system lets two names change places"""
     calls: list[Call] = field(default_factory=list)
     """The changes that have succeeded, and which files were opened, in order"""
     counted: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
@@ -128,6 +132,8 @@ class Shim:
             setattr(os, name, special.get(name) or self._patched(name))
         self._originals["mmap"] = mmap.mmap
         mmap.mmap = self._mmap
+        self._originals["exchange"] = mergestream.files._exchange_at_once
+        mergestream.files._exchange_at_once = self._exchange
         io.open = builtins.open = _pyio.open
         shutil._USE_CP_SENDFILE = False
         sys.addaudithook(self._refuse_bypass)
@@ -191,6 +197,11 @@ class Shim:
 
         return self._do("mmap", (descriptor,), act) if descriptor in self._files else act()
 
+    def _exchange(self, one: Path, other: Path) -> bool:
+        """Two names that change places, for which ``os`` has no call."""
+        names = self._path(one), self._path(other)
+        return self.exchanges and bool(self._do("exchange", names, lambda: self._originals["exchange"](one, other)))
+
     def _close(self, descriptor: int) -> None:
         self._files.pop(descriptor, None)
         self._originals["close"](descriptor)
@@ -214,7 +225,7 @@ class Shim:
                 raise _error("ENOSPC", call)
             else:
                 result = act()
-        if not reads or name == "open":
+        if (not reads or name == "open") and result is not False:
             self.calls.append(call)
         return result
 
@@ -222,6 +233,8 @@ class Shim:
         if way in SIGNALS:
             os.kill(os.getpid(), getattr(signal, way))
             return act()
+        if way == "cannot":
+            return False
         if way == "short" and half:
             return half()
         if way == "torn" and half:
