@@ -62,7 +62,8 @@ WAYS = {
     "read": ("EIO",),
 }
 """How a call of each kind can fail. ``torn`` is a kill after half of a write, ``short`` a write that takes half of its
-bytes and says so; ``cannot`` is a system without such a call; ``full`` is a disk that is full from there on, for as long as the process lives."""
+bytes and says so; ``cannot`` is a system without such a call; ``full`` is a disk that is full from there on, for as
+long as the process lives."""
 SIGNALS = ("SIGINT", "SIGTERM")
 """A fault can also be a signal that arrives with a call, which is done"""
 

@@ -81,8 +81,8 @@ def run(work: Path, families: Sequence[Family], log: Path, options: argparse.Nam
 
 def _sample(cases: Sequence[Case], count: int) -> list[Case]:
     """The same few every time; all kinds of them, as they are in order and the sample is spread over them."""
-    if len(cases) <= count:
-        return list(cases)
+    if len(cases) <= count or not count:
+        return list(cases[:count])
     dice = random.Random(count)
     edges = [len(cases) * number // count for number in range(count + 1)]
     return [cases[dice.randrange(low, high)] for low, high in pairwise(edges)]
