@@ -228,6 +228,7 @@ def read_only(start: Path, toys: Path, words: Sequence[str], works: bool, place:
 def limited(start: Path, toys: Path, words: Sequence[str], limit: str, amount: int, place: Path) -> str | None:
     """It is done, or it says in one sentence what it lacks; then it works without the limit."""
     shutil.copytree(start, place / "store")
+    (place / "out").mkdir()
 
     def act() -> int:
         kind = getattr(resource, limit)

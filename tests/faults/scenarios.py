@@ -60,6 +60,8 @@ def make_toys(place: Path) -> Path:
         )
     shutil.copytree(place / "base", place / "moved-base")
     shutil.copytree(place / "expert-2", place / "incoming" / "expert-2")
+    for path in place.rglob("*.safetensors"):
+        path.chmod(0o644)  # safetensors leaves them to their owner
     return place
 
 
@@ -83,7 +85,7 @@ class Scenario:
 
 
 def _init(method: str, *options: str) -> Words:
-    return ("init", "store", "--base", "TOYS/base", "--method", method, "--heads", "classifier*", *options)
+    return ("init", "store", "--base", "TOYS/base", "--method", method, "--heads", "classifier*", *options, *QUIET)
 
 
 def _add(*experts: str) -> Words:
@@ -117,7 +119,7 @@ SCENARIOS = {
         Scenario(
             "subtract",
             [_init("average"), _add(*_experts(1, 3))],
-            ("remove", "store", "expert-2", "--expert", "TOYS/expert-2"),
+            ("remove", "store", "expert-2", "--expert", "TOYS/expert-2", *QUIET),
             _add("expert-4"),
         ),
         Scenario("export", [_init("opcm"), _add(*_experts(1, 2))], _export, (*_export, *_replace)),
@@ -157,7 +159,7 @@ SCENARIOS = {
         Scenario("attach scores", [_init("opcm"), _add("expert-1")], ("attach", "0.5"), ("attach", "0.75")),
         Scenario(
             "move the base", [_init("opcm"), _add("expert-1")],
-            ("verify", "store", "--base", "TOYS/moved-base"), _add("expert-2"),
+            ("verify", "store", "--base", "TOYS/moved-base", *QUIET), _add("expert-2"),
         ),
     )
 }  # fmt: skip

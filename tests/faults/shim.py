@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -214,6 +215,8 @@ class Shim:
     ) -> Any:
         if self._inside:
             return act()
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("the order of calls is that of one thread: run commands with --workers 1")
         call = Call(name, arguments)
         reads = call.kind == "read"
         self.counted[reads] += 1
