@@ -234,7 +234,7 @@ def limited(start: Path, toys: Path, words: Sequence[str], limit: str, amount: i
         kind = getattr(resource, limit)
         bound = amount
         if limit == "RLIMIT_AS":
-            bound = amount * MEGABYTE + _mapped()
+            bound = amount * MEGABYTE + mapped()
         resource.setrlimit(kind, (bound, bound))
         return _filled(words, toys, place / "out")()
 
@@ -249,6 +249,6 @@ def limited(start: Path, toys: Path, words: Sequence[str], limit: str, amount: i
     return again.fault or (again.err.strip() if again.code else None) or _nothing_left(place, toys)
 
 
-def _mapped() -> int:
+def mapped() -> int:
     """Bytes of address space that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
