@@ -2,8 +2,9 @@
 
     python -m benchmarks.ledger_results docs/results/ledger
 
-Reads DIR/SUITE-TASKS/results.json (ACC, the worst task, what it takes) and DIR/SUITE-TASKS/forgetting/results.json
-(BWT, retention), as far as they are there, and writes DIR/tables.md and DIR/accuracy-over-models.png.
+Reads, as far as they are there, DIR/SUITE-TASKS/results.json (ACC, the worst task, costs), orders-N/results.json
+beside it (the same of methods that were run in N orders only) and forgetting/results.json (BWT, retention); writes
+DIR/tables.md and DIR/accuracy-over-models.png.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergestream.evaluation.results import Results, Run
@@ -74,14 +75,23 @@ def find(directory: Path) -> list[Proof]:
         suite, _, tasks = path.parent.name.rpartition("-")
         beside = path.parent / "forgetting"
         forgetting = Results.load(beside) if (beside / "results.json").is_file() else None
-        found.append(Proof(suite, int(tasks), Results.load(path.parent), forgetting))
+        found.append(Proof(suite, int(tasks), _joined(path.parent), forgetting))
     return sorted(found, key=lambda proof: (SUITES.index(proof.suite), proof.tasks))
 
 
+def _joined(directory: Path) -> Results:
+    results = Results.load(directory)
+    for beside in sorted(directory.glob("orders-*/results.json")):
+        fewer = Results.load(beside.parent)
+        results = replace(results, runs=results.runs + [run for run in fewer.runs if run.method not in results.methods])
+    return results
+
+
 def percent(spread: Spread | None) -> str:
+    """In percent; where it is a mean over orders, with their standard deviation and number."""
     if spread is None:
         return "–"
-    return f"{100 * spread.mean:.1f}" + (f"±{100 * spread.std:.1f}" if spread.std is not None else "")
+    return f"{100 * spread.mean:.1f}" + (f"±{100 * spread.std:.1f} ({spread.count})" if spread.std is not None else "")
 
 
 def accuracy(run: Run) -> float | None:

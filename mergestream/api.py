@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial as bind
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.experts.opening import ExpertSource
+from mergestream.progress import Progress
 from mergestream.store.directory import StoreDirectory
-from mergestream.store.manifest import Expert
-from mergestream.store.records import tensor_records
+from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.records import TensorRecord, tensor_records
 
 if TYPE_CHECKING:
+    from mergestream.export.directory import Output
+    from mergestream.export.model import Illustrate
     from mergestream.export.peft import Energy
     from mergestream.report.diagnostics import Similarity, Survival
     from mergestream.report.scores import Scores
+    from mergestream.store.snapshot import Snapshot
 
 
 class Store(StoreDirectory):
@@ -35,20 +40,30 @@ class Store(StoreDirectory):
         partial: bool = False,
         ignore: Sequence[str] = (),
         allow_duplicate: bool = False,
+        allow_other_base: bool = False,
         gates: Sequence[str] = (),
         evaluate: str | None = None,
     ) -> Expert:
         """Absorb a model as one durable step; if it fails or is interrupted, the store is as before.
 
-        The same call resumes one that was interrupted. ``gates`` are conditions such as ``kept>=0.6``;
+        The same call resumes one that was interrupted. A model that was absorbed already, or that was not made from the
+        base, is refused unless it is allowed. ``gates`` are conditions such as ``kept>=0.6``;
         ``evaluate`` is a command that is run on the merged model before it counts, with ``{model}`` for its
         directory, and the last number that it prints is ``score``.
         """
         from mergestream.report.gates import Gatekeeper
 
         gatekeeper = Gatekeeper.of(gates, evaluate, self.manifest)
-        measure, review = gatekeeper.asks_for("distance"), gatekeeper.review
-        return self.absorb(expert, name, partial, ignore, allow_duplicate, measure_distance=measure, review=review)
+        return self.absorb(
+            expert,
+            name,
+            partial,
+            ignore,
+            allow_duplicate,
+            allow_other_base,
+            measure_distance=gatekeeper.asks_for("distance"),
+            review=gatekeeper.review,
+        )
 
     def export(
         self,
@@ -69,21 +84,20 @@ class Store(StoreDirectory):
     ) -> Path:
         """Write the merged model as a Hugging Face directory.
 
-        ``readout`` says how experts become one model: of a ledger ``agree`` (the default), ``tsv``, ``iso``, ``sum`` or
-        ``expert:NAME``, of the others ``plain`` or ``iso``. Of a ledger the experts can be chosen (``only``,
-        ``without``), weighted (``weights``, by name) and balanced (``balance``). ``scale`` is the readout's own by
-        default, else a number, or ``adaptive``, ``sqrt`` or ``mean`` where it adds up; ``dtype`` is the
-        base's by default, ``task`` names the expert whose head to put in place of the base's, ``command`` goes into
-        the model card, and ``pictures`` beside it.
+        ``readout`` says how experts become one model: of a ledger ``agree`` (the default), ``tempered`` (the default
+        where an adapter is merged), ``tsv``, ``iso``, ``sum`` or ``expert:NAME``, of the others ``plain`` or ``iso``.
+        Of a ledger the experts can be chosen (``only``, ``without``), weighted (``weights``, by name) and balanced
+        (``balance``). ``scale`` is the readout's own by default, else a number, or ``adaptive``, ``sqrt`` or ``mean``
+        where it adds up; ``dtype`` is the base's by default, ``task`` names the expert whose head to put in place of
+        the base's, ``command`` goes into the model card, and ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
         from mergestream.export.model import export_model
         from mergestream.ledger.selection import Selection
 
-        output = Output(Path(out), dtype, max_shard_size, overwrite)
+        output = Output(Path(out), dtype, max_shard_size, overwrite, command)
         selection = Selection(readout, only, without, weights or {}, balance)
-        draw = bind(draw_pictures, self) if pictures else None
-        with self.snapshot() as snapshot:
+        with self._exporting(output, pictures) as (snapshot, draw):
             export_model(
                 snapshot,
                 output,
@@ -92,7 +106,6 @@ class Store(StoreDirectory):
                 selection=selection,
                 scale=scale,
                 task=task,
-                command=command,
                 illustrate=draw,
             )
         return output.path
@@ -118,9 +131,9 @@ class Store(StoreDirectory):
         from mergestream.export.directory import Output
         from mergestream.ledger.selection import Selection
 
-        output, draw = Output(Path(out), dtype, overwrite=overwrite), bind(draw_pictures, self)
+        output = Output(Path(out), dtype, overwrite=overwrite, command=command)
         selection = Selection(readout, only, without, weights or {}, balance)
-        with self.snapshot() as snapshot:
+        with self._exporting(output) as (snapshot, draw):
             return export_adapter(
                 snapshot,
                 output,
@@ -129,7 +142,6 @@ class Store(StoreDirectory):
                 selection=selection,
                 rank=rank,
                 scale=scale,
-                command=command,
                 illustrate=draw,
             )
 
@@ -146,22 +158,42 @@ class Store(StoreDirectory):
         from mergestream.export.adapter import export_adapters
         from mergestream.export.directory import Output
 
-        output = Output(Path(out), dtype, overwrite=overwrite)
-        with self.snapshot() as snapshot:
-            return export_adapters(snapshot, output, self.engine, self.progress, rank=rank, command=command)
+        output = Output(Path(out), dtype, overwrite=overwrite, command=command)
+        with self._exporting(output, pictures=False) as (snapshot, _):
+            return export_adapters(snapshot, output, self.engine, self.progress, rank=rank)
+
+    @contextmanager
+    def _exporting(self, output: Output, pictures: bool = True) -> Iterator[tuple[Snapshot, Illustrate | None]]:
+        """What is to be written, and what draws the pictures of the same step for its card."""
+        while True:
+            found = self.similarity() if pictures else None
+            seen = self.manifest
+            with self.snapshot() as snapshot:
+                if found is None or snapshot.manifest == seen:  # else a writer has been faster
+                    output.keep_off(*self.sources)
+                    yield snapshot, bind(draw_pictures, self.progress, seen, found) if found else None
+                    return
 
     def similarity(self) -> Similarity:
         """Cosines of all task vectors, from their sketches."""
         from mergestream.report.diagnostics import similarity
 
-        return similarity(self)
+        return self.retried(lambda: similarity(self))
 
     def survival(self) -> Survival:
         """How much of each expert entered the state, and how many directions were protected, per tensor; of a ledger,
         how much of each its entry holds now."""
         from mergestream.report.diagnostics import survival
 
-        return survival(self)
+        return self.retried(lambda: survival(self))
+
+    def verify(self) -> None:
+        """Recompute every digest: the base's, the kept steps', the records' and the scores'; raises at the first
+        fault."""
+        from mergestream.report.scores import attached
+
+        super().verify()
+        attached(self)
 
     @property
     def scores(self) -> Scores | None:
@@ -191,16 +223,16 @@ class Store(StoreDirectory):
             attach(self, scores)
         return scores
 
-    def tensor_records(self, number: int) -> dict[str, dict[str, Any]]:
+    def tensor_records(self, number: int) -> dict[str, TensorRecord]:
         """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
-        return tensor_records(self.path, self.history[number - 1].number)
+        return tensor_records(self.path, self.history[number - 1], self.manifest.base.merged)
 
 
-def draw_pictures(store: Store, directory: Path) -> dict[str, str]:
+def draw_pictures(progress: Progress, manifest: Manifest, found: Similarity, directory: Path) -> dict[str, str]:
     """The model card's pictures: files and what they show; none, and a note, where matplotlib is not installed."""
     try:
         from mergestream.report.pictures import write_pictures
     except ImportError:
-        store.progress.note("the model card has no pictures: they need matplotlib; pip install 'mergestream[report]'")
+        progress.note("the model card has no pictures: they need matplotlib; pip install 'mergestream[report]'")
         return {}
-    return write_pictures(directory, store)
+    return write_pictures(directory, manifest, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 
@@ -10,6 +10,11 @@ class MergestreamError(Exception):
     """The input or the store is at fault; the message says what, where, and what to do."""
 
     exit_code: ClassVar[int] = 1
+
+    @property
+    def sentences(self) -> Sequence[str]:
+        """What is printed, each on a line of its own."""
+        return (str(self),)
 
 
 class UsageError(MergestreamError):
@@ -19,9 +24,17 @@ class UsageError(MergestreamError):
 
 
 class StoreBusyError(MergestreamError):
-    """Another process is writing to the store."""
+    """Another process is writing to the store, or to the same output."""
 
     exit_code: ClassVar[int] = 3
+
+
+class DamagedError(MergestreamError):
+    """The store or its base is not what it was, whatever is to be done with it."""
+
+
+class MergestreamWarning(UserWarning):
+    """Something that a user should know, and that is no error: a note, where Python has no display for it."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,18 @@ from mergestream.errors import MergestreamError
 
 _OTHER_FILES = 512
 """That a process has open: the base's shards, an expert's, libraries"""
+_HERE, _RENAME_EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of <fcntl.h>"""
 BESIDE = ".new"
 """What the name of a file ends in until it is whole"""
+_REMOVED = ".removed"
+"""What the name of a directory ends in while it is being removed"""
+_MAKE_ROOM = "; make room and run it again"
+_REMEDIES = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EFBIG: "; the file system or a limit of the process (ulimit -f) allows no file of that size",
+}
 
 
 def sync_file(path: Path) -> None:
@@ -23,6 +34,9 @@ def sync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)
 
@@ -30,19 +44,49 @@ def sync_file(path: Path) -> None:
 sync_directory = sync_file
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file at once: written beside, flushed to the disk, renamed. What goes wrong is an OSError."""
+def put_text(path: Path, text: str, *, new: bool = False) -> None:
+    """Replace a file at once: written beside, flushed to the disk, renamed. What goes wrong is an OSError, and nothing
+    has changed then. One that is to be ``new`` replaces none: FileExistsError."""
     beside = path.with_name(path.name + BESIDE)
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        beside.unlink(missing_ok=True)  # what a kill has left, or a link that somebody has laid
+        with beside.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
-        sync_directory(path.parent)
+        (_rename_to_new if new else _rename)(beside, path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise
+
+
+def _rename(old: Path, new: Path) -> None:
+    try:
+        old.replace(new)
+    except OSError:
+        if old.exists():  # else it is done, whatever a file system on the network says
+            raise
+
+
+def _rename_to_new(old: Path, new: Path) -> None:
+    try:
+        os.link(old, new)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if new.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new)) from None
+        old.rename(new)
+    else:
+        with contextlib.suppress(OSError):  # it is done
+            old.unlink()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file at once, and bring its name to the disk too. What goes wrong is an OSError."""
+    put_text(path, text)
+    sync_directory(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -50,11 +94,21 @@ def write_text(path: Path, text: str) -> None:
     try:
         replace_text(path, text)
     except OSError as error:
-        raise MergestreamError(f"{path} cannot be written: {error.strerror}") from error
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> MergestreamError:
+    """What is told to the user of a file that could not be written."""
+    return MergestreamError(f"{path} cannot be written: {error.strerror}{_REMEDIES.get(error.errno or 0, '')}")
+
+
+def to_json(data: Any) -> str:
+    """The text of a file."""
+    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_json(path: Path, data: Any) -> None:
-    write_text(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, to_json(data))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -83,19 +137,65 @@ def allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
 
 
+@contextlib.contextmanager
+def directories_made(path: Path) -> Iterator[None]:
+    """Make a directory, and those above it; where what follows fails, those that were not there are removed again."""
+    made = [directory for directory in (path, *path.parents) if not directory.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for directory in made:
+            sync_directory(directory.parent)
+        yield
+    except BaseException:
+        for directory in made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+
+
+def exchange(new: Path, old: Path, aside: Path) -> None:
+    """Let two directories change places: at once where the system can, else with ``old`` at ``aside`` in between.
+
+    What fails leaves both where they were. Where this process is killed in between, there is nothing in the place of
+    ``old``, and who comes next can put it back.
+    """
+    if _exchange_at_once(new, old):
+        return
+    old.rename(aside)
+    try:
+        new.rename(old)
+    except BaseException:
+        if not old.exists():
+            aside.rename(old)
+        raise
+    aside.rename(new)
+
+
+def _exchange_at_once(one: Path, other: Path) -> bool:
+    """Linux can, with most file systems. Whatever it has against it: two renames do as well, or say what is wrong."""
+    import ctypes
+
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    return rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0
+
+
 def remove(directory: Path) -> None:
     """Remove a directory that nothing refers to any more; renamed first, so that nobody ever finds half of it."""
-    doomed = directory.with_name(f".{directory.name}.removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
+    doomed = directory.with_name(f".{directory.name}{_REMOVED}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    if directory.exists():
         directory.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        shutil.rmtree(doomed)
 
 
 def remove_all_but(parent: Path, kept: Collection[str]) -> None:
     """Remove the directories in ``parent`` that are not to be kept, and what a killed removal has left."""
     for directory in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if directory.name.endswith(".removed"):
-            shutil.rmtree(directory, ignore_errors=True)
+        if directory.name.endswith(_REMOVED):
+            shutil.rmtree(directory)
         elif directory.name.isdigit() and directory.name not in kept:
             remove(directory)

@@ -1,11 +1,13 @@
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+import mergestream.files
 from mergestream.errors import MergestreamError
-from mergestream.files import read_json, write_json, write_text
+from mergestream.files import directories_made, exchange, put_text, read_json, remove, write_json, write_text
 
 
 def full(*_: object) -> None:
@@ -20,6 +22,52 @@ def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: p
     with pytest.raises(MergestreamError, match=r"file\.json cannot be written: No space left on device"):
         write_text(path, "half of ")
     assert read_json(path) == {"λ": 1} and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "make room"), (errno.EDQUOT, "make room"), (errno.EFBIG, "ulimit -f"), (errno.EIO, "")],
+)
+def test_only_a_full_disk_wants_room(number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(MergestreamError, match=rf"cannot be written: {os.strerror(number)}") as caught:
+        write_text(tmp_path / "file", "text")
+    assert remedy in str(caught.value) and ("make room" in str(caught.value)) == (remedy == "make room")
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    for link in ("file", "file.new"):
+        (tmp_path / link).symlink_to(tmp_path / "victim")
+    write_text(tmp_path / "file", "text")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert (tmp_path / "file").read_text() == "text" and not (tmp_path / "file").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "victim"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_new_file_replaces_none(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", unsupported)
+    path = tmp_path / "file"
+    put_text(path, "first", new=True)
+    with pytest.raises(FileExistsError):
+        put_text(path, "second", new=True)
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_left_of_a_removal_is_removed_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / "0001" / "inner").mkdir(parents=True)
+    (tmp_path / ".0001.removed" / "inner").mkdir(parents=True)
+    remove(tmp_path / "0001")
+    remove(tmp_path / "0001")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", ["{", "", "\x00", "[" * 100_000])
@@ -44,3 +92,58 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
     with pytest.raises(MergestreamError, match=r"latin\.json is not valid JSON"):
         read_json(tmp_path / "latin.json")
+
+
+def two_directories(place: Path) -> tuple[Path, Path, Path]:
+    for name in ("new", "old"):
+        (place / name).mkdir()
+        (place / name / name).touch()
+    return place / "new", place / "old", place / "aside"
+
+
+def listing(place: Path) -> list[str]:
+    return sorted(str(path.relative_to(place)) for path in place.rglob("*"))
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_two_directories_change_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool) -> None:
+    if not atomic:
+        monkeypatch.setattr(mergestream.files, "_exchange_at_once", lambda one, other: False)
+    exchange(*two_directories(tmp_path))
+    assert listing(tmp_path) == ["new", "new/old", "old", "old/new"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others need two renames")
+def test_linux_exchanges_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "rename", full)
+    exchange(*two_directories(tmp_path))
+    assert listing(tmp_path) == ["new", "new/old", "old", "old/new"]
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_an_exchange_that_fails_leaves_both_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    original, calls = Path.rename, []
+
+    def rename(*paths: Path) -> None:
+        calls.append(paths)
+        if len(calls) == failing:
+            full()
+        original(*paths)
+
+    new, old, aside = two_directories(tmp_path)
+    monkeypatch.setattr(mergestream.files, "_exchange_at_once", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="No space left"):
+        exchange(new, old, aside)
+    assert listing(tmp_path) == ["new", "new/new", "old", "old/old"]
+
+
+def test_directories_that_were_made_for_nothing_are_removed(tmp_path: Path) -> None:
+    with directories_made(tmp_path / "a" / "b"):
+        assert listing(tmp_path) == ["a", "a/b"]
+    with pytest.raises(KeyboardInterrupt), directories_made(tmp_path / "a" / "c" / "d"):
+        assert listing(tmp_path) == ["a", "a/b", "a/c", "a/c/d"]
+        raise KeyboardInterrupt
+    assert listing(tmp_path) == ["a", "a/b"]

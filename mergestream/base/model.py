@@ -9,15 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergestream.algebra.pieces import SquaredNorm, ranges
 from mergestream.base.anatomy import Role, anatomy, model_names, tied_names
-from mergestream.checkpoints import Checkpoint, TensorSpec
+from mergestream.checkpoints import DTYPES, Checkpoint, TensorSpec
+from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine, LocalEngine
-from mergestream.errors import MergestreamError
+from mergestream.errors import DamagedError, MergestreamError
 from mergestream.progress import Progress
+from mergestream.schema import Magnitude, conform, foreign
+
+MAX_ELEMENTS = 2**40
+"""Of a tensor that a manifest may speak of: what only passes by as zeros takes time, too"""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class BaseTensor(TensorSpec):
     tied_to: str | None
     digest: str
     """Empty where the base was not measured: then it is not verified either"""
-    norm: float
+    norm: Magnitude
     """0 for integers"""
     module: str | None = None
     """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), where the architecture tells"""
@@ -155,33 +161,53 @@ class BaseModel:
         return {**dataclasses.asdict(self), "digest": self.digest}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> BaseModel:
-        data = data if "linear" in data else _from_format_1(data)
-        tensors = {
-            name: BaseTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for name, tensor in data["tensors"].items()
-        }
-        linear, not_linear, heads = (tuple(data[option]) for option in ("linear", "not_linear", "heads"))
-        return cls(data["source"], tensors, data["tied_names"], linear, not_linear, heads, data["spellings"])
+    def from_json(cls, data: Mapping[str, Any], path: Path) -> BaseModel:
+        """From what a manifest, at ``path``, says of it."""
+        model = conform({"linear": [], "not_linear": [], **data}, cls, path)
+        for name, tensor in model.tensors.items():
+            if fault := _fault(name, tensor, model):
+                raise foreign(path, f"of {name} it says that {fault}")
+        if unknown := set(model.tied_names.values()) - model.tensors.keys():
+            raise foreign(path, f"{min(unknown)}, to which others are tied, is not in it")
+        return model if "linear" in data else _from_format_1(model)
 
 
-def _from_format_1(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what the first manifests say in the sentences of the rules only: the globs, and the class of the module."""
-    rules = {name: tensor["rule"] for name, tensor in data["tensors"].items()}
+def _fault(name: str, tensor: BaseTensor, model: BaseModel) -> str | None:
+    """What no tensor of a base can be; None where all is well."""
+    if name == "__metadata__" or tensor.dtype not in DTYPES:
+        return f"its type is {tensor.dtype}"
+    if len(tensor.shape) > MAX_DIMENSIONS or math.prod(max(n, 1) for n in tensor.shape) > MAX_ELEMENTS:
+        return f"its shape is {list(tensor.shape)}"
+    if tensor.merges and not tensor.is_float:
+        return f"it is {tensor.role} and {tensor.dtype}"
+    if tensor.role == "linear" and len(tensor.shape) not in (2, 3):
+        return f"it is linear and of the shape {list(tensor.shape)}"
+    tied_to = model.tensors.get(tensor.tied_to or name)
+    if (tensor.role == "tied") != (tensor.tied_to is not None):
+        return f"it is {tensor.role} and tied to {tensor.tied_to}"
+    if tied_to is None or tied_to.shape != tensor.shape or (tied_to.role == "tied" and tied_to is not tensor):
+        return f"it is tied to {tensor.tied_to}"
+    return None
 
-    def globs(option: str) -> list[str]:
-        found = [rule.removeprefix(f"{option} ") for rule in rules.values() if rule.startswith(f"{option} ")]
-        return list(dict.fromkeys(found))
+
+def _from_format_1(model: BaseModel) -> BaseModel:
+    """With what the first manifests say in the sentences of the rules only: the globs, and the class of the module."""
+    rules = [tensor.rule for tensor in model.tensors.values()]
+
+    def globs(option: str) -> tuple[str, ...]:
+        found = [rule.removeprefix(f"{option} ") for rule in rules if rule.startswith(f"{option} ")]
+        return tuple(dict.fromkeys(found))
 
     def module(rule: str) -> str | None:
         owner = re.match(r"([\w.]+) in \w+", rule)
         return owner[1] if owner else None
 
-    tensors = {name: {**tensor, "module": module(rules[name])} for name, tensor in data["tensors"].items()}
-    return {**data, "linear": globs("--linear"), "not_linear": globs("--not-linear"), "tensors": tensors}
+    tensors = {name: dataclasses.replace(tensor, module=module(tensor.rule)) for name, tensor in model.tensors.items()}
+    return dataclasses.replace(model, linear=globs("--linear"), not_linear=globs("--not-linear"), tensors=tensors)
 
 
 def base_changed(name: str, checkpoint: Checkpoint) -> MergestreamError:
-    return MergestreamError(
+    return DamagedError(
         f"the base has changed since the store was made: tensor {name} in {checkpoint.source} has another "
         "digest; restore it, or pass the original with --base"
     )

@@ -4,12 +4,13 @@ Everything is checked from the headers before a single weight is read; nothing i
 beyond plain tensors; no path outside the given directory is followed.
 """
 
-from mergestream.checkpoints.base import FLOATS, Checkpoint, TensorInfo, TensorSpec, dtype_name, torch_dtype
+from mergestream.checkpoints.base import DTYPES, FLOATS, Checkpoint, TensorInfo, TensorSpec, dtype_name, torch_dtype
 from mergestream.checkpoints.layout import WEIGHT_SUFFIXES
 from mergestream.checkpoints.opening import open_checkpoint
 from mergestream.checkpoints.writer import SafetensorsWriter
 
 __all__ = [
+    "DTYPES",
     "FLOATS",
     "WEIGHT_SUFFIXES",
     "Checkpoint",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
+from mergestream.schema import Count
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ _DTYPES = {
     "U8": (1, "uint8"),
     "BOOL": (1, "bool"),
 }
+DTYPES = tuple(_DTYPES)
 _NAMES = {torch_name: name for name, (_, torch_name) in _DTYPES.items()}
 FLOATS = {torch_name: name for torch_name, name in _NAMES.items() if "float" in torch_name}
 """The floating-point types: torch's name to the safetensors name"""
@@ -43,7 +45,7 @@ class TensorSpec:
     """Dtype (by its safetensors name) and shape of a tensor."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
 
     @property
     def numel(self) -> int:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.errors import MergestreamError
-from mergestream.files import replace_text, sync_directory
+from mergestream.files import cannot_write, replace_text, sync_directory
 from mergestream.sizes import CACHE_LINE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class SafetensorsWriter:
                 if self.nbytes > shutil.disk_usage(self.directory).free:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             for plan in self._plans:
-                self._files.append(os.open(plan.path, os.O_RDWR | os.O_CLOEXEC) if self.resumed else _create(plan))
+                self._files.append(_reopen(plan) if self.resumed else _create(plan))
         except OSError as error:
             self.abandon()
             if not self.resumed:
@@ -218,6 +217,10 @@ def _create(plan: _Plan) -> int:
     return file
 
 
+def _reopen(plan: _Plan) -> int:
+    return os.open(plan.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
 def _is_begun(plan: _Plan) -> bool:
     """Whether the file is there as planned; a symbolic link is not ours to write through."""
     try:
@@ -245,9 +248,9 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
 
 
 def _write_error(path: Path, error: OSError, needed: int) -> MergestreamError:
-    if error.errno in _FULL:
-        free = shutil.disk_usage(path if path.is_dir() else path.parent).free
-        return MergestreamError(
-            f"{path} cannot be written: {needed} bytes are needed and {free} are free; make room and run it again"
-        )
-    return MergestreamError(f"{path} cannot be written: {error.strerror}")
+    if error.errno != errno.ENOSPC:
+        return cannot_write(path, error)
+    free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.is_dir())).free
+    return MergestreamError(
+        f"{path} cannot be written: {needed} bytes are needed and {free} are free; make room and run it again"
+    )

@@ -8,46 +8,49 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from mergestream.cli.parser import parse
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.cli.printing import print_error
+from mergestream.errors import MergestreamError
+from mergestream.interrupts import Terminated, terminated_like_interrupted
+from mergestream.text import check_utf8
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
+"""128 and the number of the signal, as a shell says it"""
+_WHERE = "the store is at its last finished step, and what was cut short goes on when it is asked for again"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 done, 1 the input or the store is at fault, 2 wrong usage, 3 the store is busy."""
+    with terminated_like_interrupted():
+        return _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(words: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show λ is no reason to fail
-    words = sys.argv[1:] if arguments is None else arguments
-    command, options = parse(words)
     try:
-        _check_text(words)
+        command, options = parse(words)
+        for word in words:
+            check_utf8(word)
         code = command.run(options)
         sys.stdout.flush()
         return code
     except MergestreamError as error:
-        for sentence in str(error).splitlines():
-            print(f"error: {sentence}", file=sys.stderr)
+        print_error(*error.sentences)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("error: interrupted; the store is as it was, the same command goes on from here", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        what, code = ("terminated", TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", INTERRUPTED)
+        print_error(f"{what}; {str(interrupt) or _WHERE}")
+        return code
     except BrokenPipeError:  # nobody reads on; nothing that is still buffered may complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         where = f"{error.filename} cannot be used: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        print_error(f"{where}{error.strerror or error}")
         return MergestreamError.exit_code
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        print("error: out of memory; allow less with --max-memory, or use fewer --workers", file=sys.stderr)
+        print_error("out of memory; allow less with --max-memory, or use fewer --workers")
         return MergestreamError.exit_code
-
-
-def _check_text(words: Sequence[str]) -> None:
-    """Names end up in JSON and in model cards, which are text."""
-    for word in words:
-        if any("\ud800" <= character <= "\udfff" for character in word):
-            raise UsageError(f"{word!r} is not valid UTF-8; rename the file")

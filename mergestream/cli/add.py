@@ -9,14 +9,13 @@ from mergestream.cli.inspect import print_inspection
 from mergestream.cli.log import entry_json
 from mergestream.cli.options import (
     A_MODEL,
-    AddingOptions,
     ComputingOptions,
+    GatedOptions,
     WorkingStoreOptions,
     argument,
-    repeated,
     switch,
 )
-from mergestream.cli.printing import print_json
+from mergestream.cli.printing import print_json, say
 from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,27 +34,15 @@ mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, ComputingOptions, AddingOptions):
+class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
     experts: list[str] = argument(nargs="+", metavar="EXPERT", help=A_MODEL)
     name: str | None = argument("--name", help="how to call the expert (the last part of its path)")
     dry_run: bool = switch("--dry-run", "tell what would happen, change nothing (as inspect)")
-    gate: list[str] = repeated(
-        "--gate",
-        "CONDITION",
-        "refuse an expert that fails it; on kept, max_cosine, relative_norm, norm, lambda, distance or score; "
-        "of a ledger on damage and held instead of lambda and distance",
-    )
-    evaluate: str | None = argument(
-        "--evaluate",
-        metavar="CMD",
-        help="run this on the merged model before it counts, with {model} for its directory; "
-        "score is the last number it prints",
-    )
     json: bool = switch("--json", "print what was absorbed as JSON")
 
 
 def run(options: Options) -> int:
-    if options.name and len(options.experts) > 1:
+    if options.name is not None and len(options.experts) > 1:
         raise UsageError("--name is for one expert, and several were given")
     store = options.open_store()
     if options.dry_run:
@@ -78,15 +65,7 @@ def _absorb(store: Store, options: Options) -> None:
     absorbed = []
     try:
         for expert in options.experts:
-            entry = store.add(
-                expert,
-                options.name,
-                partial=options.partial,
-                ignore=options.ignore,
-                allow_duplicate=options.allow_duplicate,
-                gates=options.gate,
-                evaluate=options.evaluate,
-            )
+            entry = store.add(expert, options.name, **options.adding)
             absorbed.append(entry)
             if not options.json:
                 print_step(store, entry)
@@ -97,6 +76,4 @@ def _absorb(store: Store, options: Options) -> None:
 
 def print_step(store: Store, entry: Expert) -> None:
     outcome = f"held {entry.kept:.1%}" if entry.cut else f"kept {entry.kept:.1%}  λ {entry.lambda_:.4g}"
-    print(
-        f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  {outcome}  {entry.seconds:.1f} s", flush=True
-    )
+    say(f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  {outcome}  {entry.seconds:.1f} s")

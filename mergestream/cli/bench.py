@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergestream.cli.options import argument, at_least, command_line, switch
+from mergestream.cli.printing import say
 from mergestream.errors import UsageError
 
 HELP = "merge a suite's experts in shuffled orders with several methods, and score every task after each step"
@@ -109,11 +110,11 @@ def _bench(options: Options) -> int:
             table = run_sweep(suite, plan, sweep, output, on_progress)
         name = write_sweep(table, sweep, output)
         print(json.dumps(table, indent=1))
-        print(f"written to {output}: {name}.json, {name}.png, {name}.svg")
+        say(f"written to {output}: {name}.json, {name}.png, {name}.svg")
         return 0
     with progress_bars() as on_progress:
         results = run_bench(suite, plan, output, on_progress, command_line())
     names = write_report(results, output)
     print((output / "table1.md").read_text("utf-8"))
-    print(f"written to {output}: results.json, results.parquet, {', '.join(names)}")
+    say(f"written to {output}: results.json, results.parquet, {', '.join(names)}")
     return 0

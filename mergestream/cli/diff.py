@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergestream.cli.options import WorkingStoreOptions, argument, switch
-from mergestream.cli.printing import print_json, print_table
+from mergestream.cli.printing import print_json, print_table, say
 
 HELP = "compare two steps of a store, or a step and a checkpoint"
 EXAMPLES = """
@@ -32,9 +32,9 @@ def run(options: Options) -> int:
         print_json(found.to_json())
         return 0
     total = found.total
-    print(f"A: {found.a}, ‖A − base‖ {total.norm_a:.6g}")
-    print(f"B: {found.b}, ‖B − base‖ {total.norm_b:.6g}")
-    print(f"‖A − B‖ {total.distance:.6g}   cosine of A − base and B − base {_cosine_text(total.cosine)}")
+    say(f"A: {found.a}, ‖A − base‖ {total.norm_a:.6g}")
+    say(f"B: {found.b}, ‖B − base‖ {total.norm_b:.6g}")
+    say(f"‖A − B‖ {total.distance:.6g}   cosine of A − base and B − base {_cosine_text(total.cosine)}")
     print("\nlayers that moved most:")
     print_table(
         ("layer", "‖A − B‖", "share", "‖A − base‖", "‖B − base‖", "cosine"),
@@ -48,7 +48,7 @@ def run(options: Options) -> int:
         ),
     )
     if len(found.layers) > MOST_LAYERS:
-        print(f"… and {len(found.layers) - MOST_LAYERS} more (--json lists all, and the tensors)")
+        say(f"… and {len(found.layers) - MOST_LAYERS} more (--json lists all, and the tensors)")
     return 0
 
 

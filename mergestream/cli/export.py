@@ -15,6 +15,7 @@ from mergestream.cli.options import (
     repeated,
     switch,
 )
+from mergestream.cli.printing import say
 from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
     readout: str | None = argument(
         "--readout",
         metavar="R",
-        help="of a ledger: agree (the default), tsv, iso, sum or expert:NAME; of the others: plain or iso",
+        help="of a ledger: agree (the default), tempered (that of adapters), tsv, iso, sum or expert:NAME; "
+        "of the others: plain or iso",
     )
     only: str | None = argument("--only", metavar="A,B", help="merge these experts of a ledger")
     without: str | None = argument("--without", metavar="A,B", help="leave these experts of a ledger out")
@@ -80,7 +82,7 @@ def run(options: Options) -> int:
     common: dict[str, Any] = {"dtype": options.dtype, "overwrite": options.overwrite, "command": command_line()}
     if options.format == "loras":
         energies = store.export_adapters(options.out, rank=options.rank, **common)
-        print(f"{options.out}: {len(energies)} adapters, {', '.join(energies)}")
+        say(f"{options.out}: {len(energies)} adapters, {', '.join(energies)}")
         return 0
     if options.format == "lora":
         energy = store.export_adapter(options.out, **chosen, rank=options.rank, scale=options.scale, **common)
@@ -89,7 +91,7 @@ def run(options: Options) -> int:
         size = options.max_shard_size
         store.export(options.out, **chosen, scale=options.scale, task=options.task, max_shard_size=size, **common)
         exact = ""
-    print(f"{options.out}: {_what_was_written(store, chosen)}{exact}")
+    say(f"{options.out}: {_what_was_written(store, chosen)}{exact}")
     return 0
 
 
@@ -101,7 +103,7 @@ def _what_was_written(store: Store, chosen: dict[str, Any]) -> str:
     if not store.method.remembers_experts:
         readout, count = selection.of_state(store.method).name, store.manifest.step
     else:
-        found, weights = selection.of_entries([entry.name for entry in store.history])
+        found, weights = selection.of_entries(store.manifest.names, store.manifest.adapters)
         readout, count = found.name, len(weights)
         if readout == "expert":
             return f"{', '.join(weights)}, as the {method} remembers it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergestream.cli.options import MethodOptions, RunningOptions, argument, at_least, repeated, switch
+from mergestream.cli.printing import say
 from mergestream.cli.status import method_text, roles_text
 
 HELP = "make an empty store for a base model"
@@ -43,6 +44,6 @@ def run(options: Options) -> int:
         engine=options.make_engine(),
         progress=options.make_progress(),
     )
-    print(f"{store.path}: {method_text(store)} on {store.manifest.base.source}")
-    print(roles_text(store))
+    say(f"{store.path}: {method_text(store)} on {store.manifest.base.source}")
+    say(roles_text(store))
     return 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mergestream.cli.options import A_MODEL, ComputingOptions, ExpertOptions, WorkingStoreOptions, argument, switch
-from mergestream.cli.printing import counts_text, print_json, print_table
+from mergestream.cli.printing import counts_text, print_json, print_table, say
 from mergestream.sizes import format_size
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ MOST_LAYERS = 5
 MOST_COLLIDING = 2
 """Layers that are named for each expert"""
 MOST_TENSORS = 20
+MOST_EXPERTS = 20
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,13 @@ def run(options: Options) -> int:
 
 
 def print_inspection(inspection: Inspection) -> None:
-    print(f"{inspection.source} would be step {inspection.step}")
+    say(f"{inspection.source} would be step {inspection.step}")
     if inspection.duplicate_of:
-        print(f"it has been absorbed already, as {inspection.duplicate_of}")
-    print(f"tensors: {counts_text(inspection.fates)}")
-    print(f"‖Δ‖ {inspection.norm:.4g}, {inspection.relative_norm:.2f} × the mean of the experts so far")
-    if inspection.large:
-        print("warning: it is so much larger than they are that it would outweigh them")
-    print(_outcome(inspection))
-    print(
+        say(f"it has been absorbed already, as {inspection.duplicate_of}")
+    say(f"tensors: {counts_text(inspection.fates)}")
+    say(f"‖Δ‖ {inspection.norm:.4g}, {inspection.relative_norm:.2f} × the mean of the experts so far")
+    say(_outcome(inspection))
+    say(
         f"time about {inspection.seconds:.1f} s   RAM for tensors {format_size(inspection.memory)}   "
         f"disk {format_size(inspection.disk)}"
     )
@@ -66,7 +65,8 @@ def _print_cosines(inspection: Inspection) -> None:
     print("\ncosine to each expert, largest first:")
     known = [(name, value) for name, value in inspection.cosines.items() if value is not None]
     known.sort(key=lambda item: -item[1])
-    print_table(("expert", "cosine"), ((name, f"{value:.3f}") for name, value in known))
+    print_table(("expert", "cosine"), ((name, f"{value:.3f}") for name, value in known[:MOST_EXPERTS]))
+    _print_more(len(known) - MOST_EXPERTS)
 
 
 def _outcome(inspection: Inspection) -> str:
@@ -79,12 +79,13 @@ def _print_collisions(found: Collisions) -> None:
     print("\npredicted damage of each expert after adding it, and how much their inputs overlap with its own:")
     new = len(found.experts) - 1
     rows = []
-    for number in sorted(range(new + 1), key=lambda expert: -(found.damage[expert] or 0)):
+    for number in sorted(range(new + 1), key=lambda expert: -(found.damage[expert] or 0))[:MOST_EXPERTS]:
         worst = list(found.of_pair(new, number).items())[:MOST_COLLIDING] if number != new else []
         overlap = found.overlap[new][number] if number != new else None
         where = ", ".join(f"{layer} {value:.2f}" for layer, value in worst)
         rows.append((found.experts[number], _shown(found.damage[number]), _shown(overlap), where or "-"))
     print_table(("expert", "damage", "overlap", "most in"), rows)
+    _print_more(new + 1 - MOST_EXPERTS)
 
 
 def _shown(value: float | None) -> str:
@@ -115,5 +116,9 @@ def _print_linear_weights(inspection: Inspection) -> None:
             for name, t in least[:MOST_TENSORS]
         ),
     )
-    if len(least) > MOST_TENSORS:
-        print(f"… and {len(least) - MOST_TENSORS} more (--json lists all)")
+    _print_more(len(least) - MOST_TENSORS)
+
+
+def _print_more(count: int) -> None:
+    if count > 0:
+        say(f"… and {count} more (--json lists all)")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import StoreOptions, switch
-from mergestream.cli.printing import print_json, print_table
+from mergestream.cli.printing import print_json, print_table, say
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -31,11 +31,13 @@ def run(options: Options) -> int:
     if options.json:
         print_json([entry_json(entry, held.get(entry.name)) for entry in store.history])
     elif not store.history:
-        print(f"{store.path} has absorbed nothing yet")
+        say(f"{store.path} has absorbed nothing yet")
     elif store.manifest.is_ledger:
         _print_ledger(store.history, held)
     else:
         _print_steps(store.history)
+    if not options.json:
+        _print_notes(store.history)
     return 0
 
 
@@ -68,6 +70,12 @@ def _print_steps(history: Sequence[Expert]) -> None:
         ),
         left=3,
     )
+
+
+def _print_notes(history: Sequence[Expert]) -> None:
+    for entry in history:
+        for note in entry.notes:
+            say(f"note on {entry.name}: {note}")
 
 
 def entry_json(entry: Expert, held: float | None = None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mergestream.cli.options import (
     at_least,
     command_line,
 )
+from mergestream.cli.printing import say
 
 HELP = "merge experts that are all at hand, in one go"
 EXAMPLES = """
@@ -49,6 +50,7 @@ def run(options: Options) -> int:
         partial=options.partial,
         ignore=options.ignore,
         allow_duplicate=options.allow_duplicate,
+        allow_other_base=options.allow_other_base,
         dtype=options.dtype,
         max_shard_size=options.max_shard_size,
         overwrite=options.overwrite,
@@ -56,5 +58,5 @@ def run(options: Options) -> int:
         progress=options.make_progress(),
         command=command_line(),
     )
-    print(f"{options.out}: {len(options.experts)} experts merged by {method.name}")
+    say(f"{options.out}: {len(options.experts)} experts merged by {method.name}")
     return 0

@@ -7,7 +7,7 @@ from inspect import getdoc
 from typing import Any
 
 from mergestream.cli.options import switch
-from mergestream.cli.printing import print_json
+from mergestream.cli.printing import print_json, say
 from mergestream.errors import UsageError
 
 HELP = "list the methods and readouts, their parameters, and who brings them"
@@ -29,14 +29,14 @@ def run(options: Options) -> int:
         print_json(described)
         return 0
     for method in described:
-        print(f"{method['name']}: {method['summary']} (from {method['origin']})")
+        say(f"{method['name']}: {method['summary']} (from {method['origin']})")
         for parameter in method["parameters"]:
             choices = f" ({', '.join(parameter['choices'])})" if parameter["choices"] else ""
-            print(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
+            say(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
     print("readouts of a ledger, for export --readout:")
     for name, readout in READOUTS.items():
         if issubclass(readout, EntriesReadout):
-            print(f"    {name}: {_summary(readout)} (from {READOUTS.origin(name)})")
+            say(f"    {name}: {_summary(readout)} (from {READOUTS.origin(name)})")
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol, cast
 from mergestream import __version__
 from mergestream.cli.options import add_arguments
 from mergestream.errors import UsageError, nearest
+from mergestream.text import SENTENCE, one_line
 
 DESCRIPTION = """\
 Merge fine-tuned models into one model as they arrive.
@@ -29,7 +30,7 @@ A store keeps the merged state of all models absorbed so far, at a size that doe
 
 
 COMMANDS = (
-    *("init", "add", "inspect", "status", "log", "verify", "undo", "remove", "report", "diff"),
+    *("init", "add", "inspect", "status", "log", "verify", "undo", "keep", "remove", "report", "diff"),
     *("export", "merge", "watch", "bench", "methods"),
 )
 """In the order of the help; each is the module of its name beside this one."""
@@ -90,7 +91,7 @@ class Parser(ArgumentParser):
     """Prints wrong usage like every other error, with the nearest right word, and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(UsageError.exit_code, f"error: {message} (see: {self.prog} --help)\n")
+        self.exit(UsageError.exit_code, f"error: {one_line(message, SENTENCE)} (see: {self.prog} --help)\n")
 
     def refuse_unknown_options(self, words: Iterable[str]) -> None:
         """Before parsing, where argparse would say that a required option is missing when it is only misspelt."""

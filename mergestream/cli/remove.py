@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mergestream.cli.log import entry_json
 from mergestream.cli.options import A_MODEL, ComputingOptions, WorkingStoreOptions, argument, switch
-from mergestream.cli.printing import print_json
+from mergestream.cli.printing import print_json, say
 
 HELP = "take any one expert out of a store, as if it had never come"
 EXAMPLES = """
@@ -30,5 +30,5 @@ def run(options: Options) -> int:
     if options.json:
         print_json(entry_json(removed))
     else:
-        print(f"{removed.name} removed; {store.path} has {store.manifest.step} experts")
+        say(f"{removed.name} removed; {store.path} has {store.manifest.step} experts")
     return 0

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
+from mergestream.cli.printing import say
 from mergestream.errors import UsageError
+
+if TYPE_CHECKING:
+    from mergestream.api import Store
 
 HELP = "write a page with the figures and facts of a store"
 EXAMPLES = """
@@ -33,21 +38,23 @@ def run(options: Options) -> int:
     form = options.format or (FORMATS.get(out.suffix.lower(), "html") if out else "html")
     if form == "html" and out is None:
         raise UsageError("say where the page is to be written: -o report.html")
-    text = _render(options, form)
+    store = options.open_store()
     if out is None:
-        print(text, end="")
+        print(_render(store, form), end="")
         return 0
+    from mergestream.export.places import refuse_file
     from mergestream.files import write_text
 
-    write_text(out, text)
-    print(f"{out}: the report of {options.store}")
+    refuse_file(out, *store.sources)
+    write_text(out, _render(store, form))
+    say(f"{out}: the report of {options.store}")
     return 0
 
 
-def _render(options: Options, form: str) -> str:
+def _render(store: Store, form: str) -> str:
     from mergestream.report.facts import Facts
 
-    facts = Facts.of(options.open_store())
+    facts = Facts.of(store)
     if form == "html":
         from mergestream.report.page import page
 
@@ -56,4 +63,10 @@ def _render(options: Options, form: str) -> str:
         from mergestream.report.markdown import markdown
 
         return markdown(facts)
-    return json.dumps(facts.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return _json(facts.to_json())
+
+
+def _json(data: dict[str, Any]) -> str:
+    """A line for each fact: hundreds of experts have matrices that nobody reads number by number."""
+    lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in data.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"

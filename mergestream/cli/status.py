@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import StoreOptions, switch
-from mergestream.cli.printing import counts_text, print_json, print_table
+from mergestream.cli.printing import counts_text, print_json, print_table, say
 from mergestream.sizes import format_size
 
 if TYPE_CHECKING:
@@ -41,15 +41,15 @@ def run(options: Options) -> int:
 
 
 def _print_status(store: Store) -> None:
-    print(f"{store.path}: {store.manifest.step} experts merged by {method_text(store)}")
-    print(f"base: {store.manifest.base.source}")
-    print(f"tensors: {roles_text(store)}")
+    say(f"{store.path}: {store.manifest.step} experts merged by {method_text(store)}")
+    say(f"base: {store.manifest.base.source}")
+    say(f"tensors: {roles_text(store)}")
     if store.history:
         last = store.history[-1]
-        print(_room_text(store) if store.manifest.is_ledger else _scale_text(last))
-        print(f"last: {last.name} ({last.added})")
-        if last.rank or last.lost:
-            print(_ranks_text(store))
+        say(_room_text(store) if store.manifest.is_ledger else _scale_text(last))
+        say(f"last: {last.name} ({last.added})")
+        if (last.rank or last.lost) and not store.manifest.is_ledger:
+            say(_ranks_text(store))
 
 
 def _scale_text(last: Expert) -> str:
@@ -121,7 +121,7 @@ def _status_json(store: Store) -> dict[str, Any]:
         "n": last.mean_norm if last else None,
         "distance": last.distance if last else 0.0,
         "ledger": _room_json(store) if manifest.is_ledger else None,
-        "experts": [entry.name for entry in manifest.history],
+        "experts": manifest.names,
         "keep": manifest.keep,
         "max_rank": manifest.max_rank,
         "rank": last.rank if last else 0,

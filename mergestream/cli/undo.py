@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from mergestream.cli.options import StoreOptions
+from mergestream.cli.options import ChangedStoreOptions
+from mergestream.cli.printing import say
 
 HELP = "go back to before the last expert"
 EXAMPLES = "mergestream undo store"
 
-Options = StoreOptions
+Options = ChangedStoreOptions
 
 
 def run(options: Options) -> int:
     store = options.open_store()
     undone = store.undo()
-    print(f"{undone.name} taken back; {store.path} is at step {store.manifest.step}")
+    say(f"{undone.name} taken back; {store.path} is at step {store.manifest.step}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mergestream.cli.options import WorkingStoreOptions
+from mergestream.cli.printing import say
 
 HELP = "recompute every digest of a store and its base"
 EXAMPLES = "mergestream verify store"
@@ -13,5 +14,5 @@ Options = WorkingStoreOptions
 def run(options: Options) -> int:
     store = options.open_store()
     store.verify()
-    print(f"{store.path}: all digests match")
+    say(f"{store.path}: all digests match")
     return 0

@@ -19,6 +19,7 @@ from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row, Sweep
 from mergestream.evaluation.streams import Entries, Stream, run_stream, score_individual
 from mergestream.evaluation.suites.base import Suite
 from mergestream.evaluation.workers import run_parallel
+from mergestream.export.places import refuse_within
 from mergestream.files import write_json
 from mergestream.report.metrics import Spread, average_accuracy
 
@@ -75,7 +76,7 @@ class Plan:
 
 def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, command: str = "") -> Results:
     """Run the plan, write the results to ``output``; what is there already is not computed again."""
-    _prepare(suite, plan, on_progress)
+    _prepare(suite, plan, output, on_progress)
     pretrained, fine_tuned = score_individuals(suite, plan.workers, on_progress)
     runs = run_streams(suite, plan.streams(suite.tasks), output / "streams", plan.workers, on_progress)
     results = Results(
@@ -106,9 +107,10 @@ def _weight_bytes(model: Path) -> int:
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
-def _prepare(suite: Suite, plan: Plan, on_progress: OnProgress) -> None:
+def _prepare(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress) -> None:
     plan.check(suite)
     suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
+    refuse_within(output, suite.base(), *map(suite.expert, suite.tasks))
 
 
 def run_sweep(
@@ -116,7 +118,7 @@ def run_sweep(
 ) -> dict[str, dict[str, Any]]:
     """ACC after the last model for every value of one parameter: {method: {value: {mean, std, count}}}."""
     swept = sweep.rows(list(plan.rows))
-    _prepare(suite, plan, on_progress)
+    _prepare(suite, plan, output, on_progress)
     table: dict[str, dict[str, Any]] = {}
     streams = [
         Stream(row, plan.order(suite.tasks, index), plan.seed + index, "last")

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
+from mergestream.report import pictures
 from mergestream.report.metrics import Spread, seen_means
-from mergestream.report.pictures import heat_map, scaling, similarity
+from mergestream.report.pictures import heat_map, label, scaling, similarity
 
 GIGABYTE = 1e9
 Drawn = dict[str, Figure]
@@ -23,9 +24,9 @@ def save(figure: Figure, directory: Path, name: str) -> None:
     import matplotlib
 
     directory.mkdir(parents=True, exist_ok=True)
-    figure.savefig(directory / f"{name}.png", dpi=150)
+    pictures.save(figure, directory / f"{name}.png", dpi=150)
     with matplotlib.rc_context({"svg.hashsalt": "mergestream"}):
-        figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
+        pictures.save(figure, directory / f"{name}.svg", metadata={"Date": None})
 
 
 def draw_all(results: Results, directory: Path) -> list[str]:
@@ -71,13 +72,13 @@ def accuracy_over_tasks(results: Results) -> Drawn:
     for method, (centre, band) in curves.items():
         steps = range(1, len(centre) + 1)
         bold = 2.4 if method == "opcm" else 1.3
-        (line,) = axes.plot(steps, centre, marker="o", markersize=3, linewidth=bold, label=results.label(method))
+        (line,) = axes.plot(steps, centre, marker="o", markersize=3, linewidth=bold, label=label(results.label(method)))
         low = [value - width for value, width in zip(centre, band, strict=True)]
         high = [value + width for value, width in zip(centre, band, strict=True)]
         axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
     base = 100 * sum(results.pretrained.values()) / len(results.pretrained)
     axes.axhline(base, color="grey", linestyle=":", label="Pre-Trained (all tasks)")
-    axes.set(xlabel="number of tasks", ylabel="mean accuracy on the tasks seen (%)", title=results.model)
+    axes.set(xlabel="number of tasks", ylabel="mean accuracy on the tasks seen (%)", title=label(results.model))
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return {"": figure}
 
@@ -116,8 +117,8 @@ def memory(results: Results) -> Drawn:
         kept = tuple(round((results.model_bytes + step["state_bytes"]) / GIGABYTE, 3) for step in run.steps)
         alike.setdefault(kept, []).append(Row.parse(method).name)
     for kept, names in alike.items():
-        axes.plot(steps, kept, marker="o", markersize=3, label=f"stream: {', '.join(dict.fromkeys(names))}")
-    axes.set(xlabel="models merged", ylabel="kept on disk (GB)", ylim=(0, None), title=results.model)
+        axes.plot(steps, kept, marker="o", markersize=3, label=label(f"stream: {', '.join(dict.fromkeys(names))}"))
+    axes.set(xlabel="models merged", ylabel="kept on disk (GB)", ylim=(0, None), title=label(results.model))
     axes.legend(fontsize=7)
     return {"": figure}
 
@@ -130,8 +131,8 @@ def draw_sweep(table: dict[str, dict[str, Any]], parameter: str, directory: Path
         known = {float(value): spread for value, spread in values.items() if spread}
         centre = [100 * spread["mean"] for spread in known.values()]
         band = [100 * (spread["std"] or 0) for spread in known.values()]
-        label = Row.parse(method).label
-        axes.errorbar(list(known), centre, yerr=band, marker="o", markersize=3, capsize=2, label=label)
-    axes.set(xlabel=parameter, ylabel="ACC (%)", title=f"ACC against {parameter}")
+        name = label(Row.parse(method).label)
+        axes.errorbar(list(known), centre, yerr=band, marker="o", markersize=3, capsize=2, label=name)
+    axes.set(xlabel=label(parameter), ylabel="ACC (%)", title=label(f"ACC against {parameter}"))
     axes.legend(fontsize=8)
     save(figure, directory, name)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mergestream.text import one_line
+
 QUIET_SECONDS = 60  # in a log, a long run says at least this often that it lives
 
 
@@ -25,9 +27,9 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
             nonlocal last_shown
             if done == total and what not in finished:
                 finished.add(what)
-                print(f"{what}: done", file=sys.stderr, flush=True)
+                print(f"{one_line(what)}: done", file=sys.stderr, flush=True)
             elif done < total and time.monotonic() - last_shown >= QUIET_SECONDS:
-                print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+                print(f"{one_line(what)}: {done} of {total}", file=sys.stderr, flush=True)
             else:
                 return
             last_shown = time.monotonic()
@@ -35,7 +37,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
         yield tell
         return
     columns = (
-        *(progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn()),
+        *(progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), progress.MofNCompleteColumn()),
         *(progress.TimeElapsedColumn(), progress.TextColumn("left")),
         progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
@@ -44,7 +46,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
         def show(what: str, done: int, total: int) -> None:
             if what not in known:
-                known[what] = bars.add_task(what, total=total)
+                known[what] = bars.add_task(one_line(what), total=total)
             bars.update(known[what], completed=done, total=total)
 
         yield show

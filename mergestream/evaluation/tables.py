@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from mergestream.evaluation.results import Results
 from mergestream.files import write_text
 from mergestream.report.markdown import table as markdown_table
 from mergestream.report.metrics import Spread, mean
+from mergestream.text import SENTENCE, markdown_text, one_line
 
 PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
 
@@ -27,22 +28,23 @@ class Table:
     best: frozenset[tuple[int, int, int]] = frozenset()  # group, row, column
 
     def markdown(self) -> str:
-        rows = [row for group in self._emphasised("**{}**") for row in group]
-        return "\n".join([self.caption, "", *markdown_table(self.header, rows), ""])
+        rows = [row for group in self._emphasised("**{}**", markdown_text) for row in group]
+        header = [markdown_text(cell) for cell in self.header]
+        return "\n".join([markdown_text(self.caption, SENTENCE), "", *markdown_table(header, rows), ""])
 
     def latex(self) -> str:
         lines = [r"\begin{table}[t]", r"  \centering", f"  \\caption{{{_escape(self.caption)}}}"]
         lines += [f"  \\begin{{tabular}}{{ll{'c' * (len(self.header) - 2)}}}", r"    \toprule"]
-        lines.append(_latex_row(self.header))
-        for group in self._emphasised(r"\textbf{{{}}}"):
+        lines.append(_latex_row(map(_escape, self.header)))
+        for group in self._emphasised(r"\textbf{{{}}}", _escape):
             lines += [r"    \midrule", *map(_latex_row, group)]
         return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}", r"\end{table}", ""])
 
-    def _emphasised(self, form: str) -> list[list[list[str]]]:
-        """The groups with the best cells in the form that makes them stand out."""
+    def _emphasised(self, form: str, escape: Callable[[str], str]) -> list[list[list[str]]]:
+        """The groups, escaped, with the best cells in the form that makes them stand out."""
         return [
             [
-                [form.format(cell) if (g, r, c) in self.best else cell for c, cell in enumerate(row)]
+                [(form if (g, r, c) in self.best else "{}").format(escape(cell)) for c, cell in enumerate(row)]
                 for r, row in enumerate(group)
             ]
             for g, group in enumerate(self.groups)
@@ -61,15 +63,19 @@ class Table:
             write_text(directory / f"{name}.{suffix}", text)
 
 
-def _latex_row(cells: Sequence[str]) -> str:
-    return "    " + " & ".join(map(_escape, cells)) + r" \\"
+def _latex_row(cells: Iterable[str]) -> str:
+    return "    " + " & ".join(cells) + r" \\"
+
+
+_LATEX: dict[str, str | int | None] = {
+    **{mark: f"\\{mark}" for mark in "%_&#${}"},
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{"±": r"$\pm$", "↑": r"$\uparrow$", "λ": r"$\lambda$", "α": r"$\alpha$", "β": r"$\beta$"},
+}
 
 
 def _escape(text: str) -> str:
-    for plain, escaped in (("%", r"\%"), ("_", r"\_"), ("&", r"\&"), ("±", r"$\pm$"), ("↑", r"$\uparrow$"),
-                           ("λ", r"$\lambda$"), ("α", r"$\alpha$"), ("β", r"$\beta$")):  # fmt: skip
-        text = text.replace(plain, escaped)
-    return text
+    return one_line(text, SENTENCE).translate(str.maketrans(_LATEX))
 
 
 def percent(spread: Spread | None) -> str:

@@ -4,6 +4,9 @@ A count sketch: every element of Δ is added, with a pseudo-random sign, to one 
 two sketches estimates the cosine c of the task vectors without bias, with a standard deviation of about
 (1 − c²)/√WIDTH ≤ 0.002; an error of 0.01 is five of these.
 
+The sketch of a small model is narrower, a hundredth of its parameters: the buckets are folded, laid over one another.
+What is folded later gives the same, so that sketches of any widths can be compared, as well as the narrower one allows.
+
 The buckets are not drawn element by element, which would make every element a random access. All tensors of the
 model are laid out one after another, and this line is wound around the buckets, each lap from a random bucket on.
 Elements of one lap never meet, so that the sketch of a model with no more elements than buckets is exact, and those
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,15 +39,31 @@ if TYPE_CHECKING:
     from mergestream.base.model import BaseTensor
 
 WIDTH = 1 << 18
-"""Buckets: 512 KiB in float16."""
+"""Buckets that all is added to: 512 KiB in float16."""
+NARROWEST = 1 << 12
+"""Buckets that are kept at least: 8 KiB, about what else is known of an expert."""
+PARAMETERS = 100
+"""Of the model for each bucket that is kept: the sketch takes a hundredth of a model in 16 bits at most."""
 CHUNK = 1 << 17
 """Consecutive elements that have their signs, and whether they are sampled, from one draw; half a lap."""
 SAMPLED = 1 << 12
 """Chunks of linear weights that are sketched, on average, where the model has more: 2²⁹ elements."""
-FORMAT = "1"
+FORMAT = "2"
 """To be counted up with any change to the numbers above, or to what is drawn."""
-STANDARD_ERROR = 1 / math.sqrt(WIDTH)
-"""Of the cosine of two unrelated task vectors; less for similar ones."""
+READABLE = ("1", FORMAT)
+"""Those of format 1 are not folded."""
+_BLOCK = 1 << 14
+"""Buckets of all sketches that are multiplied at a time"""
+
+
+def width_for(parameters: int) -> int:
+    """How many buckets are kept of a model with so many parameters; a power of two."""
+    return max(NARROWEST, min(WIDTH, 1 << (max(parameters // PARAMETERS, 1).bit_length() - 1)))
+
+
+def error_of(width: int) -> float:
+    """The standard error of the cosine of two unrelated task vectors; less for similar ones."""
+    return 1 / math.sqrt(width)
 
 
 class Sketch:
@@ -69,6 +88,7 @@ class Sketch:
         norm = math.sqrt(math.fsum(tensor.norm**2 for tensor in tensors.values()))
         self._grid = 1.5 * 2.0 ** (52 - 44) * (2.0 ** math.ceil(math.log2(norm)) if norm else 1.0)
         self._buckets = torch.zeros(WIDTH, dtype=torch.float64)
+        self._width = width_for(end)
         self._lock = Lock()
 
     def tensor(self, name: str) -> TensorSketch:
@@ -91,12 +111,12 @@ class Sketch:
         self.add(tensor)
 
     def values(self) -> Tensor:
-        """The buckets as they are kept: in float16, scaled to a mean square of one."""
+        """The buckets as they are kept: folded, in float16, scaled to a mean square of one."""
         import torch
 
-        norm = torch.linalg.vector_norm(self._buckets)
-        scaled = self._buckets * (math.sqrt(WIDTH) / norm) if norm else self._buckets
-        return scaled.to(torch.float16)
+        kept = torch.from_numpy(folded(self._buckets.numpy(), self._width))
+        norm = torch.linalg.vector_norm(kept)
+        return (kept * (math.sqrt(self._width) / norm) if norm else kept).to(torch.float16)
 
 
 class TensorSketch:
@@ -179,9 +199,38 @@ def _wrapped(start: int, count: int) -> Iterator[tuple[slice, slice]]:
         yield slice(before_end, count), slice(0, count - before_end)
 
 
-def cosine(a: np.ndarray | None, b: np.ndarray | None) -> float | None:
-    """The estimated cosine of two task vectors; None where one is unknown or zero."""
-    if a is None or b is None:
-        return None
-    norms = math.sqrt(float(a @ a) * float(b @ b))
-    return max(-1.0, min(1.0, float(a @ b) / norms)) if norms else None
+def folded(buckets: np.ndarray, width: int) -> np.ndarray:
+    """A sketch of fewer buckets: its parts over one another, each from a place of its own on, as laps are.
+
+    The first part begins with the first element of the model, so that a model with no more elements stays exact.
+    """
+    import numpy as np
+
+    if len(buckets) == width:
+        return buckets
+    parts = np.roll(buckets, -_bucket(0)).reshape(-1, width)
+    turns = (xxhash.xxh3_64_intdigest(f"fold {number}".encode()) % width for number in range(len(parts)))
+    return np.sum([np.roll(part, turn) for part, turn in zip(parts, turns, strict=True)], axis=0)
+
+
+def cosines(sketches: Sequence[np.ndarray | None]) -> list[list[float | None]]:
+    """The estimated cosines of all task vectors to each other; None where one is unknown or zero.
+
+    Those of a store have one width, but for wide ones of a small model from before sketches were folded.
+    """
+    import numpy as np
+
+    known = {number: sketch for number, sketch in enumerate(sketches) if sketch is not None and sketch.any()}
+    found: list[list[float | None]] = [[None] * len(sketches) for _ in sketches]
+    width = min(map(len, known.values()), default=0)
+    alike = [sketch if len(sketch) == width else folded(sketch.astype(np.float32), width) for sketch in known.values()]
+    products = np.zeros((len(known), len(known)))
+    for start in range(0, width, _BLOCK):  # as one product: pair by pair, hundreds of experts take minutes
+        block = np.array([sketch[start : start + _BLOCK] for sketch in alike], dtype=np.float32)
+        products += block @ block.T
+    norms = np.sqrt(np.diag(products))
+    values = np.clip(products / np.outer(norms, norms), -1, 1).tolist()
+    for i, row in zip(known, values, strict=True):
+        for j, value in zip(known, row, strict=True):
+            found[i][j] = value
+    return found

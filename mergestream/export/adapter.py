@@ -24,7 +24,6 @@ from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.model import Illustrate, written_form
 from mergestream.export.peft import AdaptedModule, Energy, Kind, modules_saved, write_adapter
-from mergestream.files import write_text
 from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.reading import Reading
 from mergestream.progress import Progress
@@ -40,7 +39,6 @@ def export_adapter(
     selection: Selection | None = None,
     rank: int | None = None,
     scale: str | float | None = None,
-    command: str | None = None,
     illustrate: Illustrate | None = None,
 ) -> Energy:
     """Write scale · direction as factors, exactly or cut down to ``rank``; returns what that leaves out.
@@ -51,7 +49,7 @@ def export_adapter(
     content = _Content.of(snapshot, snapshot.reading(engine, selection, progress), rank)
     factor = content.reading.scale(scale, engine)
     with output.draft() as draft, progress.task(f"writing {output.path.name}", content.count) as advance:
-        return content.write(draft, output.dtype, factor, command, illustrate, lambda name: advance(1))
+        return content.write(draft, output, factor, illustrate, lambda name: advance(1))
 
 
 def export_adapters(
@@ -61,10 +59,9 @@ def export_adapters(
     progress: Progress,
     *,
     rank: int | None = None,
-    command: str | None = None,
 ) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter in a directory of its own name."""
-    names = [entry.name for entry in snapshot.manifest.history]
+    names = snapshot.manifest.names
     for name in names:
         if name in (".", "..") or Path(name).name != name:
             raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
@@ -76,7 +73,7 @@ def export_adapters(
     with output.draft() as draft, progress.task(f"writing {output.path.name}", total) as advance:
         for name, content in contents.items():
             (draft / name).mkdir()
-            energies[name] = content.write(draft / name, output.dtype, 1.0, command, None, lambda name: advance(1))
+            energies[name] = content.write(draft / name, output, 1.0, None, lambda name: advance(1))
     return energies
 
 
@@ -100,14 +97,13 @@ class _Content:
     def write(
         self,
         directory: Path,
-        dtype_given: str | None,
+        output: Output,
         scale: float,
-        command: str | None,
         illustrate: Illustrate | None,
         advance: Callable[[str], None],
     ) -> Energy:
         """The adapter and its card."""
-        model, reading, dtype = self.reading.model, self.reading, FLOATS[dtype_given or "float32"]
+        model, reading, dtype = self.reading.model, self.reading, FLOATS[output.dtype or "float32"]
         with ExitStack() as stack:
             base: Checkpoint = Skeleton(model.source, None, model.tensors)
             if self.whole:
@@ -130,8 +126,8 @@ class _Content:
             )
         pictures = illustrate(directory) if illustrate else {}
         distance = math.sqrt(energy.total + scale**2 * math.fsum(reading.norm2.values()))
-        facts = CardFacts.of(self.snapshot, reading, scale, distance, None, command, pictures)
-        write_text(directory / "README.md", model_card(facts, library="peft"))
+        facts = CardFacts.of(self.snapshot, reading, scale, distance, None, output.command, pictures)
+        (directory / "README.md").write_text(model_card(facts, library="peft"), encoding="utf-8")
         return energy
 
 

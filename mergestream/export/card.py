@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 from mergestream import __version__
 from mergestream.merging.reading import EntriesReading, Reading, StateReading
 from mergestream.methods.scale import inverse
+from mergestream.text import code, markdown_text, one_line
 
 if TYPE_CHECKING:
     from mergestream.store.manifest import Expert
     from mergestream.store.snapshot import Snapshot
+
+COMMAND = 100_000
+"""Characters of a command, which is to be copied whole: hundreds of experts may be named in it"""
 
 
 @dataclass(frozen=True)
@@ -73,21 +77,21 @@ class CardFacts:
 def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "transformers") -> str:
     """A README.md with the metadata that the hub understands; ``hub_id`` is the base's, where it has one."""
     origin = ["base_model:", f"- {json.dumps(hub_id)}", "base_model_relation: merge"] if hub_id else []
-    parameters = ", ".join(f"{key} = {value}" for key, value in facts.parameters.items()) or "none"
+    parameters = markdown_text(", ".join(f"{key} = {value}" for key, value in facts.parameters.items())) or "none"
     lines = [
         *("---", f"library_name: {library}", "tags:", "- merge", "- mergestream"),
         *origin,
         "---",
         "",
-        f"# {counted(len(facts.experts))} merged with {facts.method}",
+        f"# {counted(len(facts.experts))} merged with {markdown_text(facts.method)}",
         "",
         f"Merged one by one by mergestream {__version__}, without data or training.",
         "",
-        f"* Base: `{facts.base}`",
-        f"* Method: `{facts.method}`; parameters: {parameters}",
-        *([f"* Readout: `{facts.readout}`"] if facts.readout != "plain" else []),
+        f"* Base: {code(facts.base)}",
+        f"* Method: {code(facts.method)}; parameters: {parameters}",
+        *([f"* Readout: {code(facts.readout)}"] if facts.readout != "plain" else []),
         f"* {_scale(facts)}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
-        *([f"* Head: the one of `{facts.task}`"] if facts.task else []),
+        *([f"* Head: the one of {code(facts.task)}"] if facts.task else []),
         "",
         f"| step | expert | digest | ‖Δ‖ | kept | {'λ' if facts.weights is None else 'weight'} |",
         "|---|---|---|---|---|---|",
@@ -95,7 +99,7 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
         "",
         f"kept: the share of the task vector's squared norm that {_kept_by(facts)}.",
         *(line for file, words in facts.pictures.items() for line in ("", f"![{words}]({file})")),
-        *(["", "Made with:", "", f"    {facts.command}"] if facts.command else []),
+        *(["", "Made with:", "", f"    {one_line(facts.command, COMMAND)}"] if facts.command else []),
         "",
     ]
     return "\n".join(lines)
@@ -114,6 +118,7 @@ def _scale(facts: CardFacts) -> str:
 
 
 def _row(number: int, row: CardRow | Expert, weights: Mapping[str, float] | None) -> str:
-    name = row.name.replace("|", "\\|")
     last = row.lambda_ if weights is None else weights[row.name]
-    return f"| {number} | {name} | `{row.digest}` | {row.norm:.4g} | {row.kept:.1%} | {last:.4g} |"
+    return (
+        f"| {number} | {markdown_text(row.name)} | {code(row.digest)} | {row.norm:.4g} | {row.kept:.1%} | {last:.4g} |"
+    )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import secrets
+import fcntl
+import json
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+from mergestream import __version__
 from mergestream.checkpoints import FLOATS
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
-from mergestream.errors import MergestreamError, UsageError
-from mergestream.files import sync_directory
+from mergestream.errors import MergestreamError, StoreBusyError, UsageError
+from mergestream.export.places import MARKER, is_export, refuse_around, refuse_within, store_within
+from mergestream.files import directories_made, exchange, sync_directory, sync_file
+
+_LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -24,62 +31,132 @@ class Output:
     """As torch names it; every tensor keeps the base's by default"""
     max_shard_size: int = DEFAULT_SHARD_SIZE
     overwrite: bool = False
+    command: str | None = None
+    """That makes it, for the model card"""
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in FLOATS:
             raise UsageError(f"--dtype {self.dtype} is not one of {', '.join(FLOATS)}")
-        if self.path.exists() and not self.path.is_dir():
-            raise MergestreamError(f"{self.path} is a file; choose another place")
-        if self.path.exists() and not self.overwrite:
-            raise MergestreamError(f"{self.path} exists already; pass --overwrite to replace it")
+        self._refuse_to_destroy()
 
-    def refuse_to_replace(self, *sources: str | Path) -> None:
-        """Refuse an output that is, or holds, one of the sources: they are being read."""
-        place = self.path.resolve()
-        for source in map(Path, sources):
-            if self.path.exists() and (place == source.resolve() or place in source.resolve().parents):
-                raise MergestreamError(
-                    f"{self.path} would replace {source}, which is being merged; choose another place"
-                )
+    def keep_off(self, *sources: str | Path) -> None:
+        """Refuse an output that is, lies in or holds one of the sources, or lies in any store."""
+        refuse_within(self.path, *sources)
+        refuse_around(self.path, *sources)
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
-        """A directory beside the output that takes its place when all has gone well."""
-        place = self.path.absolute().parent
+        """A directory that takes the place of the output when all has gone well; what is beside it is removed then."""
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            remove_left_behind(place, self._prefix)
-            draft = self._beside(place)
+            with self._workplace() as work:
+                draft = work / "model"
+                draft.mkdir()
+                yield draft
+                marker = {"mergestream": __version__, "command": self.command}
+                (draft / MARKER).write_text(json.dumps(marker, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+                self._put_in_place(draft)
         except OSError as error:
-            raise MergestreamError(f"{self.path} cannot be written: {error.strerror}") from error
+            where = f" ({error.filename})" if error.filename else ""
+            raise MergestreamError(f"{self.path} was not written: {error.strerror or error}{where}") from error
+
+    @cached_property
+    def _place(self) -> Path:
+        """Where it is to be: links are followed, so that what is looked at is what is replaced."""
+        return Path(os.path.realpath(self.path))
+
+    def _refuse_to_destroy(self) -> None:
+        """Refuse a place where there is anything but an earlier export, which may be replaced."""
+        place = self._place
         try:
-            yield draft
-            sync_directory(draft)
-            if self.path.exists():
-                old = self._beside(place)
-                self.path.rename(old / "replaced")
-                draft.rename(self.path)
-                shutil.rmtree(old)
+            if place.exists() and not place.is_dir():
+                raise MergestreamError(f"{self.path} is a file; choose another place")
+            if not place.exists() or not any(place.iterdir()):
+                return
+            if not is_export(place):
+                raise MergestreamError(f"{self.path} is not empty, and no export of mergestream; choose another place")
+            if not self.overwrite:
+                raise MergestreamError(f"{self.path} exists already; pass --overwrite to replace it")
+            if store := store_within(place):
+                raise MergestreamError(f"{self.path} holds the store {store}; choose another place")
+        except OSError as error:
+            raise MergestreamError(f"{self.path} cannot be replaced: {error.strerror}") from error
+
+    @contextmanager
+    def _workplace(self) -> Iterator[Path]:
+        """A directory beside the output, for one export at a time; what a killed one has left is settled first."""
+        work = self._place.with_name(f".{self._place.name}.mergestream")
+        with directories_made(work.parent), _held(work, self.path):
+            self._settle(work)
+            self._refuse_to_destroy()  # again: there may be an old export once more
+            try:
+                yield work
+            finally:
+                self._settle(work)
+
+    def _settle(self, work: Path) -> None:
+        """Put an old export back that was to be replaced and was not, and remove all else."""
+        aside = _aside(work)
+        if aside.exists() and not self._place.exists():
+            aside.rename(self._place)
+        for path in work.iterdir():
+            if path.name != _LOCK:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _put_in_place(self, draft: Path) -> None:
+        """Flush all that was written, and let it take its place; where that fails, all is as it was."""
+        for path in (*draft.rglob("*"), draft):
+            sync_file(path)
+        self._refuse_to_destroy()  # once more: it took a while
+        place, aside, replaces = self._place, _aside(draft.parent), self._place.exists()
+        if replaces:
+            exchange(draft, place, aside)
+        else:
+            draft.rename(place)
+        try:
+            sync_directory(place.parent)
+        except OSError:
+            if replaces:
+                exchange(draft, place, aside)
             else:
-                draft.rename(self.path)
-            sync_directory(place)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
+                place.rename(draft)
             raise
 
-    def _beside(self, place: Path) -> Path:
-        """A new directory, with the permissions that a new directory has."""
-        path = place / f"{self._prefix}{secrets.token_hex(4)}"
-        path.mkdir()
-        return path
 
-    @property
-    def _prefix(self) -> str:
-        return f".{self.path.name}.mergestream-"
+def _aside(work: Path) -> Path:
+    """Where an old export is while the new one takes its place."""
+    return work / "replaced"
 
 
-def remove_left_behind(place: Path, prefix: str) -> None:
-    """Remove what a killed process that wrote to the same place has left beside it."""
-    for path in place.iterdir():
-        if path.name.startswith(prefix):
-            shutil.rmtree(path, ignore_errors=True)
+@contextmanager
+def _held(work: Path, path: Path) -> Iterator[None]:
+    """Make a directory, or find what a killed process has left of it, and hold it alone until it is removed."""
+    while (lock := _lock(work, path)) is None:
+        continue
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (work / _LOCK).unlink()
+            work.rmdir()
+        os.close(lock)
+
+
+def _lock(work: Path, path: Path) -> int | None:
+    """A lock that the system drops when its holder dies; None where a holder has removed it before we got it."""
+    with suppress(FileExistsError):
+        work.mkdir()
+    if work.is_symlink():
+        raise MergestreamError(f"{work}, where {path} would be written, is a link; remove it")
+    with ExitStack() as stack:
+        try:
+            lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock), (work / _LOCK).stat()):
+                return None
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            raise StoreBusyError(f"{path} is being written by another export; wait until it is done") from None
+        stack.pop_all()
+        return lock

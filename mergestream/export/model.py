@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from mergestream.engine import Engine
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.source import Source, StateSource
-from mergestream.files import read_json, write_text
+from mergestream.files import read_json
 from mergestream.ledger.selection import Selection
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
@@ -25,8 +26,15 @@ Illustrate = Callable[[Path], Mapping[str, str]]
 """Draws pictures for the card into a directory; returns the files and what they show, in words."""
 
 
-def export_model(
+def export_model(snapshot: Snapshot, output: Output, engine: Engine, progress: Progress, **choices: Any) -> None:
+    """`write_model` to a directory that is replaced whole, or not at all."""
+    with output.draft() as draft:
+        write_model(snapshot, draft, output, engine, progress, **choices)
+
+
+def write_model(
     snapshot: Snapshot,
+    draft: Path,
     output: Output,
     engine: Engine,
     progress: Progress,
@@ -34,7 +42,6 @@ def export_model(
     selection: Selection | None = None,
     scale: str | float | None = None,
     task: str | None = None,
-    command: str | None = None,
     illustrate: Illustrate | None = None,
 ) -> None:
     """Write ``merged = θ⁰ + scale · direction``; ``task`` names the expert whose head to put in place."""
@@ -42,14 +49,12 @@ def export_model(
         manifest, reading = snapshot.manifest, snapshot.reading(engine, selection, progress)
         base = stack.enter_context(manifest.open_base())
         heads = stack.enter_context(snapshot.open_heads(task)) if task is not None else None
-        output.refuse_to_replace(snapshot.path, manifest.base.source)
+        config = snapshot.head_config(task) if task is not None else None
         factor = reading.scale(scale, engine)
         source = StateSource(reading, base, factor, heads)
-        draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)
-        config = snapshot.head_config(task) if task is not None else None
         pictures = illustrate(draft) if illustrate else {}
-        card = CardFacts.of(snapshot, reading, factor, source.distance, task, command, pictures)
+        card = CardFacts.of(snapshot, reading, factor, source.distance, task, output.command, pictures)
         write_companions(draft, output, base, card, config)
 
 
@@ -89,7 +94,7 @@ def write_companions(
                 shutil.copyfile(path, draft / path.name)
     if config is not None or output.dtype is not None:
         _put_config(draft / "config.json", config, output.dtype)
-    write_text(draft / "README.md", model_card(card, _hub_id(base)))
+    (draft / "README.md").write_text(model_card(card, _hub_id(base)), encoding="utf-8")
 
 
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
@@ -103,7 +108,7 @@ def _put_config(path: Path, theirs: Mapping[str, Any] | None, dtype: str | None)
     if theirs is not None:
         ours = {key: value for key, value in theirs.items() if key not in _DTYPE_KEYS}
     if path.is_file() or theirs is not None:
-        write_text(path, json.dumps(ours | types, indent=2, ensure_ascii=False) + "\n")
+        path.write_text(json.dumps(ours | types, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _hub_id(base: Checkpoint) -> str | None:
@@ -115,4 +120,4 @@ def _hub_id(base: Checkpoint) -> str | None:
     if config is None or not config.is_file():
         return None
     remembered = str(read_json(config).get("_name_or_path"))
-    return remembered if remembered.count("/") == 1 and not remembered.startswith((".", "/")) else None
+    return remembered if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", remembered, re.ASCII) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,9 +14,10 @@ from mergestream.digest import combined_digest
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError
 from mergestream.experts.opening import open_expert, task_vector
+from mergestream.experts.origin import origin
 from mergestream.export.card import CardFacts, CardRow
-from mergestream.export.directory import Output, remove_left_behind
-from mergestream.export.model import export_model, write_companions, write_tensors
+from mergestream.export.directory import Output
+from mergestream.export.model import write_companions, write_model, write_tensors
 from mergestream.export.source import ExpertsSource
 from mergestream.merging.step import Step, carries_through
 from mergestream.merging.thresholds import find_thresholds
@@ -45,6 +45,7 @@ def merge(
     partial: bool = False,
     ignore: Sequence[str] = (),
     allow_duplicate: bool = False,
+    allow_other_base: bool = False,
     dtype: str | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
@@ -57,24 +58,20 @@ def merge(
     Where the method allows it, each tensor is carried through all models and written straight to the
     output, so that every file is read once; otherwise the models pass through a temporary store.
     """
-    output = Output(Path(out), dtype, max_shard_size, overwrite)
-    output.refuse_to_replace(base, *experts)
+    output = Output(Path(out), dtype, max_shard_size, overwrite, command)
+    output.keep_off(base, *experts)
     engine = engine or LocalEngine(usual_workers(method, len(experts)))
     progress = progress or Progress()
     if not carries_through(method, len(experts)):
-        place = output.path.absolute().parent
-        place.mkdir(parents=True, exist_ok=True)
-        prefix = f".{output.path.name}.store-"
-        remove_left_behind(place, prefix)
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as directory:
-            path = Path(directory) / "store"
+        with output.draft() as draft:
+            path = draft.with_name("store")
             store = StoreDirectory.create(
                 path, base, method, linear=linear, not_linear=not_linear, keep=0, engine=engine, progress=progress
             )
             for expert in experts:
-                store.absorb(expert, partial=partial, ignore=ignore, allow_duplicate=allow_duplicate)
+                store.absorb(expert, None, partial, ignore, allow_duplicate, allow_other_base)
             with store.snapshot() as snapshot:
-                export_model(snapshot, output, engine, progress, command=command)
+                write_model(snapshot, draft, output, engine, progress)
         return
     with ExitStack() as stack:
         opened = stack.enter_context(open_checkpoint(base))
@@ -88,7 +85,18 @@ def merge(
         source = ExpertsSource(step, opened, find_thresholds(step, engine))
         draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)
+        _check_origins(source, progress, allow_other_base)
         write_companions(draft, output, opened, _card(source, command, allow_duplicate))
+
+
+def _check_origins(source: ExpertsSource, progress: Progress, allow_other_base: bool) -> None:
+    """Refuse a model of another base, or tell of it where it is allowed."""
+    for vector in source.step.vectors:
+        found = origin(vector, vector.norm2)
+        if found.other and not allow_other_base:
+            raise MergestreamError(f"{found.told}; pass --allow-other-base to merge it all the same")
+        if found.told:
+            progress.note(found.told)
 
 
 def _card(source: ExpertsSource, command: str | None, allow_duplicate: bool) -> CardFacts:

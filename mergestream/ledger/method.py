@@ -62,10 +62,12 @@ class Ledger(Method):
         kept = self.directions(context, context.t)
         if context.rank == 0:
             return {}
+        return self.slots(context, kept if kept is None or context.rank is None else min(kept, context.rank))
+
+    def slots(self, context: Context, kept: int | None) -> dict[str, Slot]:
+        """Those of an entry with so many directions; None where it is whole."""
         if kept is None:
             return {"delta": context.like}
-        if context.rank is not None:
-            kept = min(kept, context.rank)
         count, m, n = stack_of(context)
         stack, dtype = context.shape[: 1 if count else 0], getattr(torch, self.entries)
         return {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mergestream.errors import UsageError, nearest
 from mergestream.ledger.readouts import READOUTS
 from mergestream.ledger.readouts.base import EntriesReadout, StateReadout
+from mergestream.ledger.readouts.expert import Expert
 from mergestream.methods.base import Method
 
 ONE_EXPERT = "expert:"
@@ -19,7 +20,8 @@ class Selection:
     """Everything that may be chosen when a model is read out, but for its scale."""
 
     readout: str | None = None
-    """``agree`` for a ledger and ``plain`` for the others by default; ``expert:NAME`` is one expert"""
+    """By default ``agree`` for a ledger, ``tempered`` where an adapter is merged, and ``plain`` for other methods;
+    ``expert:NAME`` is one expert"""
     only: Sequence[str] = ()
     without: Sequence[str] = ()
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -38,16 +40,26 @@ class Selection:
             raise UsageError(f"{method.name} cannot be read out by {readout.name}{_can(method)}")
         return readout
 
-    def of_entries(self, names: Sequence[str]) -> tuple[EntriesReadout, dict[str, float]]:
+    def of_entries(
+        self, names: Sequence[str], adapters: Collection[str] = ()
+    ) -> tuple[EntriesReadout, dict[str, float]]:
         """The readout of a ledger with these experts, and the weights of those that are heard."""
-        name, _, one = (self.readout or "agree").partition(":")
-        if one and name != "expert":
+        name, _, one = (self.readout or "").partition(":")
+        if name == "expert":
+            return Expert(), self._one_expert(one, names)
+        if one:
             raise UsageError(f"there is no readout {self.readout}; {ONE_EXPERT}NAME is the one that takes a name")
+        heard = self._heard(names)
+        name = name or ("agree" if heard.keys().isdisjoint(adapters) else "tempered")
         readout = READOUTS.choose(name)()
         if not isinstance(readout, EntriesReadout):
-            raise UsageError(f"a ledger cannot be read out by {name}; choose agree, tsv, iso, sum or expert:NAME")
-        if name == "expert":
-            return readout, self._one_expert(one, names)
+            raise UsageError(
+                f"a ledger cannot be read out by {name}; choose agree, tsv, tempered, iso, sum or expert:NAME"
+            )
+        return readout, heard
+
+    def _heard(self, names: Sequence[str]) -> dict[str, float]:
+        """The weights of the experts that are heard."""
         for option, chosen in (("--only ", self.only), ("--without ", self.without), ("--weight ", self.weights)):
             _check_known(chosen, names, option)
         if self.only and self.without:
@@ -60,7 +72,7 @@ class Selection:
         heard = {each: weight for each, weight in heard.items() if weight}
         if not heard:
             raise UsageError("no expert is left to merge: all are left out, or have the weight 0")
-        return readout, heard
+        return heard
 
     def _one_expert(self, one: str, names: Sequence[str]) -> dict[str, float]:
         if not one:

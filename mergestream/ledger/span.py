@@ -100,6 +100,12 @@ class Span:
         """c·σ: the diagonal of S = Σ c_i Δ_i in these directions"""
         return self.weight * self.sigma
 
+    @property
+    def mean_norm(self) -> Tensor:
+        """Σ c_i ‖Δ_i‖ / Σ c_i over the experts that have moved the weight"""
+        first = torch.cat([self.owner.new_tensor([-1]), self.owner[:-1]]) != self.owner
+        return (self.weight * self.norm2.sqrt())[first].sum() / self.weight[first].sum()
+
     def damage(self, Z: Tensor) -> dict[int, float]:
         """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner: how far M is from doing to an expert's own inputs what it does."""
         found = {}
@@ -115,18 +121,14 @@ class Span:
                 found[owner] = float((wrong * (self.output_gram @ wrong)).sum()) / energy
         return found
 
-    def overlap(self) -> dict[tuple[int, int], float]:
-        """How much two experts answer to the same inputs: the cosine of V_i Σ_i² V_iᵀ and V_j Σ_j² V_jᵀ."""
-        owners = self.owner.unique().tolist()
+    def overlap(self, experts: int) -> Tensor:
+        """How much every two of so many experts answer to the same inputs: the cosine of V_i Σ_i² V_iᵀ and
+        V_j Σ_j² V_jᵀ; NaN where one of them has moved nothing."""
         products = (self.sigma[:, None] * self.input_gram * self.sigma).square()
-        energy = {
-            (i, j): float(products[self.owner == i][:, self.owner == j].sum()) for i in owners for j in owners if i <= j
-        }
-        return {
-            (i, j): energy[i, j] / math.sqrt(energy[i, i] * energy[j, j])
-            for i, j in energy
-            if energy[i, i] and energy[j, j]
-        }
+        energy = products.new_zeros(experts, len(products)).index_add_(0, self.owner, products)
+        energy = energy.new_zeros(experts, experts).index_add_(1, self.owner, energy)
+        norms = energy.diagonal().sqrt()
+        return (energy / torch.outer(norms, norms)).cpu()
 
 
 @dataclass(frozen=True)

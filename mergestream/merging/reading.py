@@ -201,7 +201,7 @@ class Clash(NamedTuple):
     """What experts do to each other in one matrix, by their numbers among the voices."""
 
     damage: Mapping[int, float]
-    overlap: Mapping[tuple[int, int], float]
+    overlap: Tensor
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class EntriesReading(Reading):
 
     def clashes(self, engine: Engine) -> Iterator[tuple[str, list[Clash]]]:
         """Damage and overlaps of each matrix of every linear weight, from one span: its products are what costs."""
-        return self.measured(engine, lambda span: Clash(self._damage(span), span.overlap()))
+        return self.measured(engine, lambda span: Clash(self._damage(span), span.overlap(len(self.voices))))
 
     def _damage(self, span: Span) -> dict[int, float]:
         return span.damage(self.readout.coefficients(span))

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of, natural
-from mergestream.experts.sketch import STANDARD_ERROR, cosine
-from mergestream.store.records import read_sketch, record_directory, tensor_records
+from mergestream.experts.sketch import WIDTH, cosines, error_of
+from mergestream.store.collisions import largest_other
+from mergestream.store.records import read_sketch, tensor_records
 
 if TYPE_CHECKING:
     from mergestream.store import StoreDirectory
     from mergestream.store.snapshot import Snapshot
+
+
+MOST_SHOWN = 24
+"""Experts in a figure, or in a table with a column for each: more would be neither read nor affordable."""
+MOST_TOLD = 20
+"""Findings of one kind that are told."""
+
+
+def choose(everyone: Sequence[int], *rankings: Sequence[int]) -> tuple[int, ...]:
+    """All, or where they are too many the first of each ranking in turn; in their order."""
+    if len(everyone) <= MOST_SHOWN:
+        return tuple(everyone)
+    in_turn = dict.fromkeys(expert for turn in zip(*rankings, strict=True) for expert in turn)
+    return tuple(sorted(list(in_turn)[:MOST_SHOWN]))
+
+
+def few(sentences: Iterable[str]) -> list[str]:
+    """The first of findings of one kind, and how many more there are."""
+    found = list(sentences)
+    more = len(found) - MOST_TOLD
+    return found if more <= 0 else [*found[:MOST_TOLD], f"… and {more} more of these."]
+
+
+def plain(facts: Any) -> dict[str, Any]:
+    """The fields of a dataclass as they are: ``asdict`` would copy every number of a matrix by itself."""
+    return {field.name: getattr(facts, field.name) for field in fields(facts)}
 
 
 @dataclass(frozen=True)
@@ -24,8 +51,27 @@ class Similarity:
     experts: tuple[str, ...]
     cosines: tuple[tuple[float | None, ...], ...]
     """None where an expert has no sketch or did not move at all"""
-    standard_error: float = STANDARD_ERROR
+    standard_error: float = error_of(WIDTH)
     """Of a cosine near zero; those of similar experts are better known"""
+
+    @cached_property
+    def nearest(self) -> tuple[tuple[float, int] | None, ...]:
+        """Of each expert: the largest cosine to another one, and which that is."""
+        return tuple(largest_other(row, own) for own, row in enumerate(self.cosines))
+
+    def chosen(self, *rankings: Sequence[int]) -> tuple[int, ...]:
+        """The experts that are shown where there are too many: the latest, the closest, the most opposed, and the first
+        of other rankings."""
+        everyone = range(len(self.experts))
+        closest = [found[0] if found else -math.inf for found in self.nearest]
+        opposed = [min((value for value in row if value is not None), default=math.inf) for row in self.cosines]
+        by_cosine = sorted(everyone, key=lambda i: -closest[i]), sorted(everyone, key=lambda i: opposed[i])
+        return choose(everyone, everyone[::-1], *by_cosine, *rankings)
+
+    def of_experts(self, experts: Sequence[int]) -> Similarity:
+        """Only those experts."""
+        names = tuple(self.experts[i] for i in experts)
+        return replace(self, experts=names, cosines=tuple(tuple(self.cosines[i][j] for j in experts) for i in experts))
 
 
 @dataclass(frozen=True)
@@ -51,6 +97,16 @@ class Survival:
     def together(self) -> tuple[float, ...]:
         """The share of each expert, over all parts."""
         return tuple(share for (share,) in self.grouped({"together": range(len(self.parts))}).kept)
+
+    def of_experts(self, experts: Sequence[int]) -> Survival:
+        """Only those experts."""
+        return Survival(
+            experts=tuple(self.experts[i] for i in experts),
+            parts=self.parts,
+            norm=tuple(self.norm[i] for i in experts),
+            kept=tuple(self.kept[i] for i in experts),
+            protected=tuple(self.protected[i] for i in experts),
+        )
 
     def select(self, wanted: Sequence[bool]) -> Survival:
         """Only the parts for which ``wanted`` is true."""
@@ -82,9 +138,10 @@ class Survival:
 
 
 def similarity(store: StoreDirectory) -> Similarity:
-    sketches = [read_sketch(record_directory(store.path, entry.number)) for entry in store.history]
-    cosines = [[cosine(a, b) for b in sketches] for a in sketches]
-    return Similarity(tuple(entry.name for entry in store.history), tuple(map(tuple, cosines)))
+    sketches = [read_sketch(store.path, entry) for entry in store.history]
+    width = min(map(len, sketches), default=WIDTH)
+    names = tuple(entry.name for entry in store.history)
+    return Similarity(names, tuple(map(tuple, cosines(sketches))), error_of(width))
 
 
 def survival(store: StoreDirectory) -> Survival:
@@ -92,19 +149,21 @@ def survival(store: StoreDirectory) -> Survival:
         with store.snapshot() as snapshot:
             return holding(snapshot)
     parts = tuple(sorted(store.manifest.base.merged, key=natural))  # files have layer.10 before layer.2
-    records = [tensor_records(store.path, entry.number) for entry in store.history]
-    rows = (
-        tuple(tuple(record[name][what] for name in parts) for record in records)
-        for what in ("norm", "kept", "protected")
+    records = [tensor_records(store.path, entry, parts) for entry in store.history]
+    return Survival(
+        experts=tuple(entry.name for entry in store.history),
+        parts=parts,
+        norm=tuple(tuple(record[name]["norm"] for name in parts) for record in records),
+        kept=tuple(tuple(record[name]["kept"] for name in parts) for record in records),
+        protected=tuple(tuple(record[name]["protected"] for name in parts) for record in records),
     )
-    return Survival(tuple(entry.name for entry in store.history), parts, *rows)
 
 
 def holding(snapshot: Snapshot) -> Survival:
     """The same of a ledger, in which nothing is projected, and entries are cut as more experts come."""
     held, history = snapshot.held(), snapshot.manifest.history
     parts = tuple(sorted(snapshot.manifest.base.merged, key=natural))
-    records = [tensor_records(snapshot.path, entry.number) for entry in history]
+    records = [tensor_records(snapshot.path, entry, parts) for entry in history]
     return Survival(
         experts=tuple(entry.name for entry in history),
         parts=parts,

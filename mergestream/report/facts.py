@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
-from mergestream.report.diagnostics import Similarity, Survival, similarity, survival
+from mergestream.report.diagnostics import MOST_SHOWN, Similarity, Survival, few, plain, similarity, survival
 from mergestream.report.ledger import LedgerFacts
 from mergestream.report.scores import Scores, attached
 from mergestream.store.arrival import LARGE
-from mergestream.store.collisions import largest_other
+from mergestream.text import shell_line
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, StoreDirectory
@@ -44,6 +44,10 @@ class Facts:
 
     @classmethod
     def of(cls, store: StoreDirectory) -> Facts:
+        return store.retried(lambda: cls._read(store))
+
+    @classmethod
+    def _read(cls, store: StoreDirectory) -> Facts:
         ledger = _ledger(store)
         found = ledger.holding if ledger else survival(store)
         commands = tuple(_commands(store))
@@ -58,9 +62,40 @@ class Facts:
         """``alpha = 0.5, scaling = adaptive``"""
         return ", ".join(f"{key} = {value}" for key, value in self.manifest.parameters.items())
 
+    @cached_property
+    def shown_experts(self) -> tuple[int, ...]:
+        """The places of the experts in figures, and in tables with a column for each: all, but in large stores."""
+        everyone = range(len(self.history))
+        worst = [-(self.ledger.damage[i] or 0.0) if self.ledger else self.history[i].kept for i in everyone]
+        return self.similarity.chosen(sorted(everyone, key=lambda i: worst[i]))
+
+    @property
+    def selection(self) -> str:
+        """A sentence about them, where they are not all."""
+        if len(self.shown_experts) == len(self.history):
+            return ""
+        worst = "that are served worst" if self.ledger else "of which the least entered"
+        return (
+            f"Of {len(self.history)} experts {len(self.shown_experts)} are shown: the latest, the closest to another, "
+            f"the most opposed to another, and those {worst}."
+        )
+
+    @cached_property
+    def shown(self) -> Facts:
+        """The same of the experts that are shown, and of as many of the last scores."""
+        places = self.shown_experts
+        return replace(
+            self,
+            manifest=replace(self.manifest, history=tuple(self.history[i] for i in places)),
+            similarity=self.similarity.of_experts(places),
+            survival=self.survival.of_experts(places),
+            scores=self.scores and self.scores.latest(MOST_SHOWN),
+            ledger=self.ledger and self.ledger.of_experts(places),
+        )
+
     def nearest(self, number: int) -> tuple[str, float] | None:
         """The other expert with the largest cosine to the one of a step, and that cosine."""
-        found = largest_other(self.similarity.cosines[number - 1], number - 1)
+        found = self.similarity.nearest[number - 1]
         return None if found is None else (self.history[found[1]].name, found[0])
 
     def relative_norm(self, number: int) -> float:
@@ -71,16 +106,22 @@ class Facts:
 
     def findings(self) -> list[str]:
         """What deserves a look, in sentences."""
-        found = []
-        for number, entry in enumerate(self.history, 1):
-            relative = self.relative_norm(number)
-            if relative >= LARGE:
-                found.append(f"{entry.name} is {relative:.1f} times as large as the others in the mean.")
-            if entry.kept < LITTLE and not self.ledger:
-                found.append(f"Only {entry.kept:.0%} of {entry.name} entered the merged state.")
-            for earlier, value in enumerate(self.similarity.cosines[number - 1][: number - 1]):
-                if value is not None and value >= SIMILAR:
-                    found.append(f"{entry.name} and {self.history[earlier].name} are similar (cosine {value:.2f}).")
+        relative = {entry.name: self.relative_norm(number) for number, entry in enumerate(self.history, 1)}
+        found = few(
+            f"{name} is {times:.1f} times as large as the others in the mean."
+            for name, times in relative.items()
+            if times >= LARGE
+        )
+        if not self.ledger:
+            little = (entry for entry in self.history if entry.kept < LITTLE)
+            found += few(f"Only {entry.kept:.0%} of {entry.name} entered the merged state." for entry in little)
+        found += few(
+            f"{entry.name} and {self.history[earlier].name} are similar (cosine {value:.2f})."
+            for number, entry in enumerate(self.history)
+            for earlier, value in enumerate(self.similarity.cosines[number][:number])
+            if value is not None and value >= SIMILAR
+        )
+        found += few(f"{entry.name}: {note}." for entry in self.history for note in entry.notes)
         found += self.ledger.findings() if self.ledger else ()
         if (scores := self.scores) and scores.acc and scores.bwt and scores.bwt < -FORGOTTEN * abs(scores.acc):
             found.append(f"Tasks have lost {-scores.bwt:.3g} of {scores.metric} in the mean since their experts came.")
@@ -96,10 +137,10 @@ class Facts:
             "base": {"source": base.source, "digest": base.digest},
             "experts": [self._expert_json(number, entry) for number, entry in enumerate(self.history, 1)],
             "findings": self.findings(),
-            "similarity": asdict(self.similarity),
-            "layers": asdict(self.survival.by_layer()),
-            "survival": asdict(self.survival),
-            "scores": {**asdict(self.scores), "ACC": self.scores.acc, "BWT": self.scores.bwt} if self.scores else None,
+            "similarity": plain(self.similarity),
+            "layers": plain(self.survival.by_layer()),
+            "survival": plain(self.survival),
+            "scores": {**plain(self.scores), "ACC": self.scores.acc, "BWT": self.scores.bwt} if self.scores else None,
             "tensors": [
                 {"name": name, **{key: getattr(tensor, key) for key in _OF_TENSORS}}
                 for name, tensor in base.tensors.items()
@@ -153,11 +194,12 @@ def _commands(store: StoreDirectory) -> Iterator[str]:
     init += repeated("--heads", manifest.base.heads)
     init += ["--max-rank", str(manifest.max_rank)] if manifest.max_rank is not None else []
     init += ["--config-only"] if not manifest.base.measured else []
-    yield shlex.join(["mergestream", *init, "--keep", str(manifest.keep)])
+    yield shell_line(["mergestream", *init, "--keep", str(manifest.keep)])
     for entry in manifest.history:
         add = ["add", path, entry.source, "--name", entry.name]
-        add += ["--partial"] if entry.options.get("partial") else []
+        allowed = ("partial", "allow_duplicate", "allow_other_base")
+        add += [f"--{option.replace('_', '-')}" for option in allowed if entry.options.get(option)]
         add += repeated("--ignore", entry.options.get("ignore", ()))
         add += repeated("--gate", (gate["gate"] for gate in entry.gates))
         add += ["--evaluate", entry.evaluation["command"]] if entry.evaluation else []
-        yield shlex.join(["mergestream", *add])
+        yield shell_line(["mergestream", *add])

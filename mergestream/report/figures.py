@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.errors import MergestreamError
@@ -14,6 +15,7 @@ from mergestream.report.diagnostics import Similarity, Survival
 from mergestream.report.facts import finite
 from mergestream.report.ledger import DAMAGED, LedgerFacts
 from mergestream.report.scores import Scores
+from mergestream.text import one_line
 
 try:
     import plotly.graph_objects as go
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREY = "#2f6fde", "#d9730d", "#8a94a3"
 SEQUENTIAL = ["#eef3fb", "#b9d0f5", "#7ba7ea", "#3f7ad6", "#1d4fa5", "#0c2d6b"]
 DIVERGING = ["#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5"]
+LONGEST_NAME = 40
+"""Characters of a name in a figure."""
 MOST_LABELLED = 12
 """Cells carry their values up to this many in a row."""
 MOST_SEPARATED = 80
@@ -48,7 +52,7 @@ def scaling(history: Sequence[Expert]) -> go.Figure:
         x=steps,
         y=[finite(entry.lambda_) for entry in history],
         name="λ",
-        customdata=[entry.name for entry in history],
+        customdata=labels([entry.name for entry in history]),
         mode="lines+markers",
         line={"color": BLUE, "width": 2.5},
         marker={"size": 8},
@@ -65,7 +69,7 @@ def norms(history: Sequence[Expert]) -> go.Figure:
         x=steps,
         y=[entry.norm for entry in history],
         name="‖Δ‖ of the expert",
-        customdata=[entry.name for entry in history],
+        customdata=labels([entry.name for entry in history]),
         marker={"color": "#a9c4f2", "line": {"width": 0}},
         hovertemplate="step %{x}: %{customdata}<br>‖Δ‖ = %{y:.5g}<extra></extra>",
     )
@@ -90,10 +94,10 @@ def norms(history: Sequence[Expert]) -> go.Figure:
 
 def similarity(similarity: Similarity) -> go.Figure:
     """The cosine matrix. Colours are for the cosines between different experts; the diagonal is one."""
-    names = similarity.experts
+    names = labels(similarity.experts)
     others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(similarity.cosines)]
     limit = max([0.05, *(abs(value) for row in others for value in row if value is not None)])
-    figure = _matrix(others, names, names, "cosine", "%{y} · %{x}<br>cosine %{z:.4f}", labels=".2f")
+    figure = _matrix(others, names, names, "cosine", "%{y} · %{x}<br>cosine %{z:.4f}", cells=".2f")
     return figure.update_traces(zmin=-limit, zmax=limit, colorscale=DIVERGING, meta="diverging")
 
 
@@ -101,9 +105,9 @@ def survival(survival: Survival, became: Literal["entered", "held"] = "entered")
     """The share of each expert that entered the state, or is held by a ledger: experts × layers (or tensors), and all
     of them together."""
     shares = [[total, None, *kept] for total, kept in zip(survival.together, survival.kept, strict=True)]
-    columns = ["together", " ", *short_names(survival.parts)]
+    columns = labels(["together", " ", *short_names(survival.parts)])
     quantity = "share kept" if became == "entered" else "share held"
-    figure = _matrix(shares, survival.experts, columns, quantity, f"%{{y}}, %{{x}}<br>%{{z:.1%}} {became}")
+    figure = _matrix(shares, labels(survival.experts), columns, quantity, f"%{{y}}, %{{x}}<br>%{{z:.1%}} {became}")
     least = min(value for row in survival.kept for value in row)
     figure.update_traces(zmin=min(0.9, math.floor(least * 10) / 10), zmax=1)
     return figure.update_traces(colorbar={"tickformat": ".0%"})
@@ -113,7 +117,7 @@ def protected(survival: Survival) -> go.Figure:
     """The number of protected directions q when each expert came: experts × layers (or tensors)."""
     most = max((q for row in survival.protected for q in row if q is not None), default=0)
     hover = "%{y}, %{x}<br>%{z:.1f} directions protected"
-    figure = _matrix(survival.protected, survival.experts, short_names(survival.parts), "q", hover)
+    figure = _matrix(survival.protected, labels(survival.experts), labels(short_names(survival.parts)), "q", hover)
     return figure.update_traces(zmin=0, zmax=max(most, 1))
 
 
@@ -124,7 +128,7 @@ def held(holding: Survival) -> go.Figure:
 
 def damage(facts: LedgerFacts) -> go.Figure:
     """The predicted damage of each expert, and from where on it is served badly."""
-    names = list(facts.experts)
+    names = labels(facts.experts)
     figure = go.Figure()
     figure.add_bar(
         x=names,
@@ -142,7 +146,7 @@ def layer_damage(facts: LedgerFacts) -> go.Figure:
     """The predicted damage, experts × layers."""
     found = facts.collisions
     hover = "%{y}, %{x}<br>predicted damage %{z:.4f}"
-    figure = _matrix(found.layer_damage, found.experts, short_names(found.layers), "damage", hover)
+    figure = _matrix(found.layer_damage, labels(found.experts), labels(short_names(found.layers)), "damage", hover)
     return figure.update_traces(zmin=0, zmax=_largest(found.layer_damage))
 
 
@@ -150,31 +154,52 @@ def overlap(facts: LedgerFacts) -> go.Figure:
     """How much experts answer to the same inputs. Colours are for different experts; an expert's own is one."""
     others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(facts.overlap)]
     hover = "%{y} · %{x}<br>overlap %{z:.4f}"
-    figure = _matrix(others, facts.experts, facts.experts, "overlap", hover, labels=".2f")
+    names = labels(facts.experts)
+    figure = _matrix(others, names, names, "overlap", hover, cells=".2f")
     return figure.update_traces(zmin=0, zmax=_largest(others))
 
 
 def layer_overlap(facts: LedgerFacts) -> go.Figure:
     """The largest overlap of each expert with another one, experts × layers."""
     hover = "%{y}, %{x}<br>overlap %{z:.4f} with %{customdata}"
-    layers = short_names(facts.collisions.layers)
-    figure = _matrix(facts.layer_overlap, facts.experts, layers, "largest overlap", hover)
-    return figure.update_traces(zmin=0, zmax=_largest(facts.layer_overlap), customdata=facts.layer_partner)
+    layers = labels(short_names(facts.collisions.layers))
+    figure = _matrix(facts.layer_overlap, labels(facts.experts), layers, "largest overlap", hover)
+    partners = [[label(partner or "") for partner in row] for row in facts.layer_partner]
+    return figure.update_traces(zmin=0, zmax=_largest(facts.layer_overlap), customdata=partners)
 
 
-def scores(scores: Scores) -> go.Figure:
-    """The accuracy matrix: the score on each task after each step. Below the diagonal are tasks seen before."""
-    rows = {f"after step {i}": row for i, row in enumerate(scores.matrix, 1)}
+def scores(scores: Scores, first: int = 1) -> go.Figure:
+    """The accuracy matrix: the score on each task after each step. Below the diagonal are tasks seen before.
+
+    ``first`` is the number of the first step.
+    """
+    rows = {f"after step {i}": row for i, row in enumerate(scores.matrix, first)}
     if scores.base:
         rows = {"base": scores.base, **rows}
     if scores.experts:
         rows["experts alone"] = scores.experts
     shares = all(value is None or 0 <= value <= 1 for row in rows.values() for value in row)
     form = ".1%" if shares else ".4g"
-    hover = f"%{{x}}, %{{y}}<br>{scores.metric} %{{z:{form}}}"
-    labels = ".0%" if shares else ".3g"
-    figure = _matrix(list(rows.values()), list(rows), scores.tasks, scores.metric, hover, labels=labels)
+    metric = label(scores.metric)
+    hover = f"%{{x}}, %{{y}}<br>{metric.replace('%{', '% {')} %{{z:{form}}}"
+    cells = ".0%" if shares else ".3g"
+    figure = _matrix(list(rows.values()), list(rows), labels(scores.tasks), metric, hover, cells=cells)
     return figure.update_traces(colorbar={"tickformat": form})
+
+
+def label(text: str) -> str:
+    """A name as plotly writes it: short, and with nothing that it would take for a tag."""
+    return escape(one_line(text, LONGEST_NAME), quote=False)
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """The same of many, each another: plotly takes those that are the same for one."""
+    found: dict[str, None] = {}
+    for shown in map(label, names):
+        while shown in found:
+            shown += "′"
+        found[shown] = None
+    return list(found)
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -209,11 +234,11 @@ def _matrix(
     quantity: str,
     hover: str,
     *,
-    labels: str | None = None,
+    cells: str | None = None,
 ) -> go.Figure:
     """A heat map with rows of equal height, whatever room the names of the columns take below them; up to some
-    columns, its cells carry their values in the form ``labels``."""
-    cells = 28 * max(len(rows), 2)
+    columns, its cells carry their values in the form ``cells``."""
+    height = 28 * max(len(rows), 2)
     names = 24 + 5.5 * max(map(len, columns), default=0)
     figure = go.Figure(
         go.Heatmap(
@@ -223,7 +248,7 @@ def _matrix(
             colorscale=SEQUENTIAL,
             colorbar={
                 **{"title": {"text": quantity}, "thickness": 12, "outlinewidth": 0, "nticks": 5},
-                **{"lenmode": "pixels", "len": max(cells, 130), "y": 1, "yanchor": "top"},
+                **{"lenmode": "pixels", "len": max(height, 130), "y": 1, "yanchor": "top"},
             },
             hovertemplate=f"{hover}<extra></extra>",
             hoverongaps=False,
@@ -232,9 +257,9 @@ def _matrix(
             meta="sequential",
         )
     )
-    if labels and len(columns) <= MOST_LABELLED:
-        text = [["" if value is None else format(value, labels) for value in row] for row in values]
+    if cells and len(columns) <= MOST_LABELLED:
+        text = [["" if value is None else format(value, cells) for value in row] for row in values]
         figure.update_traces(text=text, texttemplate="%{text}")
     common = {"type": "category", "automargin": True, "showgrid": False, "zeroline": False, "ticks": ""}
     figure.update_xaxes(tickangle=-45, **common).update_yaxes(autorange="reversed", **common)
-    return figure.update_layout(height=max(cells, 100) + names + 30, margin={"l": 16, "r": 16, "t": 24, "b": 16})
+    return figure.update_layout(height=max(height, 100) + names + 30, margin={"l": 16, "r": 16, "t": 24, "b": 16})

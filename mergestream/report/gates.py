@@ -6,11 +6,11 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from mergestream.commands import NUMBER, check_command, last_number, run_command
+from mergestream.commands import NUMBER, CommandError, check_command, last_number, run_command
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.directory import Output
 from mergestream.export.model import export_model
@@ -18,8 +18,10 @@ from mergestream.files import remove
 from mergestream.report.diagnostics import holding
 from mergestream.store.arrival import Candidate
 from mergestream.store.collisions import entries_reading
-from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.manifest import Expert, Manifest, PassedGate
+from mergestream.store.parts import CANDIDATE
 from mergestream.store.snapshot import Snapshot
+from mergestream.text import one_line
 
 QUANTITIES = {
     "kept": "the share of the expert that enters the merged state",
@@ -42,6 +44,10 @@ _GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({NUMBER})\s*")
 class GateError(MergestreamError):
     """One or more gates failed; the message has one sentence, on one line, for each."""
 
+    @property
+    def sentences(self) -> Sequence[str]:
+        return str(self).split("\n")
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -54,7 +60,7 @@ class Gate:
     @classmethod
     def parse(cls, text: str) -> Gate:
         match = _GATE.fullmatch(text)
-        if not match or match[1] not in QUANTITIES:
+        if not match or match[1] not in QUANTITIES or not math.isfinite(float(match[3])):
             raise UsageError(
                 f"gate {text!r} is not a condition such as 'kept>=0.6' (it can be on: {', '.join(QUANTITIES)})"
             )
@@ -133,15 +139,15 @@ class Gatekeeper:
     def _score(self, candidate: Candidate, command: str) -> float:
         """What the command makes of the model that the store would give."""
         store = candidate.store
-        place = store.path / "candidate"
-        remove(place)  # a killed process may have left it
+        place = store.path / CANDIDATE
         output = Output(place / "model")
         try:
             with candidate.snapshot() as snapshot:
                 export_model(snapshot, output, store.engine, store.progress)
             return evaluate(command, output.path)
         finally:
-            remove(place)
+            with suppress(OSError):  # the store tidies it up
+                remove(place)
 
 
 def _check_known(quantity: str, manifest: Manifest) -> None:
@@ -156,7 +162,7 @@ def _check_known(quantity: str, manifest: Manifest) -> None:
         )
 
 
-def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[dict[str, Any]]:
+def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[PassedGate]:
     """What goes into the history: each gate with its value. Raises if one fails."""
     failed = []
     for gate in gates:
@@ -164,7 +170,7 @@ def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str
         if not gate.holds(value):
             found = "is not known" if value is None or math.isnan(value) else f"is {value:.4g}"
             what = QUANTITIES[gate.quantity]
-            failed.append(f"{source} was not added: {what} {found}, and the gate asks for {gate}")
+            failed.append(f"{one_line(source)} was not added: {what} {found}, and the gate asks for {gate}")
     if failed:
         raise GateError("\n".join(failed))
     return [{"gate": str(gate), "value": values[gate.quantity]} for gate in gates]
@@ -176,6 +182,7 @@ def evaluate(command: str, model: Path) -> float:
         score = last_number(run_command(command, model=model, show_errors=True))
     except MergestreamError as error:
         raise MergestreamError(f"{error}; nothing was added") from error
-    if score is None:
-        raise MergestreamError(f"--evaluate {command!r} printed no number; nothing was added")
+    if score is None or not math.isfinite(score):
+        printed = "no number" if score is None else f"{score} as its last number"
+        raise CommandError(f"--evaluate {command!r} printed {printed}; nothing was added")
     return score

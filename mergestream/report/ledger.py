@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mergestream.report.diagnostics import Survival, holding
+from mergestream.report.diagnostics import Survival, few, holding, plain
 from mergestream.store.collisions import Collisions, collisions
 
 if TYPE_CHECKING:
@@ -32,11 +31,20 @@ class LedgerFacts:
     holding: Survival
     """The share of each tensor that the entries hold now"""
     collisions: Collisions
+    closest: tuple[tuple[tuple[float, str] | None, ...], ...]
+    """Expert × layer: the largest overlap with another expert there, and with whom"""
 
     @classmethod
     def of(cls, snapshot: Snapshot, engine: Engine, progress: Progress) -> LedgerFacts:
         found = collisions(snapshot, engine, progress)
-        return cls(snapshot.manifest.sharing, holding(snapshot), found)
+        layers, experts = range(len(found.layers)), range(len(found.experts))
+        closest = tuple(tuple(found.closest_in(layer, expert) for layer in layers) for expert in experts)
+        return cls(snapshot.manifest.sharing, holding(snapshot), found, closest)
+
+    def of_experts(self, experts: Sequence[int]) -> LedgerFacts:
+        """Only those experts; what they are closest to may be another one."""
+        found, closest = self.collisions.of_experts(experts), tuple(self.closest[i] for i in experts)
+        return replace(self, holding=self.holding.of_experts(experts), collisions=found, closest=closest)
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -58,17 +66,12 @@ class LedgerFacts:
     @property
     def layer_overlap(self) -> tuple[tuple[float | None, ...], ...]:
         """Expert × layer: the largest overlap with another expert there."""
-        return tuple(tuple(found and found[0] for found in row) for row in self._closest)
+        return tuple(tuple(found and found[0] for found in row) for row in self.closest)
 
     @property
     def layer_partner(self) -> tuple[tuple[str | None, ...], ...]:
         """Expert × layer: with whom that is."""
-        return tuple(tuple(found and found[1] for found in row) for row in self._closest)
-
-    @cached_property
-    def _closest(self) -> list[list[tuple[float, str] | None]]:
-        layers, experts = range(len(self.collisions.layers)), range(len(self.experts))
-        return [[self.collisions.closest_in(layer, expert) for layer in layers] for expert in experts]
+        return tuple(tuple(found and found[1] for found in row) for row in self.closest)
 
     def pairs(self) -> Iterator[tuple[float, str, str]]:
         """The overlap of every two experts that have moved a linear weight in common, and their names."""
@@ -79,17 +82,23 @@ class LedgerFacts:
 
     def findings(self) -> Iterator[str]:
         """What deserves a look, in sentences."""
-        for name, held, damage in zip(self.experts, self.held, self.damage, strict=True):
-            if held < LITTLE_HELD:
-                yield f"The entry of {name} holds only {held:.0%} of it."
-            if damage is not None and damage > DAMAGED:
-                yield f"{name} would be served badly by the merged model (predicted damage {damage:.2f})."
-        for value, one, other in self.pairs():
-            if value > COLLIDING:
-                yield f"{one} and {other} answer to the same inputs (overlap {value:.2f})."
+        held = zip(self.experts, self.held, strict=True)
+        yield from few(
+            f"The entry of {name} holds only {share:.0%} of it." for name, share in held if share < LITTLE_HELD
+        )
+        yield from few(
+            f"{name} would be served badly by the merged model (predicted damage {damage:.2f})."
+            for name, damage in zip(self.experts, self.damage, strict=True)
+            if damage is not None and damage > DAMAGED
+        )
+        yield from few(
+            f"{one} and {other} answer to the same inputs (overlap {value:.2f})."
+            for value, one, other in self.pairs()
+            if value > COLLIDING
+        )
 
     def to_json(self) -> dict[str, Any]:
-        found = asdict(self.collisions)
+        found = plain(self.collisions)
         del found["layer_overlap"]  # experts × experts for every layer: what is told of it is the largest of each
         return {
             **{"room_for": self.room_for, "held": self.held, **found},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.report.facts import Facts, shown
 from mergestream.report.ledger import LedgerFacts
+from mergestream.text import SENTENCE, code, markdown_text
 
 if TYPE_CHECKING:
     from mergestream.store import Expert
@@ -19,17 +20,19 @@ FEWEST = 20
 def markdown(facts: Facts) -> str:
     base = facts.manifest.base
     lines = [
-        f"# {facts.store}",
+        f"# {markdown_text(facts.store)}",
         "",
-        f"* Method: {facts.manifest.method}; parameters: {facts.parameters or 'none'}",
-        f"* Base: {base.source} (digest `{base.digest}`)",
+        f"* Method: {markdown_text(facts.manifest.method)}; parameters: {markdown_text(facts.parameters) or 'none'}",
+        f"* Base: {code(base.source)} (digest {code(base.digest)})",
         f"* Experts: {len(facts.history)}",
         "",
     ]
     if findings := facts.findings():
-        lines += ["## Worth a look", "", *(f"* {sentence}" for sentence in findings), ""]
+        lines += ["## Worth a look", "", *(f"* {markdown_text(sentence, SENTENCE)}" for sentence in findings), ""]
     if facts.history:
-        lines += [*_experts(facts), *_similarity(facts), *(_ledger(facts.ledger) if facts.ledger else _survival(facts))]
+        few = facts.shown
+        lines += [*_experts(facts), *([facts.selection, ""] if facts.selection else []), *_similarity(few)]
+        lines += _ledger(few.ledger) if few.ledger else _survival(few)
     if facts.scores:
         lines += _scores(facts)
     lines += ["## Commands", "", "```sh", *facts.commands, "```", ""]
@@ -41,18 +44,26 @@ def _experts(facts: Facts) -> Iterable[str]:
     headings = ("step", "expert", "added", "‖Δ‖", "n", *outcome, "digest")
     rows = (
         (
-            *(number, entry.name, entry.added, f"{entry.norm:.4g}", f"{entry.mean_norm:.4g}"),
+            *(
+                number,
+                markdown_text(entry.name),
+                markdown_text(entry.added),
+                f"{entry.norm:.4g}",
+                f"{entry.mean_norm:.4g}",
+            ),
             *(_of_ledger(facts.ledger, number) if facts.ledger else _of_state(number, entry)),
-            f"`{entry.digest}`",
+            code(entry.digest),
         )
         for number, entry in enumerate(facts.history, 1)
     )
     yield from ("## Experts", "", *table(headings, rows), "")
     gated = [entry for entry in facts.history if entry.gates or entry.evaluation]
     for entry in gated:
-        passed = [f"{gate['gate']} ({shown(gate['value'])})" for gate in entry.gates]
-        scored = [f"score {entry.evaluation['score']:g} by `{entry.evaluation['command']}`"] if entry.evaluation else []
-        yield f"* {entry.name} passed: {', '.join([*passed, *scored])}"
+        passed = [f"{markdown_text(gate['gate'])} ({shown(gate['value'])})" for gate in entry.gates]
+        scored = (
+            [f"score {entry.evaluation['score']:g} by {code(entry.evaluation['command'])}"] if entry.evaluation else []
+        )
+        yield f"* {markdown_text(entry.name)} passed: {', '.join([*passed, *scored])}"
     if gated:
         yield ""
 
@@ -68,8 +79,8 @@ def _of_ledger(ledger: LedgerFacts, number: int) -> tuple[str, ...]:
 
 def _similarity(facts: Facts) -> Iterable[str]:
     names = facts.similarity.experts
-    rows = ((name, *map(shown, row)) for name, row in zip(names, facts.similarity.cosines, strict=True))
-    yield from ("## Cosine similarity of the task vectors", "", *table(("", *names), rows), "")
+    rows = ((markdown_text(name), *map(shown, row)) for name, row in zip(names, facts.similarity.cosines, strict=True))
+    yield from ("## Cosine similarity of the task vectors", "", *table(("", *map(markdown_text, names)), rows), "")
     yield from (f"Estimated from sketches; standard error {facts.similarity.standard_error:.4f}.", "")
 
 
@@ -78,20 +89,20 @@ def _survival(facts: Facts) -> Iterable[str]:
     order = sorted(range(len(layers.parts)), key=lambda i: min(row[i] for row in layers.kept))
     rows = (
         (
-            layers.parts[i],
+            markdown_text(layers.parts[i]),
             *(f"{row[i]:.1%}" for row in layers.kept),
             *(shown(row[i], ".0f") for row in layers.protected[-1:]),
         )
         for i in order[:FEWEST]
     )
     yield from ("## What survived, by layer (least first)", "")
-    yield from (*table(("layer", *layers.experts, "protected rank q"), rows), "")
+    yield from (*table(("layer", *map(markdown_text, layers.experts), "protected rank q"), rows), "")
     if len(order) > FEWEST:
         yield from (f"… and {len(order) - FEWEST} more layers, of which more survived (`--format json` has all).", "")
 
 
 def _ledger(ledger: LedgerFacts) -> Iterable[str]:
-    names, found = ledger.experts, ledger.collisions
+    names, found = [markdown_text(name) for name in ledger.experts], ledger.collisions
     layers = ledger.holding.by_layer()
     yield from ("## What the entries hold, by layer (least first)", "")
     yield from _worst(layers.parts, layers.kept, names, ".1%", least=True)
@@ -113,24 +124,30 @@ def _worst(
     *,
     least: bool = False,
 ) -> Iterable[str]:
-    """The parts in which experts fare worst, as a table with a column for each expert."""
+    """The parts in which experts fare worst, as a table with a column for each of the experts' names, as they are."""
 
     def worst(part: int) -> float:
         known = [-value if least else value for row in rows if (value := row[part]) is not None]
         return max(known, default=-math.inf)
 
     order = sorted(range(len(parts)), key=lambda part: -worst(part))
-    shares = ((parts[part], *(shown(row[part], form) for row in rows)) for part in order[:FEWEST])
+    shares = ((markdown_text(parts[part]), *(shown(row[part], form) for row in rows)) for part in order[:FEWEST])
     yield from (*table(("layer", *names), shares), "")
     if len(order) > FEWEST:
         yield from (f"… and {len(order) - FEWEST} more layers (`--format json` has all).", "")
 
 
 def _scores(facts: Facts) -> Iterable[str]:
-    scores = facts.scores
-    assert scores is not None
-    rows = ((number, *map(shown, row)) for number, row in enumerate(scores.matrix, 1))
-    yield from (f"## Scores ({scores.metric})", "", *table(("after step", *scores.tasks), rows), "")
+    scores, last = facts.scores, facts.shown.scores
+    assert scores is not None and last is not None
+    first = len(scores.matrix) - len(last.matrix) + 1
+    rows = ((number, *map(shown, row)) for number, row in enumerate(last.matrix, first))
+    yield from (
+        f"## Scores ({markdown_text(scores.metric)})",
+        "",
+        *table(("after step", *map(markdown_text, last.tasks)), rows),
+        "",
+    )
     yield from (f"ACC {shown(scores.acc)}, BWT {shown(scores.bwt)}", "")
 
 

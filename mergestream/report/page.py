@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from mergestream.report import figures
 from mergestream.report.diagnostics import Survival
 from mergestream.report.facts import Facts, shown
 from mergestream.report.ledger import DAMAGED, LedgerFacts
+from mergestream.text import SENTENCE, one_line
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -37,6 +39,8 @@ class Plot:
     """By the name of the view; several where there is a choice"""
     headings: Sequence[str]
     rows: Iterable[Sequence[Any]]
+    selection: str = ""
+    """Which experts it shows, where they are not all"""
 
 
 def page(facts: Facts) -> str:
@@ -54,7 +58,7 @@ def page(facts: Facts) -> str:
         {
             "scripts": f"{_allowed(plotly)} {_allowed(script)}",
             "style": _asset("style.css"),
-            "name": escape(Path(facts.store).name or facts.store),
+            "name": _text(Path(facts.store).name or facts.store),
             "subtitle": _subtitle(facts),
             "tiles": "".join(_tiles(facts)),
             "findings": _findings(facts),
@@ -62,11 +66,11 @@ def page(facts: Facts) -> str:
             **_tensor_headings(facts),
             "plots": "".join(_section(plot) for plot in plots),
             "expert_options": "".join(
-                f'<option value="{i}">{escape(e.name)}</option>' for i, e in enumerate(facts.history)
+                f'<option value="{i}">{_text(e.name)}</option>' for i, e in enumerate(facts.shown.history)
             ),
             "facts": "".join(_definitions(facts)),
-            "commands": escape("\n".join(facts.commands)),
-            "version": escape(__version__),
+            "commands": "\n".join(map(escape, facts.commands)),
+            "version": _text(__version__),
             "plotly": plotly,
             "data": _embedded(data),
             "script": script,
@@ -75,7 +79,7 @@ def page(facts: Facts) -> str:
 
 
 def _plots(facts: Facts) -> Iterator[Plot]:
-    history = facts.history
+    history, few = facts.history, facts.shown
     if not history:
         return
     if not facts.ledger:
@@ -85,7 +89,7 @@ def _plots(facts: Facts) -> Iterator[Plot]:
         yield _similarity(facts)
     if facts.scores:
         yield _scores(facts)
-    yield from _ledger(facts, facts.ledger) if facts.ledger else _survival(facts)
+    yield from _ledger(facts, facts.ledger, few.ledger) if facts.ledger and few.ledger else _survival(facts)
 
 
 def _scaling(facts: Facts) -> Plot:
@@ -119,17 +123,19 @@ def _norms(facts: Facts) -> Plot:
 
 
 def _survival(facts: Facts) -> Iterator[Plot]:
-    layers, weights = facts.survival.by_layer(), facts.survival.select(facts.survival.projected)
+    few = facts.shown.survival
+    layers, weights = few.by_layer(), few.select(few.projected)
     yield Plot(
         "survival",
         "What survived of each expert",
-        _least(layers),
+        _least(facts.survival.by_layer()),
         _views(figures.survival, layers, weights),
         ("layer", *layers.experts),
         [
             (layer, *(f"{row[i]:.1%}" for row in layers.kept))
             for i, layer in enumerate(figures.short_names(layers.parts))
         ],
+        facts.selection,
     )
     if any(layers.projected):
         projected = layers.select(layers.projected)
@@ -144,10 +150,12 @@ def _survival(facts: Facts) -> Iterator[Plot]:
                 (layer, *(shown(row[i], ".1f") for row in projected.protected))
                 for i, layer in enumerate(figures.short_names(projected.parts))
             ],
+            facts.selection,
         )
 
 
-def _ledger(facts: Facts, ledger: LedgerFacts) -> Iterator[Plot]:
+def _ledger(facts: Facts, everyone: LedgerFacts, ledger: LedgerFacts) -> Iterator[Plot]:
+    """``ledger`` has the experts that are shown."""
     layers, found = ledger.holding.by_layer(), ledger.collisions
     tensors = facts.manifest.base.tensors
     weights = ledger.holding.select([tensors[name].role == "linear" for name in ledger.holding.parts])
@@ -155,10 +163,11 @@ def _ledger(facts: Facts, ledger: LedgerFacts) -> Iterator[Plot]:
         "held",
         "What the entries hold",
         f"The share of each task vector's squared norm that its entry holds while {_counted(ledger.room_for)} "
-        f"share the room. {_least_held(ledger)}",
+        f"share the room. {_least_held(everyone)}",
         _views(figures.held, layers, weights),
         ("layer", *ledger.experts),
         _rows(layers.parts, layers.kept, ".1%"),
+        facts.selection,
     )
     if not found.layers:
         return
@@ -166,10 +175,11 @@ def _ledger(facts: Facts, ledger: LedgerFacts) -> Iterator[Plot]:
         "damage",
         "Predicted damage",
         "How far the merged model is from doing to each expert's own inputs what that expert does: 0 is exactly "
-        f"that, 1 is as far as doing nothing. Above {DAMAGED} an expert is served badly. {_largest_damage(ledger)}",
+        f"that, 1 is as far as doing nothing. Above {DAMAGED} an expert is served badly. {_largest_damage(everyone)}",
         {"experts": figures.damage(ledger), "layers": figures.layer_damage(ledger)},
         ("layer", *ledger.experts),
         [("together", *map(shown, ledger.damage)), *_rows(found.layers, found.layer_damage, ".3f")],
+        facts.selection,
     )
     if len(ledger.experts) == 1:
         return
@@ -177,10 +187,11 @@ def _ledger(facts: Facts, ledger: LedgerFacts) -> Iterator[Plot]:
         "overlap",
         "Colliding inputs",
         "How much two experts answer to the same inputs of the linear weights, from 0 to 1 and in the mean over them. "
-        f"{_largest_overlap(ledger)}",
+        f"{_largest_overlap(everyone)}",
         {"": figures.overlap(ledger)},
         ("overlap", *ledger.experts),
         [(name, *map(shown, row)) for name, row in zip(ledger.experts, ledger.overlap, strict=True)],
+        facts.selection,
     )
     yield Plot(
         "collisions",
@@ -189,6 +200,7 @@ def _ledger(facts: Facts, ledger: LedgerFacts) -> Iterator[Plot]:
         {"": figures.layer_overlap(ledger)},
         ("layer", *ledger.experts),
         _rows(found.layers, ledger.layer_overlap, ".3f"),
+        facts.selection,
     )
 
 
@@ -220,7 +232,7 @@ def _views(draw: Any, layers: Survival, weights: Survival) -> dict[str, go.Figur
 
 
 def _similarity(facts: Facts) -> Plot:
-    found = facts.similarity
+    found, few = facts.similarity, facts.shown.similarity
     pairs = [
         (value, found.experts[i], found.experts[j])
         for i, row in enumerate(found.cosines)
@@ -236,15 +248,17 @@ def _similarity(facts: Facts) -> Plot:
         "similarity",
         "Similarity of the experts",
         caption,
-        {"": figures.similarity(found)},
-        ("cosine", *found.experts),
-        [(name, *map(shown, row)) for name, row in zip(found.experts, found.cosines, strict=True)],
+        {"": figures.similarity(few)},
+        ("cosine", *few.experts),
+        [(name, *map(shown, row)) for name, row in zip(few.experts, few.cosines, strict=True)],
+        facts.selection,
     )
 
 
 def _scores(facts: Facts) -> Plot:
-    scores = facts.scores
-    assert scores is not None
+    scores, last = facts.scores, facts.shown.scores
+    assert scores is not None and last is not None
+    first = len(scores.matrix) - len(last.matrix) + 1
     caption = f"The {scores.metric} of the merged model on each task."
     if scores.acc is not None:
         caption += f" ACC, the mean after the last step, is {scores.acc:.3f}."
@@ -254,9 +268,10 @@ def _scores(facts: Facts) -> Plot:
         "scores",
         "Scores after each step",
         caption,
-        {"": figures.scores(scores)},
-        ("after step", *scores.tasks),
-        [(number, *map(shown, row)) for number, row in enumerate(scores.matrix, 1)],
+        {"": figures.scores(last, first)},
+        ("after step", *last.tasks),
+        [(number, *map(shown, row)) for number, row in enumerate(last.matrix, first)],
+        "" if last == scores else f"The last {len(last.matrix)} steps and {len(last.tasks)} tasks are shown.",
     )
 
 
@@ -274,19 +289,19 @@ def _least(layers: Survival) -> str:
 
 def _section(plot: Plot) -> str:
     views = list(plot.figures)
-    choice = ""
+    choice, caption = "", _text(f"{plot.caption} {plot.selection}".strip())
     if len(views) > 1:
         buttons = "".join(
-            f'<button type="button" data-figure="{plot.key}" data-view="{escape(view)}" '
-            f'aria-pressed="{"true" if view == views[0] else "false"}">{escape(view)}</button>'
+            f'<button type="button" data-figure="{plot.key}" data-view="{_text(view)}" '
+            f'aria-pressed="{"true" if view == views[0] else "false"}">{_text(view)}</button>'
             for view in views
         )
         choice = f'<div class="choice" role="group" aria-label="What the columns are">{buttons}</div>'
     return (
-        f'<section class="card plot" id="{plot.key}"><header><h2>{escape(plot.title)}</h2>{choice}</header>'
+        f'<section class="card plot" id="{plot.key}"><header><h2>{_text(plot.title)}</h2>{choice}</header>'
         f'<figure aria-labelledby="{plot.key}-caption">'
-        f'<div class="figure" id="figure-{plot.key}" role="img" aria-label="{escape(plot.title)}: '
-        f'{escape(plot.caption)}"></div><figcaption id="{plot.key}-caption">{escape(plot.caption)}</figcaption>'
+        f'<div class="figure" id="figure-{plot.key}" role="img" aria-label="{_text(plot.title)}: '
+        f'{caption}"></div><figcaption id="{plot.key}-caption">{caption}</figcaption>'
         f"</figure><details><summary>The numbers</summary>{_table(plot.headings, plot.rows)}</details></section>"
     )
 
@@ -294,8 +309,8 @@ def _section(plot: Plot) -> str:
 def _subtitle(facts: Facts) -> str:
     base = facts.manifest.base.source
     return (
-        f"{_experts_count(facts)} merged by <strong>{escape(facts.manifest.method)}</strong> "
-        f"({escape(facts.parameters) or 'no parameters'}) on {escape(Path(base).name or base)}"
+        f"{_experts_count(facts)} merged by <strong>{_text(facts.manifest.method)}</strong> "
+        f"({_text(facts.parameters) or 'no parameters'}) on {_text(Path(base).name or base)}"
     )
 
 
@@ -309,7 +324,7 @@ def _counted(experts: int) -> str:
 
 def _tiles(facts: Facts) -> Iterator[str]:
     def tile(value: str, label: str, hint: str) -> str:
-        return f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}<p>{escape(hint)}</p></dd></div>'
+        return f'<div class="tile"><dt>{_text(label)}</dt><dd>{_text(value)}<p>{_text(hint)}</p></dd></div>'
 
     if not facts.history:
         yield tile("0", "experts", "add one: mergestream add")
@@ -339,7 +354,7 @@ def _tiles(facts: Facts) -> Iterator[str]:
 
 
 def _findings(facts: Facts) -> str:
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in facts.findings())
+    items = "".join(f"<li>{_text(sentence)}</li>" for sentence in facts.findings())
     return items and f'<section class="card findings"><h2>Worth a look</h2><ul>{items}</ul></section>'
 
 
@@ -358,7 +373,7 @@ def _expert(facts: Facts, number: int, entry: Expert) -> str:
     nearest = facts.nearest(number)
     outcome = _of_ledger(facts.ledger, number - 1) if facts.ledger else _of_state(entry)
     gates = "".join(
-        f'<span class="badge" title="found: {shown(gate["value"])}">✓ {escape(gate["gate"])}</span>'
+        f'<span class="badge" title="found: {shown(gate["value"])}">✓ {_text(gate["gate"])}</span>'
         for gate in entry.gates
     )
     if entry.evaluation:
@@ -366,12 +381,12 @@ def _expert(facts: Facts, number: int, entry: Expert) -> str:
     when = entry.added.replace("T", " ").replace("+00:00", "")
     return (
         f'<tr><td data-sort="{number}"><span class="dot">{number}</span></td>'
-        f'<th scope="row" title="{escape(entry.source)}">{escape(entry.name)}</th>'
-        f'<td data-sort="{escape(entry.added)}"><time datetime="{escape(entry.added)}">{escape(when)}</time></td>'
+        f'<th scope="row" title="{_text(entry.source)}">{_text(entry.name)}</th>'
+        f'<td data-sort="{_text(entry.added)}"><time datetime="{_text(entry.added)}">{_text(when)}</time></td>'
         f'<td data-sort="{entry.norm}">{entry.norm:.4g}</td>'
         f"{outcome}{_companion(nearest)}"
         f"<td>{gates or '–'}</td>"
-        f'<td><code title="{escape(entry.digest)}">{escape(entry.digest[:12])}</code></td></tr>'
+        f'<td><code title="{_text(entry.digest)}">{_text(entry.digest[:12])}</code></td></tr>'
     )
 
 
@@ -400,7 +415,7 @@ def _companion(found: tuple[str, float] | None) -> str:
     if found is None:
         return '<td data-sort="-2">–</td>'
     name, value = found
-    return f'<td data-sort="{value}">{escape(name)} <span class="muted">{value:.3f}</span></td>'
+    return f'<td data-sort="{value}">{_text(name)} <span class="muted">{value:.3f}</span></td>'
 
 
 def _definitions(facts: Facts) -> Iterator[str]:
@@ -413,12 +428,14 @@ def _definitions(facts: Facts) -> Iterator[str]:
     if facts.history and not facts.ledger:  # which has a digest for each entry, and none of them all
         pairs.append(("state digest", facts.history[-1].state))
     for term, meaning in pairs:
-        yield f"<div><dt>{escape(term)}</dt><dd>{escape(meaning)}</dd></div>"
+        yield f"<div><dt>{_text(term)}</dt><dd>{_text(meaning)}</dd></div>"
 
 
 def _tensors(facts: Facts) -> dict[str, Any]:
-    """The table of tensors: their forms, and for each expert ‖Δ‖, the share kept and q in the order of ``merged``."""
+    """The table of tensors: their forms; ‖Δ‖, the share kept and q in the order of ``merged``, for all experts together
+    and for each that is shown."""
     merged = {name: i for i, name in enumerate(facts.survival.parts)}
+    few = facts.shown.survival
 
     def rounded(rows: Iterable[Iterable[float]]) -> list[list[float]]:
         return [[float(f"{value:.6g}") for value in row] for row in rows]
@@ -431,10 +448,22 @@ def _tensors(facts: Facts) -> dict[str, Any]:
             ]
             for name, tensor in sorted(facts.manifest.base.tensors.items(), key=lambda item: natural(item[0]))
         ],
-        "norm": rounded(facts.survival.norm),
-        "kept": rounded(facts.survival.kept),
-        "protected": None if facts.ledger else facts.survival.protected,
+        "together": rounded(_together(facts.survival)),
+        "norm": rounded(few.norm),
+        "kept": rounded(few.kept),
+        "protected": None if facts.ledger else few.protected,
     }
+
+
+def _together(survival: Survival) -> tuple[list[float], list[float]]:
+    """Of each tensor, over all experts: the root mean square of ‖Δ‖, and the share of all energy that was kept."""
+    norms, shares = [], []
+    for norm, kept in zip(zip(*survival.norm, strict=True), zip(*survival.kept, strict=True), strict=True):
+        energy = math.fsum(value**2 for value in norm)
+        held = math.fsum(share * value**2 for share, value in zip(kept, norm, strict=True))
+        norms.append(math.sqrt(energy / len(norm)))
+        shares.append(held / energy if energy else 1.0)
+    return norms, shares
 
 
 def _tensor_headings(facts: Facts) -> dict[str, str]:
@@ -445,11 +474,16 @@ def _tensor_headings(facts: Facts) -> dict[str, str]:
     return {"share": "kept", "protected": heading, "and_protected": ", and q that of the last step"}
 
 
+def _text(text: str) -> str:
+    """For HTML, whatever the names in it are."""
+    return escape(one_line(text, SENTENCE))
+
+
 def _table(headings: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
-    head = "".join(f'<th scope="col">{escape(str(cell))}</th>' for cell in headings)
+    head = "".join(f'<th scope="col">{_text(str(cell))}</th>' for cell in headings)
     body = "".join(
-        f'<tr><th scope="row">{escape(str(row[0]))}</th>'
-        + "".join(f"<td>{escape(str(cell))}</td>" for cell in row[1:])
+        f'<tr><th scope="row">{_text(str(row[0]))}</th>'
+        + "".join(f"<td>{_text(str(cell))}</td>" for cell in row[1:])
         + "</tr>"
         for row in rows
     )

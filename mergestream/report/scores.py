@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
-from mergestream.files import read_json, write_json
+from mergestream.files import write_json
 from mergestream.report.metrics import average_accuracy, backward_transfer
+from mergestream.schema import conform, damaged, foreign, parse, read_text
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, StoreDirectory
@@ -57,6 +58,27 @@ class Scores:
             None if experts is None else entries(experts),
         )
 
+    def latest(self, most: int) -> Scores:
+        """Of the last steps and tasks only, so many of each."""
+        last = slice(-most, None)
+        base, experts = (row and row[last] for row in (self.base, self.experts))
+        return Scores(self.tasks[last], tuple(row[last] for row in self.matrix[last]), self.metric, base, experts)
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the numbers; None where nothing is."""
+        if len(self.tasks) < len(self.matrix):
+            return (
+                f"there are {len(self.matrix)} rows of scores and {len(self.tasks)} tasks; "
+                "name at least one task per step, in the order of the steps"
+            )
+        for row in (*self.matrix, self.base, self.experts):
+            if row is not None and len(row) != len(self.tasks):
+                return f"a row of scores has {len(row)} entries for {len(self.tasks)} tasks"
+            if row is not None and not all(value is None or math.isfinite(value) for value in row):
+                return "scores must be finite numbers, or None where they were not measured"
+        return None
+
     @property
     def acc(self) -> float | None:
         """ACC: the mean over all tasks after the last step."""
@@ -74,16 +96,8 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
         raise MergestreamError(
             f"{len(scores.matrix)} rows of scores do not fit {store.path}, which has taken {store.manifest.step} steps"
         )
-    if len(scores.tasks) < len(scores.matrix):
-        raise MergestreamError(
-            f"there are {len(scores.matrix)} rows of scores and {len(scores.tasks)} tasks; "
-            "name at least one task per step, in the order of the steps"
-        )
-    for row in (*scores.matrix, scores.base, scores.experts):
-        if row is not None and len(row) != len(scores.tasks):
-            raise MergestreamError(f"a row of scores has {len(row)} entries for {len(scores.tasks)} tasks")
-        if row is not None and not all(value is None or math.isfinite(value) for value in row):
-            raise MergestreamError("scores must be finite numbers, or None where they were not measured")
+    if fault := scores.fault:
+        raise MergestreamError(fault)
     data = {
         **asdict(scores),
         # Scores belong to a state: after an undo and another add, they must not be shown for the new one.
@@ -97,12 +111,15 @@ def attached(store: StoreDirectory) -> Scores | None:
     path = store.path / NAME
     if not path.is_file():
         return None
-    data = read_json(path)
+    data = parse(read_text(path), path)
     if data.pop("digest", None) != _digest(data):
-        raise MergestreamError(f"{path} is damaged: its digest does not match; attach the scores once more")
-    pairs = zip(data.pop("states"), store.history, strict=False)
+        raise damaged(path, "its digest does not match", "attach the scores once more")
+    scores, states = conform(data, Scores, path), conform(data.get("states"), list[str], path)
+    if fault := scores.fault:
+        raise foreign(path, fault)
+    pairs = zip(states, store.history, strict=False)
     valid = len(list(takewhile(lambda pair: pair[0] == _state(store, pair[1]), pairs)))
-    return Scores.of(**{**data, "matrix": data["matrix"][:valid]}) if valid else None
+    return replace(scores, matrix=scores.matrix[:valid]) if valid else None
 
 
 def _state(store: StoreDirectory, entry: Expert) -> str:

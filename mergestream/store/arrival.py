@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,23 +11,25 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.algebra.bounds import FactorBounds
 from mergestream.base.skeleton import Skeleton
 from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name
 from mergestream.digest import combined_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters import Adapter, same_model
+from mergestream.experts.adapters import Adapter
 from mergestream.experts.opening import ExpertSource, open_expert, task_vector
+from mergestream.experts.origin import Origin, origin
 from mergestream.experts.sketch import Sketch
 from mergestream.ledger.method import FEWEST
 from mergestream.merging.step import Discard, Outcome, StateWriter, Step, Totals, no_state, total
 from mergestream.store.factors import block_layout, core_layout
-from mergestream.store.manifest import Expert
+from mergestream.store.manifest import Expert, Options
 from mergestream.store.records import copy_record, cosines_to, record_directory, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepWriter, slot_name
+from mergestream.text import SENTENCE, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from mergestream.experts.vector import TaskVector
     from mergestream.store.directory import StoreDirectory
 
-OTHER_BASE = 0.7
-"""Two unrelated models are about 1.4 apart, relative to their norm; fine-tuning moves 0.1 at most."""
 LARGE = 5.0
 """An expert whose norm is this many times the others' mean deserves a warning: it would drown them."""
 
@@ -81,11 +80,12 @@ class Arrival:
         """``measured``: the distance to the base is wanted, even where the method's scale does not need it;
         ``withdrawn``: the model is to be taken out of the state."""
         self.store = store
-        self.options: dict[str, Any] = {"partial": partial, "ignore": list(ignore)}
+        self.options: Options = {"partial": partial, "ignore": list(ignore)}
         self.t = store.manifest.step + 1
         self.number = store.manifest.next_number
         self.outcomes: dict[str, Outcome] = {}
         self.digests: dict[str, str] = {}
+        self.notes: list[str] = []
         self._measured, self._withdrawn = measured, withdrawn
         self._files = ExitStack()
         try:
@@ -130,6 +130,13 @@ class Arrival:
         return max(self.t, FEWEST) if self.store.method.remembers_experts else 0
 
     @property
+    def rank(self) -> int:
+        """The largest that a tensor in factors may have now; in a ledger, of the expert's own factors."""
+        if self.store.method.remembers_experts:
+            return max((self.vector.rank(name) or 0 for name in self.vector.names), default=0)
+        return max((max(bounds.core) for bounds in self.bounds.values()), default=0)
+
+    @property
     def fates(self) -> dict[str, int]:
         """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored."""
         return dict(sorted(Counter(self.vector.fates.values()).items()))
@@ -145,8 +152,8 @@ class Arrival:
             base = self._files.enter_context(store.open_base())
             if not model.measured:  # from now on it must stay what it is
                 model = model.with_weights(base, store.engine, store.progress)
-        if isinstance(opened, Adapter):
-            self._note_on_adapter(opened)
+        if isinstance(opened, Adapter) and not store.method.factored:
+            self.note(f"{store.method.name} needs dense tensors: the adapter is multiplied out, one by one")
         return task_vector(model, base, opened, partial=partial, ignore=ignore)
 
     @cached_property
@@ -251,15 +258,26 @@ class Arrival:
             added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - started, 3),
             distance=totals.distance,
-            rank=max((max(bounds.core) for bounds in self.bounds.values()), default=0),
+            rank=self.rank,
             state=writer.finish(self.outcomes),
             record=write_record(record_directory(self.store.path, self.number), self, sketch),
             fates=self.fates,
-            options=self.options,
+            options=self._options_needed,
             cut=self.cut,
+            notes=self.notes,
             **{key: value for key, value in vars(totals).items() if key != "t"},
         )
         return Candidate(self.store, entry, sketch)
+
+    @property
+    def _options_needed(self) -> Options:
+        """Those that were given, and what had to be allowed."""
+        options: Options = {**self.options}
+        if self.duplicate_of is not None or self.totals.norm == 0:
+            options["allow_duplicate"] = True
+        if self.origin.other:
+            options["allow_other_base"] = True
+        return options
 
     def finish_withdrawal(self, writer: StepWriter, last: Expert) -> Expert:
         """The last of the experts that stay, with the state without the one that was withdrawn."""
@@ -277,30 +295,26 @@ class Arrival:
                 f"{self.source} is identical to the base; pass --allow-duplicate to add it all the same"
             )
 
+    @cached_property
+    def origin(self) -> Origin:
+        return origin(self.vector, {name: outcome.norm2 for name, outcome in self.outcomes.items()})
+
+    def refuse_other_base(self) -> None:
+        if self.origin.other:
+            raise MergestreamError(f"{self.origin.told}; pass --allow-other-base to add it all the same")
+
+    def note(self, sentence: str) -> None:
+        """Tell the user now, and keep it for the history, as text that can be kept: there are others' names in it."""
+        self.notes.append(one_line(sentence, SENTENCE))
+        self.store.progress.note(self.notes[-1])
+
     def note_oddities(self) -> None:
-        """Tell of a model that was not made from this base, or that outweighs all others."""
-        tensors, note = self.vector.model.tensors, self.store.progress.note
-        matrices = [name for name in self.outcomes if len(tensors[name].shape) >= 2 and tensors[name].norm]
-        distances = [math.sqrt(self.outcomes[name].norm2) / tensors[name].norm for name in matrices]
-        if distances and min(distances) > OTHER_BASE:
-            norm = math.sqrt(math.fsum(tensor.norm**2 for tensor in tensors.values()))
-            note(
-                f"{self.source} was probably not fine-tuned from this base: not one matrix is close, "
-                f"the relative distance is {self.totals.norm / norm:.2f}; take it back with undo"
-            )
+        """Tell of a model whose base is another one, or not known, and of one that outweighs all others."""
+        if self.origin.told:
+            self.note(self.origin.told)
         mean = self.mean_norm_before
         if mean and self.totals.norm >= LARGE * mean:
-            note(
+            self.note(
                 f"{self.source} has moved {self.totals.norm / mean:.1f} times as far as the experts before it "
-                "in the mean and outweighs them; take it back with undo if that is not meant"
+                "in the mean and outweighs them"
             )
-
-    def _note_on_adapter(self, adapter: Adapter) -> None:
-        named, base, method = adapter.config.base, self.store.manifest.base.source, self.store.method
-        if named is not None and not same_model(named, base):
-            self.store.progress.note(
-                f"{adapter.source} says that it was made for {named}, and the base of this store is "
-                f"{base}; take it back with undo if they are not the same model"
-            )
-        if not method.factored:
-            self.store.progress.note(f"{method.name} needs dense tensors: the adapter is multiplied out, one by one")

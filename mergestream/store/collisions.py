@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mergestream.base.names import layer_of, natural
 from mergestream.engine import Engine
@@ -41,17 +44,20 @@ class Collisions:
     """Expert × layer"""
     overlap: Matrix
     """Expert × expert: the cosine of Δ_iᵀΔ_i and Δ_jᵀΔ_j, how much two answer to the same inputs"""
-    layer_overlap: tuple[Matrix, ...]
-    """The same by layer"""
+    layer_overlap: tuple[np.ndarray, ...] = field(compare=False, repr=False)
+    """The same by layer; NaN for None: hundreds of experts have millions of pairs"""
 
     @classmethod
     def of(cls, reading: EntriesReading, engine: Engine, progress: Progress) -> Collisions:
         """As the experts of a reading would be merged by it, in one pass over the linear weights."""
-        layers: dict[str, list[Clash]] = {}
+        found: dict[str, list[Clash]] = {}
         with progress.task("comparing the experts", 4 * sum(reading.linear.values())) as advance:
             for name, clashes in reading.clashes(engine):
-                layers.setdefault(layer_of(name), []).extend(clashes)
+                found[name] = clashes
                 advance(4 * reading.linear[name])
+        layers: dict[str, list[Clash]] = {}
+        for name in reading.linear:  # and not as they finished: sums depend on the order
+            layers.setdefault(layer_of(name), []).extend(found[name])
         names, count = sorted(layers, key=natural), len(reading.voices)
         by_layer = [_damage(layers[name], count) for name in names]
         together = [clash for clashes in layers.values() for clash in clashes]
@@ -60,8 +66,19 @@ class Collisions:
             layers=tuple(names),
             damage=_damage(together, count),
             layer_damage=tuple(tuple(row[expert] for row in by_layer) for expert in range(count)),
-            overlap=overlap_matrix((clash.overlap for clash in together), count),
-            layer_overlap=tuple(overlap_matrix((clash.overlap for clash in layers[name]), count) for name in names),
+            overlap=_with_none(_mean_overlap(together, count)),
+            layer_overlap=tuple(_mean_overlap(layers[name], count) for name in names),
+        )
+
+    def of_experts(self, experts: Sequence[int]) -> Collisions:
+        """Only those experts."""
+        return Collisions(
+            experts=tuple(self.experts[i] for i in experts),
+            layers=self.layers,
+            damage=tuple(self.damage[i] for i in experts),
+            layer_damage=tuple(self.layer_damage[i] for i in experts),
+            overlap=tuple(tuple(self.overlap[i][j] for j in experts) for i in experts),
+            layer_overlap=tuple(matrix[np.ix_(experts, experts)] for matrix in self.layer_overlap),
         )
 
     @property
@@ -78,14 +95,18 @@ class Collisions:
 
     def closest_in(self, layer: int, expert: int) -> tuple[float, str] | None:
         """The same in one layer."""
-        return self._named(largest_other(self.layer_overlap[layer][expert], expert))
+        others = np.delete(self.layer_overlap[layer][expert], expert)
+        if np.isnan(others).all():
+            return None
+        place = int(np.nanargmax(others))
+        return float(others[place]), self.experts[place + (place >= expert)]
 
     def of_pair(self, one: int, other: int) -> dict[str, float]:
         """The overlap of two experts by layer, the largest first."""
         found = {
             layer: value
             for layer, matrix in zip(self.layers, self.layer_overlap, strict=True)
-            if (value := matrix[one][other]) is not None
+            if not math.isnan(value := float(matrix[one, other]))
         }
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -112,16 +133,24 @@ def arriving_collisions(arrival: Arrival, name: str, entry: MemoryState) -> Coll
             reading = entries_reading(opened.enter_context(store.snapshot()), store.engine)
         else:
             assert isinstance(store.method, Ledger)
-            readout, _ = Selection().of_entries([name])
+            readout, _ = Selection().of_entries([name], [name] if arrival.rank else [])
             reading = EntriesReading(arrival.vector.model, store.method, readout, (), store.engine.device)
         reading = dataclasses.replace(reading, voices=[*reading.voices, new])
         return Collisions.of(reading, store.engine, store.progress)
 
 
-def overlap_matrix(found: Iterable[Mapping[tuple[int, int], float]], count: int) -> Matrix:
-    """Expert × expert, in the mean over the matrices of which each found is."""
-    known = means(found)
-    return tuple(tuple(known.get((min(i, j), max(i, j))) for j in range(count)) for i in range(count))
+def _mean_overlap(clashes: Sequence[Clash], count: int) -> np.ndarray:
+    """Expert × expert, in the mean over the matrices in which both have moved."""
+    total, known = np.zeros((count, count)), np.zeros((count, count))
+    for clash in clashes:
+        overlap = clash.overlap.double().numpy()
+        total += np.nan_to_num(overlap)
+        known += ~np.isnan(overlap)
+    return np.divide(total, known, out=np.full_like(total, np.nan), where=known > 0)
+
+
+def _with_none(values: np.ndarray) -> Matrix:
+    return tuple(tuple(None if value != value else value for value in row) for row in values.tolist())
 
 
 def largest_other(row: Sequence[float | None], own: int) -> tuple[float, int] | None:

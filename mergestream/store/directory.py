@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mergestream.base.model import BaseModel
 from mergestream.base.skeleton import open_base as open_base_model
@@ -18,13 +19,17 @@ from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.opening import ExpertSource
-from mergestream.files import BESIDE, remove, remove_all_but
+from mergestream.files import BESIDE, remove, remove_all_but, sync_directory
+from mergestream.interrupts import uninterrupted
 from mergestream.progress import Progress
+from mergestream.store.lock import NAME as LOCK
 from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.parts import CANDIDATE, check_parts
 from mergestream.store.records import record_directory, verify_record
 from mergestream.store.snapshot import Snapshot
-from mergestream.store.steps import StepReader, StepWriter, step_directory, tidy
+from mergestream.store.steps import StepReader, StepWriter, is_begun, step_directory, tidy
+from mergestream.store.watched import recall, remember_departed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,13 +38,17 @@ if TYPE_CHECKING:
     from mergestream.store.arrival import Arrival, Review
     from mergestream.store.inspection import Inspection
 
+Result = TypeVar("Result")
+
 
 class StoreDirectory:
     """A directory that keeps the merged state of all models absorbed so far."""
 
     def __init__(self, path: str | Path, *, engine: Engine | None = None, progress: Progress | None = None) -> None:
         self.path = Path(path)
-        self.manifest = Manifest.load(self.path)
+        check_parts(self.path)
+        self._moved: BaseModel | None = None
+        self.manifest = self._load()
         self.engine: Engine = engine or LocalEngine()
         self.progress = progress or Progress()
 
@@ -72,10 +81,8 @@ class StoreDirectory:
         path, method = Path(path), method or Ledger()
         if isinstance(base, Mapping):
             raise UsageError("a store refers to its base by path or hub id: save the base first, or use a Merger")
-        if path.exists() and not (path.is_dir() and all(entry.name.endswith(BESIDE) for entry in path.iterdir())):
-            raise MergestreamError(f"{path} exists already and is not empty; choose another place for the store")
-        if keep < 0:
-            raise UsageError(f"keep={keep} must be at least 0")
+        _check_free(path)
+        _check_keep(keep)
         if max_rank is not None and max_rank < 1:
             raise UsageError(f"max_rank={max_rank} must be at least 1")
         if max_rank is not None and method.remembers_experts:
@@ -94,8 +101,12 @@ class StoreDirectory:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MergestreamError(f"{path} cannot be made: {error.strerror}") from error
-        Manifest(method.name, method.parameters, model, keep, max_rank).save(path)
-        return cls(path, engine=engine, progress=progress)
+        with writer_lock(path):
+            _check_free(path)  # once more: it may have taken long to examine the base
+            Manifest(method.name, method.parameters, model, keep, max_rank).save(path, new=True)
+            store = cls(path, engine=engine, progress=progress)
+            store._settle()
+        return store
 
     @property
     def history(self) -> tuple[Expert, ...]:
@@ -106,12 +117,31 @@ class StoreDirectory:
     def method(self) -> Method:
         return self.manifest.make_method()
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The store itself and the models that it was made of: no output goes there."""
+        return str(self.path), self.manifest.base.source, *(entry.source for entry in self.history)
+
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the store for writing, with the manifest as others have left it."""
+        """Hold the store for writing, with the manifest as others have left it, and nothing in the way but a step that
+        may be resumed."""
         with writer_lock(self.path):
-            self.manifest = Manifest.load(self.path)
-            yield
+            check_parts(self.path)
+            self.manifest = found = self._load()
+            with suppress(OSError):
+                self._tidy(resumable=True)
+            try:
+                yield
+            except KeyboardInterrupt as interrupt:
+                if self.manifest == found:
+                    raise
+                done = f"it is done all the same, {self.path} is at step {self.manifest.step}"
+                raise type(interrupt)(done) from None
+
+    def refresh(self) -> None:
+        """See what other processes have made of it."""
+        self.manifest = self._load()
 
     def absorb(
         self,
@@ -120,6 +150,7 @@ class StoreDirectory:
         partial: bool = False,
         ignore: Sequence[str] = (),
         allow_duplicate: bool = False,
+        allow_other_base: bool = False,
         *,
         measure_distance: bool = False,
         review: Review | None = None,
@@ -137,23 +168,28 @@ class StoreDirectory:
                 arrival.absorb(writer)
                 if not allow_duplicate:
                     arrival.refuse_duplicate()
+                if not allow_other_base:
+                    arrival.refuse_other_base()
+                arrival.note_oddities()
                 candidate = arrival.finish(writer, name, started)
                 absorbed = review(candidate) if review else candidate.expert
-            arrival.note_oddities()
-            self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
+                self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
+            self._settle()
             if self.method.remembers_experts:
                 self._shorten_entries()
             return absorbed
 
     @contextmanager
     def _in_the_making(self, arrival: Arrival) -> Iterator[StepWriter]:
-        """A step that is being written: removed where it is refused, and left to be resumed where it is cut short."""
+        """A step that is being written, its commit included: removed where it is refused or fails, for it would take
+        room on a disk that is full, and left to be resumed where it is cut short."""
         writer = arrival.writer()
         try:
             yield writer
-        except MergestreamError:
+        except (MergestreamError, OSError):
             writer.abandon()
-            remove(record_directory(self.path, arrival.number))
+            with suppress(OSError):
+                remove(record_directory(self.path, arrival.number))
             raise
         except BaseException:
             writer.pause()
@@ -162,22 +198,31 @@ class StoreDirectory:
     def _shorten_entries(self) -> None:
         """Write those entries anew that have come to hold twice what is read of them, so that the store does not grow.
 
-        Each is a transaction of its own, after the step, which is done whatever becomes of it: an entry that cannot be
+        That is a transaction of its own, after the step, which is done whatever becomes of it: an entry that cannot be
         shortened is longer than it need be.
         """
         from mergestream.store.shortening import shorten
 
-        cut = self.manifest.step
+        before = shortened = self.manifest
         try:
-            for entry in self.history:
-                if cut >= 2 * entry.cut:
-                    shorter = shorten(self.path, self.manifest, entry, cut)
-                    self._commit(self.manifest.replacing(entry, shorter))
-        except (MergestreamError, OSError) as error:
+            try:
+                for entry in before.history:
+                    if before.step >= 2 * entry.cut:
+                        shorter = shorten(self.path, shortened, entry, before.step)
+                        shortened = shortened.replacing(entry, shorter)
+            finally:  # where there is no room for all of them, some make it
+                if shortened is not before:
+                    self._commit(shortened)
+        except Exception as error:
             self.progress.note(f"older entries take more room than they need until the next add: {error}")
+        if shortened is not before:
+            self._settle()
 
     def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
         """What adding a model would do; changes nothing."""
+        return self.retried(lambda: self._inspect(expert, partial, ignore))
+
+    def _inspect(self, expert: ExpertSource, partial: bool, ignore: Sequence[str]) -> Inspection:
         from mergestream.merging.merger import MemoryState
         from mergestream.store.arrival import Arrival
         from mergestream.store.collisions import arriving_collisions
@@ -187,10 +232,12 @@ class StoreDirectory:
         with Arrival(self, expert, partial, ignore, measured=True) as arrival:
             if not self.manifest.is_ledger:
                 arrival.absorb()
+                arrival.note_oddities()
                 return Inspection.of(arrival, time.monotonic() - started)
             entry = MemoryState(arrival.step)
             arrival.absorb(memory=entry)
             seconds = time.monotonic() - started
+            arrival.note_oddities()
             name = self._free_name(None, arrival.source)
             return Inspection.of(arrival, seconds, arriving_collisions(arrival, name, entry))
 
@@ -202,11 +249,17 @@ class StoreDirectory:
             undone, before = self.history[-1], self.manifest.at(self.manifest.step - 1)
             if not self._keeps(before):
                 raise MergestreamError(
-                    f"{self.path} keeps {self.manifest.keep} earlier step(s), and they are used up; "
-                    "a store made with a larger --keep can go back further"
+                    f"{self.path} keeps {self.manifest.keep} earlier step(s), and they are used up; {self._keep_more()}"
                 )
-            self._commit(before)
+            self._go_to(before, undone)
             return undone
+
+    def keep(self, steps: int) -> None:
+        """Keep so many earlier steps for `undo` from now on; the oldest are dropped where that is fewer than before."""
+        _check_keep(steps)
+        with self.writing():
+            self._commit(dataclasses.replace(self.manifest, keep=steps))
+            self._settle(resumable=True)
 
     def remove(self, name: str, expert: ExpertSource | None = None) -> Expert:
         """Take any one expert out; returns its entry.
@@ -218,10 +271,17 @@ class StoreDirectory:
             removed = self._known(name)
             rest = self.manifest.without(removed)
             if self._keeps(rest):
-                self._commit(rest)
+                self._go_to(rest, removed)
             else:
                 self._subtract(removed, expert, rest)
             return removed
+
+    def _have_left_alone(self, departing: Expert) -> None:
+        """Remember, before it leaves, that `watch` is not to bring it back."""
+        try:
+            remember_departed(self.path, departing.source)
+        except MergestreamError as error:
+            self.progress.note(f"watch may add {departing.name} again: {error}")
 
     def _known(self, name: str) -> Expert:
         try:
@@ -240,55 +300,79 @@ class StoreDirectory:
             )
         if source is None:
             raise UsageError(f"{self.method.name} has only a sum: pass the expert to subtract, with --expert PATH")
-        partial, ignore = removed.options["partial"], removed.options["ignore"]
+        partial, ignore = removed.options.get("partial", False), removed.options.get("ignore", ())
         with Arrival(self, source, partial, ignore, measured=False, withdrawn=True) as arrival:
             with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
                 if arrival.digest != removed.digest:
                     raise MergestreamError(f"{arrival.source} is not the model that was absorbed as {removed.name}")
                 last = arrival.finish_withdrawal(writer, rest.history[-1])
-            self._commit(dataclasses.replace(rest, history=(*rest.history[:-1], last)))
+                self._have_left_alone(removed)
+                self._commit(dataclasses.replace(rest, history=(*rest.history[:-1], last)))
+            self._settle()
 
     def verify(self) -> None:
         """Recompute every digest: the base's, the kept steps' and the heads'; raises at the first fault."""
-        while True:
-            manifest = self.manifest
-            try:
-                return self._verify()
-            except (MergestreamError, OSError):
-                self.manifest = Manifest.load(self.path)
-                if self.manifest == manifest:  # else a writer has removed what was being verified
-                    raise
+        self.retried(self._verify)
 
     def _verify(self) -> None:
         if self.manifest.base.measured:
             with self.open_base() as base:
                 self.manifest.base.check_digest(base, self.engine, self.progress)
+        recall(self.path)
         needed = self.manifest.readable
         for entry in self.history:
             directory = step_directory(self.path, entry.number)
             if entry.state and directory.is_dir():
-                reader = StepReader(self.path, entry.number, entry.state)
+                reader = StepReader(self.path, entry)
                 with closing(reader), self.progress.task(f"verifying {entry.name}", reader.nbytes) as advance:
                     for size in reader.verify():
                         advance(size)
             elif entry in needed:
                 raise MergestreamError(f"{directory} is missing; restore the store from a backup")
-            verify_record(record_directory(self.path, entry.number), entry.record)
+            verify_record(self.path, entry)
 
     def relocate(self, base: str | Path) -> None:
-        """Refer to the base at another place, after its digest was checked."""
-        with self.writing(), open_checkpoint(base) as found:
-            moved = self.manifest.base
-            checkpoint = under_names(found, moved.tensors)
-            if moved.measured:
-                moved.check_digest(checkpoint, self.engine, self.progress)
-                moved = dataclasses.replace(moved, source=checkpoint.source)
+        """Refer to the base at another place, after its digest was checked; only from here, where the store may not be
+        written to."""
+        if not os.access(self.path, os.W_OK):
+            self._moved = self._found(base)
+            self.manifest = self._load()
+            return
+        with self.writing():
+            self._commit(dataclasses.replace(self.manifest, base=self._found(base)))
+            self._settle(resumable=True)
+
+    def _found(self, base: str | Path) -> BaseModel:
+        """The store's base at another place."""
+        model = self.manifest.base
+        with open_checkpoint(base) as found:
+            checkpoint = under_names(found, model.tensors)
+            if not model.measured:
+                return model.with_weights(checkpoint, self.engine, self.progress)
+            model.check_digest(checkpoint, self.engine, self.progress)
+            return dataclasses.replace(model, source=checkpoint.source)
+
+    def _load(self) -> Manifest:
+        """The manifest as it is on disk, with the base where it was found."""
+        manifest = Manifest.load(self.path)
+        return dataclasses.replace(manifest, base=self._moved) if self._moved else manifest
+
+    def retried(self, read: Callable[[], Result]) -> Result:
+        """What is read of the store by one manifest: once more where a writer has committed another meanwhile, and has
+        perhaps removed what was being read."""
+        self.manifest = self._load()
+        while True:
+            manifest = self.manifest
+            try:
+                found = read()
+            except (MergestreamError, OSError):
+                self.manifest = self._load()
+                if self.manifest == manifest:
+                    raise
             else:
-                moved = moved.with_weights(checkpoint, self.engine, self.progress)
-            manifest = dataclasses.replace(self.manifest, base=moved)
-            manifest.save(self.path)  # no commit: it would remove a step that was cut short and can be resumed
-            self.manifest = manifest
+                if self.manifest == manifest:  # else `snapshot` has met a newer one on the way
+                    return found
 
     def open_base(self) -> Checkpoint:
         return self.manifest.open_base()
@@ -299,7 +383,7 @@ class StoreDirectory:
         A writer may commit meanwhile, take steps back and write others in their place: what was opened
         counts only if the manifest is the same before and after.
         """
-        self.manifest = Manifest.load(self.path)
+        self.manifest = self._load()
         while True:
             manifest = self.manifest
             number = manifest.step if step is None else step
@@ -309,11 +393,11 @@ class StoreDirectory:
             except UsageError:  # a method that is not known
                 raise
             except (MergestreamError, OSError) as error:
-                self.manifest = Manifest.load(self.path)
+                self.manifest = self._load()
                 if self.manifest == manifest:
                     raise MergestreamError(f"the state of step {number} cannot be read: {error}") from error
                 continue
-            self.manifest = Manifest.load(self.path)
+            self.manifest = self._load()
             if self.manifest == manifest:
                 return snapshot
             snapshot.close()
@@ -325,9 +409,10 @@ class StoreDirectory:
         if number > self.manifest.step:
             raise MergestreamError(f"{self.path} has taken {self.manifest.step} steps, there is no step {number}")
         if number < self.manifest.step and not self._keeps(self.manifest.at(number)):
-            raise MergestreamError(
-                f"{self.path} no longer keeps step {number}; a store made with a larger --keep goes back further"
-            )
+            raise MergestreamError(f"{self.path} no longer keeps step {number}; {self._keep_more()}")
+
+    def _keep_more(self) -> str:
+        return f"to go back further in future: mergestream keep {self.path} {self.manifest.keep + 1}"
 
     def _keeps(self, manifest: Manifest) -> bool:
         """Whether all that is remembered by such a manifest is there."""
@@ -335,19 +420,67 @@ class StoreDirectory:
 
     def _free_name(self, name: str | None, source: str) -> str:
         taken = {entry.name for entry in self.history}
+        if name is not None and not (name.strip() and name.isprintable()):
+            raise UsageError(f"{name!r} cannot be the name of an expert; choose a --name that can be seen and printed")
         if name in taken:
             raise MergestreamError(f"an expert named {name} has been absorbed already; choose another --name")
         return expert_name(source, taken) if name is None else name
 
+    def _go_to(self, manifest: Manifest, departing: Expert) -> None:
+        """Have another manifest of what is there already, without one of the experts."""
+        with suppress(OSError):
+            self._tidy()  # on a full disk, a step that never became real takes the room that the manifest needs
+        self._have_left_alone(departing)
+        self._commit(manifest)
+        self._settle()
+
     def _commit(self, manifest: Manifest) -> None:
-        """Make a manifest real, then remove what nothing refers to any more."""
-        manifest.save(self.path)
-        self.manifest = manifest
-        kept = {e.number for e in (*manifest.history[-manifest.keep - 1 :], *manifest.readable) if e.state}
-        remove_all_but(self.path / "steps", {f"{number:04d}" for number in kept})
+        """Make a manifest real: where this fails nothing has changed, and where it returns, or is interrupted
+        afterwards, it counts. `_settle` is what remains to be done then."""
+        with uninterrupted():
+            manifest.save(self.path)
+            self.manifest = manifest
+
+    def _settle(self, resumable: bool = False) -> None:
+        """Tidy up after a commit. Nothing that counts depends on it: what goes wrong is only told."""
+        try:
+            self._tidy(resumable)
+        except OSError as error:
+            where = error.filename or "what is left over"
+            self.progress.note(
+                f"{self.path} is at step {self.manifest.step}, but {where} could not be tidied up: {error.strerror}; "
+                "the next command that writes does it"
+            )
+
+    def _tidy(self, resumable: bool = False) -> None:
+        """Bring the manifest's name to the disk, then remove what it does not refer to; what is ``resumable`` may stay,
+        a step that was cut short."""
+        history, keep, following = self.manifest.history, self.manifest.keep, self.manifest.next_number
+        kept = {entry.number for entry in (*history[-keep - 1 :], *self.manifest.readable) if entry.state}
+        spared = {following} if resumable and is_begun(self.path, following) else set()
+        sync_directory(self.path)  # first: after a power cut the manifest before it may be back, and needs its steps
+        remove_all_but(self.path / "steps", {f"{number:04d}" for number in kept | spared})
         for number in kept:
             tidy(self.path, number)
-        remove_all_but(self.path / "experts", {f"{entry.number:04d}" for entry in manifest.history})
+        experts = {entry.number for entry in history}
+        remove_all_but(self.path / "experts", {f"{number:04d}" for number in experts | spared})
+        remove(self.path / CANDIDATE)
+        for unfinished in self.path.glob(f"*.json{BESIDE}"):
+            unfinished.unlink(missing_ok=True)
+
+
+def _check_free(path: Path) -> None:
+    """Refuse a place for a new store where there is anything but what an `init` that was cut short has left."""
+    if path.exists() and not (
+        path.is_dir() and all(entry.name == LOCK or entry.name.endswith(BESIDE) for entry in path.iterdir())
+    ):
+        raise MergestreamError(f"{path} exists already and is not empty; choose another place for the store")
+    check_parts(path)
+
+
+def _check_keep(steps: int) -> None:
+    if steps < 0:
+        raise UsageError(f"keep={steps} must be at least 0")
 
 
 def expert_name(source: str, taken: Collection[str]) -> str:

@@ -13,16 +13,18 @@ Files are laid out before the arithmetic, when only bounds of the ranks are know
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from mergestream.algebra.bounds import FactorBounds, matrix_shape
-from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, dtype_name, open_checkpoint, torch_dtype
-from mergestream.digest import tensor_digest
-from mergestream.files import read_json
+from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, dtype_name, torch_dtype
+from mergestream.digest import tensor_digest, text_digest
+from mergestream.schema import BACKUP, Count, Number, conform, damaged, foreign, parse, read_text
+from mergestream.store.checked import CheckedTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from mergestream.algebra.lowrank import LowRank
 
 INDEX = "factors.json"
-SIDES = ("left", "right")
+SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
+_SHARED = f"steps share it, so that undo does not help: {BACKUP}, or add all experts to a new one"
 
 
 def core_layout(bounds: FactorBounds, slot: str) -> dict[str, TensorSpec]:
@@ -59,16 +62,61 @@ def file_name(step: int) -> str:
     return f"{file_prefix(step)}.safetensors"
 
 
+class FactoredSlot(TypedDict):
+    """An entry of the index."""
+
+    dtype: Literal["F32", "F64"]
+    shape: tuple[Count, ...]
+    left: list[tuple[Number, Count]]
+    right: list[tuple[Number, Count]]
+
+
 class FactorReader:
     """The factored slots of one step."""
 
-    def __init__(self, directory: Path) -> None:
-        path = directory / INDEX
-        self.index: dict[str, dict[str, Any]] = read_json(path) if path.is_file() else {}
-        self.files = {step: open_checkpoint(directory / file_name(step)) for step in used_steps(self.index)}
+    def __init__(self, directory: Path, number: int, digests: Mapping[str, str], remedy: str) -> None:
+        """``digests`` are those of all that the step ``number`` holds."""
+        self._path = directory / INDEX
+        self.index = self._read_index(digests[INDEX]) if INDEX in digests else {}
+        self.files: dict[int, CheckedTensors] = {}
+        self.names: set[str] = set()
+        """Of all blocks in the files, as the digests know them"""
+        try:
+            for step in used_steps(self.index):
+                prefix = f"{file_prefix(step)}/"
+                own = {name.removeprefix(prefix): digest for name, digest in digests.items() if name.startswith(prefix)}
+                helps = remedy if step == number else _SHARED
+                self.files[step] = CheckedTensors(directory / file_name(step), own, helps)
+                self.names |= {prefix + name for name in own}
+        except BaseException:
+            self.close()
+            raise
         self._blocks: dict[tuple[str, int], Tensor] = {}
         self.origin: dict[int, list[int]] = {}
         """[step, rows] of every block that was read here, by its identity"""
+
+    def _read_index(self, recorded: str) -> dict[str, FactoredSlot]:
+        content = parse(read_text(self._path), self._path)
+        if index_digest(content) != recorded:
+            raise damaged(self._path, "it does not match its digest")
+        return conform(content, dict[str, FactoredSlot], self._path)
+
+    def check(self, state: Checkpoint | None) -> None:
+        """Refuse an index that does not fit the files, by their headers; ``state`` holds the cores."""
+        for slot, entry in self.index.items():
+            core = state.tensors.get(core_name(slot)) if state else None
+            left, right = self.ranks(slot)
+            if core is None:
+                fits = not left or not right
+            else:
+                fits = core.dtype == "F64" and len(core.shape) == 2 and left <= core.shape[0] and right <= core.shape[1]
+            for side, length in zip(SIDES, matrix_shape(entry["shape"]), strict=True):
+                for step, rows in entry[side]:
+                    block = self.files[step].tensors.get(block_name(side, slot.partition(":")[2]))
+                    form = (block.dtype, *block.shape[1:]) if block else ()
+                    fits = fits and block is not None and form == (entry["dtype"], length) and rows <= block.shape[0]
+            if not fits:
+                raise foreign(self._path, f"{slot} does not fit the factors")
 
     def ranks(self, slot: str) -> tuple[int, int]:
         """Of the left and of the right basis."""
@@ -82,7 +130,7 @@ class FactorReader:
         from mergestream.algebra.lowrank import Basis, LowRank
 
         entry = self.index[slot]
-        shape, dtype = tuple(entry["shape"]), torch_dtype(entry["dtype"])
+        shape, dtype = entry["shape"], torch_dtype(entry["dtype"])
         left, right = (
             Basis(length, dtype, tuple(self._block(block_name(side, name), *ref) for ref in entry[side]))
             for side, length in zip(SIDES, matrix_shape(shape), strict=True)
@@ -98,12 +146,6 @@ class FactorReader:
             block = self._blocks.setdefault((name, step), self.files[step].read(name)[:rows])
             self.origin[id(block)] = [step, rows]
         return self._blocks[name, step]
-
-    def tensors(self) -> Iterator[tuple[str, int, Checkpoint, str]]:
-        """Every block in the files: its name in the digests, its bytes, the file and its name there."""
-        for step, file in self.files.items():
-            for name, info in file.tensors.items():
-                yield f"{file_prefix(step)}/{name}", info.nbytes, file, name
 
     def close(self) -> None:
         for file in self.files.values():
@@ -164,8 +206,12 @@ class FactorWriter:
                 link(previous / file_name(step), self._directory / file_name(step))
 
 
-def used_steps(index: Mapping[str, Mapping[str, Any]]) -> list[int]:
+def used_steps(index: Mapping[str, FactoredSlot]) -> list[int]:
     return sorted({step for entry in index.values() for side in SIDES for step, _ in entry[side]})
+
+
+def index_digest(index: Mapping[str, Any]) -> str:
+    return text_digest(json.dumps(index, sort_keys=True))
 
 
 def padded_to(matrix: Tensor, shape: Sequence[int]) -> Tensor:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from mergestream.errors import MergestreamError, StoreBusyError
 
+NAME = "lock"
+
 
 @contextmanager
 def writer_lock(store: Path) -> Iterator[None]:
     """Hold the store for writing, or fail at once with who holds it."""
     try:
-        descriptor = os.open(store / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(store / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise MergestreamError(f"{store} cannot be written to: {error.strerror}") from error
     try:

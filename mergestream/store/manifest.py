@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from mergestream.base.model import BaseModel
 from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, nearest
-from mergestream.files import read_json, write_json
+from mergestream.files import cannot_write, put_text, read_json, to_json
 from mergestream.ledger.room import sharing
 from mergestream.methods.scale import inverse, scale_value
+from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, conform, foreign, parse, read_text
 
 if TYPE_CHECKING:
     from mergestream.methods.base import Method
@@ -28,47 +29,71 @@ format 2 only the last expert could be taken back, so that the number of an expe
 NAME = "manifest.json"
 
 
+class Options(TypedDict, total=False):
+    """What an expert was added with."""
+
+    partial: bool
+    ignore: list[str]
+    allow_duplicate: bool
+    allow_other_base: bool
+
+
+class PassedGate(TypedDict):
+    """A gate that an expert has passed, with the value that was found; None where there was nothing to compare."""
+
+    gate: str
+    value: float | None
+
+
+class Evaluation(TypedDict):
+    """The command that evaluated an expert before it was absorbed, and the score."""
+
+    command: str
+    score: float
+
+
 @dataclass(frozen=True)
 class Expert:
     """One absorbed model, and the scalars of the store after it."""
 
     name: str
-    number: int
+    number: Number
     """Of its files: the record in ``experts``, and the state after it, or its entry, in ``steps``"""
     source: str
     digest: str
     added: str
     """When, in UTC."""
-    seconds: float
-    norm: float
+    seconds: Magnitude
+    norm: Magnitude
     """‖Δ_t‖, before any projection"""
-    kept: float
+    kept: Magnitude
     """The share of ‖Δ_t‖² that entered the state"""
-    scale: float
+    scale: Finite
     """1/λ_t: merged = θ⁰ + scale · direction"""
-    mean_norm: float
+    mean_norm: Magnitude
     """n_t"""
-    direction_norm: float | None
+    direction_norm: Magnitude | None
     """None where the method's scale does not need it and nobody asked for it"""
-    distance: float | None
+    distance: Magnitude | None
     """‖merged − θ⁰‖ by the method's own scale, where it is known"""
-    lost: float
+    lost: Magnitude
     """The share of the state's energy that was cut off to bound its rank"""
-    rank: int
-    """The largest rank that a tensor in factors may have now; 0 where all are dense"""
+    rank: Count
+    """The largest rank that a tensor in factors may have now; in a ledger, that of an adapter; 0 where all are dense"""
     state: str
     """Digest of the state after this step, or of the entry; empty where an expert was removed that is still in it"""
     record: str
     """Digest of ``experts/NNNN/tensors.json``"""
-    fates: Mapping[str, int]
+    fates: Mapping[str, Count]
     """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored"""
-    options: Mapping[str, Any]
-    cut: int = 0
+    options: Options
+    cut: Count = 0
     """In a ledger: how many experts its entry leaves room for"""
-    gates: Sequence[Mapping[str, Any]] = ()
-    """The gates that it passed, each with the value that was found"""
-    evaluation: Mapping[str, Any] | None = None
-    """The command that evaluated it before it was absorbed, and the score"""
+    gates: Sequence[PassedGate] = ()
+    """The gates that it passed"""
+    evaluation: Evaluation | None = None
+    notes: Sequence[str] = field(default_factory=list)
+    """What the user was told of it as it came, in sentences"""
 
     @property
     def lambda_(self) -> float:
@@ -80,10 +105,10 @@ class Manifest:
     """What ``manifest.json`` holds; ``step`` is how many models have been absorbed."""
 
     method: str
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, Plain]
     base: BaseModel
-    keep: int
-    max_rank: int | None = None
+    keep: Count
+    max_rank: Number | None = None
     """The largest rank of what is kept in factors"""
     history: tuple[Expert, ...] = ()
 
@@ -95,6 +120,16 @@ class Manifest:
     def is_ledger(self) -> bool:
         """Whether every expert is remembered; told by the name, for to make the method takes torch."""
         return self.method == "ledger"
+
+    @property
+    def names(self) -> list[str]:
+        """Of the experts, in order"""
+        return [entry.name for entry in self.history]
+
+    @property
+    def adapters(self) -> set[str]:
+        """The experts of a ledger that came as adapters."""
+        return {entry.name for entry in self.history if self.is_ledger and entry.rank}
 
     @property
     def sharing(self) -> int:
@@ -132,10 +167,9 @@ class Manifest:
         for entry in self.history:
             if entry.name == name:
                 return entry
-        known = [entry.name for entry in self.history]
         raise MergestreamError(
-            f"no expert named {name} has been absorbed{nearest(name, known)} "
-            f"(there are: {', '.join(known) or 'none yet'})"
+            f"no expert named {name} has been absorbed{nearest(name, self.names)} "
+            f"(there are: {', '.join(self.names) or 'none yet'})"
         )
 
     def with_expert(self, expert: Expert) -> Manifest:
@@ -166,7 +200,9 @@ class Manifest:
         """As it was after a step."""
         return dataclasses.replace(self, history=self.history[:step])
 
-    def save(self, store: Path) -> None:
+    def save(self, store: Path, *, new: bool = False) -> None:
+        """Make it the manifest of the store, at once; of a ``new`` store only where there is none. Where this fails
+        nothing has changed. The name is yet to be brought to the disk."""
         data = {
             "format": FORMAT,
             "step": self.step,
@@ -176,7 +212,15 @@ class Manifest:
             "base": self.base.to_json(),
             "history": [dataclasses.asdict(expert) for expert in self.history],
         }
-        write_json(store / NAME, {**data, "digest": text_digest(_canonical(data))})
+        path = store / NAME
+        try:
+            Manifest.from_json(data, path)
+        except MergestreamError as error:
+            raise MergestreamError(f"what could not be read again is not written: {error}") from error
+        try:
+            put_text(path, to_json({**data, "digest": text_digest(_canonical(data))}), new=new)
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
     @classmethod
     def load(cls, store: Path) -> Manifest:
@@ -185,9 +229,9 @@ class Manifest:
             raise MergestreamError(
                 f"{store} is not a mergestream store; make one with: mergestream init {store} --base MODEL"
             )
-        data = read_json(path)
-        if not isinstance(data.get("format"), int):
-            raise MergestreamError(f"{path} is not the manifest of a mergestream store")
+        data = parse(read_text(path), path)
+        if type(data.get("format")) is not int:
+            raise foreign(path, "it is not the manifest of a mergestream store")
         if data["format"] not in READABLE:
             raise MergestreamError(
                 f"{path} has format {data['format']}, this version of mergestream reads up to {FORMAT}; "
@@ -195,17 +239,51 @@ class Manifest:
             )
         digest = data.pop("digest", None)
         if digest != text_digest(_canonical(data)):
-            raise MergestreamError(
-                f"{path} is damaged or was edited: its digest does not match; restore it from a backup"
-            )
-        return cls(
-            method=data["method"]["name"],
-            parameters=data["method"]["parameters"],
-            base=BaseModel.from_json(data["base"]),
-            keep=data["keep"],
-            max_rank=data["max_rank"],
-            history=tuple(Expert(**{"number": place, **entry}) for place, entry in enumerate(data["history"], 1)),
-        )
+            raise MergestreamError(f"{path} is damaged or was edited: its digest does not match; {BACKUP}")
+        return cls.from_json(data, path)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], path: Path) -> Manifest:
+        """From what is in the file at ``path``, with every fault told."""
+        content = conform(data, _Content, path)
+        numbered = [{"number": place, **entry} for place, entry in enumerate(content["history"], 1)]
+        history = conform(numbered, tuple[Expert, ...], path)
+        for what in ("name", "number"):
+            if len({getattr(entry, what) for entry in history}) < len(history):
+                raise foreign(path, f"two experts have the same {what}")
+        if content["step"] != len(history):
+            raise foreign(path, f"it is at step {content['step']} with {len(history)} experts")
+        method, base = content["method"], BaseModel.from_json(content["base"], path)
+        found = cls(method["name"], method["parameters"], base, content["keep"], content["max_rank"], history)
+        if found.is_ledger and not isinstance(found.parameters.get("budget"), int | float):
+            raise foreign(path, "it is a ledger without a budget")
+        return found
+
+
+class _Chosen(TypedDict):
+    name: str
+    parameters: dict[str, Plain]
+
+
+class _Content(TypedDict):
+    """The file, as far as all formats are alike."""
+
+    step: int
+    method: _Chosen
+    keep: Count
+    max_rank: Number | None
+    base: dict[str, Any]
+    history: list[dict[str, Any]]
+
+
+def is_store(directory: Path) -> bool:
+    """Whether a directory is a store, whole or damaged."""
+    if not (directory / NAME).is_file():
+        return False
+    try:
+        return isinstance(read_json(directory / NAME).get("format"), int)
+    except MergestreamError:
+        return (directory / "steps").is_dir()
 
 
 def _canonical(data: Mapping[str, Any]) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from mergestream.checkpoints import SafetensorsWriter, TensorSpec, open_checkpoint
+from mergestream.checkpoints import SafetensorsWriter, TensorSpec
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.sketch import FORMAT, WIDTH, cosine
+from mergestream.experts.sketch import FORMAT, READABLE, WIDTH, cosines
 from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
+from mergestream.schema import Count, Magnitude, conform, damaged, foreign, parse, read_text
+from mergestream.store.checked import CheckedTensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,57 +69,90 @@ def copy_record(directory: Path, target: Path) -> None:
     sync_directory(target.parent)
 
 
-def tensor_records(store: Path, number: int) -> dict[str, dict[str, Any]]:
-    """What a step did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
-    return read_record(record_directory(store, number))["tensors"]
+class TensorRecord(TypedDict):
+    """What a step did to one tensor."""
+
+    norm: Magnitude
+    kept: Magnitude
+    """The share of ‖Δ‖² that entered the state"""
+    protected: Count | None
 
 
-def read_record(directory: Path) -> dict[str, Any]:
-    """``tensors``: norm, kept and protected of each; ``heads``; ``config``, where the expert has a head of its own."""
-    return read_json(directory / _NAME)
+class Record(TypedDict):
+    """What is remembered of an expert."""
+
+    sketch: str
+    """Its digest"""
+    heads: dict[str, str]
+    """Those of the tensors that stay with it"""
+    config: dict[str, Any] | None
+    tensors: dict[str, TensorRecord]
 
 
-def verify_record(directory: Path, digest: str) -> None:
+def read_record(store: Path, expert: Expert) -> Record:
+    path = record_directory(store, expert.number) / _NAME
+    text = read_text(path)
+    if text_digest(text) != expert.record:
+        raise damaged(path, "its digest does not match the manifest")
+    return conform(parse(text, path), Record, path)
+
+
+def tensor_records(store: Path, expert: Expert, names: Collection[str]) -> dict[str, TensorRecord]:
+    """What the step of an expert did to each of these tensors."""
+    found = read_record(store, expert)["tensors"]
+    if missing := set(names) - found.keys():
+        raise foreign(record_directory(store, expert.number) / _NAME, f"it says nothing of {min(missing)}")
+    return found
+
+
+def open_heads(store: Path, expert: Expert) -> CheckedTensors | None:
+    """The tensors that were kept for an expert, if there are any."""
+    digests = read_record(store, expert)["heads"]
+    return CheckedTensors(record_directory(store, expert.number) / HEADS, digests) if digests else None
+
+
+def verify_record(store: Path, expert: Expert) -> None:
     """Recompute the digests of the record, the sketch and the heads."""
-    record = read_record(directory)
-    if text_digest((directory / _NAME).read_text(encoding="utf-8")) != digest:
-        raise MergestreamError(f"{directory / _NAME} is damaged: its digest does not match the manifest")
-    for file, digests in (f"{_SKETCH}.safetensors", {_SKETCH: record["sketch"]}), (HEADS, record["heads"]):
-        if not digests:
-            continue
-        with open_checkpoint(directory / file) as checkpoint:
-            for name, expected in digests.items():
-                if name not in checkpoint.tensors or tensor_digest(checkpoint.read(name)) != expected:
-                    raise MergestreamError(f"{directory / file} is damaged: the digest of {name} does not match")
+    read_sketch(store, expert)
+    if heads := open_heads(store, expert):
+        with heads:
+            list(heads.verify())
 
 
 def write_sketch(directory: Path, values: Tensor) -> str:
     """Keep a sketch as ``sketch.safetensors``; returns its digest."""
-    layout = {_SKETCH: TensorSpec("F16", (WIDTH,))}
+    layout = {_SKETCH: TensorSpec("F16", tuple(values.shape))}
     with SafetensorsWriter(directory, layout, prefix=_SKETCH, metadata={"sketch": FORMAT}) as writer:
         writer.write(_SKETCH, values)
     return tensor_digest(values)
 
 
-def read_sketch(directory: Path) -> np.ndarray | None:
-    """The sketch of an expert in float32, or None where none was kept."""
-    import numpy as np
+def read_sketch(store: Path, expert: Expert) -> np.ndarray:
+    """The sketch of an expert in float16, as it is kept."""
+    path = record_directory(store, expert.number) / f"{_SKETCH}.safetensors"
+    return load_sketch(path, read_record(store, expert)["sketch"])
+
+
+def load_sketch(path: Path, digest: str) -> np.ndarray:
+    import torch
     from safetensors import SafetensorError, safe_open
 
-    path = directory / f"{_SKETCH}.safetensors"
-    if not path.is_file():
-        return None
     try:
         with safe_open(path, framework="numpy") as file:
-            if (file.metadata() or {}).get("sketch") != FORMAT:
+            if (file.metadata() or {}).get("sketch") not in READABLE:
                 raise MergestreamError(f"{path} is a sketch of another version of mergestream; upgrade mergestream")
             values: np.ndarray = file.get_tensor(_SKETCH)
     except (OSError, SafetensorError) as error:
-        raise MergestreamError(f"{path} is damaged: {error}; restore it from a backup") from error
-    return values.astype(np.float32)
+        raise damaged(path, str(error)) from error
+    if tensor_digest(torch.from_numpy(values)) != digest:
+        raise damaged(path, f"the digest of {_SKETCH} does not match")
+    if values.ndim != 1 or values.dtype != "float16" or WIDTH % max(values.size, 1):
+        raise foreign(path, "it is no sketch")
+    return values
 
 
 def cosines_to(store: Path, history: Sequence[Expert], sketch: Tensor) -> dict[str, float | None]:
     """A task vector's cosine to that of each absorbed expert, by name."""
-    new = sketch.float().numpy()
-    return {entry.name: cosine(new, read_sketch(record_directory(store, entry.number))) for entry in history}
+    new, names = sketch.numpy(), [entry.name for entry in history]
+    found = (cosines([new, read_sketch(store, entry)])[0][1] for entry in history)
+    return dict(zip(names, found, strict=True))

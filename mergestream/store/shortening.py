@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +33,9 @@ def shorten(store: Path, manifest: Manifest, expert: Expert, cut: int) -> Expert
             return dataclasses.replace(expert, cut=cut)
         copy_record(record_directory(store, expert.number), record_directory(store, number))
     except BaseException:  # it would take room for nothing
-        remove(target)
-        remove(record_directory(store, number))
+        with suppress(OSError):
+            remove(target)
+            remove(record_directory(store, number))
         raise
     return dataclasses.replace(expert, number=number, cut=cut, state=combined_digest(digests))
 
@@ -43,7 +44,7 @@ def _write(store: Path, target: Path, manifest: Manifest, expert: Expert, cut: i
     """The digests of what was written; None where there is nothing to cut."""
     method = manifest.make_method()
     assert isinstance(method, Ledger)
-    with closing(StepReader(store, expert.number, expert.state)) as reader:
+    with closing(StepReader(store, expert)) as reader:
 
         def shorter(name: str) -> dict[str, Tensor]:
             kept = method.directions(tensor_context(manifest.base, name, cut), cut)

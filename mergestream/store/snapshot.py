@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints import Checkpoint, open_checkpoint
+from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name
 from mergestream.errors import MergestreamError
 from mergestream.files import allow_open_files
 from mergestream.progress import Progress
+from mergestream.schema import foreign
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.records import HEADS, read_record, record_directory
+from mergestream.store.records import open_heads, read_record
 from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:
@@ -40,12 +41,32 @@ class Snapshot:
         entries = manifest.readable
         allow_open_files(len(entries))
         with ExitStack() as opened:
-            readers = {}
+            readers: dict[int, StepReader] = {}
+            snapshot = cls(path, manifest, readers)
             for entry in entries:
-                readers[entry.number] = StepReader(path, entry.number, entry.state)
+                readers[entry.number] = StepReader(path, entry)
                 opened.callback(readers[entry.number].close)
+                snapshot._check_forms(readers[entry.number])
             opened.pop_all()
-        return cls(path, manifest, readers)
+        return snapshot
+
+    def _check_forms(self, reader: StepReader) -> None:
+        """Refuse a step that does not hold what the method lays out for the tensors of the base."""
+        from mergestream.ledger.method import Ledger
+        from mergestream.merging.step import tensor_context
+
+        for name in self.manifest.base.merged:
+            found, context = reader.forms(name), tensor_context(self.manifest.base, name, self.manifest.step)
+            if not isinstance(self.method, Ledger):
+                layout = self.method.layout(context)
+            elif not found:  # an adapter leaves most tensors alone
+                continue
+            else:
+                sigma, whole = found.get("sigma"), self.method.directions(context, self.manifest.step) is None
+                layout = self.method.slots(context, None if whole or not sigma else sigma.shape[-1:][0])
+            expected = {slot: TensorSpec(dtype_name(form.dtype), form.shape) for slot, form in layout.items()}
+            if found != expected:
+                raise foreign(reader.directory, f"{name} is not as {self.method.name} lays it out")
 
     def __enter__(self) -> Snapshot:
         return self
@@ -84,7 +105,7 @@ class Snapshot:
             return StateReading(
                 model, method, self.manifest.step, self.state.read, *norms, engine.device, ranks, readout
             )
-        chosen, weights = selection.of_entries([entry.name for entry in self.manifest.history])
+        chosen, weights = selection.of_entries(self.manifest.names, self.manifest.adapters)
         voices = [
             Voice(entry.name, weights[entry.name], entry.cut, entry.norm, self.readers[entry.number].entry)
             for entry in self.manifest.history
@@ -121,11 +142,11 @@ class Snapshot:
 
     def open_heads(self, name: str) -> Checkpoint:
         """The tensors that were kept for one expert."""
-        path = record_directory(self.path, self.manifest.expert(name).number) / HEADS
-        if not path.is_file():
+        heads = open_heads(self.path, self.manifest.expert(name))
+        if heads is None:
             raise MergestreamError(f"expert {name} has no head of its own; --heads GLOB at init keeps them")
-        return open_checkpoint(path)
+        return heads
 
     def head_config(self, name: str) -> dict[str, Any] | None:
         """The config of an expert with a head of its own, for the labels are in it; None where it had none."""
-        return read_record(record_directory(self.path, self.manifest.expert(name).number))["config"]
+        return read_record(self.path, self.manifest.expert(name))["config"]

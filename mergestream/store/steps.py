@@ -16,19 +16,34 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint
+from mergestream.checkpoints import SafetensorsWriter, TensorSpec
 from mergestream.digest import combined_digest, tensor_digest, text_digest
 from mergestream.errors import MergestreamError
-from mergestream.files import read_json, remove, sync_directory, write_json
-from mergestream.store.factors import INDEX, FactorReader, FactorWriter, core_name, file_prefix, padded_to, used_steps
+from mergestream.files import cannot_write, read_json, remove, sync_directory, write_json
+from mergestream.schema import BACKUP, conform, damaged, parse, read_text
+from mergestream.store.checked import CheckedTensors
+from mergestream.store.factors import (
+    INDEX,
+    FactorReader,
+    FactorWriter,
+    core_name,
+    file_prefix,
+    index_digest,
+    padded_to,
+    used_steps,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.algebra.lowrank import LowRank
     from mergestream.merging.step import Outcome
+    from mergestream.store.manifest import Expert
 
 _PLAN, _JOURNAL, DIGESTS = "plan.json", "journal", "digests.json"
+_UNDO = f"go back to before it with undo, or {BACKUP}"
+_ADD_AGAIN = f"remove the expert and add it once more, or {BACKUP}"
+"""What helps where a state is damaged, and where an entry of a ledger is"""
 
 
 def step_directory(store: Path, number: int) -> Path:
@@ -37,7 +52,11 @@ def step_directory(store: Path, number: int) -> Path:
 
 def step_bytes(store: Path, number: int) -> int:
     """What a step takes on disk."""
-    return sum(path.stat().st_size for path in step_directory(store, number).glob("*") if path.is_file())
+    sizes = 0
+    with suppress(FileNotFoundError):  # a writer has removed it just now
+        for path in step_directory(store, number).iterdir():
+            sizes += path.stat().st_size
+    return sizes
 
 
 def slot_name(slot: str, name: str) -> str:
@@ -45,73 +64,74 @@ def slot_name(slot: str, name: str) -> str:
     return f"{slot}:{name}"
 
 
+def is_begun(store: Path, number: int) -> bool:
+    """Whether a step is in the making, and can be resumed."""
+    return (step_directory(store, number) / _PLAN).is_file()
+
+
 def tidy(store: Path, number: int) -> None:
     """Remove what a step is resumed with: it is real now."""
-    for name in (_PLAN, _JOURNAL):
-        (step_directory(store, number) / name).unlink(missing_ok=True)
+    for path in (step_directory(store, number) / name for name in (_PLAN, _JOURNAL)):
+        if path.exists():
+            path.unlink()
 
 
 class StepReader:
-    """What a step has written; files stay readable while it is open, even if they are removed."""
+    """What a step has written, checked as it is read; files stay readable while it is open, even if removed."""
 
-    def __init__(self, store: Path, number: int, recorded: str) -> None:
-        """``recorded`` is the digest that the manifest has of it."""
-        self.directory, self._recorded = step_directory(store, number), recorded
-        self._verified: set[str] = set()
-        self._on_disk = read_json(self.directory / DIGESTS)  # now: the directory may be gone when they are needed
-        self.factors = FactorReader(self.directory)
-        self._checkpoint: Checkpoint | None = None
-        if not self.factors.index or any(self.directory.glob("model*.safetensors")):
-            self._checkpoint = open_checkpoint(self.directory)
+    def __init__(self, store: Path, expert: Expert) -> None:
+        """``expert`` is whose state or entry it is, by the manifest."""
+        self.directory, remedy = step_directory(store, expert.number), _ADD_AGAIN if expert.cut else _UNDO
+        path = self.directory / DIGESTS
+        self.digests = conform(parse(read_text(path), path), dict[str, str], path)
+        if combined_digest(self.digests) != expert.state:
+            raise damaged(path, "it does not match the manifest", remedy)
+        self.factors = FactorReader(self.directory, expert.number, self.digests, remedy)
+        dense = self.digests.keys() - {INDEX} - self.factors.names
+        self._dense: CheckedTensors | None = None
+        try:
+            if dense:
+                self._dense = CheckedTensors(self.directory, {name: self.digests[name] for name in dense}, remedy)
+            self.factors.check(self._dense)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def nbytes(self) -> int:
-        return sum(size for _, size, *_ in self._tensors())
+        return sum(files.nbytes for files in self._files())
 
     def read(self, slot: str, name: str) -> Tensor | LowRank:
         key = slot_name(slot, name)
         if key in self.factors.index:
-            return self.factors.read(key, name, self._checkpoint)
-        assert self._checkpoint is not None
-        return self._checkpoint.read(key)
+            return self.factors.read(key, name, self._dense)
+        assert self._dense is not None
+        return self._dense.read(key)
 
     def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """All slots of a tensor in a ledger's entry, or only these, checked against their digests when they are first
-        read."""
-        assert self._checkpoint is not None
-        found = {}
-        for slot in self._slots.get(name, ()):
-            if only is None or slot in only:
-                key = slot_name(slot, name)
-                found[slot] = self._checkpoint.read(key)
-                if key not in self._verified and tensor_digest(found[slot]) != self._digests[key]:
-                    raise self._damaged(key, "remove the expert and add it once more")
-                self._verified.add(key)
-        return found
+        """All slots of a tensor in a ledger's entry, or only these."""
+        wanted = [slot for slot in self._slots.get(name, ()) if only is None or slot in only]
+        return {slot: self._dense.read(slot_name(slot, name)) for slot in wanted} if self._dense else {}
 
     @cached_property
     def _slots(self) -> dict[str, list[str]]:
         """Those of every tensor."""
         slots: dict[str, list[str]] = {}
-        for key in self._checkpoint.tensors if self._checkpoint else ():
+        for key in (*(self._dense.tensors if self._dense else ()), *self.factors.index):
             slot, _, name = key.partition(":")
             slots.setdefault(name, []).append(slot)
         return slots
 
-    @cached_property
-    def _digests(self) -> dict[str, str]:
-        """By the names on disk, as the manifest knows them."""
-        digests, found = self.digests(), {name for name, *_ in self._tensors()}
-        if combined_digest(digests) != self._recorded or digests.keys() - {INDEX} != found:
-            raise MergestreamError(f"{self.directory / DIGESTS} is damaged: it does not match the manifest")
-        return digests
-
-    def _damaged(self, name: str, remedy: str) -> MergestreamError:
-        file = next(checkpoint.tensors[stored].file for key, _, checkpoint, stored in self._tensors() if key == name)
-        return MergestreamError(
-            f"{self.directory / file} is damaged: the digest of {name} does not match; {remedy}, or restore the "
-            "store from a backup"
-        )
+    def forms(self, name: str) -> dict[str, TensorSpec]:
+        """The slots of a tensor, as they are meant to be read."""
+        found = {}
+        for slot in self._slots.get(name, ()):
+            key = slot_name(slot, name)
+            if key in self.factors.index:
+                found[slot] = TensorSpec(self.factors.index[key]["dtype"], self.factors.index[key]["shape"])
+            elif self._dense:
+                found[slot] = TensorSpec(self._dense.tensors[key].dtype, self._dense.tensors[key].shape)
+        return found
 
     def ranks(self, slots: Collection[str], name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of each of these slots; None where they are dense."""
@@ -120,32 +140,17 @@ class StepReader:
             return None
         return [self.factors.ranks(key) for key in keys]
 
-    def _tensors(self) -> Iterator[tuple[str, int, Checkpoint, str]]:
-        """Every tensor on disk: its name in the digests, its bytes, where it is and its name there."""
-        if self._checkpoint is not None:
-            for name, info in self._checkpoint.tensors.items():
-                yield name, info.nbytes, self._checkpoint, name
-        yield from self.factors.tensors()
-
-    def digests(self) -> dict[str, str]:
-        return self._on_disk
+    def _files(self) -> list[CheckedTensors]:
+        return [*((self._dense,) if self._dense else ()), *self.factors.files.values()]
 
     def verify(self) -> Iterator[int]:
-        """Recompute every digest; yields the bytes done, raises at the first that does not match."""
-        digests = self._digests
-        if (INDEX in digests) != bool(self.factors.index) or (
-            self.factors.index and _index_digest(self.factors.index) != digests[INDEX]
-        ):
-            raise MergestreamError(f"{self.directory / INDEX} is damaged: it does not match the manifest")
-        for name, size, checkpoint, stored in self._tensors():
-            if tensor_digest(checkpoint.read(stored)) != digests[name]:
-                raise self._damaged(name, "go back a step with undo")
-            yield size
+        """Read all that is there; yields the bytes done, raises at the first digest that does not match."""
+        for files in self._files():
+            yield from files.verify()
 
     def close(self) -> None:
-        if self._checkpoint is not None:
-            self._checkpoint.close()
-        self.factors.close()
+        for files in self._files():
+            files.close()
 
 
 class StepWriter:
@@ -173,7 +178,7 @@ class StepWriter:
         """Lets go of the files as they are"""
         try:
             self._begin(blocks, json.loads(json.dumps(plan)))
-        except MergestreamError:  # what takes room on a disk that is full must not stay
+        except (MergestreamError, OSError):  # what takes room on a disk that is full must not stay
             self.abandon()
             raise
 
@@ -239,7 +244,7 @@ class StepWriter:
             try:
                 self._journal.write(f"\n{text_digest(text)} {text}".encode())
             except OSError as error:
-                raise MergestreamError(f"{self.directory / _JOURNAL} cannot be written: {error.strerror}") from error
+                raise cannot_write(self.directory / _JOURNAL, error) from error
 
     def finish(self, outcomes: Mapping[str, Outcome]) -> str:
         """Bring all to the disk; returns the digest of the state."""
@@ -255,12 +260,12 @@ class StepWriter:
             used = used_steps(index)
             self._factors.finish(self._before.directory if self._before else self.directory, used)
             own = f"{file_prefix(self._number)}/"
-            older = self._before.digests() if self._before else {}
+            older = self._before.digests if self._before else {}
             taken_over = tuple(f"{file_prefix(step)}/" for step in used if step != self._number)
             digests = {k: d for k, d in digests.items() if self._number in used or not k.startswith(own)}
             digests |= {k: d for k, d in older.items() if k.startswith(taken_over)}
             write_json(self.directory / INDEX, index)
-            digests[INDEX] = _index_digest(index)
+            digests[INDEX] = index_digest(index)
         write_json(self.directory / DIGESTS, digests)
         sync_directory(self.directory.parent)
         return combined_digest(digests)
@@ -271,17 +276,14 @@ class StepWriter:
 
     def abandon(self) -> None:
         self.pause()
-        remove(self.directory)
+        with suppress(OSError):  # why it is abandoned is what counts; the next writer tries again
+            remove(self.directory)
 
 
 def stored_digests(name: str, outcome: Outcome) -> dict[str, str]:
     """The digest of everything that was written for one tensor."""
     dense = {slot_name(slot, name): digest for slot, digest in outcome.slots.items()}
     return dense | (outcome.factors["digests"] if outcome.factors else {})
-
-
-def _index_digest(index: Mapping[str, Any]) -> str:
-    return text_digest(json.dumps(index, sort_keys=True))
 
 
 def _entries(journal: Path) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,6 @@
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,19 +39,19 @@ def test_weights_know_the_class_of_their_module_whatever_is_said_of_them(tmp_pat
 def test_a_base_is_read_back_as_it_was(tmp_path):
     model = examine(gpt2, tmp_path, linear=["*.c_attn.weight", "*.wpe.*"], not_linear=["*.mlp.*"], heads=["*.ln_f.*"])
     assert (model.linear, model.not_linear) == (("*.c_attn.weight", "*.wpe.*"), ("*.mlp.*",))
-    assert BaseModel.from_json(json.loads(json.dumps(model.to_json()))) == model
+    assert BaseModel.from_json(json.loads(json.dumps(model.to_json())), Path("manifest.json")) == model
 
 
 def test_format_1_has_the_globs_in_its_rules(tmp_path):
     model = examine(gpt2, tmp_path, linear=["*.wpe.*", "*.c_attn.weight"], not_linear=["*.mlp.*"], heads=["*.ln_f.*"])
-    old = BaseModel.from_json(in_format_1(model))
+    old = BaseModel.from_json(in_format_1(model), Path("manifest.json"))
     assert set(old.linear) == set(model.linear) and old.not_linear == model.not_linear and old.heads == model.heads
 
 
 @pytest.mark.parametrize("make", [gpt2, clip])
 def test_format_1_has_the_modules_of_weights_in_its_rules(make, tmp_path):
     model = examine(make, tmp_path)
-    old = BaseModel.from_json(in_format_1(model))
+    old = BaseModel.from_json(in_format_1(model), Path("manifest.json"))
     assert old == model
     assert {tensor.module for tensor in model.tensors.values()} >= {
         gpt2: {"Conv1D", "torch.nn.Embedding", "torch.nn.LayerNorm", None},
@@ -74,4 +75,4 @@ def test_format_1_has_the_modules_of_weights_in_its_rules(make, tmp_path):
 def test_rules_of_format_1_that_name_no_module_give_none(rule, module):
     tensor = {"dtype": "F32", "shape": [2, 2], "role": "other", "rule": rule, "tied_to": None, "digest": "", "norm": 0}
     data = {"source": "base", "digest": "", "heads": [], "tied_names": {}, "spellings": {}, "tensors": {"a": tensor}}
-    assert BaseModel.from_json(data).tensors["a"].module == module
+    assert BaseModel.from_json(data, Path("manifest.json")).tensors["a"].module == module

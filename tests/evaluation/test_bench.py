@@ -11,15 +11,17 @@ from unittest.mock import patch
 
 import pytest
 
+from mergestream import Store
 from mergestream.cli import main
 from mergestream.cli.parser import parse
-from mergestream.errors import UsageError
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation import progress, streams
 from mergestream.evaluation.bench import Plan, run_bench, run_sweep
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import Row, Sweep, parse_rows
 from mergestream.evaluation.streams import Stream, run_stream
 from mergestream.evaluation.suites.files import load_suite
+from tests.conftest import files
 
 
 def bench(suite: Path, output: Path, *options: str) -> int:
@@ -31,6 +33,17 @@ def bench(suite: Path, output: Path, *options: str) -> int:
 
 def silent(*_: object) -> None:
     pass
+
+
+@pytest.mark.parametrize("options", [(), ("--sweep", "alpha=0.1:0.2:0.1")], ids=["bench", "sweep"])
+def test_results_do_not_go_into_the_models_or_a_store(tiny_suite, tmp_path, options):
+    place = tiny_suite.parent
+    store = Store.create(tmp_path / "store", place / "base").path
+    before = files(place), files(store)
+    for output in (place / "base", place / "experts" / "red" / "results", store, store / "results"):
+        with pytest.raises(MergestreamError, match="choose another place"):
+            bench(tiny_suite, output, "--methods", "opcm", *options)
+    assert (files(place), files(store)) == before
 
 
 @pytest.mark.slow

@@ -12,17 +12,27 @@ from mergestream.digest import tensor_digest
 from mergestream.engine.local import single_threaded
 from mergestream.errors import MergestreamError
 from mergestream.experts import sketch as module
-from mergestream.experts.sketch import STANDARD_ERROR, WIDTH, Sketch, cosine
-from mergestream.store.records import read_sketch, write_sketch
+from mergestream.experts.sketch import NARROWEST, WIDTH, Sketch, cosines, error_of, folded, width_for
+from mergestream.store.records import load_sketch, write_sketch
 
 Vector = dict[str, torch.Tensor]
 ERROR = 0.01
+
+
+def cosine(a: np.ndarray | None, b: np.ndarray | None) -> float | None:
+    return cosines([a, b])[0][1]
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     with single_threaded():
         yield
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sketches as large models have them, of models that are small enough for a test."""
+    monkeypatch.setattr(module, "NARROWEST", WIDTH)
 
 
 def empty_sketch(vector: Vector) -> Sketch:
@@ -90,29 +100,75 @@ def transformer(seed: int, shared: float, kind: str) -> Vector:
     return vector
 
 
-@pytest.mark.parametrize("kind", ["dense", "low rank", "outliers", "one sign", "sparse", "biases"])
+KINDS = ["dense", "low rank", "outliers", "one sign", "sparse", "biases"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared", [0.0, 0.5, 2.0])
-def test_cosines_are_within_the_stated_error(kind: str, shared: float) -> None:
+def test_cosines_are_within_the_stated_error(kind: str, shared: float, wide: None) -> None:
+    """Of the sketch of a large model, and of what it is folded to for a small one: five standard errors each."""
     vectors = [transformer(seed, shared, kind) for seed in range(4)]
     sketches = [sketch_of(vector) for vector in vectors]
-    for i, j in itertools.combinations(range(4), 2):
-        estimate = cosine(sketches[i], sketches[j])
-        assert estimate is not None
-        assert abs(estimate - exact(vectors[i], vectors[j])) <= ERROR
+    for width in (WIDTH, 1 << 14, NARROWEST):
+        found = cosines([folded(sketch, width) for sketch in sketches])
+        for i, j in itertools.combinations(range(4), 2):
+            estimate = found[i][j]
+            assert estimate is not None
+            assert abs(estimate - exact(vectors[i], vectors[j])) <= 5.12 * error_of(width)
+    assert 5.12 * error_of(WIDTH) == ERROR
 
 
-def test_the_error_has_the_stated_standard_deviation_and_no_bias() -> None:
-    errors = []
+def test_the_error_has_the_stated_standard_deviation_and_no_bias(wide: None) -> None:
+    errors: dict[int, list[float]] = {WIDTH: [], NARROWEST: []}
     for seed in range(8):
         vectors = [transformer(100 * seed + i, 0.0, "dense") for i in range(3)]
         sketches = [sketch_of(vector) for vector in vectors]
         for i, j in itertools.combinations(range(3), 2):
-            errors.append(cosine(sketches[i], sketches[j]) - exact(vectors[i], vectors[j]))
-    assert np.std(errors) < 1.4 * STANDARD_ERROR
-    assert abs(np.mean(errors)) < 3 * STANDARD_ERROR / math.sqrt(len(errors))
+            for width, found in errors.items():
+                estimate = cosine(folded(sketches[i], width), folded(sketches[j], width))
+                found.append(estimate - exact(vectors[i], vectors[j]))
+    for width, found in errors.items():
+        assert np.std(found) < 1.4 * error_of(width)
+        assert abs(np.mean(found)) < 3 * error_of(width) / math.sqrt(len(found))
 
 
-def test_a_model_with_no_more_elements_than_buckets_is_exact_but_for_rounding() -> None:
+def test_a_sketch_takes_a_hundredth_of_the_model_within_bounds() -> None:
+    assert width_for(0) == width_for(4_700) == NARROWEST
+    assert width_for(2_000_000) == 1 << 14 and 2 * width_for(2_000_000) <= 2 * 2_000_000 / 100
+    assert width_for(30_000_000) == width_for(8_000_000_000) == WIDTH
+
+
+def test_a_narrow_sketch_is_the_wide_one_folded_so_that_they_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of a small model goes on, whatever the width of the sketches was that it began with."""
+    a, b = transformer(0, 0.5, "dense"), transformer(1, 0.5, "dense")
+    narrow = [sketch_of(vector) for vector in (a, b)]
+    monkeypatch.setattr(module, "NARROWEST", WIDTH)
+    wide = [sketch_of(vector) for vector in (a, b)]
+    assert len(narrow[0]) == 1 << 14 and len(wide[0]) == WIDTH
+    assert cosine(narrow[0], wide[0]) == pytest.approx(1, abs=1e-6)
+    assert cosine(wide[0], narrow[1]) == pytest.approx(cosine(*narrow), abs=1e-4)
+
+
+def test_a_model_with_no_more_elements_than_the_narrowest_sketch_is_exact() -> None:
+    a, b = (
+        {str(i): 1 + torch.randn(400, generator=torch.Generator().manual_seed(100 * i + seed)) for i in range(10)}
+        for seed in range(2)
+    )
+    assert len(sketch_of(a)) == NARROWEST
+    assert cosine(sketch_of(a), sketch_of(b)) == pytest.approx(exact(a, b), abs=1e-5)
+
+
+def test_all_cosines_at_once_are_those_of_the_pairs() -> None:
+    vectors = [transformer(seed, 0.5, "dense") for seed in range(3)]
+    sketches = [*map(sketch_of, vectors), None, np.zeros(1 << 14, np.float16)]
+    found = cosines(sketches)
+    for i, j in itertools.product(range(5), repeat=2):
+        assert found[i][j] == pytest.approx(cosine(sketches[i], sketches[j]), abs=1e-6)
+    assert found[3] == found[4] == [None] * 5 and found[0][0] == pytest.approx(1)
+    assert cosines([]) == [] and cosines([None]) == [[None]]
+
+
+def test_a_model_with_no_more_elements_than_buckets_is_exact_but_for_rounding(wide: None) -> None:
     a, b = (
         {str(i): 1 + torch.randn(2000, generator=torch.Generator().manual_seed(100 * i + seed)) for i in range(130)}
         for seed in range(2)
@@ -139,13 +195,20 @@ def test_elements_on_demand_give_the_same_sketch() -> None:
     assert np.array_equal(sketch_of(vector), sketch.values().float().numpy())
 
 
-def test_the_sketch_of_a_given_vector_never_changes() -> None:
+@pytest.mark.parametrize(
+    ("narrowest", "digest"),
+    [(NARROWEST, "2349aeac8570858c7795e56533051a99"), (WIDTH, "afbe36099579dd6944e988022335cbfb")],
+)
+def test_the_sketch_of_a_given_vector_never_changes(
+    narrowest: int, digest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sketches of different years are compared with each other, so what is drawn is part of the format."""
+    monkeypatch.setattr(module, "NARROWEST", narrowest)
     vector = {"first": torch.arange(70_001) % 100 - 40.0, "second": torch.arange(300_000) % 1000 - 400.0}
     sketch = empty_sketch(vector)
     for name, tensor in vector.items():
         add_pieces(sketch, name, tensor)
-    assert tensor_digest(sketch.values()) == "afbe36099579dd6944e988022335cbfb"
+    assert tensor_digest(sketch.values()) == digest
 
 
 def test_scale_does_not_matter_and_opposite_vectors_have_cosine_minus_one() -> None:
@@ -166,7 +229,7 @@ def test_a_zero_vector_has_no_cosine() -> None:
     assert cosine(None, other) is None
 
 
-def test_a_sample_of_the_linear_weights_of_a_large_model_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_of_the_linear_weights_of_a_large_model_is_enough(wide: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Task vectors of rank 4 with a part in common; half of the chunks are sampled, and the others never made."""
     monkeypatch.setattr(module, "CHUNK", 1 << 11)
     module._signs.cache_clear()
@@ -198,15 +261,14 @@ def test_a_sketch_is_kept_in_less_than_a_megabyte(tmp_path) -> None:
     vector = transformer(0, 0.0, "dense")
     sketch = empty_sketch(vector)
     add_pieces(sketch, "norm", vector["norm"])
-    write_sketch(tmp_path, sketch.values())
+    digest = write_sketch(tmp_path, sketch.values())
     assert (tmp_path / "sketch.safetensors").stat().st_size < 1_000_000
-    found = read_sketch(tmp_path)
-    assert found is not None and found.shape == (WIDTH,)
+    found = load_sketch(tmp_path / "sketch.safetensors", digest)
+    assert found.shape == (1 << 14,)
     assert np.array_equal(found, sketch.values().float().numpy())
 
 
 def test_a_damaged_sketch_is_named(tmp_path) -> None:
     (tmp_path / "sketch.safetensors").write_bytes(b"not a sketch")
     with pytest.raises(MergestreamError, match=r"sketch\.safetensors is damaged"):
-        read_sketch(tmp_path)
-    assert read_sketch(tmp_path / "nowhere") is None
+        load_sketch(tmp_path / "sketch.safetensors", "")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from mergestream import Average, MergestreamError, Store
+import mergestream.export.model
+import mergestream.files
+from mergestream import Average, MergestreamError, Store, __version__
 from mergestream.errors import UsageError
 from mergestream.export.directory import Output
 from tests.conftest import files, save_model, toy_base, toy_expert
@@ -83,20 +90,199 @@ def test_a_draft_becomes_the_output_only_when_all_went_well(tmp_path):
     with output.draft() as draft:
         (draft / "all").touch()
         assert not output.path.exists()
-    assert files(tmp_path) == {"model/all": b""}
+    assert contents(tmp_path) == {"model/all": b""}
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    """All files but for what marks an export."""
+    return {name: data for name, data in files(place).items() if not name.endswith("mergestream.json")}
+
+
+def write(path: Path, name: str, **options: Any) -> None:
+    """An export that consists of one file."""
+    with Output(path, **options).draft() as draft:
+        (draft / name).touch()
 
 
 def test_overwriting_leaves_nothing_of_the_old_one(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "old").touch()
+    write(tmp_path / "model", "old")
     with pytest.raises(MergestreamError, match="--overwrite"):
         Output(tmp_path / "model")
     with pytest.raises(RuntimeError), Output(tmp_path / "model", overwrite=True).draft():
         raise RuntimeError
-    assert files(tmp_path) == {"model/old": b""}
-    with Output(tmp_path / "model", overwrite=True).draft() as draft:
-        (draft / "new").touch()
-    assert files(tmp_path) == {"model/new": b""}
+    assert contents(tmp_path) == {"model/old": b""}
+    write(tmp_path / "model", "new", overwrite=True)
+    assert contents(tmp_path) == {"model/new": b""}
+
+
+def test_an_export_says_what_made_it(tmp_path):
+    write(tmp_path / "model", "weights", command="mergestream export store model")
+    marker = json.loads((tmp_path / "model" / "mergestream.json").read_text())
+    assert marker == {"mergestream": __version__, "command": "mergestream export store model"}
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """Fork, work, and say how it ended."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_kill_at_any_rename_keeps_the_old_export_or_leaves_the_new_one(atomic, tmp_path, monkeypatch):
+    if not atomic:
+        monkeypatch.setattr(mergestream.files, "_exchange_at_once", lambda one, other: False)
+    path, seen, original = tmp_path / "model", [], Path.rename
+    for number in range(1, 5):
+
+        def replace(number: int = number) -> None:
+            left = number
+
+            def rename(*paths: Path) -> None:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    os._exit(9)
+                original(*paths)
+
+            Path.rename = rename  # in the child alone
+            write(path, "new", overwrite=True)
+
+        write(path, "old", overwrite=True)
+        code = in_a_child(replace)
+        if not path.exists():
+            with pytest.raises(MergestreamError, match="exists already; pass --overwrite"):
+                write(path, "other")
+            seen.append("put back")
+        assert contents(path) in ({"old": b""}, {"new": b""})
+        seen.append(*contents(path))
+        write(path, "newer", overwrite=True)
+        assert [found.name for found in tmp_path.iterdir()] == ["model"], "nothing is left over"
+        if code == 0:
+            break
+        assert code == 9
+    assert seen == (["new"] if atomic else ["old", "put back", "old", "new", "new"])
+
+
+def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path):
+    def killed() -> None:
+        with Output(tmp_path / "model").draft() as draft:
+            (draft / "half").touch()
+            os._exit(9)
+
+    assert in_a_child(killed) == 9
+    assert [path.name for path in tmp_path.iterdir()] == [".model.mergestream"]
+    write(tmp_path / "model", "all")
+    assert contents(tmp_path) == {"model/all": b""}
+
+
+def test_of_two_exports_to_one_place_the_second_is_refused(store, tmp_path, mergestream):
+    with Output(tmp_path / "model").draft() as draft:
+        (draft / "first").touch()
+        result = mergestream("export", store.path, tmp_path / "model")
+        assert result.code == 3 and result.out == "" and "is being written by another export" in result.err
+        write(tmp_path / "other", "second")
+    assert contents(tmp_path / "model") == {"first": b""}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other", "store"]
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path, monkeypatch):
+    """The holder removes it when it is done, and a third one may have made another."""
+    original, calls = fcntl.flock, []
+
+    def flock(descriptor: int, operation: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            (tmp_path / ".model.mergestream" / "lock").unlink()
+        original(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    write(tmp_path / "model", "all")
+    assert len(calls) == 2 and contents(tmp_path) == {"model/all": b""}
+
+
+def test_all_files_are_flushed_before_they_count(tmp_path, monkeypatch, toys):
+    base = save_model(tmp_path / "base", toy_base())
+    (base / "config.json").write_text("{}")
+    store = Store.create(tmp_path / "store", base, Average())
+    for expert in toys.experts[:2]:
+        store.add(expert)
+    flushed, original = set(), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if not (tmp_path / "merged").exists():
+            flushed.add(os.fstat(descriptor).st_ino)
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    out = store.export(tmp_path / "merged")
+    assert {"config.json", "similarity.png", "README.md", "mergestream.json"} <= {path.name for path in out.iterdir()}
+    assert {path.stat().st_ino for path in (out, *out.iterdir())} <= flushed
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_disk_that_fails_leaves_what_was_there(old, tmp_path, monkeypatch):
+    original, path = os.fsync, tmp_path / "new" / "model"
+    if old:
+        write(path, "old")
+    before = files(tmp_path)
+    for number in range(1, 20):
+        left = number
+
+        def fsync(descriptor: int) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            original(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            try:
+                write(path, "new", overwrite=True)
+                break
+            except MergestreamError as error:
+                assert "written: Input/output error" in str(error)
+        assert files(tmp_path) == before
+        assert [path.name for path in tmp_path.iterdir()] == (["new"] if old else [])
+        assert not old or [path.name for path in path.parent.iterdir()] == ["model"]
+    assert number > 4 and contents(path) == {"new": b""}
+
+
+def test_a_full_disk_in_the_middle_is_a_sentence(store, tmp_path, monkeypatch, mergestream):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "config.json")
+
+    store.export(tmp_path / "merged")
+    before = files(tmp_path)
+    monkeypatch.setattr("mergestream.export.model.write_companions", full)
+    result = mergestream("export", store.path, tmp_path / "merged", "--overwrite")
+    sentence = f"error: {tmp_path / 'merged'} was not written: No space left on device (config.json)\n"
+    assert (result.code, result.err) == (1, sentence)
+    assert files(tmp_path) == before
+
+
+def test_the_pictures_are_of_the_step_that_is_exported(tmp_path, toys, monkeypatch):
+    """Although the last expert is exchanged for another while the weights are being written."""
+    store = Store.create(tmp_path / "store", toys.base, Average())
+    for expert in toys.experts[:2]:
+        store.add(expert)
+    undisturbed = files(store.export(tmp_path / "undisturbed"))
+    original = mergestream.export.model.write_tensors
+
+    def disturbed(*arguments: Any) -> None:
+        original(*arguments)
+        Store(store.path).undo()
+        Store(store.path).add(toys.experts[2])
+
+    monkeypatch.setattr(mergestream.export.model, "write_tensors", disturbed)
+    assert files(store.export(tmp_path / "disturbed")) == undisturbed
 
 
 def test_a_dtype_that_does_not_exist_is_wrong_usage(tmp_path):
@@ -115,7 +301,7 @@ def test_companions_that_are_strange_do_not_matter(tmp_path):
     out = store.export(tmp_path / "merged", dtype="bfloat16")
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
     written = {path.name for path in out.iterdir() if path.suffix != ".png"}
-    assert written == {"README.md", "config.json", "model.safetensors", "source.spm"}
+    assert written == {"README.md", "config.json", "mergestream.json", "model.safetensors", "source.spm"}
     assert "base_model:" not in (out / "README.md").read_text(), "no hub id is known"
 
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 import mergestream
 from mergestream import EMA, LAWA, OPCM, TIES, Average, LocalEngine, MagMax, MergestreamError, Store, TaskArithmetic
+from mergestream.merging.step import Step
 from tests.conftest import files, save_model, toy_base, toy_expert
 
 METHODS = [
@@ -39,11 +40,24 @@ def test_merge_equals_a_store_bit_for_bit(method, tmp_path, toys):
     assert not list(tmp_path.glob(".*")), "no temporary store is left"
 
 
-def test_what_a_killed_merge_has_left_is_removed_by_the_next(tmp_path, toys):
-    for left in (".[a]*.store-killed", ".[a]*.mergestream-killed", ".b.store-other"):
+@pytest.mark.parametrize("method", [OPCM(), Average()], ids=repr)
+def test_what_a_killed_merge_has_left_is_removed_by_the_next(method, tmp_path, toys):
+    for left in (".[a]*.mergestream/store", ".[a]*.mergestream/model", ".b.mergestream/store"):
         save_model(tmp_path / left, toy_base())
-    mergestream.merge(toys.base, toys.experts[:2], tmp_path / "[a]*", OPCM())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".b.store-other", "[a]*"]
+    mergestream.merge(toys.base, toys.experts[:2], tmp_path / "[a]*", method)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".b.mergestream", "[a]*"]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
+def test_a_merge_that_is_interrupted_leaves_nothing(failure, tmp_path, toys, monkeypatch):
+    def interrupted(*_: object) -> None:
+        assert list((tmp_path / ".out.mergestream" / "store" / "steps").iterdir())
+        raise failure
+
+    monkeypatch.setattr(Step, "absorb", interrupted)
+    with pytest.raises((failure, MergestreamError)):
+        mergestream.merge(toys.base, toys.experts[:2], tmp_path / "out", OPCM())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("method", [OPCM(), Average()], ids=repr)

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults import concurrency, disturbed, numerics, soak
+from tests.faults import concurrency, disturbed, flips, forged, numerics, soak
 from tests.faults.cases import Case
 from tests.faults.children import LIMIT
 from tests.faults.scenarios import SCENARIOS, Prepared, make_toys
@@ -41,6 +41,8 @@ FAMILIES = (
     Family("power", "power cuts", _over_scenarios(disturbed.power_cuts), quick=40),
     Family("signals", "signals, with any change and at any moment", _over_scenarios(disturbed.signals), quick=30),
     Family("full", "full disks", _over_scenarios(disturbed.full_disks), quick=20),
+    Family("flips", "a flipped bit in a file of a store", flips.cases, quick=0),
+    Family("forged", "forged manifests and records", forged.cases, quick=0),
     Family("numbers", "numbers and shapes at the edge", numerics.cases, quick=40, limit=600),
     Family("others", "races, read-only stores, limits of the system", concurrency.cases, quick=40),
     Family("soak", "500 adds with undos, removals and kills", soak.cases, quick=0, limit=3600),

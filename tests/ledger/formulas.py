@@ -84,4 +84,11 @@ def iso(parts, norms, weights):
     return sigma[sigma > 1e-6 * sigma[0]].mean() * polar(S)
 
 
-FORMULAS = {"agree": agree, "tsv": tsv, "iso": iso}
+def tempered(parts, norms, weights):
+    merged = tsv(parts, norms, weights)
+    moved = [(c, math.sqrt(norm2)) for c, norm2 in zip(weights, norms, strict=True) if norm2]
+    mean = sum(c * norm for c, norm in moved) / sum(c for c, _ in moved)
+    return merged * (mean / float(merged.norm()))
+
+
+FORMULAS = {"agree": agree, "tsv": tsv, "tempered": tempered, "iso": iso}

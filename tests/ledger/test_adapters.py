@@ -31,7 +31,7 @@ def densifying():
     return patch.object(LowRank, "dense", side_effect=AssertionError("an adapter was multiplied out"))
 
 
-@pytest.mark.parametrize("readout", ["agree", "tsv", "iso", "sum"])
+@pytest.mark.parametrize("readout", ["agree", "tsv", "tempered", "iso", "sum"])
 @pytest.mark.parametrize("model", [llama, gpt2])
 def test_adapters_are_merged_as_their_dense_forms_and_never_multiplied_out(tmp_path, workshop, model, readout):
     base = workshop.base(model)
@@ -43,6 +43,30 @@ def test_adapters_are_merged_as_their_dense_forms_and_never_multiplied_out(tmp_p
     assert_same_model(
         ours.export(tmp_path / "a", readout=readout), dense.export(tmp_path / "b", readout=readout), base, 1e-6
     )
+
+
+def test_adapters_are_tempered_and_full_experts_agree_by_default(tmp_path, workshop, llamas):
+    base, adapters = llamas
+    full = workshop.merged(base, adapters[0], "full")
+    store = store_of(tmp_path / "store", base, [full, *adapters[1:]], EXACT)
+
+    def readout(**chosen: object) -> str:
+        card = (store.export(tmp_path / "out", overwrite=True, **chosen) / "README.md").read_text("utf-8")
+        return card.partition("* Readout: `")[2].partition("`")[0]
+
+    assert readout() == readout(without=["expert1"]) == "tempered"
+    assert readout(only=["expert0"]) == readout(readout="agree") == "agree"
+
+
+def test_tempered_adapters_move_the_base_as_far_as_they_do_in_the_mean(tmp_path, llamas):
+    base, adapters = llamas
+    store = store_of(tmp_path / "store", base, adapters, EXACT)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with store.snapshot() as snapshot:
+        norms = [float(reader.entry(name)["norm2"]) ** 0.5 for reader in snapshot.readers.values()]
+    with open_checkpoint(base) as before, open_checkpoint(store.export(tmp_path / "merged")) as after:
+        moved = float((after.read(name) - before.read(name)).norm())
+    assert moved == pytest.approx(sum(norms) / len(norms), rel=1e-4)
 
 
 def test_an_entry_has_the_rank_of_its_adapter(tmp_path, llamas):

@@ -35,7 +35,7 @@ def model(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_every_readout_is_written_and_named_in_the_card(done, ledger, tmp_path):
     found = {}
-    for readout in ("agree", "tsv", "iso", "sum", "expert:expert-2"):
+    for readout in ("agree", "tsv", "tempered", "iso", "sum", "expert:expert-2"):
         out = tmp_path / readout.replace(":", "-")
         name, _, expert = readout.partition(":")
         said = f"{expert}, as the ledger remembers it" if expert else f"4 experts merged by ledger, read out by {name}"

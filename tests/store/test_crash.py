@@ -89,6 +89,31 @@ def dies(number: int, operation: Callable[..., None], *arguments: Path) -> bool:
     return child.exitcode != 0
 
 
+def add_and_die(store: Path, expert: Path, finished: int) -> None:
+    from mergestream.store.steps import StepWriter
+
+    original, left = StepWriter.record, finished
+
+    def record(*arguments: Any) -> None:
+        nonlocal left
+        original(*arguments)
+        left -= 1
+        if left == 0:
+            die()
+
+    StepWriter.record = record  # type: ignore[method-assign]
+    add(store, expert)
+
+
+def cut_short(store: Path, expert: Path, finished: int = 1) -> set[str]:
+    """Kill an add when so many tensors are finished; which they are."""
+    child = children.Process(target=add_and_die, args=(store, expert, finished))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    return journaled(store, Store(store).manifest.step + 1)
+
+
 def make_store(place: Path, toys: Toys, experts: int, keep: int = 1) -> Path:
     store = Store.create(place, toys.base, OPCM(), keep=keep, engine=one_worker())
     for expert in toys.experts[:experts]:
@@ -330,7 +355,7 @@ def test_the_command_line_is_killed_and_resumes(tmp_path, larger, monkeypatch):
 def test_a_step_that_was_cut_short_is_not_taken_for_another_expert(tmp_path, toys):
     _, _, third, fourth = toys.experts
     store = make_store(tmp_path / "store", toys, 2)
-    assert dies(14, add, store, third) and journaled(store, 3)
+    cut_short(store, third)
     add(store, fourth)
     other = make_store(tmp_path / "other", toys, 2)
     add(other, fourth)
@@ -343,7 +368,7 @@ def test_a_step_that_was_cut_short_goes_on_where_the_base_is_given_again(tmp_pat
     _, _, third, _ = toys.experts
     store = make_store(tmp_path / "store", toys, 2)
     expected = make_store(tmp_path / "expected", toys, 3)
-    assert dies(14, add, store, third) and (finished := journaled(store, 3))
+    finished = cut_short(store, third)
     opened = Store(store, engine=one_worker())
     opened.relocate(shutil.copytree(toys.base, tmp_path / "base"))
     again = absorbed_by(monkeypatch, lambda: opened.add(third))
@@ -354,7 +379,7 @@ def test_a_step_that_was_cut_short_goes_on_where_the_base_is_given_again(tmp_pat
 def test_an_expert_that_changed_after_the_kill_is_read_again(tmp_path, toys):
     expert = save_model(tmp_path / "expert", toy_expert(3))
     store = make_store(tmp_path / "store", toys, 2)
-    assert dies(14, add, store, expert) and journaled(store, 3)
+    cut_short(store, expert)
     save_model(expert, toy_expert(5))
     add(store, expert)
     other = make_store(tmp_path / "other", toys, 2)
@@ -366,7 +391,7 @@ def test_damage_to_what_was_cut_short_is_noticed_and_done_again(tmp_path, toys):
     _, _, third, _ = toys.experts
     store = make_store(tmp_path / "store", toys, 2)
     expected = make_store(tmp_path / "expected", toys, 3)
-    assert dies(18, add, store, third)
+    cut_short(store, third, finished=3)
     step = store / "steps" / "0003"
     written = bytearray((step / "model.safetensors").read_bytes())
     written[-400:] = bytes(400)

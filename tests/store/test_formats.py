@@ -70,6 +70,20 @@ def test_all_that_it_remembers_is_read_and_nothing_written(name, place):
     assert files(place / name) == before
 
 
+def test_wide_sketches_from_before_they_were_folded_are_compared_with_folded_ones(place):
+    store = moved(place, "opcm")
+    before = store.similarity()
+    store.add(third(place, "opcm"))
+    store.add(place / "expert-1", "again", allow_duplicate=True)
+    found = store.similarity()
+    sizes = [(store.path / f"experts/000{number}/sketch.safetensors").stat().st_size for number in (1, 2, 3, 4)]
+    assert sizes[0] == sizes[1] > 500_000 and sizes[2] == sizes[3] < 10_000
+    assert found.cosines[0][1] == pytest.approx(before.cosines[0][1], abs=5 * found.standard_error)
+    assert found.cosines[0][3] == pytest.approx(1, abs=1e-3), "the same model, once wide and once folded"
+    assert store.inspect(place / "expert-2").cosines["expert-2"] == pytest.approx(1, abs=1e-3)
+    store.verify()
+
+
 def test_the_globs_that_the_base_was_examined_with_are_told_from_the_rules(place):
     base = Store(place / "opcm").manifest.base
     assert (base.linear, base.not_linear, base.heads) == ((), ("layers.0.up.*",), ())
@@ -90,7 +104,7 @@ def test_what_else_the_rules_tell_is_told_from_them(place):
     }
     for name, rule in rules.items():
         data["tensors"][name]["rule"] = rule
-    base = BaseModel.from_json(data)
+    base = BaseModel.from_json(data, Path("manifest.json"))
     assert (base.linear, base.not_linear) == (("*.q.*",), ("layers.0.up.*",))
     assert base.conv1d == {"layers.0.down.weight"}
     assert [base.tensors[name].module for name in rules] == [None, "Conv1D", None, "torch.nn.Conv2d", None]

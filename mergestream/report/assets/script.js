@@ -97,17 +97,14 @@ for (const button of document.querySelectorAll("[data-view]")) {
 const [NAME, ROLE, RULE, TYPE, SHAPE, NUMEL, NORM, MERGED] = [0, 1, 2, 3, 4, 5, 6, 7];
 const tensors = data.tensors;
 const table = document.getElementById("tensor-table");
-const experts = tensors.norm.map((_, i) => i);
 
 /** ‖Δ‖, the share kept or held and q of a tensor: of one expert, or of all together. A ledger protects nothing. */
 function moved(index, which) {
-  if (index < 0 || experts.length === 0) return [null, null, null];
+  if (index < 0 || tensors.norm.length === 0) return [null, null, null];
   const q = (expert) => tensors.protected?.at(expert)[index] ?? null;
   if (which !== "all") return [tensors.norm[which][index], tensors.kept[which][index], q(which)];
-  const energies = experts.map((e) => tensors.norm[e][index] ** 2);
-  const energy = energies.reduce((a, b) => a + b, 0);
-  const kept = experts.reduce((sum, e) => sum + energies[e] * tensors.kept[e][index], 0);
-  return [Math.sqrt(energy / experts.length), energy ? kept / energy : 1, q(-1)];
+  const [norm, kept] = tensors.together;
+  return [norm[index], kept[index], q(-1)]; // the last expert is always among those that are shown
 }
 
 const number = (value) => (value === null ? "–" : Number(value.toPrecision(4)).toString());

@@ -1,0 +1,77 @@
+"""Names and texts that others chose reach the terminal as text: on one line, escaped, cut."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mergestream import Store
+from mergestream.progress import TerminalProgress
+from mergestream.report.gates import Gate, GateError, check
+from tests.conftest import RunCommand, Toys
+
+HOSTILE = "a\n\x1b[31m\u202e<script>|`$\\frac$"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, toys: Toys) -> Store:
+    """A store of experts that came from directories with hostile names, one of them very long."""
+    store = Store.create(tmp_path / "store", toys.base)
+    for place, name in zip(toys.experts, (HOSTILE, "n" * 250), strict=False):
+        store.add(shutil.copytree(place, tmp_path / name))
+    return store
+
+
+def assert_plain(text: str) -> None:
+    assert all(character.isprintable() or character == "\n" for character in text), text
+
+
+def test_tables_and_lines_are_printable(hostile: Store, toys: Toys, done: Callable[..., str]) -> None:
+    for command in ("log", "status", "inspect", "undo"):
+        out = done(command, hostile.path, *([toys.experts[2]] if command == "inspect" else []))
+        assert_plain(out)
+        assert max(map(len, out.splitlines())) < 400
+    assert r"a\n\x1b[31m" in done("log", hostile.path) and len(done("log", hostile.path).splitlines()) == 2
+
+
+def test_json_has_the_true_names(hostile: Store, done: Callable[..., str]) -> None:
+    out = done("log", hostile.path, "--json")
+    assert_plain(out)
+    assert [entry["name"] for entry in json.loads(out)] == [entry.name for entry in hostile.history]
+    assert hostile.history[0].name == HOSTILE
+
+
+def test_an_error_is_one_printable_line(tmp_path: Path, hostile: Store, mergestream: RunCommand) -> None:
+    for words in (("status", tmp_path / HOSTILE), ("remove", hostile.path, HOSTILE[:-1]), ("export", "--\x1b[31m")):
+        result = mergestream(*words)
+        assert result.code and len(result.err.splitlines()) == 1 and len(result.err) < 1100
+        assert_plain(result.err)
+
+
+def test_every_failed_gate_has_a_line_of_its_own_and_no_name_makes_more() -> None:
+    gates = [Gate.parse("kept>=0.6"), Gate.parse("norm<=1")]
+    with pytest.raises(GateError) as failed:
+        check(gates, {"kept": 0.1, "norm": 2.0}, "dir/a\nerror: all is well")
+    assert len(failed.value.sentences) == 2 and all("was not added" in line for line in failed.value.sentences)
+
+
+def test_notes_are_one_printable_line(capsys: pytest.CaptureFixture[str]) -> None:
+    TerminalProgress().note(f"{HOSTILE} [bold]:smile: " + "x" * 5000)
+    err = capsys.readouterr().err
+    assert_plain(err)
+    assert err.startswith(r"note: a\n\x1b[31m\u202e<script>") and "[bold]:smile:" in err
+    assert len(err.splitlines()) == 1 and len(err) < 1100
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[31mred", "half \ud800", "txt.\u202eexe"])
+def test_a_name_that_cannot_be_seen_is_wrong_usage(
+    name: str, tmp_path: Path, toys: Toys, mergestream: RunCommand
+) -> None:
+    store = Store.create(tmp_path / "store", toys.base)
+    result = mergestream("add", store.path, toys.experts[0], "--name", name)
+    assert result.code == 2 and len(result.err.splitlines()) == 1
+    assert not Store(store.path).history

@@ -1,0 +1,25 @@
+"""A few of the forged stores and flipped bits; ``make torture`` tries all of them."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.faults import flips, forged
+from tests.faults.cases import Case
+
+
+@pytest.mark.parametrize(("cases", "count"), [(forged.cases, 40), (flips.cases, 15)], ids=["forged", "flips"])
+def test_no_store_is_believed_more_than_its_digests(
+    cases: Callable[[Path], Iterable[Case]], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mergestream.api.draw_pictures", lambda *_: {})  # they take most of the time of an export
+    for case in random.Random(0).sample(list(cases(tmp_path / "stores")), count):
+        place = tmp_path / "place"
+        place.mkdir()
+        assert case.run(place) is None, case.name
+        shutil.rmtree(place)

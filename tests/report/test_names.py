@@ -1,0 +1,105 @@
+"""Hostile names in cards, reports and pictures: shown, and nowhere obeyed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from mergestream import Store
+from mergestream.report import figures, pictures
+from mergestream.report.facts import Facts
+from mergestream.report.markdown import markdown
+from mergestream.report.page import page
+from tests.report.conftest import SCORES, make_store
+
+HOSTILE = ("$\\frac$", "a\n# b\n\x1b[31m|`<script>alert(1)</script>", "[x](http://y) 名 \u202e" + "n" * 400)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Store:
+    """A store whose experts have been given hostile names, as somebody else may do; never write to it."""
+    store = make_store(tmp_path_factory.mktemp("hostile") / "store", models)
+    history = tuple(
+        dataclasses.replace(entry, name=name, source=f"/{name}")
+        for entry, name in zip(store.history, HOSTILE, strict=True)
+    )
+    store.manifest = dataclasses.replace(store.manifest, history=history)
+    store.manifest.save(store.path)
+    store.attach_scores(HOSTILE, SCORES, metric="%{x}<b>")
+    return store
+
+
+def assert_harmless(text: str, heads: int) -> None:
+    """Printable lines, as many headings as there are, no tag and no link of a name's; tables keep their columns."""
+    assert all(character.isprintable() or character == "\n" for character in text)
+    prose = re.sub(r"```sh\n.*?\n```\n|`[^`\n]*`|\n    .*?$", "", text, flags=re.S | re.M)
+    assert "<script" not in prose and "](http" not in prose
+    lines = text.splitlines()
+    assert sum(line.startswith("#") for line in lines) == heads
+    for line, above in zip(lines[1:], lines, strict=False):
+        if line.startswith("|") and above.startswith("|"):
+            assert line.count("|") == above.count("|")
+
+
+def test_the_card_shows_names_and_obeys_none(hostile: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = hostile.export(tmp_path / "merged", task=None, command="mergestream a\nb")
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert_harmless(card, heads=1)
+    assert "&#36;&#92;frac&#36;" in card and r"    mergestream a\nb" in card
+    assert (out / "similarity.png").stat().st_size and (out / "lambda.png").stat().st_size
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_card_names_no_base_that_is_none(hostile: Store, tmp_path: Path, models: Path) -> None:
+    """The front matter is YAML, and the hub reads it."""
+    from mergestream.export.card import CardFacts, model_card
+    from mergestream.export.model import _hub_id
+
+    class Base:
+        source, directory = str(tmp_path), tmp_path
+
+    for remembered, found in (("org/model", "org/model"), ("a/b\n---\nx: y", None), ("a/b: c", None), ("../b", None)):
+        (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": remembered}))
+        assert _hub_id(Base()) == found
+    facts = CardFacts("b`a\nse", "m", {"x\n": "# y"}, (), 1.0, 1.0)
+    front = model_card(facts, "org/model").split("---\n")[1]
+    assert 'base_model:\n- "org/model"\n' in front
+    assert_harmless(model_card(facts), heads=1)
+
+
+def test_markdown_shows_names_and_obeys_none(hostile: Store) -> None:
+    assert_harmless(markdown(Facts.of(hostile)), heads=7)
+
+
+def test_the_page_has_no_tag_and_no_line_of_a_name(hostile: Store) -> None:
+    text = page(Facts.of(hostile))
+    assert "<script>alert" not in text and "\x1b" not in text and "\u202e" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_plotly_takes_no_name_for_a_tag_or_a_field(hostile: Store) -> None:
+    heat = figures.similarity(hostile.similarity()).data[0]
+    assert len(set(heat.x)) == 3 and all("<" not in name and len(name) < 80 for name in heat.x)
+    assert "&lt;script&gt;" in heat.y[1]
+    assert "% {x}&lt;b&gt; %{z" in figures.scores(hostile.scores).data[0].hovertemplate
+
+
+def test_names_that_are_cut_alike_stay_apart() -> None:
+    assert len(set(figures.labels(["a" * 100 + "b" * 100, "a" * 100 + "c" + "b" * 99, "a" * 300]))) == 3
+
+
+def test_pictures_write_formulas_as_text_and_say_nothing(tmp_path: Path) -> None:
+    names = ("$\\frac$", "$$", "\\$x$", "名前", "x" * 500)
+    figure = pictures.similarity(names, [[0.1] * 5] * 5, title="$\\sum$")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pictures.save(figure, tmp_path / "heat.png")
+        pictures.save(pictures.scaling({"$\\frac$": [1.0, 1.4]}), tmp_path / "curve.png")
+    from matplotlib.image import imread
+
+    assert max(imread(tmp_path / "heat.png").shape) < 1000
