@@ -1,11 +1,12 @@
 # make demo   sets up and runs the main job on something real
 # make test   sets up, lints, type-checks and runs the tests
+# make torture attacks everything, for about an hour (docs/reliability.md)
 # make bench  measures us, our peers and the limits on the same files (bench-quick: under three minutes)
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test browser lint bench bench-quick peers wheel clean
+.PHONY: demo test torture browser lint bench bench-quick peers wheel clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,6 +18,9 @@ demo: .venv/installed
 
 test: .venv/installed lint
 	$(BIN)/python -m pytest -q --durations=10
+
+torture: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.torture
 
 # The report is tested in a real Chromium, where there is one (as root, on Debian).
 browser:

@@ -21,7 +21,9 @@ mergestream bench text --methods opcm --orders 3 --sweep alpha=0.1:1.0:0.1 -o re
 
 @dataclass(frozen=True)
 class Options:
-    suite: str = argument(metavar="SUITE", help="clip, text, vision, or the file of a suite (.py, .yaml)")
+    suite: str = argument(
+        metavar="SUITE", help="clip, text, vision, or the file of a suite (.py, .yaml), which is code and is run"
+    )
     output: str = argument("-o", "--output", required=True, metavar="DIR", help="where results, tables and figures go")
     methods: str = argument(
         "--methods",
@@ -61,7 +63,8 @@ class Options:
     evaluate: str | None = argument(
         "--evaluate",
         metavar="CMD",
-        help="of a suite of your own: a command that prints the accuracy, as in 'python score.py {model} {task}'",
+        help="of a suite of your own: a command to run, which prints the accuracy, "
+        "as in 'python score.py {model} {task}'",
     )
     workers: int | None = argument(
         "--workers", type=at_least(1), metavar="N", help="processes side by side (all cores)"

@@ -105,6 +105,21 @@ def test_it_loads_without_errors_or_requests(report: Page) -> None:
     assert report.browser.get_log("browser") == []
 
 
+def test_nothing_from_outside_is_loaded_and_no_other_script_runs(report: Page) -> None:
+    """Not even one that somebody got into the page."""
+    policy = report.find("meta[http-equiv=Content-Security-Policy]").get_attribute("content")
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    assert re.fullmatch(r"'sha256-[\w+/]{43}=' 'sha256-[\w+/]{43}='", rules["script-src"])
+    assert not re.search(r"https?:|\*|eval", policy)
+    report.browser.execute_script(
+        "const script = document.createElement('script'); script.textContent = 'document.title = \"hacked\"';"
+        "document.body.append(script);"
+    )
+    assert report.browser.title != "hacked"
+    assert any("Content Security Policy" in entry["message"] for entry in report.browser.get_log("browser"))
+
+
 @pytest.mark.parametrize("key", FIGURES)
 def test_every_figure_is_drawn_and_described(report: Page, key: str) -> None:
     figure = report.find(f"#figure-{key}")

@@ -1,0 +1,177 @@
+"""The whole attack: every family of cases, on all cores, and what came of it.
+
+    python -m tests.faults.torture              all of it, about an hour on two cores
+    python -m tests.faults.torture --quick      the same few of each, as in CI
+
+A run that was cut short goes on where it was, for the same commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tests.faults import children
+from tests.faults.cases import Case
+from tests.faults.disturbed import PLACE, warm
+from tests.faults.families import FAMILIES, Family
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results" / "reliability" / "results.json"
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- written by make torture -->", "<!-- end -->"
+
+
+def main() -> int:
+    options = _options()
+    os.nice(5)
+    commit = _commit()
+    log = options.log or ROOT / "build" / f"torture-{commit}{'-quick' if options.quick else ''}.jsonl"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    if options.quick:
+        log.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="torture-", dir=_memory()) as directory:
+        run(Path(directory), [f for f in FAMILIES if not options.only or f.name in options.only], log, options)
+    results = _read(log)
+    _print(results)
+    if not options.quick and not options.only:
+        _publish(results, commit)
+    return 1 if any(result["wrong"] for result in results) else 0
+
+
+def run(work: Path, families: Sequence[Family], log: Path, options: argparse.Namespace) -> None:
+    """Run what is not in the log yet; every worker has every n-th case."""
+    warm(work / "warm")
+    done = {(result["family"], result["case"]) for result in _read(log)}
+    cases: list[tuple[Family, Case]] = []
+    for family in families:
+        (work / family.name).mkdir()
+        found = list(family.cases(work / family.name))
+        if options.quick:
+            found = _sample(found, family.quick)
+        cases += [(family, case) for case in found if (family.name, case.name) not in done]
+    workers = [
+        children.start(lambda number=number: _work(work / f"worker-{number}", cases[number :: options.workers], log))
+        for number in range(options.workers)
+    ]
+    expected, started = len(done) + len(cases), time.monotonic()
+    while not all(worker.ended(0) for worker in workers):
+        if not options.quick:
+            print(f"\r{len(_read(log))} of {expected}, {time.monotonic() - started:.0f} s", end="", flush=True)
+        workers[0].ended(5)
+        time.sleep(0.05)
+    print()
+    for worker in workers:
+        outcome = worker.wait()
+        if outcome.code:
+            sys.exit(outcome.err)
+
+
+def _sample(cases: Sequence[Case], count: int) -> list[Case]:
+    """The same few every time; all kinds of them, as they are in order and the sample is spread over them."""
+    if len(cases) <= count or not count:
+        return list(cases[:count])
+    dice = random.Random(count)
+    edges = [len(cases) * number // count for number in range(count + 1)]
+    return [cases[dice.randrange(low, high)] for low, high in pairwise(edges)]
+
+
+def _work(home: Path, cases: Sequence[tuple[Family, Case]], log: Path) -> None:
+    place = home / PLACE
+    for family, case in cases:
+        shutil.rmtree(home, ignore_errors=True)
+        place.mkdir(parents=True)
+        started = time.monotonic()
+        outcome = children.run(lambda case=case: case.run(place), place, family.limit)
+        wrong = outcome.result if outcome.code == 0 else outcome.err.strip()[-2000:] or f"it ended with {outcome.code}"
+        line = {"family": family.name, "case": case.name, "wrong": wrong, "seconds": time.monotonic() - started}
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    shutil.rmtree(home, ignore_errors=True)
+
+
+# --- results ------------------------------------------------------------------------------------------------
+
+
+def _read(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+
+
+def counts(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tried, clean and damaged, by family."""
+    tried = Counter(result["family"] for result in results)
+    damaged = Counter(result["family"] for result in results if result["wrong"])
+    return [
+        {"family": family.name, "what": family.what, "tried": tried[family.name], "damaged": damaged[family.name]}
+        for family in FAMILIES
+        if tried[family.name]
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| family | tried | clean | damaged |", "|---|---|---|---|"]
+    for row in rows:
+        lines.append(f"| {row['what']} | {row['tried']:,} | {row['tried'] - row['damaged']:,} | {row['damaged']:,} |")
+    tried, damaged = (sum(row[key] for row in rows) for key in ("tried", "damaged"))
+    return "\n".join([*lines, f"| **all** | **{tried:,}** | **{tried - damaged:,}** | **{damaged:,}** |"])
+
+
+def _print(results: Sequence[dict[str, Any]]) -> None:
+    for result in results:
+        if result["wrong"]:
+            print(f"{result['family']}: {result['case']}: {result['wrong']}")
+    print(table(counts(results)))
+    print(f"{sum(result['seconds'] for result in results):.0f} s of work")
+
+
+def _publish(results: Sequence[dict[str, Any]], commit: str) -> None:
+    """The counts, with the commit, into the results and the page that shows them."""
+    rows = counts(results)
+    seconds = round(sum(result["seconds"] for result in results))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps({"commit": commit, "seconds": seconds, "families": rows}, indent=1) + "\n")
+    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    text = f"Commit `{commit}`, {seconds / 3600:.1f} hours of one core.\n\n{table(rows)}"
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", "utf-8")
+    subprocess.run([sys.executable, "-m", "tests.faults.soak"], cwd=ROOT, check=True)  # here pictures are not drawn
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "mergestream", "tests")
+    return (git("rev-parse", "--short=10", "HEAD") or "unknown") + ("-changed" if changed else "")
+
+
+def _memory() -> Path | None:
+    """A disk in memory, where there is one: flushes are simulated."""
+    place = Path("/dev/shm")
+    return place if place.is_dir() and shutil.disk_usage(place).free > 4 << 30 else None
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few cases of each family")
+    parser.add_argument("--only", action="append", choices=[family.name for family in FAMILIES], help="this family")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--log", type=Path, help="where each case is noted as it is done")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
