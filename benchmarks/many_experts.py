@@ -77,9 +77,8 @@ def measure(counts: Sequence[int], methods: Sequence[str]) -> None:
             place = Path(scratch)
             first: dict[str, Cost] = {}
             for count, store in stores(place, METHODS[method], counts):
-                print(
-                    f"\n{method}, {count} experts ({_size(store)}; an expert's record {_size(store / 'experts/0001')})"
-                )
+                records = sum(path.stat().st_size for path in (store / "experts").rglob("*")) / count
+                print(f"\n{method}, {count} experts, a record of {records / 1e3:.0f} kB each")
                 for what, words in commands(place, store).items():
                     cost = run([sys.executable, "-m", "mergestream", *words, *_quiet(what)])
                     before = first.setdefault(what, cost)
@@ -92,10 +91,6 @@ def measure(counts: Sequence[int], methods: Sequence[str]) -> None:
 
 def _quiet(what: str) -> list[str]:
     return [] if what in ("status", "log") else ["--quiet"]
-
-
-def _size(directory: Path) -> str:
-    return f"{sum(path.stat().st_size for path in directory.rglob('*') if path.is_file()) / 1e3:.0f} kB"
 
 
 def main() -> None:
