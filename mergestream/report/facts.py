@@ -191,7 +191,8 @@ def _commands(store: StoreDirectory) -> Iterator[str]:
     init += ["--config-only"] if not manifest.base.measured else []
     yield shell_line(["mergestream", *init, "--keep", str(manifest.keep)])
     for entry in manifest.history:
-        add = ["add", path, entry.source, "--name", entry.name]
+        add = ["add", path, entry.source]
+        add += ["--name", entry.name] if entry.name.isprintable() else []  # else it is the one of its path
         add += ["--partial"] if entry.options.get("partial") else []
         add += repeated("--ignore", entry.options.get("ignore", ()))
         add += repeated("--gate", (gate["gate"] for gate in entry.gates))
