@@ -24,6 +24,7 @@ _HOMES = {
     "Merger": "mergestream.merging.merger",
     "merge": "mergestream.export.one_shot",
     "MergestreamError": "mergestream.errors",
+    "MergestreamWarning": "mergestream.errors",
     "LocalEngine": "mergestream.engine",
     "ENGINES": "mergestream.engine",
     "METHODS": "mergestream.methods",
@@ -55,7 +56,7 @@ def __getattr__(name: str) -> Any:
 if TYPE_CHECKING:
     from mergestream.api import Store
     from mergestream.engine import ENGINES, LocalEngine
-    from mergestream.errors import MergestreamError
+    from mergestream.errors import MergestreamError, MergestreamWarning
     from mergestream.export.one_shot import merge
     from mergestream.ledger.method import Ledger
     from mergestream.ledger.readouts import READOUTS, register_readout

@@ -40,20 +40,30 @@ class Store(StoreDirectory):
         partial: bool = False,
         ignore: Sequence[str] = (),
         allow_duplicate: bool = False,
+        allow_other_base: bool = False,
         gates: Sequence[str] = (),
         evaluate: str | None = None,
     ) -> Expert:
         """Absorb a model as one durable step; if it fails or is interrupted, the store is as before.
 
-        The same call resumes one that was interrupted. ``gates`` are conditions such as ``kept>=0.6``;
+        The same call resumes one that was interrupted. A model that was absorbed already, or that was not made from the
+        base, is refused unless it is allowed. ``gates`` are conditions such as ``kept>=0.6``;
         ``evaluate`` is a command that is run on the merged model before it counts, with ``{model}`` for its
         directory, and the last number that it prints is ``score``.
         """
         from mergestream.report.gates import Gatekeeper
 
         gatekeeper = Gatekeeper.of(gates, evaluate, self.manifest)
-        measure, review = gatekeeper.asks_for("distance"), gatekeeper.review
-        return self.absorb(expert, name, partial, ignore, allow_duplicate, measure_distance=measure, review=review)
+        return self.absorb(
+            expert,
+            name,
+            partial,
+            ignore,
+            allow_duplicate,
+            allow_other_base,
+            measure_distance=gatekeeper.asks_for("distance"),
+            review=gatekeeper.review,
+        )
 
     def export(
         self,

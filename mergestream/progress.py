@@ -1,24 +1,33 @@
-"""Progress of long work: silent by default, bars on a terminal."""
+"""Progress of long work: bars on a terminal, and notes: what the user should know, and what is no error."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mergestream.errors import MergestreamWarning
 from mergestream.text import SENTENCE, one_line
 
 Advance = Callable[[int], None]
 
 
 class Progress:
-    """Shows nothing. ``task`` gives a function that is told how many bytes are done."""
+    """Shows no bars; a note is a Python warning. ``task`` gives a function that is told how many bytes are done."""
 
     @contextmanager
     def task(self, description: str, total: int) -> Iterator[Advance]:
         yield lambda amount: None
 
     def note(self, message: str) -> None:
-        """Something the user should know, and that is no error."""
+        warnings.warn(message, MergestreamWarning, stacklevel=2)
+
+
+class NoProgress(Progress):
+    """Shows nothing at all."""
+
+    def note(self, message: str) -> None:
+        pass
 
 
 class TerminalProgress(Progress):

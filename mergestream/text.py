@@ -6,6 +6,8 @@ import re
 import shlex
 from collections.abc import Iterable
 
+from mergestream.errors import UsageError
+
 CUT = "…"
 SENTENCE = 1000
 """Characters at most of a sentence of ours, with all the names in it"""
@@ -22,6 +24,12 @@ def one_line(text: str, limit: int = 300) -> str:
         return shown
     end = (limit - len(CUT)) // 3  # of a path and of a sentence, the end tells as much as the beginning
     return shown[: limit - len(CUT) - end] + CUT + shown[len(shown) - end :]
+
+
+def check_utf8(name: str) -> None:
+    """Names end up in JSON and in model cards, which are text."""
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        raise UsageError(f"{name!r} is not valid UTF-8; rename the file")
 
 
 def _spelled(character: str) -> str:

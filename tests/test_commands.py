@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -25,10 +28,18 @@ def python(code: str, *arguments: str) -> str:
         ("took 0.5s", None),
         ("model v2, step-3b", None),
         ("", None),
+        ("epoch 3: 1e999", math.inf),
+        ("epoch 3: -Infinity", -math.inf),
+        ("7".join(["", *"7" * 5000]), math.inf),
     ],
 )
 def test_the_last_number_that_stands_by_itself(text: str, number: float | None) -> None:
     assert last_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["epoch 3: nan", "NaN", "0.5 -NAN."])
+def test_what_is_not_a_number_is_not_overlooked(text: str) -> None:
+    assert math.isnan(last_number(text) or 0)
 
 
 def test_places_are_filled_once_and_no_shell_looks_at_them(tmp_path: Path) -> None:
@@ -51,6 +62,18 @@ def test_standard_error_goes_on_to_the_user_where_it_is_wanted(capfd: pytest.Cap
     for show, seen in ((True, "halfway\n"), (False, "")):
         assert run_command(python("import sys; print('halfway', file=sys.stderr); print(1)"), show_errors=show) == "1\n"
         assert capfd.readouterr().err == seen
+
+
+def test_what_a_command_leaves_behind_is_not_waited_for() -> None:
+    code = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
+    left = int(run_command(python(code)))
+    os.kill(left, signal.SIGKILL)  # it is still there
+
+
+def test_of_much_output_the_end_is_kept() -> None:
+    printed = run_command(python("print('7 ' * 3_000_000); print(0.5)"))
+    assert len(printed) <= 1 << 20 and last_number(printed) == 0.5
+    assert last_number(run_command(python(r"import os; os.write(1, b'\xff\x00 0.5')"))) == 0.5
 
 
 @pytest.mark.parametrize("template", ["python score.py", "'python {model}", ""])

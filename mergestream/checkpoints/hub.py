@@ -41,7 +41,13 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
             "check the spelling, or log in with `hf auth login` if it is private"
         ) from error
     except Exception as error:  # no network, a proxy, offline mode: each client library has its own types
-        snapshot = _cached(hub_id, error)
+        found = cached(hub_id)
+        if found is None:
+            raise MergestreamError(
+                f"{hub_id} is no local path, is not in the hub's cache, and cannot be downloaded from the hub "
+                f"({(str(error).splitlines() or [''])[0] or type(error).__name__})"
+            ) from error
+        snapshot = found
     return snapshot, f"{repo}@{snapshot.name}"
 
 
@@ -59,16 +65,13 @@ def _weights(hub_id: str, files: list[str]) -> list[str]:
     return [entry, *sorted(set(read_index(index).values()))]
 
 
-def _cached(hub_id: str, reason: Exception) -> Path:
-    """Without the hub, what an earlier run has downloaded will do; opening it tells if a file is missing."""
-    import huggingface_hub as hub
-
+def cached(hub_id: str) -> Path | None:
+    """The snapshot that an earlier run has downloaded, or some of it; opening it tells if a file is missing."""
     repo, _, revision = hub_id.partition("@")
     try:
+        import huggingface_hub as hub
+
         # No patterns, since the hub would count files as missing that were never wanted.
         return Path(hub.snapshot_download(repo, revision=revision or None, local_files_only=True, allow_patterns=[]))
-    except Exception as error:
-        raise MergestreamError(
-            f"{hub_id} is no local path, is not in the hub's cache, and cannot be downloaded from the hub "
-            f"({(str(reason).splitlines() or [''])[0] or type(reason).__name__})"
-        ) from error
+    except Exception:  # not installed, or not in the cache: each version has its own types
+        return None

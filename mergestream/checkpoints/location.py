@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from mergestream.checkpoints.hub import download
+from mergestream.checkpoints.hub import cached, download
 from mergestream.checkpoints.layout import is_weight_file
 from mergestream.errors import MergestreamError
 
@@ -32,14 +32,29 @@ def locate(source: str | Path, *, weights: bool = True) -> Location:
     Without ``weights`` only the configuration and what goes with it are downloaded.
     """
     with system_errors_explained(source):
-        path = Path(source).expanduser()
-        # Of a file only the directory is resolved: a cache's link tells the format by its name, its target does not.
-        path = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+        path = _resolved(source)
         if path.exists():
             return Location(path, str(path))
         if _is_hub_id(source):
             return Location(*download(str(source), weights=weights))
     raise MergestreamError(f"{source} does not exist: give a directory, a file, or a hub id org/name[@revision]")
+
+
+def locate_here(source: str) -> Path | None:
+    """The same without asking the hub: None where it is not on this machine."""
+    try:
+        path = _resolved(source)
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError):  # a name that no path can have
+        return None
+    return cached(source) if _is_hub_id(source) else None
+
+
+def _resolved(source: str | Path) -> Path:
+    """Of a file only the directory is resolved: a cache's link tells the format by its name, its target does not."""
+    path = Path(source).expanduser()
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def without_revision(source: str) -> str:

@@ -9,8 +9,9 @@ from io import TextIOWrapper
 
 from mergestream.cli.parser import parse
 from mergestream.cli.printing import print_error
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import MergestreamError
 from mergestream.interrupts import Terminated, terminated_like_interrupted
+from mergestream.text import check_utf8
 
 INTERRUPTED, TERMINATED = 130, 143
 """128 and the number of the signal, as a shell says it"""
@@ -29,7 +30,8 @@ def _main(words: Sequence[str]) -> int:
             stream.reconfigure(errors="replace")  # a terminal that cannot show λ is no reason to fail
     try:
         command, options = parse(words)
-        _check_text(words)
+        for word in words:
+            check_utf8(word)
         code = command.run(options)
         sys.stdout.flush()
         return code
@@ -38,8 +40,7 @@ def _main(words: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         what, code = ("terminated", TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", INTERRUPTED)
-        where = str(interrupt) or _WHERE
-        print_error(f"{what}; {where}")
+        print_error(f"{what}; {str(interrupt) or _WHERE}")
         return code
     except BrokenPipeError:  # nobody reads on; nothing that is still buffered may complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,10 +54,3 @@ def _main(words: Sequence[str]) -> int:
             raise
         print_error("out of memory; allow less with --max-memory, or use fewer --workers")
         return MergestreamError.exit_code
-
-
-def _check_text(words: Sequence[str]) -> None:
-    """Names end up in JSON and in model cards, which are text."""
-    for word in words:
-        if any("\ud800" <= character <= "\udfff" for character in word):
-            raise UsageError(f"{word!r} is not valid UTF-8; rename the file")

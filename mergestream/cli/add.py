@@ -9,11 +9,10 @@ from mergestream.cli.inspect import print_inspection
 from mergestream.cli.log import entry_json
 from mergestream.cli.options import (
     A_MODEL,
-    AddingOptions,
     ComputingOptions,
+    GatedOptions,
     WorkingStoreOptions,
     argument,
-    repeated,
     switch,
 )
 from mergestream.cli.printing import print_json, say
@@ -35,22 +34,10 @@ mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, ComputingOptions, AddingOptions):
+class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
     experts: list[str] = argument(nargs="+", metavar="EXPERT", help=A_MODEL)
     name: str | None = argument("--name", help="how to call the expert (the last part of its path)")
     dry_run: bool = switch("--dry-run", "tell what would happen, change nothing (as inspect)")
-    gate: list[str] = repeated(
-        "--gate",
-        "CONDITION",
-        "refuse an expert that fails it; on kept, max_cosine, relative_norm, norm, lambda, distance or score; "
-        "of a ledger on damage and held instead of lambda and distance",
-    )
-    evaluate: str | None = argument(
-        "--evaluate",
-        metavar="CMD",
-        help="run this on the merged model before it counts, with {model} for its directory; "
-        "score is the last number it prints",
-    )
     json: bool = switch("--json", "print what was absorbed as JSON")
 
 
@@ -78,15 +65,7 @@ def _absorb(store: Store, options: Options) -> None:
     absorbed = []
     try:
         for expert in options.experts:
-            entry = store.add(
-                expert,
-                options.name,
-                partial=options.partial,
-                ignore=options.ignore,
-                allow_duplicate=options.allow_duplicate,
-                gates=options.gate,
-                evaluate=options.evaluate,
-            )
+            entry = store.add(expert, options.name, **options.adding)
             absorbed.append(entry)
             if not options.json:
                 print_step(store, entry)

@@ -47,8 +47,6 @@ def print_inspection(inspection: Inspection) -> None:
         say(f"it has been absorbed already, as {inspection.duplicate_of}")
     say(f"tensors: {counts_text(inspection.fates)}")
     say(f"‖Δ‖ {inspection.norm:.4g}, {inspection.relative_norm:.2f} × the mean of the experts so far")
-    if inspection.large:
-        print("warning: it is so much larger than they are that it would outweigh them")
     say(_outcome(inspection))
     say(
         f"time about {inspection.seconds:.1f} s   RAM for tensors {format_size(inspection.memory)}   "

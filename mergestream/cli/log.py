@@ -36,6 +36,8 @@ def run(options: Options) -> int:
         _print_ledger(store.history, held)
     else:
         _print_steps(store.history)
+    if not options.json:
+        _print_notes(store.history)
     return 0
 
 
@@ -68,6 +70,12 @@ def _print_steps(history: Sequence[Expert]) -> None:
         ),
         left=3,
     )
+
+
+def _print_notes(history: Sequence[Expert]) -> None:
+    for entry in history:
+        for note in entry.notes:
+            say(f"note on {entry.name}: {note}")
 
 
 def entry_json(entry: Expert, held: float | None = None) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def run(options: Options) -> int:
         partial=options.partial,
         ignore=options.ignore,
         allow_duplicate=options.allow_duplicate,
+        allow_other_base=options.allow_other_base,
         dtype=options.dtype,
         max_shard_size=options.max_shard_size,
         overwrite=options.overwrite,

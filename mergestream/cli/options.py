@@ -89,9 +89,9 @@ class RunningOptions:
         return LocalEngine(**_given(workers=self.workers or usual_workers))
 
     def make_progress(self) -> Progress:
-        from mergestream.progress import Progress, TerminalProgress
+        from mergestream.progress import NoProgress, TerminalProgress
 
-        return Progress() if self.quiet else TerminalProgress()
+        return NoProgress() if self.quiet else TerminalProgress()
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,40 @@ class ExpertOptions:
 
 @dataclass(frozen=True)
 class AddingOptions(ExpertOptions):
-    """The same for experts that are merged: also whether one may come twice."""
+    """The same for experts that are merged: also whether one may come twice, or from elsewhere."""
 
     allow_duplicate: bool = switch("--allow-duplicate", "also one that was absorbed already, or the base itself")
+    allow_other_base: bool = switch("--allow-other-base", "also one that was not made from the base")
+
+
+@dataclass(frozen=True)
+class GatedOptions(AddingOptions):
+    """The same for experts that a store absorbs: also what is asked of them before they count."""
+
+    gate: list[str] = repeated(
+        "--gate",
+        "CONDITION",
+        "refuse an expert that fails it; on kept, max_cosine, relative_norm, norm, lambda, distance or score; "
+        "of a ledger on damage and held instead of lambda and distance",
+    )
+    evaluate: str | None = argument(
+        "--evaluate",
+        metavar="CMD",
+        help="run this on the merged model before it counts, with {model} for its directory; "
+        "score is the last number it prints",
+    )
+
+    @property
+    def adding(self) -> dict[str, Any]:
+        """The arguments of ``Store.add``."""
+        return {
+            "partial": self.partial,
+            "ignore": self.ignore,
+            "allow_duplicate": self.allow_duplicate,
+            "allow_other_base": self.allow_other_base,
+            "gates": self.gate,
+            "evaluate": self.evaluate,
+        }
 
 
 @dataclass(frozen=True)

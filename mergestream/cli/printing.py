@@ -28,6 +28,11 @@ def print_json(data: Any) -> None:
     print(json.dumps(_finite(data), indent=2, allow_nan=False))
 
 
+def print_json_line(data: Any) -> None:
+    """The same on one line, at once, for somebody who follows."""
+    print(json.dumps(_finite(data), allow_nan=False), flush=True)
+
+
 def _finite(data: Any) -> Any:
     """JSON has no infinity: the λ of a scale of 0 is null."""
     if isinstance(data, dict):

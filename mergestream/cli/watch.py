@@ -2,39 +2,69 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mergestream.cli.add import print_step
-from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
-from mergestream.cli.printing import print_error, say
-from mergestream.errors import MergestreamError, StoreBusyError
+from mergestream.cli.log import entry_json
+from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument, switch
+from mergestream.cli.printing import print_error, print_json_line, say
+from mergestream.errors import MergestreamError, StoreBusyError, UsageError
+from mergestream.text import SENTENCE, check_utf8, one_line
 
 if TYPE_CHECKING:
     from mergestream.api import Store
+    from mergestream.store import Expert
+    from mergestream.store.watched import LeftAlone
 
 HELP = "absorb experts as they appear in a directory, until interrupted"
-EXAMPLES = "mergestream watch store incoming/"
+EXAMPLES = """
+mergestream watch store incoming/
+mergestream watch store incoming/ --gate 'damage<=0.3' --evaluate 'python score.py {model}' --json
+"""
 
-Signature = tuple[tuple[str, int, int], ...]
+LONGEST_INTERVAL = 86_400
+LONGEST_PAUSE = 3600.0
+"""Seconds before an expert is tried again for which there was no room, no memory, …"""
+
+
+def seconds(text: str) -> float:
+    """Between two looks."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= LONGEST_INTERVAL:
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds between 0 and {LONGEST_INTERVAL}")
+    return value
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, ComputingOptions):
+class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
     directory: str = argument(metavar="DIR", help="each file or directory in it is an expert")
-    interval: float = argument("--interval", type=float, default=10, metavar="SECONDS", help="between two looks (10)")
+    interval: float = argument("--interval", type=seconds, default=10.0, metavar="SECONDS", help="between looks (10)")
+    json: bool = switch("--json", "print all that happens as JSON, an object a line")
 
 
 def run(options: Options) -> int:
     """Look every few seconds; what has not changed between two looks is complete, and is added."""
+    from mergestream.report.gates import Gatekeeper
+
     directory = Path(options.directory)
     if not directory.is_dir():
         raise MergestreamError(f"{directory} is not a directory")
     store = options.open_store()
-    watcher = Watcher(store, directory)
-    say(f"watching {directory} for {store.path}; stop with Ctrl-C")
+    _check_apart(directory, store.path)
+    Gatekeeper.of(options.gate, options.evaluate, store.manifest)  # now, and not with the first expert
+    watcher = Watcher(store, directory, options.adding, options.interval, EventLines() if options.json else Printed())
+    watcher.tell.watching(store, directory)
     try:
         while True:
             watcher.look()
@@ -43,39 +73,207 @@ def run(options: Options) -> int:
         return 0
 
 
-class Watcher:
-    """Remembers what it has seen, so that each version of an expert is tried once."""
+def _check_apart(directory: Path, store: Path) -> None:
+    watched, own = directory.resolve(), store.resolve()
+    if own.is_relative_to(watched) or watched.is_relative_to(own):
+        raise UsageError(f"{directory} and the store {store} are one within the other; watch a directory of its own")
 
-    def __init__(self, store: Store, directory: Path) -> None:
+
+class Printed:
+    """What happens, for people."""
+
+    def watching(self, store: Store, directory: Path) -> None:
+        say(f"watching {directory} for {store.path}; stop with Ctrl-C")
+
+    def absorbed(self, store: Store, path: Path, entry: Expert) -> None:
+        print_step(store, entry)
+
+    def not_added(self, path: Path, error: Exception, pause: float | None) -> None:
+        """``pause``: until it is tried again, where it is without its files having changed."""
+        again = "" if pause is None else f"; it is tried again in {pause:.0f} s"
+        print_error(*(f"{path.name}: {sentence}{again}" for sentence in reasons(error)))
+
+    def skipped(self, store: Store, path: Path, reason: str) -> None:
+        store.progress.note(f"{path} is skipped for now: {reason}")
+
+
+class EventLines(Printed):
+    """The same for machines."""
+
+    def watching(self, store: Store, directory: Path) -> None:
+        print_json_line({"event": "watching", "store": str(store.path), "directory": str(directory)})
+
+    def absorbed(self, store: Store, path: Path, entry: Expert) -> None:
+        event = {"event": "absorbed", "path": str(path), "step": store.manifest.step, "expert": entry_json(entry)}
+        print_json_line(event)
+
+    def not_added(self, path: Path, error: Exception, pause: float | None) -> None:
+        event = "refused" if pause is None else "failed"
+        print_json_line({"event": event, "path": str(path), "reasons": reasons(error), "seconds_to_retry": pause})
+
+    def skipped(self, store: Store, path: Path, reason: str) -> None:
+        print_json_line({"event": "skipped", "path": str(path), "reasons": [reason]})
+
+
+def reasons(error: Exception) -> list[str]:
+    """In sentences; for what nobody has thought of, its kind as well."""
+    if isinstance(error, MergestreamError):
+        return list(error.sentences)
+    if isinstance(error, OSError) and error.strerror:
+        return [f"{error.filename}: {error.strerror}" if error.filename else error.strerror]
+    return [f"{type(error).__name__}: {error}"]
+
+
+class Retry(NamedTuple):
+    """An expert for which the time had not come."""
+
+    files: str
+    failures: int
+    due: float
+
+
+class Watcher:
+    """Looks into a directory, and remembers what it has seen there: each version of an expert is tried until it is
+    absorbed or refused. What was refused, or was taken out of the store, is remembered in the store."""
+
+    def __init__(
+        self,
+        store: Store,
+        directory: Path,
+        options: Mapping[str, Any],
+        interval: float,
+        tell: Printed,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``options`` are those of `Store.add`."""
         self.store = store
         self.directory = directory.resolve()
-        self._growing: dict[Path, Signature] = {}
-        self._tried: dict[Path, Signature] = {}
+        self.tell = tell
+        self._options, self._interval, self._clock = options, interval, clock
+        self._growing: dict[str, str] = {}
+        """By source, as all that follows: the signature at the last look"""
+        self._retries: dict[str, Retry] = {}
+        self._unexpected: dict[str, str] = {}
+        """What has failed in a way that nobody has thought of: not tried again, but by the next watch"""
+        self._refused: dict[str, LeftAlone] = {}
+        """Not in the store's memory yet"""
+        self._told: dict[Path, str] = {}
 
     def look(self) -> None:
         """Add what was there at the last look and has not changed since, oldest first."""
-        absorbed = {entry.source for entry in self.store.history}
-        for path in sorted(self.directory.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name)):
-            if path.name.startswith(".") or str(path) in absorbed:
-                continue
-            signature = _signature(path)
-            complete = signature and self._growing.get(path) == signature
-            self._growing[path] = signature
-            if complete and self._tried.get(path) != signature:
-                self._add(path, signature)
+        from mergestream.store.watched import recall
 
-    def _add(self, path: Path, signature: Signature) -> None:
+        self._remember()
         try:
-            print_step(self.store, self.store.add(path))
+            self.store.refresh()  # first: who takes an expert back has it remembered before it leaves
+            left_alone = recall(self.store.path)
+            found = list(self.directory.iterdir())
+        except (MergestreamError, OSError) as error:
+            self._skip(self.directory, error)
+            return
+        self._told.pop(self.directory, None)
+        absorbed = {entry.source for entry in self.store.history}
+        for path, source, files in self._complete(found):
+            left = self._refused.get(source) or left_alone.get(source)
+            if (
+                source not in absorbed
+                and not (left and left.still(files, self._options))
+                and self._is_due(source, files)
+            ):
+                self._add(path, source, files)
+
+    def _complete(self, found: list[Path]) -> Iterator[tuple[Path, str, str]]:
+        """What has not changed since the last look: its path, the source that it is absorbed as, its signature."""
+        from mergestream.checkpoints.location import locate
+        from mergestream.store.watched import signature
+
+        seen: dict[Path, tuple[int, str, str]] = {}
+        for path in found:
+            if path.name.startswith("."):
+                continue
+            try:
+                changed, source = path.stat().st_mtime_ns, locate(path).source
+                check_utf8(source)
+                seen[path] = changed, source, signature(path)
+            except (MergestreamError, OSError) as error:
+                if os.path.lexists(path):  # else it has gone meanwhile
+                    self._skip(path, error)
+            else:
+                self._told.pop(path, None)
+        before, self._growing = self._growing, {source: files for _, source, files in seen.values()}
+        for path, (_, source, files) in sorted(seen.items(), key=lambda item: (item[1][0], item[0].name)):
+            if files and before.get(source) == files:
+                yield path, source, files
+
+    def _is_due(self, source: str, files: str) -> bool:
+        retry = self._retries.get(source)
+        waits = retry is not None and retry.files == files and self._clock() < retry.due
+        return not waits and self._unexpected.get(source) != files
+
+    def _add(self, path: Path, source: str, files: str) -> None:
+        try:
+            entry = self.store.add(path, **self._options)
         except StoreBusyError:
             return  # the next look tries again
-        except MergestreamError as error:
-            print_error(*error.sentences)
-        self._tried[path] = signature
+        except Exception as error:  # whatever it is, the others can still come
+            self.tell.not_added(path, error, self._judge(error, source, files))
+        else:
+            self.tell.absorbed(self.store, path, entry)
+
+    def _judge(self, error: Exception, source: str, files: str) -> float | None:
+        """Have an expert that could not be added tried again after a pause, which is returned, or not at all."""
+        from mergestream.store.watched import LeftAlone
+
+        if may_pass(error) or not self._store_is_well():
+            earlier = self._retries.get(source)
+            failures = earlier.failures + 1 if earlier and earlier.files == files else 1
+            pause = min(max(self._interval, 1.0) * 2 ** min(failures, 30), LONGEST_PAUSE)
+            self._retries[source] = Retry(files, failures, self._clock() + pause)
+            return pause
+        if isinstance(error, MergestreamError):
+            self._refused[source] = LeftAlone(files, one_line(str(error), SENTENCE), dict(self._options))
+            self._remember()
+        else:
+            self._unexpected[source] = files
+        return None
+
+    def _remember(self) -> None:
+        """Bring what was refused to the store; where it cannot be now, the next look does."""
+        from mergestream.store.watched import remember
+
+        if self._refused:
+            with suppress(MergestreamError, OSError), self.store.writing():
+                remember(self.store.path, self._refused)
+                self._refused = {}
+
+    def _store_is_well(self) -> bool:
+        """Whether it must have been the expert: else all that comes would be refused for a base that is not there."""
+        try:
+            if self.store.manifest.base.measured:
+                self.store.open_base().close()
+            if self.store.history:
+                self.store.snapshot().close()
+        except (MergestreamError, OSError):
+            return False
+        return True
+
+    def _skip(self, path: Path, error: Exception) -> None:
+        """Say what is the matter with it, once."""
+        reason = "; ".join(reasons(error))
+        if self._told.get(path) != reason:
+            self._told[path] = reason
+            self.tell.skipped(self.store, path, reason)
 
 
-def _signature(path: Path) -> Signature:
-    """Names, sizes and times of a file or of all files in a directory."""
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    stats = [(file, file.stat()) for file in files]
-    return tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+def may_pass(error: BaseException | None) -> bool:
+    """Whether something was in the way of an expert, and not the expert itself: no room, no memory, an input or output
+    that failed, the user's command."""
+    from mergestream.commands import CommandError
+
+    while error is not None:
+        if isinstance(error, OSError | MemoryError | CommandError):
+            return True
+        if isinstance(error, RuntimeError) and "memory" in str(error):  # as torch says it
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False

@@ -14,6 +14,7 @@ from mergestream.digest import combined_digest
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError
 from mergestream.experts.opening import open_expert, task_vector
+from mergestream.experts.origin import origin
 from mergestream.export.card import CardFacts, CardRow
 from mergestream.export.directory import Output
 from mergestream.export.model import write_companions, write_model, write_tensors
@@ -44,6 +45,7 @@ def merge(
     partial: bool = False,
     ignore: Sequence[str] = (),
     allow_duplicate: bool = False,
+    allow_other_base: bool = False,
     dtype: str | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
@@ -67,7 +69,7 @@ def merge(
                 path, base, method, linear=linear, not_linear=not_linear, keep=0, engine=engine, progress=progress
             )
             for expert in experts:
-                store.absorb(expert, partial=partial, ignore=ignore, allow_duplicate=allow_duplicate)
+                store.absorb(expert, None, partial, ignore, allow_duplicate, allow_other_base)
             with store.snapshot() as snapshot:
                 write_model(snapshot, draft, output, engine, progress)
         return
@@ -83,7 +85,18 @@ def merge(
         source = ExpertsSource(step, opened, find_thresholds(step, engine))
         draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)
+        _check_origins(source, progress, allow_other_base)
         write_companions(draft, output, opened, _card(source, command, allow_duplicate))
+
+
+def _check_origins(source: ExpertsSource, progress: Progress, allow_other_base: bool) -> None:
+    """Refuse a model of another base, or tell of it where it is allowed."""
+    for vector in source.step.vectors:
+        found = origin(vector, vector.norm2)
+        if found.other and not allow_other_base:
+            raise MergestreamError(f"{found.told}; pass --allow-other-base to merge it all the same")
+        if found.told:
+            progress.note(found.told)
 
 
 def _card(source: ExpertsSource, command: str | None, allow_duplicate: bool) -> CardFacts:

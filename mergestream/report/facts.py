@@ -121,6 +121,7 @@ class Facts:
             for earlier, value in enumerate(self.similarity.cosines[number][:number])
             if value is not None and value >= SIMILAR
         )
+        found += few(f"{entry.name}: {note}." for entry in self.history for note in entry.notes)
         found += self.ledger.findings() if self.ledger else ()
         if (scores := self.scores) and scores.acc and scores.bwt and scores.bwt < -FORGOTTEN * abs(scores.acc):
             found.append(f"Tasks have lost {-scores.bwt:.3g} of {scores.metric} in the mean since their experts came.")
@@ -196,7 +197,8 @@ def _commands(store: StoreDirectory) -> Iterator[str]:
     yield shell_line(["mergestream", *init, "--keep", str(manifest.keep)])
     for entry in manifest.history:
         add = ["add", path, entry.source, "--name", entry.name]
-        add += ["--partial"] if entry.options.get("partial") else []
+        allowed = ("partial", "allow_duplicate", "allow_other_base")
+        add += [f"--{option.replace('_', '-')}" for option in allowed if entry.options.get(option)]
         add += repeated("--ignore", entry.options.get("ignore", ()))
         add += repeated("--gate", (gate["gate"] for gate in entry.gates))
         add += ["--evaluate", entry.evaluation["command"]] if entry.evaluation else []

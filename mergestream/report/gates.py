@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergestream.commands import NUMBER, check_command, last_number, run_command
+from mergestream.commands import NUMBER, CommandError, check_command, last_number, run_command
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.directory import Output
 from mergestream.export.model import export_model
@@ -60,7 +60,7 @@ class Gate:
     @classmethod
     def parse(cls, text: str) -> Gate:
         match = _GATE.fullmatch(text)
-        if not match or match[1] not in QUANTITIES:
+        if not match or match[1] not in QUANTITIES or not math.isfinite(float(match[3])):
             raise UsageError(
                 f"gate {text!r} is not a condition such as 'kept>=0.6' (it can be on: {', '.join(QUANTITIES)})"
             )
@@ -182,6 +182,7 @@ def evaluate(command: str, model: Path) -> float:
         score = last_number(run_command(command, model=model, show_errors=True))
     except MergestreamError as error:
         raise MergestreamError(f"{error}; nothing was added") from error
-    if score is None:
-        raise MergestreamError(f"--evaluate {command!r} printed no number; nothing was added")
+    if score is None or not math.isfinite(score):
+        printed = "no number" if score is None else f"{score} as its last number"
+        raise CommandError(f"--evaluate {command!r} printed {printed}; nothing was added")
     return score

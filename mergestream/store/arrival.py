@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,8 +18,9 @@ from mergestream.base.skeleton import Skeleton
 from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name
 from mergestream.digest import combined_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters import Adapter, same_model
+from mergestream.experts.adapters import Adapter
 from mergestream.experts.opening import ExpertSource, open_expert, task_vector
+from mergestream.experts.origin import Origin, origin
 from mergestream.experts.sketch import Sketch
 from mergestream.ledger.method import FEWEST
 from mergestream.merging.step import Discard, Outcome, StateWriter, Step, Totals, no_state, total
@@ -29,6 +29,7 @@ from mergestream.store.manifest import Expert, Options
 from mergestream.store.records import copy_record, cosines_to, record_directory, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepWriter, slot_name
+from mergestream.text import SENTENCE, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from mergestream.experts.vector import TaskVector
     from mergestream.store.directory import StoreDirectory
 
-OTHER_BASE = 0.7
-"""Two unrelated models are about 1.4 apart, relative to their norm; fine-tuning moves 0.1 at most."""
 LARGE = 5.0
 """An expert whose norm is this many times the others' mean deserves a warning: it would drown them."""
 
@@ -86,6 +85,7 @@ class Arrival:
         self.number = store.manifest.next_number
         self.outcomes: dict[str, Outcome] = {}
         self.digests: dict[str, str] = {}
+        self.notes: list[str] = []
         self._measured, self._withdrawn = measured, withdrawn
         self._files = ExitStack()
         try:
@@ -145,8 +145,8 @@ class Arrival:
             base = self._files.enter_context(store.open_base())
             if not model.measured:  # from now on it must stay what it is
                 model = model.with_weights(base, store.engine, store.progress)
-        if isinstance(opened, Adapter):
-            self._note_on_adapter(opened)
+        if isinstance(opened, Adapter) and not store.method.factored:
+            self.note(f"{store.method.name} needs dense tensors: the adapter is multiplied out, one by one")
         return task_vector(model, base, opened, partial=partial, ignore=ignore)
 
     @cached_property
@@ -255,11 +255,22 @@ class Arrival:
             state=writer.finish(self.outcomes),
             record=write_record(record_directory(self.store.path, self.number), self, sketch),
             fates=self.fates,
-            options=self.options,
+            options={**self.options, **self._insisted},
             cut=self.cut,
+            notes=self.notes,
             **{key: value for key, value in vars(totals).items() if key != "t"},
         )
         return Candidate(self.store, entry, sketch)
+
+    @property
+    def _insisted(self) -> Options:
+        """What it would have been refused for, had it not been allowed."""
+        found: Options = {}
+        if self.duplicate_of is not None or self.totals.norm == 0:
+            found["allow_duplicate"] = True
+        if self.origin.other:
+            found["allow_other_base"] = True
+        return found
 
     def finish_withdrawal(self, writer: StepWriter, last: Expert) -> Expert:
         """The last of the experts that stay, with the state without the one that was withdrawn."""
@@ -277,30 +288,26 @@ class Arrival:
                 f"{self.source} is identical to the base; pass --allow-duplicate to add it all the same"
             )
 
+    @cached_property
+    def origin(self) -> Origin:
+        return origin(self.vector, {name: outcome.norm2 for name, outcome in self.outcomes.items()})
+
+    def refuse_other_base(self) -> None:
+        if self.origin.other:
+            raise MergestreamError(f"{self.origin.told}; pass --allow-other-base to add it all the same")
+
+    def note(self, sentence: str) -> None:
+        """Tell the user now, and keep it for the history, as text that can be kept: there are others' names in it."""
+        self.notes.append(one_line(sentence, SENTENCE))
+        self.store.progress.note(self.notes[-1])
+
     def note_oddities(self) -> None:
-        """Tell of a model that was not made from this base, or that outweighs all others."""
-        tensors, note = self.vector.model.tensors, self.store.progress.note
-        matrices = [name for name in self.outcomes if len(tensors[name].shape) >= 2 and tensors[name].norm]
-        distances = [math.sqrt(self.outcomes[name].norm2) / tensors[name].norm for name in matrices]
-        if distances and min(distances) > OTHER_BASE:
-            norm = math.sqrt(math.fsum(tensor.norm**2 for tensor in tensors.values()))
-            note(
-                f"{self.source} was probably not fine-tuned from this base: not one matrix is close, "
-                f"the relative distance is {self.totals.norm / norm:.2f}; take it back with undo"
-            )
+        """Tell of a model whose base is another one, or not known, and of one that outweighs all others."""
+        if self.origin.told:
+            self.note(self.origin.told)
         mean = self.mean_norm_before
         if mean and self.totals.norm >= LARGE * mean:
-            note(
+            self.note(
                 f"{self.source} has moved {self.totals.norm / mean:.1f} times as far as the experts before it "
-                "in the mean and outweighs them; take it back with undo if that is not meant"
+                "in the mean and outweighs them"
             )
-
-    def _note_on_adapter(self, adapter: Adapter) -> None:
-        named, base, method = adapter.config.base, self.store.manifest.base.source, self.store.method
-        if named is not None and not same_model(named, base):
-            self.store.progress.note(
-                f"{adapter.source} says that it was made for {named}, and the base of this store is "
-                f"{base}; take it back with undo if they are not the same model"
-            )
-        if not method.factored:
-            self.store.progress.note(f"{method.name} needs dense tensors: the adapter is multiplied out, one by one")

@@ -29,6 +29,7 @@ from mergestream.store.parts import CANDIDATE, check_parts
 from mergestream.store.records import record_directory, verify_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader, StepWriter, is_begun, step_directory, tidy
+from mergestream.store.watched import recall, remember_departed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -138,6 +139,10 @@ class StoreDirectory:
                 done = f"it is done all the same, {self.path} is at step {self.manifest.step}"
                 raise type(interrupt)(done) from None
 
+    def refresh(self) -> None:
+        """See what other processes have made of it."""
+        self.manifest = self._load()
+
     def absorb(
         self,
         expert: ExpertSource,
@@ -145,6 +150,7 @@ class StoreDirectory:
         partial: bool = False,
         ignore: Sequence[str] = (),
         allow_duplicate: bool = False,
+        allow_other_base: bool = False,
         *,
         measure_distance: bool = False,
         review: Review | None = None,
@@ -162,9 +168,11 @@ class StoreDirectory:
                 arrival.absorb(writer)
                 if not allow_duplicate:
                     arrival.refuse_duplicate()
+                if not allow_other_base:
+                    arrival.refuse_other_base()
+                arrival.note_oddities()
                 candidate = arrival.finish(writer, name, started)
                 absorbed = review(candidate) if review else candidate.expert
-                arrival.note_oddities()
                 self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
             self._settle()
             if self.method.remembers_experts:
@@ -224,10 +232,12 @@ class StoreDirectory:
         with Arrival(self, expert, partial, ignore, measured=True) as arrival:
             if not self.manifest.is_ledger:
                 arrival.absorb()
+                arrival.note_oddities()
                 return Inspection.of(arrival, time.monotonic() - started)
             entry = MemoryState(arrival.step)
             arrival.absorb(memory=entry)
             seconds = time.monotonic() - started
+            arrival.note_oddities()
             name = self._free_name(None, arrival.source)
             return Inspection.of(arrival, seconds, arriving_collisions(arrival, name, entry))
 
@@ -241,7 +251,7 @@ class StoreDirectory:
                 raise MergestreamError(
                     f"{self.path} keeps {self.manifest.keep} earlier step(s), and they are used up; {self._keep_more()}"
                 )
-            self._go_to(before)
+            self._go_to(before, undone)
             return undone
 
     def keep(self, steps: int) -> None:
@@ -261,10 +271,17 @@ class StoreDirectory:
             removed = self._known(name)
             rest = self.manifest.without(removed)
             if self._keeps(rest):
-                self._go_to(rest)
+                self._go_to(rest, removed)
             else:
                 self._subtract(removed, expert, rest)
             return removed
+
+    def _have_left_alone(self, departing: Expert) -> None:
+        """Remember, before it leaves, that `watch` is not to bring it back."""
+        try:
+            remember_departed(self.path, departing.source)
+        except MergestreamError as error:
+            self.progress.note(f"watch may add {departing.name} again: {error}")
 
     def _known(self, name: str) -> Expert:
         try:
@@ -290,6 +307,7 @@ class StoreDirectory:
                 if arrival.digest != removed.digest:
                     raise MergestreamError(f"{arrival.source} is not the model that was absorbed as {removed.name}")
                 last = arrival.finish_withdrawal(writer, rest.history[-1])
+                self._have_left_alone(removed)
                 self._commit(dataclasses.replace(rest, history=(*rest.history[:-1], last)))
             self._settle()
 
@@ -301,6 +319,7 @@ class StoreDirectory:
         if self.manifest.base.measured:
             with self.open_base() as base:
                 self.manifest.base.check_digest(base, self.engine, self.progress)
+        recall(self.path)
         needed = self.manifest.readable
         for entry in self.history:
             directory = step_directory(self.path, entry.number)
@@ -407,10 +426,11 @@ class StoreDirectory:
             raise MergestreamError(f"an expert named {name} has been absorbed already; choose another --name")
         return expert_name(source, taken) if name is None else name
 
-    def _go_to(self, manifest: Manifest) -> None:
-        """Have another manifest of what is there already."""
+    def _go_to(self, manifest: Manifest, departing: Expert) -> None:
+        """Have another manifest of what is there already, without one of the experts."""
         with suppress(OSError):
             self._tidy()  # on a full disk, a step that never became real takes the room that the manifest needs
+        self._have_left_alone(departing)
         self._commit(manifest)
         self._settle()
 
@@ -445,6 +465,8 @@ class StoreDirectory:
         experts = {entry.number for entry in history}
         remove_all_but(self.path / "experts", {f"{number:04d}" for number in experts | spared})
         remove(self.path / CANDIDATE)
+        for unfinished in self.path.glob(f"*{BESIDE}"):
+            unfinished.unlink(missing_ok=True)
 
 
 def _check_free(path: Path) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of
 from mergestream.methods.scale import inverse
-from mergestream.store.arrival import LARGE
 from mergestream.store.records import cosines_to
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ class Inspection:
     disk: int
     """Bytes that the new step takes"""
     tensors: Mapping[str, TensorInspection]
+    notes: Sequence[str]
     collisions: Collisions | None = None
     """Of a ledger, after adding it: the last of the experts is the new one"""
 
@@ -88,13 +88,9 @@ class Inspection:
             memory=sum(peaks[: store.engine.workers]),
             disk=sum(spec.nbytes for spec in (*arrival.layout.values(), *arrival.blocks.values())),
             tensors={name: TensorInspection.of(arrival, name) for name in arrival.vector.names},
+            notes=arrival.notes,
             collisions=collisions,
         )
-
-    @property
-    def large(self) -> bool:
-        """Whether it is so much larger than the experts so far that it deserves a warning."""
-        return self.relative_norm >= LARGE
 
     @property
     def layers(self) -> dict[str, float]:

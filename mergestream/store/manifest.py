@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -34,6 +34,8 @@ class Options(TypedDict, total=False):
 
     partial: bool
     ignore: list[str]
+    allow_duplicate: bool
+    allow_other_base: bool
 
 
 class PassedGate(TypedDict):
@@ -90,6 +92,8 @@ class Expert:
     gates: Sequence[PassedGate] = ()
     """The gates that it passed"""
     evaluation: Evaluation | None = None
+    notes: Sequence[str] = field(default_factory=list)
+    """What the user was told of it as it came, in sentences"""
 
     @property
     def lambda_(self) -> float:

@@ -1,47 +1,364 @@
-"""Experts that appear in a directory are absorbed when they are complete, each once."""
+"""Experts that appear in a directory are absorbed when they are complete, each once, whatever else lies there."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from mergestream import Average, Store
-from mergestream.cli.watch import Watcher
+from mergestream import Average, MergestreamError, Store
+from mergestream.cli.watch import LONGEST_PAUSE, EventLines, Printed, Watcher, may_pass
+from mergestream.commands import CommandError
+from mergestream.errors import StoreBusyError
+from mergestream.progress import TerminalProgress
+from mergestream.store.lock import writer_lock
+from mergestream.store.watched import NAME
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    return {"a.weight": torch.randn(8, 6), "a.bias": torch.randn(8)}
+    """The base for 0, else an expert made from it."""
+    base, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    tensors = {"a.weight": torch.randn(8, 6, generator=base), "a.bias": torch.randn(8, generator=base)}
+    size = 0.1 if seed else 0
+    return {name: tensor + size * torch.randn(tensor.shape, generator=own) for name, tensor in tensors.items()}
 
 
-def test_an_expert_is_added_when_it_no_longer_changes(tmp_path):
-    save_file(model(0), tmp_path / "base.safetensors")
-    incoming = tmp_path / "incoming"
-    incoming.mkdir()
-    store = Store.create(tmp_path / "store", tmp_path / "base.safetensors", Average())
-    watcher = Watcher(store, incoming)
+class Bench:
+    """A store, a directory of incoming experts, and watchers whose time goes by when it is told to."""
 
+    def __init__(self, place: Path) -> None:
+        save_file(model(0), place / "base.safetensors")
+        self.base, self.incoming, self.now = place / "base.safetensors", place / "incoming", 0.0
+        self.incoming.mkdir()
+        self.store = Store.create(place / "store", self.base, progress=TerminalProgress(bars=False))
+        self.tried: list[str] = []
+        self.watcher = self.watch()
+
+    def watch(self, tell: Printed | None = None, **options: Any) -> Watcher:
+        """A watch that starts anew, in a process of its own as it were."""
+        store = Store(self.store.path, progress=TerminalProgress(bars=False))
+        add = store.add
+
+        def trying(path: Path, **options: Any) -> Any:
+            self.tried.append(path.name)
+            return add(path, **options)
+
+        store.add = trying  # type: ignore[method-assign, assignment]
+        self.watcher = Watcher(store, self.incoming, options, 10.0, tell or Printed(), clock=lambda: self.now)
+        return self.watcher
+
+    def look(self, times: int = 3) -> list[str]:
+        """What was tried during so many looks."""
+        self.tried.clear()
+        for _ in range(times):
+            self.watcher.look()
+        return list(self.tried)
+
+    def bring(self, name: str, seed: int) -> Path:
+        path = self.incoming / f"{name}.safetensors"
+        save_file(model(seed), path)
+        return path
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in Store(self.store.path).history]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_an_expert_is_added_when_it_no_longer_changes(bench):
     whole = save(model(1))
-    (incoming / "one.safetensors").write_bytes(whole[:100])
-    watcher.look()
-    (incoming / "one.safetensors").write_bytes(whole)
-    watcher.look()
-    assert store.history == (), "it was still growing between the two looks"
-    watcher.look()
-    assert [entry.name for entry in store.history] == ["one"]
-    watcher.look()
-    assert len(store.history) == 1, "it is not added twice"
+    (bench.incoming / "one.safetensors").write_bytes(whole[:100])
+    bench.look(1)
+    (bench.incoming / "one.safetensors").write_bytes(whole)
+    assert bench.look(1) == [], "it was still growing between the two looks"
+    assert bench.look(1) == ["one.safetensors"] and bench.names == ["one"]
+    assert bench.look() == [], "it is not added twice"
 
 
-def test_a_bad_file_is_told_once_and_does_not_stop_the_watch(tmp_path, capsys):
+def test_a_bad_file_is_told_once_and_does_not_stop_the_watch(bench, capsys):
+    (bench.incoming / "bad.safetensors").write_bytes(b"nonsense")
+    bench.bring("good", 2)
+    bench.look(4)
+    assert bench.names == ["good"]
+    assert capsys.readouterr().err.count("error: bad.safetensors: ") == 1
+
+
+def test_what_cannot_be_looked_at_is_skipped_and_told_once(bench, capsys):
+    (bench.incoming / "broken").symlink_to("nowhere")
+    (bench.incoming / "loop").symlink_to("loop")
+    os.mkdir(os.fsencode(bench.incoming) + b"/\xff")  # noqa: PTH102
+    bench.bring("good", 1)
+    bench.look(4)
+    assert bench.names == ["good"]
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 3 and all(line.startswith("note: ") and "is skipped for now: " in line for line in notes)
+    (bench.incoming / "broken").unlink()
+    bench.bring("broken", 2)
+    bench.look()
+    assert bench.names == ["good", "broken"] and capsys.readouterr().err == ""
+
+
+def test_a_file_that_vanishes_while_it_is_looked_at_is_no_reason_to_end(bench, capsys, monkeypatch):
+    gone = bench.bring("gone", 1)
+    expert = bench.incoming / "expert"
+    expert.mkdir()
+    save_file(model(2), expert / "model.safetensors")
+    (expert / "model.safetensors.incomplete").touch()
+    stat = Path.stat
+
+    def vanishing(path: Path, **options: Any) -> os.stat_result:
+        if path == gone or path.name.endswith(".incomplete"):
+            path.unlink(missing_ok=True)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", vanishing)
+    bench.look(4)
+    assert bench.names == ["expert"] and capsys.readouterr().err == ""
+
+
+def test_an_expert_that_breaks_something_does_not_stop_the_others(bench, capsys, monkeypatch):
+    bench.bring("bad", 1)
+    bench.bring("good", 2)
+    add = bench.watcher.store.add
+
+    def breaking(path: Path, **options: Any) -> Any:
+        if path.name.startswith("bad"):
+            bench.tried.append(path.name)
+            raise KeyError("surprise")
+        return add(path, **options)
+
+    monkeypatch.setattr(bench.watcher.store, "add", breaking)
+    assert bench.look(5) == ["bad.safetensors", "good.safetensors"] and bench.names == ["good"]
+    assert capsys.readouterr().err == "error: bad.safetensors: KeyError: 'surprise'\n"
+    bench.watch()
+    assert bench.look() == ["bad.safetensors"], "another version may know better"
+
+
+def test_what_may_pass_is_tried_again_after_a_pause_that_grows(bench, capsys, monkeypatch):
+    bench.bring("one", 1)
+    add, failing = bench.watcher.store.add, True
+
+    def full(path: Path, **options: Any) -> Any:
+        if failing:
+            bench.tried.append(path.name)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return add(path, **options)
+
+    monkeypatch.setattr(bench.watcher.store, "add", full)
+    bench.look(1)
+    pauses = []
+    for _ in range(10):
+        assert bench.look(2) == ["one.safetensors"]
+        told = r"error: one.safetensors: No space left on device; it is tried again in (\d+) s\n"
+        pauses.append(int(re.fullmatch(told, capsys.readouterr().err)[1]))
+        bench.now += pauses[-1] - 1
+        assert bench.look() == []
+        bench.now += 1
+    assert pauses[:3] == [20, 40, 80] and pauses[-1] == LONGEST_PAUSE
+    failing = False
+    assert bench.look() and bench.names == ["one"]
+
+
+def wrapped(cause: BaseException) -> MergestreamError:
+    try:
+        try:
+            raise cause
+        except BaseException as error:
+            raise MergestreamError("it cannot be written") from error
+    except MergestreamError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(errno.EIO, "input/output error"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+        (wrapped(OSError(errno.ENOSPC, "full")), True),
+        (wrapped(CommandError("score.py failed")), True),
+        (wrapped(ValueError("no header")), False),
+        (MergestreamError("it is identical to the base"), False),
+        (RuntimeError("shapes"), False),
+    ],
+)
+def test_which_errors_may_pass(error, passes):
+    assert may_pass(error) is passes
+
+
+def test_a_store_that_is_busy_is_waited_for(bench, capsys):
+    bench.bring("one", 1)
+    with writer_lock(bench.store.path):
+        assert bench.look(4) == ["one.safetensors"] * 3
+    assert bench.look(1) and bench.names == ["one"] and capsys.readouterr().err == ""
+
+
+def test_what_was_refused_is_not_tried_again_before_its_files_change(bench, tmp_path):
+    path = bench.bring("one", 1)
+    bench.watch(gates=["norm<=0"])
+    assert bench.look(4) == ["one.safetensors"]
+    bench.watch(gates=["norm<=0"])
+    assert bench.look() == [], "the next watch knows"
+    os.utime(path, (time.time() + 9, time.time() + 9))
+    assert bench.look() == ["one.safetensors"], "another file may be a better one"
+    bench.watch(gates=["norm<=1000"])
+    assert bench.look() == ["one.safetensors"] and bench.names == ["one"], "other gates may let it in"
+
+
+def test_a_refusal_is_remembered_when_the_store_is_free_again(bench, monkeypatch):
+    bench.bring("one", 1)
+    bench.watch(gates=["norm<=0"])
+    with monkeypatch.context() as patch:
+        patch.setattr("mergestream.store.watched.remember", lambda *_: (_ for _ in ()).throw(StoreBusyError("busy")))
+        assert bench.look() == ["one.safetensors"]
+    assert not (bench.store.path / NAME).exists()
+    assert bench.look() == []
+    bench.watch(gates=["norm<=0"])
+    assert bench.look() == []
+
+
+def test_what_was_taken_back_or_removed_does_not_return(bench):
+    for seed, name in enumerate(("one", "two", "three"), 1):
+        bench.bring(name, seed)
+    bench.look()
+    assert len(bench.names) == 3
+    Store(bench.store.path).undo()
+    Store(bench.store.path).remove(first := bench.names[0])
+    assert bench.look() == [], "the watch that runs sees it"
+    bench.watch()
+    assert bench.look() == [], "and so does the next"
+    bench.store.add(bench.incoming / f"{first}.safetensors")
+    assert first in bench.names, "add is another matter"
+    bench.bring(first, 9)
+    Store(bench.store.path).remove(first)
+    bench.bring(first, 10)
+    bench.look()
+    assert first in bench.names, "an expert with new files is a new expert"
+
+
+def test_what_add_absorbed_through_a_link_and_undo_took_back_does_not_return(bench, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    save_file(model(1), elsewhere / "model.safetensors")
+    (bench.incoming / "link").symlink_to(elsewhere)
+    bench.store.add(elsewhere)
+    assert bench.look() == []
+    bench.store.undo()
+    bench.watch()
+    assert bench.look() == []
+
+
+def test_a_base_that_is_away_is_not_held_against_the_experts(bench, tmp_path, capsys):
+    bench.bring("one", 1)
+    away = bench.base.rename(tmp_path / "away.safetensors")
+    assert bench.look() == ["one.safetensors"] and "the base cannot be opened" in capsys.readouterr().err
+    away.rename(bench.base)
+    bench.now += LONGEST_PAUSE
+    assert bench.look() and bench.names == ["one"]
+
+
+def test_a_directory_may_vanish_and_come_back(bench, tmp_path, capsys):
+    bench.bring("one", 1)
+    bench.look(1)
+    away = bench.incoming.rename(tmp_path / "away")
+    assert bench.look() == [] and capsys.readouterr().err.count("No such file") == 1
+    away.rename(bench.incoming)
+    assert bench.look() and bench.names == ["one"]
+
+
+def test_a_damaged_memory_is_told_and_nothing_is_added(bench, capsys):
+    bench.bring("one", 1)
+    (bench.store.path / NAME).write_text("{}")
+    assert bench.look() == [] and capsys.readouterr().err.count("watched.json is damaged") == 1
+    (bench.store.path / NAME).unlink()
+    assert bench.look() and bench.names == ["one"]
+
+
+def test_a_model_of_another_base_is_refused(bench, capsys):
+    save_file({"a.weight": torch.randn(8, 6), "a.bias": torch.randn(8)}, bench.incoming / "stranger.safetensors")
+    bench.look()
+    assert bench.names == [] and "pass --allow-other-base" in capsys.readouterr().err
+    bench.watch(allow_other_base=True)
+    bench.look()
+    assert bench.names == ["stranger"]
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Have the command look so many times, and then be interrupted."""
+
+    def limit(count: int) -> None:
+        left = [count]
+
+        def sleep(seconds: float) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(time, "sleep", sleep)
+
+    return limit
+
+
+def test_events_are_json_one_a_line(bench, mergestream, looks):
+    bench.bring("one", 1)
+    (bench.incoming / "bad.safetensors").write_bytes(b"nonsense")
+    (bench.incoming / "broken").symlink_to("nowhere")
+    looks(3)
+    done = mergestream("watch", bench.store.path, bench.incoming, "--json", "--evaluate", "echo {model} 0.5")
+    assert done.code == 0 and done.err == ""
+    events = [json.loads(line) for line in done.out.splitlines()]
+    assert [event["event"] for event in events] == ["watching", "skipped", "absorbed", "refused"]
+    skipped, absorbed, refused = events[1:]
+    assert absorbed["step"] == 1 and absorbed["expert"]["evaluation"]["score"] == 0.5
+    assert Path(refused["path"]).name == "bad.safetensors" and refused["seconds_to_retry"] is None
+    assert "No such file" in skipped["reasons"][0]
+
+
+def test_a_retry_is_an_event(bench, capsys):
+    EventLines().not_added(Path("a\nb"), OSError(errno.ENOSPC, "full"), 20.0)
+    event = json.loads(capsys.readouterr().out)
+    assert (event["event"], event["path"], event["seconds_to_retry"]) == ("failed", "a\nb", 20.0)
+
+
+@pytest.mark.parametrize("interval", ["-1", "nan", "inf", "1e300", "soon"])
+def test_an_interval_is_a_time(interval, bench, mergestream):
+    done = mergestream("watch", bench.store.path, bench.incoming, "--interval", interval)
+    assert done.code == 2 and "is not a number of seconds" in done.err and len(done.err.splitlines()) == 1
+
+
+def test_the_store_and_what_it_is_in_are_not_watched(bench, mergestream, tmp_path):
+    (tmp_path / "link").symlink_to(bench.store.path)
+    for directory in (tmp_path, bench.store.path, bench.store.path / "steps", tmp_path / "link"):
+        (bench.store.path / "steps").mkdir(exist_ok=True)
+        done = mergestream("watch", bench.store.path, directory)
+        assert done.code == 2 and "one within the other" in done.err
+
+
+def test_what_add_refuses_is_refused_at_once(bench, mergestream):
+    for options in (("--gate", "kept"), ("--gate", "score>=1"), ("--evaluate", "score.py")):
+        assert mergestream("watch", bench.store.path, bench.incoming, *options).code == 2
+    assert mergestream("watch", bench.store.path, bench.base).code == 1
+
+
+def test_partial_and_ignore_are_those_of_add(tmp_path, mergestream, looks):
     save_file(model(0), tmp_path / "base.safetensors")
+    store = Store.create(tmp_path / "store", tmp_path / "base.safetensors", Average())
     incoming = tmp_path / "incoming"
     incoming.mkdir()
-    store = Store.create(tmp_path / "store", tmp_path / "base.safetensors", Average())
-    watcher = Watcher(store, incoming)
-    (incoming / "bad.safetensors").write_bytes(b"nonsense")
-    save_file(model(2), incoming / "good.safetensors")
-    for _ in range(4):
-        watcher.look()
-    assert [entry.name for entry in store.history] == ["good"]
-    assert capsys.readouterr().err.count("error:") == 1
+    save_file({"a.weight": model(1)["a.weight"], "b": torch.ones(1)}, incoming / "part.safetensors")
+    looks(3)
+    assert mergestream("watch", store.path, incoming, "--partial", "--ignore", "b").code == 0
+    assert Store(store.path).history[0].fates == {"ignored": 1, "merged": 1, "unchanged": 1}

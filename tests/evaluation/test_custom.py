@@ -71,7 +71,13 @@ def test_the_last_line_holds_the_accuracy(output, value):
     assert read_accuracy(output, "red", "cmd") == value
 
 
-@pytest.mark.parametrize("output", ["", "done", "93.5", '{"blue": 0.5}', "null", "-0.1", "nan"])
+@pytest.mark.parametrize(
+    "output",
+    [
+        *("", "done", "93.5", '{"blue": 0.5}', "null", "-0.1", "nan", "NaN", "1e999", "Infinity", "true", "[0.5]"),
+        *('{"red": true}', '{"red": {"red": 0.5}}', "[" * 100_000, "1" * 5000, "9" * 400),
+    ],
+)
 def test_anything_else_is_refused(output):
     with pytest.raises(MergestreamError, match="between 0 and 1"):
         read_accuracy(output, "red", "cmd")
@@ -88,6 +94,16 @@ def test_mistakes_in_a_suite_file_are_told(tiny_suite, tmp_path):
         path = tmp_path / "bad.yaml"
         path.write_text(text)
         with pytest.raises(UsageError, match=r"bad\.yaml"):
+            load_suite(path)
+    for content, told in (
+        (b"base: \xff\ntasks: {}", "not valid UTF-8"),
+        (b"base: b\ntasks: " + b"[" * 3000 + b"]" * 3000, "nested too deeply"),
+        (b"base: 5\ntasks: {a: {expert: x}, b: {expert: y}}", "5 is no path"),
+        (b"base: b\ntasks: {a: {expert: [x]}, b: {expert: y}}", "is no path"),
+        (b"base: b\ntasks: {a: {expert: x, data: 2}, b: {expert: y}}", "2 is no path"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=rf"bad\.yaml.*{told}"):
             load_suite(path)
     empty = tmp_path / "empty.py"
     empty.write_text("x = 1")

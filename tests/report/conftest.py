@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(place / "base", base)
     for seed, name in enumerate(EXPERTS, 1):
         save_model(place / name, expert(base, seed))
-    save_model(place / "giant", expert(base, 7, shared=0.0, size=0.3))
+    save_model(place / "giant", expert(base, 7, shared=0.0, size=0.06))
     return place
 
 

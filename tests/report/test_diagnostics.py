@@ -127,17 +127,18 @@ def test_inspect_tells_cosines_interference_and_size(store: Store, models: Path)
     assert list(inspection.cosines) == ["cars", "digits"]
     for name, cosine in inspection.cosines.items():
         assert cosine == pytest.approx(exact_cosine(models, "giant", name), abs=0.01)
-    assert inspection.large and inspection.relative_norm > 10
+    assert "outweighs" in inspection.notes[0] and inspection.relative_norm > 5
     shares = list(inspection.layers.values())
     assert shares == sorted(shares) and shares[0] < 1
     assert json.loads(json.dumps(inspection.to_json()))["layers"] == inspection.layers
     assert files(store.path, ".json", ".safetensors") == before
 
 
-def test_inspect_prints_them(store: Store, models: Path, done) -> None:
-    out = done("inspect", store.path, models / "giant")
-    assert "cosine to each expert" in out and "layers with the most interference" in out and "warning" in out
-    assert "warning" not in done("inspect", store.path, models / "pets")
+def test_inspect_prints_them(store: Store, models: Path, mergestream) -> None:
+    told = mergestream("inspect", store.path, models / "giant")
+    assert "cosine to each expert" in told.out and "layers with the most interference" in told.out
+    assert told.err.startswith("note: ") and "outweighs" in told.err
+    assert mergestream("inspect", store.path, models / "pets").err == ""
 
 
 def test_add_notes_an_expert_that_outweighs_the_others(store: Store, models: Path, mergestream) -> None:

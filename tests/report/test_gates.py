@@ -39,7 +39,7 @@ def test_gates_hold_or_fail(text: str, value: float | None, holds: bool) -> None
     assert Gate.parse(text).holds(value) is holds
 
 
-@pytest.mark.parametrize("text", ["kept", "kept=0.6", "kept>=much", "speed>=3", "kept>=0.6 or else", ""])
+@pytest.mark.parametrize("text", ["kept", "kept=0.6", "kept>=much", "speed>=3", "kept>=0.6 or else", "", "kept<=1e999"])
 def test_what_is_no_gate_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a condition"):
         Gate.parse(text)
@@ -103,7 +103,14 @@ def test_a_score_that_is_too_low_leaves_the_store_unchanged(store: Store, models
 
 @pytest.mark.parametrize(
     ("code", "message"),
-    [("raise SystemExit(3)", "ended with code 3"), ("print('no figures here, v2')", "printed no number")],
+    [
+        ("raise SystemExit(3)", "ended with code 3"),
+        ("print('no figures here, v2')", "printed no number"),
+        ("pass", "printed no number"),
+        ("print(0.5, '1e999')", "printed inf as its last number"),
+        ("print('accuracy at step 3:', float('nan'))", "printed nan as its last number"),
+        ("print('[' * 9999)", "printed no number"),
+    ],
 )
 def test_an_evaluation_that_fails_leaves_the_store_unchanged(
     store: Store, models: Path, code: str, message: str

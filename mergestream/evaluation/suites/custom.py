@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.commands import check_command, last_number, run_command
+from mergestream.commands import CommandError, check_command, last_number, run_command
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.cache import key_of
 from mergestream.evaluation.suites.base import Suite, first_tasks
@@ -133,7 +133,7 @@ class CustomSuite(Suite):
         paths = [self._path(known.data) / "test.safetensors"] if known.data else []
         paths += [self._path(known.head)] if known.head else []
         stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]
-        text = self.source.read_text("utf-8") if self.source.is_file() else ""
+        text = self.source.read_text("utf-8", errors="replace") if self.source.is_file() else ""
         return key_of(task, text, self.evaluate, stamps)
 
     def protocol(self) -> dict[str, Any]:
@@ -147,12 +147,12 @@ def read_accuracy(output: str, task: str, command: str) -> float:
     if lines:
         try:
             value = json.loads(lines[-1])
-        except ValueError:
+        except (ValueError, RecursionError):
             value = last_number(lines[-1])
     if isinstance(value, dict):
         value = value.get(task)
-    if not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise MergestreamError(
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise CommandError(
             f"--evaluate {command!r} printed no accuracy for {task}; its last line must be a number between 0 and 1, "
             'or a JSON object such as {"task": 0.93}'
         )

@@ -43,6 +43,9 @@ def _from_yaml(path: Path) -> CustomSuite:
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
         tasks = {str(name): CustomTask(**entry) for name, entry in content.pop("tasks").items()}
+        _check_places(
+            content["base"], *(place for task in tasks.values() for place in (task.expert, task.data, task.head))
+        )
         for name, task in tasks.items():
             if task.accuracy is not None:
                 tasks[name] = replace(task, accuracy=_function(path, str(task.accuracy)))
@@ -52,6 +55,18 @@ def _from_yaml(path: Path) -> CustomSuite:
         return CustomSuite(content.pop("name", path.stem), base, tasks, source=path, **content)
     except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"{path} is no description of a suite ({error!r}); see docs/evaluation.md") from None
+    except RecursionError:
+        raise UsageError(f"{path} is no description of a suite: it is nested too deeply") from None
+    except ValueError:
+        raise UsageError(f"{path} is not valid UTF-8; save it as such") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _check_places(*places: object) -> None:
+    for place in places:
+        if not isinstance(place, str | None):
+            raise TypeError(f"{place!r} is no path")
 
 
 def _function(path: Path, reference: str) -> Any:

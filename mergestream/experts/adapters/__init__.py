@@ -1,5 +1,5 @@
 """PEFT adapters in; see docs/adapters.md."""
 
-from mergestream.experts.adapters.reading import Adapter, BoundAdapter, find_adapter, open_adapter, same_model
+from mergestream.experts.adapters.reading import Adapter, BoundAdapter, find_adapter, open_adapter
 
-__all__ = ["Adapter", "BoundAdapter", "find_adapter", "open_adapter", "same_model"]
+__all__ = ["Adapter", "BoundAdapter", "find_adapter", "open_adapter"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import Checkpoint, TensorSpec, open_checkpoint
-from mergestream.checkpoints.location import Location, without_revision
+from mergestream.checkpoints.location import Location
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, AdapterConfig, read_config
@@ -193,12 +193,6 @@ class BoundAdapter:
                 f"tensor {key} in {self.adapter.file} holds NaN or Inf; nothing was merged, repair or replace the file"
             )
         return tensor
-
-
-def same_model(one: str, other: str) -> bool:
-    """Whether two paths or hub ids may mean the same model: paths differ between machines, names do not."""
-    first, second = (without_revision(name).rstrip("/").rpartition("/")[2].lower() for name in (one, other))
-    return first == second
 
 
 def find_adapter(location: Location) -> Location | None:

@@ -1,0 +1,78 @@
+"""``watched.json``: experts that `watch` leaves alone, refused or taken back, until their files change."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mergestream.digest import text_digest
+from mergestream.files import write_json
+from mergestream.schema import BACKUP, conform, damaged, parse, read_text
+
+NAME = "watched.json"
+_REMEDY = f"{BACKUP}, or remove it to have watch try again what was refused or taken back"
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """An expert that is not to be tried again while its files are what they were."""
+
+    files: str
+    """Their `signature`"""
+    reason: str
+    options: Mapping[str, Any] | None = None
+    """With which it was refused: with others it may be tried; None where it was taken back"""
+
+    def still(self, files: str, options: Mapping[str, Any]) -> bool:
+        return self.files == files and self.options in (None, options)
+
+
+def recall(store: Path) -> dict[str, LeftAlone]:
+    """By the source of the expert."""
+    path = store / NAME
+    if not path.is_file():
+        return {}
+    data = parse(read_text(path), path)
+    experts = data.get("experts")
+    if data.get("digest") != _digest(experts):
+        raise damaged(path, "its digest does not match", _REMEDY)
+    return conform(experts, dict[str, LeftAlone], path)
+
+
+def remember(store: Path, experts: Mapping[str, LeftAlone]) -> None:
+    """Add to what is left alone; the store must be held for writing."""
+    data = {source: asdict(entry) for source, entry in {**recall(store), **experts}.items()}
+    write_json(store / NAME, {"experts": data, "digest": _digest(data)})
+
+
+def remember_departed(store: Path, source: str) -> None:
+    """The same for an expert that is taken out of the store, where it is a file or a directory of this machine."""
+    try:
+        files = signature(Path(source))
+    except OSError:
+        return
+    remember(store, {source: LeftAlone(files, "it was taken back")})
+
+
+def signature(path: Path) -> str:
+    """Changes with the names, sizes and times of a file or of all files in a directory; empty where there is none."""
+    found = _stats(path) if path.is_dir() else [(path.name, path.stat())]
+    lines = [f"{name!a} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found]
+    return text_digest("\n".join(lines)) if lines else ""
+
+
+def _stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
+    for file in sorted(directory.rglob("*")):
+        try:
+            if file.is_file():
+                yield str(file.relative_to(directory)), file.stat()
+        except FileNotFoundError:  # renamed or removed meanwhile: it is still being written
+            continue
+
+
+def _digest(experts: Any) -> str:
+    return text_digest(json.dumps(experts, sort_keys=True))

@@ -1,0 +1,77 @@
+"""What `watch` is to leave alone: kept in the store, and no reason for anything else to fail."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mergestream import Average, MergestreamError, MergestreamWarning, Store
+from mergestream.store.watched import NAME, LeftAlone, recall, remember, signature
+from tests.conftest import save_model, toy_expert
+
+
+@pytest.fixture
+def store(tmp_path, toys):
+    store = Store.create(tmp_path / "store", toys.base, Average())
+    store.add(toys.experts[0])
+    return store
+
+
+def test_who_is_taken_back_or_removed_is_left_alone(store, toys):
+    store.undo()
+    store.add(toys.experts[1])
+    store.add(toys.experts[2])
+    store.remove("expert-2", toys.experts[1])
+    left = recall(store.path)
+    assert list(left) == [str(path) for path in toys.experts[:2]]
+    assert all(entry.still(signature(path), {}) for entry, path in zip(left.values(), toys.experts, strict=False))
+    store.verify()
+
+
+def test_an_expert_whose_files_are_gone_is_not_remembered(tmp_path, store):
+    gone = save_model(tmp_path / "gone", toy_expert(7))
+    store.add(gone)
+    (gone / "model.safetensors").unlink()
+    gone.rmdir()
+    store.undo()
+    assert not (store.path / NAME).exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"experts": {"a": 1}, "digest": ""}', '{"experts": 1, "digest": 2}'])
+def test_damage_is_found_and_stops_no_undo(text, store):
+    (store.path / NAME).write_text(text)
+    for reading in (lambda: recall(store.path), store.verify):
+        with pytest.raises(MergestreamError, match=NAME):
+            reading()
+    with pytest.warns(MergestreamWarning, match="watch may add expert-1 again"):
+        store.undo()
+    assert store.history == ()
+
+
+def test_a_flipped_bit_is_found(store, toys):
+    with store.writing():
+        remember(store.path, {"a": LeftAlone("x", "because")})
+    path = store.path / NAME
+    path.write_text(path.read_text().replace("because", "becausf"))
+    with pytest.raises(MergestreamError, match="is damaged"):
+        recall(store.path)
+
+
+def test_a_signature_changes_with_names_sizes_and_times(tmp_path):
+    directory = tmp_path / "expert"
+    directory.mkdir()
+    assert signature(directory) == ""
+    seen = []
+    for change in (
+        lambda: (directory / "a").write_text("1"),
+        lambda: (directory / "a").write_text("22"),
+        lambda: os.utime(directory / "a", (1, 1)),
+        lambda: (directory / "a").rename(directory / "b"),
+        lambda: (directory / "a").symlink_to("nowhere"),
+    ):
+        change()
+        seen.append(signature(directory))
+    assert len(set(seen)) == 4 and seen[-1] == seen[-2]
+    os.rename(directory, tmp_path / "moved")  # noqa: PTH104
+    assert signature(tmp_path / "moved") == seen[-1]
