@@ -123,7 +123,7 @@ class Span:
             (i, j): float(products[self.owner == i][:, self.owner == j].sum()) for i in owners for j in owners if i <= j
         }
         return {
-            (i, j): energy[i, j] / math.sqrt(energy[i, i] * energy[j, j])
+            (i, j): energy[i, j] / (math.sqrt(energy[i, i]) * math.sqrt(energy[j, j]))
             for i, j in energy
             if energy[i, i] and energy[j, j]
         }
