@@ -19,6 +19,8 @@ PIECE = 1 << 18
 """Elements in a piece. What is merged does not depend on it."""
 Elements = Callable[[int, int], "Tensor"]
 """Any range of a flattened tensor, by its start and its end."""
+LARGEST_NORM = 1e140
+"""Squares of more leave float64, and those of less than its inverse lose digits."""
 _RUN = 1 << 10
 _BLOCK = 1 << 16
 _TINY = 1e-27
@@ -97,10 +99,7 @@ def exact_sum(values: Iterable[float]) -> float:
 
 def is_finite(x: Tensor) -> bool:
     """Whether there is neither NaN nor Inf: a sum tells at the speed of memory, unless it is too large itself."""
-    import torch
-
-    wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
-    return not x.is_floating_point() or math.isfinite(float(x.sum(dtype=wide))) or bool(x.isfinite().all())
+    return not x.is_floating_point() or math.isfinite(float(x.sum())) or bool(x.isfinite().all())
 
 
 def squared_norm(x: Tensor) -> float:

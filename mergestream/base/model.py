@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from mergestream.algebra.pieces import SquaredNorm, is_finite, ranges
+from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, is_finite, ranges
 from mergestream.base.anatomy import Role, anatomy, model_names, tied_names
 from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.digest import TensorHasher, combined_digest
@@ -213,9 +213,10 @@ def _measure(checkpoint: Checkpoint, name: str) -> Measured:
         hasher.update(flat[start:stop])
         if tensor.is_floating_point():
             norm.add(flat[start:stop])
-    if not math.isfinite(total := norm.total()):
+    length = math.sqrt(norm.total())
+    if not length <= LARGEST_NORM:
         raise unusable(name, checkpoint)
-    return Measured(hasher.hexdigest(), math.sqrt(total))
+    return Measured(hasher.hexdigest(), length)
 
 
 def unusable(name: str, checkpoint: Checkpoint) -> MergestreamError:

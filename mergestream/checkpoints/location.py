@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from mergestream.checkpoints.base import is_text
 from mergestream.checkpoints.hub import download
 from mergestream.checkpoints.layout import is_weight_file
 from mergestream.errors import MergestreamError
@@ -36,6 +37,8 @@ def locate(source: str | Path, *, weights: bool = True) -> Location:
         # Of a file only the directory is resolved: a cache's link tells the format by its name, its target does not.
         path = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
         if path.exists():
+            if not is_text(str(path)):  # it is kept in JSON, and goes into model cards
+                raise MergestreamError(f"{path} is not valid UTF-8; rename it")
             return Location(path, str(path))
         if _is_hub_id(source):
             return Location(*download(str(source), weights=weights))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import zipfile
@@ -10,13 +11,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints.base import Shard, describe, shared_views
+from mergestream.checkpoints.base import Shard, describe, is_text, shared_views
 from mergestream.errors import MergestreamError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _WRAPPERS = ("state_dict", "model", "module")
+_MOST_WRAPPERS = 8
+"""One within the other; a state dict that holds itself has no end of them."""
 
 
 class TorchFile(Shard):
@@ -30,14 +33,18 @@ class TorchFile(Shard):
         content = _load(path)
         self._tensors: dict[str, Tensor] = {}
         for name, value in _unwrap(content, path).items():
-            if not isinstance(name, str):
-                raise MergestreamError(f"{path} holds no state dict: its key {name!r} is not a name")
+            if not isinstance(name, str) or not is_text(name):
+                raise MergestreamError(f"{path} holds no state dict: its key {str(name)[:80]!r} is not a name")
             if name.endswith("_extra_state"):  # what modules keep beside their weights; no tensor of the model
                 continue
             if not isinstance(value, torch.Tensor):
                 raise MergestreamError(
                     f"{path} holds {name!r}, which is no tensor but of type {type(value).__name__}; "
                     "save the model's state_dict() alone"
+                )
+            if value.numel() * value.itemsize > _stored_bytes(value):
+                raise MergestreamError(
+                    f"the tensor {name!r} in {path} repeats its elements (it was expanded); save it with contiguous()"
                 )
             self._tensors[name] = value.detach()
         self.tensors = MappingProxyType({n: describe(n, t, path) for n, t in self._tensors.items()})
@@ -95,11 +102,20 @@ def _load(path: Path) -> Any:
         raise MergestreamError(f"{path} is corrupt or no checkpoint ({reason})") from error
 
 
+def _stored_bytes(tensor: Tensor) -> float:
+    """Of a tensor's storage; of one that has none, `describe` says so."""
+    import torch
+
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided and not tensor.is_meta else math.inf
+
+
 def _unwrap(content: Any, path: Path) -> Mapping[Any, Any]:
     """The state dict itself; what lies beside it in a training checkpoint is left alone."""
-    while isinstance(content, Mapping):
+    for _ in range(_MOST_WRAPPERS):
+        if not isinstance(content, Mapping):
+            raise MergestreamError(f"{path} holds no state dict but an object of type {type(content).__name__}")
         inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if inner is None:
             return content
         content = inner
-    raise MergestreamError(f"{path} holds no state dict but an object of type {type(content).__name__}")
+    raise MergestreamError(f"{path} holds no state dict: there is always another one within")

@@ -20,7 +20,7 @@ from torch import Tensor
 from mergestream.algebra import pieces
 from mergestream.algebra.bounds import FactorBounds
 from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
-from mergestream.algebra.pieces import SquaredNorm, exact_sum, is_finite, ranges
+from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, exact_sum, is_finite, ranges
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import torch_dtype
 from mergestream.digest import TensorHasher
@@ -39,8 +39,6 @@ ReadState = Callable[[str, str], Value]
 """Slot and tensor name to the state before a step."""
 WORKSPACE = 6
 """Copies of a matrix that live at the same time while it is projected."""
-_LEAST_NORM = 1e-140
-"""Squares of less have lost digits in float64, or are zero."""
 
 
 class StateWriter(Protocol):
@@ -121,7 +119,7 @@ def total(method: Method, t: int, previous_mean: float, outcomes: Collection[Out
     norm2 = exact_sum(outcome.norm2 for outcome in outcomes)
     kept2 = exact_sum(outcome.kept2 for outcome in outcomes)
     norm = math.sqrt(norm2)
-    if norm2 and not _LEAST_NORM <= norm < math.inf:
+    if norm2 and not 1 / LARGEST_NORM <= norm <= LARGEST_NORM:
         place = "close to" if norm < 1 else "far from"
         raise MergestreamError(f"the expert is too {place} the base to be merged: float64 cannot hold its norm squared")
     mean_norm = ((t - 1) * previous_mean + norm) / t

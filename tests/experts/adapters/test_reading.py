@@ -158,7 +158,7 @@ def test_a_new_head_is_extra(workshop):
         ({"r": 0}, "at least 1"),
         ({"r": "many"}, "r=many is not a number"),
         ({"lora_alpha": float("nan")}, "lora_alpha=nan is not a number"),
-        ({"rank_pattern": {"(": 2}}, "rank_pattern is no table"),
+        ({"rank_pattern": {"(": 2}}, "an expression in rank_pattern cannot be honoured"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is no table"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, "alpha_pattern is no table"),
     ],
