@@ -34,7 +34,7 @@ class TorchFile(Shard):
         self._tensors: dict[str, Tensor] = {}
         for name, value in _unwrap(content, path).items():
             if not isinstance(name, str) or not is_text(name):
-                raise MergestreamError(f"{path} holds no state dict: its key {str(name)[:80]!r} is not a name")
+                raise MergestreamError(f"{path} holds no state dict: its key {repr(name)[:80]} is not a name")
             if name.endswith("_extra_state"):  # what modules keep beside their weights; no tensor of the model
                 continue
             if not isinstance(value, torch.Tensor):

@@ -15,8 +15,10 @@ import struct
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from mergestream.experts.opening import open_expert, task_vector
 SECONDS = 20.0
 """That any input may take, on a machine that does other things as well"""
 MODULE = "model.layers.0.self_attn.q_proj"
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 16,
@@ -57,6 +59,7 @@ class Case:
 
 def fault(case: Case, place: Path) -> str | None:
     """What is wrong with the way in which a case is taken, if anything; ``place`` is an empty directory."""
+    _warm_up()
     inside, canary = place / "input", place / "canary"
     inside.mkdir()
     canary.write_text("sings")
@@ -86,7 +89,7 @@ def swallow(path: Path) -> None:
                 BaseModel.examine(opened, measure=opened.has_weights, engine=LocalEngine(1))
     expert = open_expert(path)
     try:
-        vector = task_vector(model, base, expert, partial=True, ignore=["*"] if isinstance(expert, Checkpoint) else ())
+        vector = task_vector(model, base, expert, partial=True)
         for name in vector.names:
             for _ in vector.pieces(name):
                 pass
@@ -94,6 +97,14 @@ def swallow(path: Path) -> None:
             BaseModel.examine(expert, engine=LocalEngine(1))
     finally:
         expert.close()
+
+
+@cache
+def _warm_up() -> None:
+    """What is imported late must not count."""
+    with suppress(ImportError):
+        getattr(import_module("transformers"), LLAMA["architectures"][0])
+    _base()
 
 
 @cache
@@ -109,8 +120,8 @@ def nasty(draw: random.Random, depth: int = 2) -> Any:
     """A JSON value that nobody expects."""
     plain: list[Any] = [
         None, True, False, 0, 1, -1, 2, 10**400, -(2**63), 2**40, 2**60, 2**64, 0.5, -0.0, 1e308, float("inf"),
-        float("nan"), "", "x", "../x", "/etc/passwd", "a\0b", "\ud800", "\x1b[31m", "\n", "é" * 300, "model.safetensors",
-        "(a+)+$", "(?i)a", "a{99999999999}", "[", "__class__", "F32", "BF16", "F8_E4M3", [], {},
+        float("nan"), "", "x", "../x", "/etc/passwd", "a\0b", "\ud800", "\x1b[31m", "\n", "é" * 300, "F32",
+        "(a+)+$", "(?i)a", "a{99999999999}", "[", "__class__", "model.safetensors", "BF16", "F8_E4M3", [], {},
     ]  # fmt: skip
     if depth and draw.random() < 0.3:
         values = [nasty(draw, depth - 1) for _ in range(draw.randrange(4))]
@@ -228,7 +239,15 @@ def _header(draw: random.Random, place: Path) -> Path:
 
 
 def _index(draw: random.Random, place: Path) -> Path:
-    names = ("a.safetensors", "../input.safetensors", "/tmp/a.safetensors", "b.safetensors", "a\\b.safetensors", "..", "é")
+    names = (
+        "a.safetensors",
+        "../input.safetensors",
+        "/tmp/a.safetensors",
+        "b.safetensors",
+        "a\\b.safetensors",
+        "..",
+        "é",
+    )
     outside = place.parent / "input.safetensors"
     table: dict[str, Any] = {f"{MODULE}.weight": "a.safetensors", "norm.weight": "a.safetensors"}
     for _ in range(draw.randint(1, 3)):
@@ -266,14 +285,24 @@ def _pickle(draw: random.Random, place: Path) -> Path:
     if kind == 0:
         return _put(place, pytorch_model__bin=scarred(draw, torch_file(state)))
     if kind == 1:
-        evil = draw.choice([Evil(os.mkdir, outside), Evil(os.system, f"touch {outside}"), Evil(eval, "1"), Evil(open, outside, "w")])
+        evil = draw.choice(
+            [Evil(os.mkdir, outside), Evil(os.system, f"touch {outside}"), Evil(eval, "1"), Evil(open, outside, "w")]
+        )
         data = pickle.dumps({"norm.weight": evil}, draw.randrange(5))
         return _put(place, pytorch_model__bin=draw.choice([with_pickle(data), data, with_pickle(scarred(draw, data))]))
     if kind == 2:
         state[draw.choice((1, None, ("a",), "\ud800", "a\0b", "", "x" * 10_000))] = tensor
     elif kind == 3:
-        odd = [tensor.expand(2**40, 4), tensor.as_strided((9, 3), (1, 0)), torch.ones(2, 2).to_sparse(), tensor.to("meta"),
-               torch.ones(2, dtype=torch.complex64), torch.zeros(0, 2**40), torch.ones(4, 6).T, tensor[::2]]  # fmt: skip
+        odd = [
+            tensor.expand(2**40, 4),
+            torch.ones(9).as_strided((9, 3), (1, 0)),
+            torch.ones(2, 2).to_sparse(),
+            tensor.to("meta"),
+            torch.ones(2, dtype=torch.complex64),
+            torch.zeros(0, 2**40),
+            torch.ones(4, 6).T,
+            tensor[::2],
+        ]
         state["odd"] = draw.choice(odd)
     elif kind == 4:
         wrapper = draw.choice(("state_dict", "model", "module", "optimizer"))
@@ -350,7 +379,9 @@ def known() -> Iterator[Case]:
         "rope_theta": 10**400,
     }.items():
         config = json.dumps({**LLAMA, name: value})
-        yield of(f"{name}: {value:.0e}" if value < 1e300 else name, lambda place, text=config: _put(place, config__json=text))
+        yield of(
+            f"{name}: {value:.0e}" if value < 1e300 else name, lambda place, text=config: _put(place, config__json=text)
+        )
     yield of("a configuration 3,000 levels deep", lambda place: _put(place, config__json=f'{{"a":{deep(3000)}}}'))
     for field in (
         {"lora_alpha": 10**400},
