@@ -185,3 +185,11 @@ def test_half_a_surrogate_pair_is_no_name(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     torch.save({"a\ud800": torch.ones(1)}, path)
     refused(path, "is not a name")
+
+
+def test_tuples_that_double_with_every_level_are_not_hashed(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    doubled = b"h\x00\x86q\x00" * 60  # get the tuple, make a pair of it and itself, put it back
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02})q\x00" + doubled + b"K\x01s.")
+    refused(path, "tuples within tuples without end")

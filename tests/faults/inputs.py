@@ -369,6 +369,8 @@ def known() -> Iterator[Case]:
     cyclic: dict[str, Any] = {}
     cyclic["state_dict"] = cyclic
     yield of("a cyclic state dict", lambda place: _put(place, pytorch_model__bin=torch_file(cyclic)))
+    doubled = b"\x80\x02})q\x00" + b"h\x00\x86q\x00" * 60 + b"K\x01s."
+    yield of("tuples that double", lambda place: _put(place, pytorch_model__bin=with_pickle(doubled)))
     expanded = {"norm.weight": torch.ones(1).expand(2**45)}
     yield of("an expanded tensor", lambda place: _put(place, pytorch_model__bin=torch_file(expanded)))
     for name, value in {
