@@ -1,4 +1,4 @@
-"""The generative bases of the ``language`` suites, as directories that ``transformers`` loads, and what they are asked."""
+"""The generative bases of the ``language`` suites, as directories that ``transformers`` loads, and their answers."""
 
 from __future__ import annotations
 

@@ -10,5 +10,5 @@ SUITE = replace(
     language.SUITE,
     name="language-tiny",
     backbone=STORIES,
-    recipe=Recipe(samples=4000, epochs=1, batch_size=16, learning_rate=3e-4),
+    recipe=Recipe(samples=4000, epochs=1, batch_size=16, learning_rate=1e-4),
 )
