@@ -3,7 +3,8 @@
     python -m benchmarks.ledger_results docs/results/ledger
 
 Reads DIR/SUITE-TASKS/results.json (ACC, the worst task, what it takes) and DIR/SUITE-TASKS/forgetting/results.json
-(BWT, retention), as far as they are there, and writes DIR/tables.md and DIR/accuracy-over-models.png.
+(BWT, retention), as far as they are there, and writes DIR/tables.md and, where `vision` is among them,
+DIR/accuracy-over-models.png.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.rows import Row
+from mergestream.evaluation.tables import plain
 from mergestream.files import write_text
 from mergestream.report import metrics
 from mergestream.report.markdown import table
@@ -40,7 +42,8 @@ NAMES = {
 """The rows of the tables, in their order"""
 READ_BACK = "ledger@expert"
 CURVES = {"ledger": "ledger (agree)", "opcm": "OPCM", "average": "average", "ties:mode=streaming:scale=1.0": "TIES"}
-SUITES = ("vision", "text", "vision-lora", "text-lora")
+SUITES = ("vision", "text", "vision-lora", "text-lora", "text-base", "language", "language-tiny")
+PERPLEXITY = "perplexity"
 
 Metric = Callable[[Run], float | None]
 Line = tuple[str, Callable[["Proof"], str]]
@@ -92,11 +95,16 @@ def worst(run: Run) -> float | None:
     return metrics.worst_task(run.matrix)
 
 
-def over_suites(proofs: Sequence[Proof], metric: Metric, first: Sequence[Line] = ()) -> Iterator[str]:
+def over_suites(
+    proofs: Sequence[Proof],
+    metric: Metric,
+    first: Sequence[Line] = (),
+    shown: Callable[[Spread | None], str] = percent,
+) -> Iterator[str]:
     """A table with a column a suite; ``first`` are lines above those of the methods."""
     lines = [(name, *(cell(proof) for proof in proofs)) for name, cell in first]
     for row, name in NAMES.items():
-        cells = [percent(proof.spread(row, metric)) for proof in proofs]
+        cells = [shown(proof.spread(row, metric)) for proof in proofs]
         if any(cell != "–" for cell in cells):
             lines.append((name, *cells))
     yield from table(("", *(proof.title for proof in proofs)), lines)
@@ -214,11 +222,16 @@ def main(arguments: list[str] | None = None) -> int:
         "Experts read back from the ledger (%), each on its own task": read_back(proofs),
         "What it takes": costs(proofs),
     }
+    read = [proof for proof in proofs if PERPLEXITY in proof.results.beside]
+    if read:
+        base: Line = ("base", lambda proof: f"{proof.results.beside[PERPLEXITY]:.2f}")
+        sections["Perplexity on neutral text"] = over_suites(read, lambda run: run.beside(PERPLEXITY), [base], plain)
     if any(proof.forgetting for proof in proofs):
         sections["BWT and retention (points)"] = forgetting(proofs)
     text = "\n".join(line for title, lines in sections.items() for line in (f"## {title}", "", *lines, ""))
     write_text(directory / "tables.md", text)
-    picture(proofs, directory / "accuracy-over-models.png")
+    if any(proof.suite == "vision" for proof in proofs):
+        picture(proofs, directory / "accuracy-over-models.png")
     print(text)
     return 0
 

@@ -158,6 +158,8 @@ def perplexity(model: Any, passages: Sequence[list[int]], batch_size: int = 8) -
 def dequantised(gguf: Path, directory: Path) -> None:
     """Write the model of a GGUF file in float32. What rounding has taken is gone: this, not the model that was
     quantised, is the base, and task vectors are exact against it."""
+    import accelerate  # noqa: F401  # transformers needs both for this, and says so less clearly
+    import gguf as _  # noqa: F401
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -7,7 +7,7 @@ The store is a ledger that LoRA adapters of a language model were added to::
     python examples/serving/serve.py store base 'legal: Is a handshake a contract?' 'merged: What is a tort?'
 
 It writes the adapters (as ``mergestream export store DIR --format loras`` does) and the merged one (``--format lora``),
-loads them into one model with PEFT, answers each request by the expert that it names, and says what takes how many bytes.
+loads them into one model with PEFT, answers each request by the expert that it names, and counts the bytes.
 """
 
 from __future__ import annotations
