@@ -88,7 +88,8 @@ def answer_logits(model: Any, batch: Sequence[Encoded]) -> tuple[Tensor, Tensor,
     import torch
 
     texts = [torch.tensor(each.prompt + each.answer[:-1]) for each in batch]
-    hidden = model.get_decoder()(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)).last_hidden_state
+    padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    hidden = model.get_decoder()(padded, use_cache=False).last_hidden_state
     rows = torch.tensor([row for row, each in enumerate(batch) for _ in each.answer])
     places = torch.tensor([len(each.prompt) - 1 + place for each in batch for place in range(len(each.answer))])
     logits = model.get_output_embeddings()(hidden[rows, places])

@@ -18,7 +18,7 @@ from benchmarks.suites.fetch import fetch
 from benchmarks.suites.language_tasks import TASKS, LanguageTask, Split
 from benchmarks.suites.lora import LoRARecipe
 from benchmarks.suites.text import ORANGE, tab_rows
-from benchmarks.suites.training import Recipe, fine_tune
+from benchmarks.suites.training import fine_tune
 from mergestream.evaluation.cache import cache_directory, cached_directory, key_of
 from mergestream.files import write_json
 
@@ -102,6 +102,5 @@ def cached_examples(suite: str, task: LanguageTask) -> Split:
     return train, test
 
 
-SUITE = LanguageSuite(
-    "language", SMOLLM2, TASKS, LoRARecipe.like(Recipe(samples=4000, epochs=1, batch_size=16, learning_rate=1e-4))
-)
+RECIPE = LoRARecipe(samples=4000, epochs=1, batch_size=16, learning_rate=5e-4)
+SUITE = LanguageSuite("language", SMOLLM2, TASKS, RECIPE)
