@@ -255,7 +255,7 @@ class Arrival:
             state=writer.finish(self.outcomes),
             record=write_record(record_directory(self.store.path, self.number), self, sketch),
             fates=self.fates,
-            options=self._options_needed,
+            options={**self.options, **self._insisted},
             cut=self.cut,
             notes=self.notes,
             **{key: value for key, value in vars(totals).items() if key != "t"},
@@ -263,14 +263,14 @@ class Arrival:
         return Candidate(self.store, entry, sketch)
 
     @property
-    def _options_needed(self) -> Options:
-        """Those that were given, and what had to be allowed."""
-        options: Options = {**self.options}
+    def _insisted(self) -> Options:
+        """What it would have been refused for, had it not been allowed."""
+        found: Options = {}
         if self.duplicate_of is not None or self.totals.norm == 0:
-            options["allow_duplicate"] = True
+            found["allow_duplicate"] = True
         if self.origin.other:
-            options["allow_other_base"] = True
-        return options
+            found["allow_other_base"] = True
+        return found
 
     def finish_withdrawal(self, writer: StepWriter, last: Expert) -> Expert:
         """The last of the experts that stay, with the state without the one that was withdrawn."""
