@@ -3,7 +3,8 @@
     python -m benchmarks.checking              a model of 200 MB
     python -m benchmarks.checking llama-1gb
 
-Every round runs a command with the checks and without them. CPU seconds are compared: others matter less.
+Every round runs a command with the checks and without them. CPU seconds are compared: a busy machine
+hardly matters.
 """
 
 from __future__ import annotations

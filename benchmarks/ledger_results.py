@@ -4,7 +4,7 @@
 
 Reads, as far as they are there, DIR/SUITE-TASKS/results.json (ACC, the worst task, costs), orders-N/results.json
 beside it (the same of methods that were run in N orders only) and forgetting/results.json (BWT, retention); writes
-DIR/tables.md and DIR/accuracy-over-models.png.
+DIR/tables.md and, where `vision` is among them, DIR/accuracy-over-models.png.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.rows import Row
+from mergestream.evaluation.tables import plain
 from mergestream.files import write_text
 from mergestream.report import metrics
 from mergestream.report.markdown import table
@@ -35,13 +36,16 @@ NAMES = {
     "opcm@iso": "OPCM, read out by iso",
     "average@iso": "Iso-C",
     "ledger@tsv": "TSV-M (ledger, `tsv`)",
-    "ledger": "**ledger, `agree`**",
+    "ledger@tempered": "ledger, `tempered`",
+    "ledger@agree": "ledger, `agree`",
+    "ledger": "**ledger, by default**",
     "ledger@agree+balance": "ledger, `agree --balance`",
 }
 """The rows of the tables, in their order"""
 READ_BACK = "ledger@expert"
 CURVES = {"ledger": "ledger (agree)", "opcm": "OPCM", "average": "average", "ties:mode=streaming:scale=1.0": "TIES"}
-SUITES = ("vision", "text", "vision-lora", "text-lora")
+SUITES = ("vision", "text", "vision-lora", "text-lora", "text-base", "language", "language-tiny")
+PERPLEXITY = "perplexity"
 
 Metric = Callable[[Run], float | None]
 Line = tuple[str, Callable[["Proof"], str]]
@@ -102,11 +106,16 @@ def worst(run: Run) -> float | None:
     return metrics.worst_task(run.matrix)
 
 
-def over_suites(proofs: Sequence[Proof], metric: Metric, first: Sequence[Line] = ()) -> Iterator[str]:
+def over_suites(
+    proofs: Sequence[Proof],
+    metric: Metric,
+    first: Sequence[Line] = (),
+    shown: Callable[[Spread | None], str] = percent,
+) -> Iterator[str]:
     """A table with a column a suite; ``first`` are lines above those of the methods."""
     lines = [(name, *(cell(proof) for proof in proofs)) for name, cell in first]
     for row, name in NAMES.items():
-        cells = [percent(proof.spread(row, metric)) for proof in proofs]
+        cells = [shown(proof.spread(row, metric)) for proof in proofs]
         if any(cell != "–" for cell in cells):
             lines.append((name, *cells))
     yield from table(("", *(proof.title for proof in proofs)), lines)
@@ -224,11 +233,16 @@ def main(arguments: list[str] | None = None) -> int:
         "Experts read back from the ledger (%), each on its own task": read_back(proofs),
         "What it takes": costs(proofs),
     }
+    read = [proof for proof in proofs if PERPLEXITY in proof.results.beside]
+    if read:
+        base: Line = ("base", lambda proof: f"{proof.results.beside[PERPLEXITY]:.2f}")
+        sections["Perplexity on neutral text"] = over_suites(read, lambda run: run.beside(PERPLEXITY), [base], plain)
     if any(proof.forgetting for proof in proofs):
         sections["BWT and retention (points)"] = forgetting(proofs)
     text = "\n".join(line for title, lines in sections.items() for line in (f"## {title}", "", *lines, ""))
     write_text(directory / "tables.md", text)
-    picture(proofs, directory / "accuracy-over-models.png")
+    if any(proof.suite == "vision" for proof in proofs):
+        picture(proofs, directory / "accuracy-over-models.png")
     print(text)
     return 0
 

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.measure import Cost, run
+from benchmarks.measure import Cost, disk_bytes, run
 from mergestream import OPCM, Store
 from mergestream.engine.local import single_threaded
 from mergestream.ledger.method import Ledger
@@ -77,9 +77,8 @@ def measure(counts: Sequence[int], methods: Sequence[str]) -> None:
             place = Path(scratch)
             first: dict[str, Cost] = {}
             for count, store in stores(place, METHODS[method], counts):
-                print(
-                    f"\n{method}, {count} experts ({_size(store)}; an expert's record {_size(store / 'experts/0001')})"
-                )
+                record = disk_bytes(store / "experts") / count
+                print(f"\n{method}, {count} experts, a record of {record / 1e3:.0f} kB each")
                 for what, words in commands(place, store).items():
                     cost = run([sys.executable, "-m", "mergestream", *words, *_quiet(what)])
                     before = first.setdefault(what, cost)
@@ -92,10 +91,6 @@ def measure(counts: Sequence[int], methods: Sequence[str]) -> None:
 
 def _quiet(what: str) -> list[str]:
     return [] if what in ("status", "log") else ["--quiet"]
-
-
-def _size(directory: Path) -> str:
-    return f"{sum(path.stat().st_size for path in directory.rglob('*') if path.is_file()) / 1e3:.0f} kB"
 
 
 def main() -> None:

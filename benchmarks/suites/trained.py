@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.suites.heads import all_features, class_mean_head, label_text_head
-from benchmarks.suites.lora import LoRARecipe, adapted, is_adapter
-from benchmarks.suites.training import Recipe, fine_tune, save_model
-from mergestream.errors import MergestreamError, UsageError
+from benchmarks.suites.experts import ExpertSuite, OnStep
+from benchmarks.suites.heads import all_features, class_mean_head, label_text_head, pick
+from benchmarks.suites.training import fine_tune
+from mergestream.errors import MergestreamError
 from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
 from mergestream.evaluation.heads import Head
-from mergestream.evaluation.suites.base import Suite, first_tasks
-from mergestream.evaluation.workers import report, run_parallel
 
 if TYPE_CHECKING:
     import torch
@@ -49,86 +47,32 @@ class Task:
 
 
 @dataclass
-class TrainedSuite(Suite):
-    """A suite whose heads come from the base model and whose experts are trained here, once, and cached.
+class TrainedSuite(ExpertSuite):
+    """A suite whose heads come from the base model, and whose experts are trained below them."""
 
-    It has the first ``count`` of ``all_tasks``, and ``test_limit`` test samples of each are scored.
-    """
-
-    name: str
     backbone: Backbone
     all_tasks: Sequence[Task]
-    recipe: Recipe
     head_samples: int = 1500
-    test_limit: int = 500
-    count: int = 8
-    data_of: str = ""  # the suite whose data and heads these are, where it is another
-    can_fine_tune: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        self.model_name = self.backbone.name
-        self.data_of = self.data_of or self.name
-        self._tasks = {task.name: task for task in self.all_tasks[: self.count]}
-        self.tasks = tuple(self._tasks)
-        self._loaded: dict[str, Data] = {}
-        self._model: tuple[Path, Any] | None = None
+    def read(self, task: str) -> Data:
+        return cached_data(self.data_of, self._tasks[task])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loaded": {}, "_model": None}  # a worker process reads from the cache itself
+    def steps(self, task: str) -> int:
+        return self.recipe.steps(len(self.data(task).train_items))
 
-    def limited(self, tasks: int | None = None, test_limit: int | None = None) -> TrainedSuite:
-        count = self.count if tasks is None else len(first_tasks(self.name, self.all_tasks, tasks))
-        return replace(self, count=count, test_limit=test_limit or self.test_limit)
+    def training_key(self, task: str) -> list[Any]:
+        return [*super().training_key(task), self.head_samples]
 
-    def with_lora(self) -> TrainedSuite:
-        """The same suite, but its experts are adapters."""
-        return replace(self, name=f"{self.name}-lora", recipe=LoRARecipe.like(self.recipe))
+    def trained(self, start: Path, task: str, on_step: OnStep = lambda: None) -> torch.nn.Module:
+        import torch
 
-    def base(self) -> Path:
-        return self.backbone.directory()
+        data, head = self.data(task), self.head(task)
 
-    def expert(self, task: str) -> Path:
-        directory = self.expert_directory(task)
-        if not directory.is_dir():
-            self.train(task)
-        return directory
+        def loss(model: torch.nn.Module, batch: list[int]) -> Tensor:
+            logits = head(self.backbone.features(model, pick(data.train_items, batch)))
+            return torch.nn.functional.cross_entropy(logits, data.train_labels[batch])
 
-    def expert_directory(self, task: str) -> Path:
-        key = key_of(self._tasks[task].key, self.base().name, self.head_samples, asdict(self.recipe))
-        return cache_directory() / "experts" / self.name / f"{task}-{key}"
-
-    def train(self, task: str, on_step: Callable[[], None] = lambda: None) -> Path:
-        def make(directory: Path) -> None:
-            self.recipe.save(self._trained(self.base(), task, on_step), self.base(), directory)
-
-        return cached_directory(self.expert_directory(task), make)
-
-    def fine_tune(self, start: Path, task: str, output: Path) -> None:
-        save_model(self.recipe.merged(self._trained(start, task)), self.base(), output)
-
-    def _trained(self, start: Path, task: str, on_step: Callable[[], None] = lambda: None) -> torch.nn.Module:
-        data, head, model = self.data(task), self.head(task), self.load(start)
-        return fine_tune(self.backbone, model, data.train_items, data.train_labels, head, self.recipe, on_step)
-
-    def load(self, directory: Path) -> torch.nn.Module:
-        """A whole model, also where the directory holds but an adapter of the base."""
-        if is_adapter(directory):
-            return adapted(self.backbone.load(self.base()), directory)
-        return self.backbone.load(directory)
-
-    def prepare(self, on_event: Callable[[str, int, int], None], workers: int) -> None:
-        for task in self.tasks:
-            self.data(task)
-        missing = [(self, task) for task in self.tasks if not self.expert_directory(task).is_dir()]
-        for _ in run_parallel(_train, missing, workers, on_event):
-            pass
-
-    def data(self, task: str) -> Data:
-        if task not in self._tasks:
-            raise UsageError(f"the suite {self.name} has no task {task!r}; it has {', '.join(self.tasks)}")
-        if task not in self._loaded:
-            self._loaded[task] = cached_data(self.data_of, self._tasks[task])
-        return self._loaded[task]
+        return fine_tune(self.load(start), len(data.train_items), loss, self.recipe, on_step)
 
     def head(self, task: str) -> Head:
         known = self._tasks[task]
@@ -150,9 +94,7 @@ class TrainedSuite(Suite):
     def accuracy(self, model: Path, task: str) -> float:
         data = self.data(task)
         labels = data.test_labels[: self.test_limit]
-        if self._model is None or self._model[0] != model:  # a model is scored on one task after the other
-            self._model = (model, self.load(model))
-        features = all_features(self.backbone, self._model[1], data.test_items[: self.test_limit])
+        features = all_features(self.backbone, self.loaded(model), data.test_items[: self.test_limit])
         return float((self.head(task)(features).argmax(1) == labels).double().mean())
 
     def evaluation_key(self, task: str) -> str:
@@ -167,19 +109,6 @@ class TrainedSuite(Suite):
             "classes": {task: len(self._tasks[task].classes) for task in self.tasks},
             "test_samples": sizes,
         }
-
-
-def _train(suite: TrainedSuite, task: str) -> None:
-    total = suite.recipe.steps(len(suite.data(task).train_items))
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        report(task, done, total)
-
-    report(task, 0, total)
-    suite.train(task, step)
 
 
 def cached_data(suite: str, task: Task) -> Data:

@@ -1,21 +1,16 @@
-"""The recipe that makes an expert: fine-tune the encoder below a fixed head."""
+"""The recipe that makes an expert of a pretrained model."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from benchmarks.suites.heads import pick
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from benchmarks.suites.backbones import Backbone
-    from mergestream.evaluation.heads import Head
 
 
 @dataclass(frozen=True)
@@ -45,19 +40,18 @@ class Recipe:
 
 
 def fine_tune(
-    backbone: Backbone,
     start: torch.nn.Module,
-    items: Sequence[Any],
-    labels: Tensor,
-    head: Head,
+    available: int,
+    loss_of: Callable[[torch.nn.Module, list[int]], Tensor],
     recipe: Recipe,
     on_step: Callable[[], None] = lambda: None,
 ) -> torch.nn.Module:
-    """What the recipe trains of ``start``, fine-tuned on the first ``recipe.samples`` items."""
+    """What the recipe trains of ``start``, fine-tuned on the first ``recipe.samples`` of the ``available`` samples;
+    ``loss_of`` a model and the numbers of some of them is what it makes small."""
     import torch
 
     model = recipe.trainable(start)
-    count = min(recipe.samples, len(items))
+    count = min(recipe.samples, available)
     total = recipe.steps(count)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
     warm = max(1, total // 10)
@@ -71,8 +65,7 @@ def fine_tune(
     generator = torch.Generator().manual_seed(recipe.seed)
     for _ in range(recipe.epochs):
         for batch in torch.randperm(count, generator=generator).split(recipe.batch_size):
-            logits = head(backbone.features(model, pick(items, batch.tolist())))
-            loss = torch.nn.functional.cross_entropy(logits, labels[batch])
+            loss = loss_of(model, batch.tolist())
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -122,4 +122,4 @@ def _call(routine: ctypes._FuncPtr, *arguments: str | int | Tensor) -> None:  # 
             passed.append(c_void_p(argument.data_ptr()))
     routine(*passed, byref(info), _LENGTH_OF_A_LETTER)
     if info.value != 0:
-        raise RuntimeError(f"LAPACK's {routine.__name__} failed with INFO = {info.value}.")
+        raise ArithmeticError(f"LAPACK's {routine.__name__} failed with INFO = {info.value}.")

@@ -19,6 +19,8 @@ PIECE = 1 << 18
 """Elements in a piece. What is merged does not depend on it."""
 Elements = Callable[[int, int], "Tensor"]
 """Any range of a flattened tensor, by its start and its end."""
+LARGEST_NORM = 1e140
+"""Squares of more leave float64, and those of less than its inverse lose digits."""
 _RUN = 1 << 10
 _BLOCK = 1 << 16
 _TINY = 1e-27
@@ -41,7 +43,7 @@ class SquaredNorm:
         self._sums: list[float] = []
         self._unfinished: list[NDArray[Any]] = []
         self.finite = True
-        """Whether neither NaN nor Inf has gone by"""
+        """Whether neither NaN nor Inf has gone by, nor what is so large that float64 cannot hold its square"""
 
     def add(self, piece: Tensor) -> None:
         flat = piece.detach().cpu().reshape(-1)
@@ -60,8 +62,9 @@ class SquaredNorm:
             self._wait(values[whole:])
 
     def total(self) -> float:
+        """Infinite where float64 cannot hold it; zero only where all elements are."""
         self._finish()
-        return math.fsum(self._sums)
+        return exact_sum(self._sums)
 
     def _wait(self, values: NDArray[Any]) -> None:
         """The piece's memory may be used again before the block is complete, hence the copy."""
@@ -84,6 +87,19 @@ class SquaredNorm:
         noted = [float(value) for value in sums]
         self._sums += noted
         self.finite = self.finite and all(map(math.isfinite, noted))
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Whatever their order; infinite where float64 cannot hold it."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether there is neither NaN nor Inf: a sum tells at the speed of memory, unless it is too large itself."""
+    return not x.is_floating_point() or math.isfinite(float(x.sum())) or bool(x.isfinite().all())
 
 
 def squared_norm(x: Tensor) -> float:
@@ -110,4 +126,7 @@ def _float64_sums(rows: NDArray[Any]) -> NDArray[Any]:
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.einsum("ij,ij->i", rows, rows, dtype=np.float64)
+        sums: NDArray[Any] = np.einsum("ij,ij->i", rows, rows, dtype=np.float64)
+    if not sums.all():  # squares that float64 rounds to zero
+        sums[(sums == 0) & rows.any(axis=1)] = np.nextafter(0, 1)
+    return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import overload
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mergestream.algebra.lapack import eigh_upper
 from mergestream.algebra.lowrank import Basis, LowRank, Value
+from mergestream.algebra.pieces import is_finite
 from mergestream.sizes import CACHE_LINE
 
 # A singular value counts when it exceeds this share of the largest one. Rounding a state to float32 moves its
@@ -21,6 +23,9 @@ RANK_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 # Below this share of σ₁, S·v is computed in float64: in float32 it errs by 1e-7·σ₁, which is too much of σᵢ.
 SMALL_SINGULAR_VALUE = 3e-4
+
+# Squares of entries between 2^-30 and 2^30 can be summed in float32, and their inverses are numbers too.
+_SAFE_EXPONENT = 30
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,9 @@ class ThinSVD:
 
     def transposed(self) -> ThinSVD:
         return ThinSVD(self.v, self.s, self.u)
+
+    def times(self, factor: float) -> ThinSVD:
+        return self if factor == 1 else ThinSVD(self.u, self.s * factor, self.v)
 
 
 @dataclass(frozen=True)
@@ -75,10 +83,22 @@ def thin_svd(matrix: Value, leading: Leading | None = None) -> ThinSVD | Factore
     if isinstance(matrix, Tensor) and matrix.data_ptr() % CACHE_LINE:
         matrix = matrix.clone()  # BLAS rounds small products by where they lie; a store may keep this one anywhere
     decompose = _direct_svd if matrix.dtype == torch.float64 else _gram_svd
-    tolerance = RANK_TOLERANCE[matrix.dtype]
-    if isinstance(matrix, LowRank):
-        return FactoredSVD(matrix.left, decompose(matrix.core, tolerance, leading), matrix.right)
-    return decompose(matrix, tolerance, leading)
+    values, exponent = moderate(matrix.core if isinstance(matrix, LowRank) else matrix)
+    svd = decompose(values, RANK_TOLERANCE[matrix.dtype], leading).times(2.0**exponent)
+    return FactoredSVD(matrix.left, svd, matrix.right) if isinstance(matrix, LowRank) else svd
+
+
+def moderate(matrix: Tensor) -> tuple[Tensor, int]:
+    """The matrix over a power of two, and its exponent: 0, unless entries are too large or too small to be squared."""
+    if not is_finite(matrix):
+        raise OverflowError("a matrix holds NaN or Inf")
+    largest = max(abs(float(extreme)) for extreme in matrix.aminmax()) if matrix.numel() else 0.0
+    exponent = math.frexp(largest)[1]
+    if abs(exponent) <= _SAFE_EXPONENT:
+        return matrix, 0
+    most = math.frexp(torch.finfo(matrix.dtype).max)[1] - 2  # the power itself must be a number of this type
+    exponent = max(-most, min(exponent, most))
+    return matrix * 2.0**-exponent, exponent
 
 
 def _direct_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> ThinSVD:

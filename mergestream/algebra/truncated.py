@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mergestream.algebra.svd import RANK_TOLERANCE, ThinSVD, gram, numerical_rank, thin_svd
+from mergestream.algebra.svd import RANK_TOLERANCE, ThinSVD, gram, moderate, numerical_rank, thin_svd
 from mergestream.sizes import CACHE_LINE
 
 Method = Literal["auto", "exact", "randomised"]
@@ -40,9 +40,6 @@ _USUAL_PRODUCTS = 4  # with SᵀS, on task vectors
 _LEAST_SIZE = 384
 _LARGEST_SHARE = 1 / 6
 
-# Squares of entries between 2^-30 and 2^30 can be summed in float32.
-_SAFE_EXPONENT = 30
-
 
 def truncated_svd(matrix: Tensor, rank: int, method: Method = "auto") -> ThinSVD:
     """The leading ``rank`` singular triplets of a float32 or float64 matrix; fewer where its numerical rank is lower.
@@ -52,17 +49,14 @@ def truncated_svd(matrix: Tensor, rank: int, method: Method = "auto") -> ThinSVD
     """
     if not matrix.is_contiguous() or matrix.data_ptr() % CACHE_LINE:
         matrix = matrix.clone(memory_format=torch.contiguous_format)  # BLAS rounds by how and where a matrix lies
-    largest = max(abs(float(extreme)) for extreme in matrix.aminmax())
-    if largest == 0:
+    if not matrix.any():
         method = "exact"
-    exponent = _excess_exponent(largest, matrix.dtype)
-    if exponent:
-        matrix = matrix * 2.0**-exponent
+    matrix, exponent = moderate(matrix)
     if matrix.shape[0] < matrix.shape[1]:
         svd = _tall_svd(matrix.T, rank, method).transposed()
     else:
         svd = _tall_svd(matrix, rank, method)
-    return ThinSVD(svd.u, svd.s * 2.0**exponent, svd.v) if exponent else svd
+    return svd.times(2.0**exponent)
 
 
 def _tall_svd(matrix: Tensor, rank: int, method: Method) -> ThinSVD:
@@ -125,12 +119,3 @@ def _multiply_by_gram(matrix: Tensor, width: int) -> Callable[[Tensor], Tensor]:
         return lambda x: matrix.T @ (matrix @ x)
     squared = gram(matrix, matrix.dtype)
     return lambda x: squared @ x
-
-
-def _excess_exponent(largest: float, dtype: torch.dtype) -> int:
-    """Of the power of two by which to divide entries that are too large or too small to be squared; else 0."""
-    exponent = math.frexp(largest)[1]
-    if abs(exponent) <= _SAFE_EXPONENT:
-        return 0
-    most = math.frexp(torch.finfo(dtype).max)[1] - 2  # the power itself must be a number of this type
-    return max(-most, min(exponent, most))

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergestream.algebra.pieces import SquaredNorm, ranges
+from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, is_finite, ranges
 from mergestream.base.anatomy import Role, anatomy, model_names, tied_names
 from mergestream.checkpoints import DTYPES, Checkpoint, TensorSpec
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
@@ -239,14 +239,16 @@ def _measure(checkpoint: Checkpoint, name: str) -> Measured:
         hasher.update(flat[start:stop])
         if tensor.is_floating_point():
             norm.add(flat[start:stop])
-    if not norm.finite:
-        raise non_finite(name, checkpoint)
-    return Measured(hasher.hexdigest(), math.sqrt(norm.total()))
+    length = math.sqrt(norm.total())
+    if not length <= LARGEST_NORM:
+        raise unusable(name, checkpoint)
+    return Measured(hasher.hexdigest(), length)
 
 
-def non_finite(name: str, checkpoint: Checkpoint) -> MergestreamError:
-    file = checkpoint.tensors[name].file
+def unusable(name: str, checkpoint: Checkpoint) -> MergestreamError:
+    """For a tensor that holds NaN or Inf, or that cannot be reckoned with."""
+    fault = "is too large to be merged" if is_finite(checkpoint.read(name)) else "holds NaN or Inf"
     return MergestreamError(
-        f"tensor {name} in {file} of {checkpoint.source} holds NaN or Inf; nothing was merged, "
+        f"tensor {name} in {checkpoint.tensors[name].file} of {checkpoint.source} {fault}; nothing was merged, "
         "repair or replace the file"
     )

@@ -145,6 +145,11 @@ class FileCheckpoint(Checkpoint):
             shard.close()
 
 
+def is_text(name: str) -> bool:
+    """Whether a name can be written as UTF-8: half a surrogate pair stands for bytes that cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
 def item_size(dtype: str) -> int:
     return _DTYPES[dtype][0]
 
@@ -179,7 +184,7 @@ def describe(name: str, tensor: Tensor, holder: str | Path) -> TensorInfo:
 
     where = f"the tensor {name!r} in {holder}"
     check_dtype(_torch_name(tensor.dtype), where)
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_neg():
         raise MergestreamError(f"{where} is not a plain dense tensor; save it dense, with its data")
     return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), Path(holder).name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from mergestream.errors import MergestreamError
@@ -27,6 +27,17 @@ def is_companion(name: str) -> bool:
     Weights and their index are not, nor are the model card and Python files.
     """
     return name.endswith(_COMPANION_SUFFIXES) and not name.endswith(INDEX_SUFFIX)
+
+
+def companions(directory: Path) -> Iterator[Path]:
+    """The files that go with a model. A link among them may lead to a hub's cache, but not to any file of the user's:
+    what is copied is published."""
+    inside = directory.resolve(), directory.resolve().parent.parent / "blobs"
+    for path in directory.iterdir():
+        if is_companion(path.name) and path.is_file():
+            if not any(path.resolve().is_relative_to(place) for place in inside):
+                raise MergestreamError(f"{path} is a link that leads out of the model's directory; put the file there")
+            yield path
 
 
 def find_weights(names: Collection[str], source: str) -> str:

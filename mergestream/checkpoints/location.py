@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from mergestream.checkpoints.base import is_text
 from mergestream.checkpoints.hub import cached, download
 from mergestream.checkpoints.layout import is_weight_file
 from mergestream.errors import MergestreamError
@@ -34,6 +35,8 @@ def locate(source: str | Path, *, weights: bool = True) -> Location:
     with system_errors_explained(source):
         path = _resolved(source)
         if path.exists():
+            if not is_text(str(path)):  # it is kept in JSON, and goes into model cards
+                raise MergestreamError(f"{path} is not valid UTF-8; rename it")
             return Location(path, str(path))
         if _is_hub_id(source):
             return Location(*download(str(source), weights=weights))

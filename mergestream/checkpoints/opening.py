@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard
+from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard, is_text
 from mergestream.checkpoints.layout import INDEX_SUFFIX, WEIGHT_SUFFIXES, find_weights, read_index
 from mergestream.checkpoints.location import Location, locate, system_errors_explained
 from mergestream.checkpoints.safetensors import SafetensorsFile
@@ -79,6 +79,8 @@ def _check_index(index: Path, weight_map: Mapping[str, str], shards: list[Shard]
 def _open_file(path: Path) -> Shard:
     if not path.is_file():
         raise MergestreamError(f"{path} is no regular file")
+    if not is_text(path.name):
+        raise MergestreamError(f"{path} is not valid UTF-8; rename it")
     if _is_lfs_pointer(path):
         raise MergestreamError(f"{path} is only Git LFS's pointer to the file; fetch the file with `git lfs pull`")
     if path.suffix == ".safetensors":

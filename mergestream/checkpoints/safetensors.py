@@ -156,8 +156,9 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[i
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise KeyError(next(key for key in keys if keys.count(key) > 1))
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise KeyError(key)
+        table[key] = value
     return table

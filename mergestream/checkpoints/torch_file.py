@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import pickletools
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints.base import Shard, describe, shared_views
+from mergestream.checkpoints.base import Shard, describe, is_text, shared_views
 from mergestream.errors import MergestreamError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _WRAPPERS = ("state_dict", "model", "module")
+_MARK = -1
+_MOST_PARTS = 1_000_000
+_MOST_WRAPPERS = 8
+"""One within the other; a state dict that holds itself has no end of them."""
 
 
 class TorchFile(Shard):
@@ -30,14 +36,18 @@ class TorchFile(Shard):
         content = _load(path)
         self._tensors: dict[str, Tensor] = {}
         for name, value in _unwrap(content, path).items():
-            if not isinstance(name, str):
-                raise MergestreamError(f"{path} holds no state dict: its key {name!r} is not a name")
+            if not isinstance(name, str) or not is_text(name):
+                raise MergestreamError(f"{path} holds no state dict: its key {repr(name)[:80]} is not a name")
             if name.endswith("_extra_state"):  # what modules keep beside their weights; no tensor of the model
                 continue
             if not isinstance(value, torch.Tensor):
                 raise MergestreamError(
                     f"{path} holds {name!r}, which is no tensor but of type {type(value).__name__}; "
                     "save the model's state_dict() alone"
+                )
+            if value.numel() * value.itemsize > _stored_bytes(value):
+                raise MergestreamError(
+                    f"the tensor {name!r} in {path} repeats its elements (it was expanded); save it with contiguous()"
                 )
             self._tensors[name] = value.detach()
         self.tensors = MappingProxyType({n: describe(n, t, path) for n, t in self._tensors.items()})
@@ -65,8 +75,12 @@ def _check_archive(path: Path) -> None:
                 raise MergestreamError(f"{path} is a TorchScript program; save the model's state_dict() alone")
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise MergestreamError(f"{path} is compressed, which torch.save never does; convert it to safetensors")
+            with zipfile.ZipFile(path) as archive:
+                for entry in entries:
+                    if Path(entry.filename).name == "data.pkl":
+                        _check_pickle(path, archive.read(entry))
             return
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
         raise MergestreamError(f"{path} cannot be read or is corrupt ({error})") from error
     if start == b"PK":
         raise MergestreamError(f"{path} is truncated: the end of the archive is missing; download or copy it again")
@@ -76,6 +90,43 @@ def _check_archive(path: Path) -> None:
             "convert it to safetensors"
         )
     raise MergestreamError(f"{path} is no checkpoint: neither safetensors nor a file of torch.save")
+
+
+def _check_pickle(path: Path, data: bytes) -> None:
+    """Refuse tuples of tuples that are one and the same: they double with every level, and so does the time to hash
+    them as a key. Nothing is built here; the stack holds only how many parts each value has."""
+    stack: list[int] = []
+    memo: dict[Any, int] = {}
+    try:
+        for op, argument, _ in pickletools.genops(data):
+            if op.name in ("GET", "BINGET", "LONG_BINGET"):
+                stack.append(memo[argument])
+            elif op.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                memo[len(memo) if argument is None else argument] = stack[-1]
+            elif op.name == "DUP":
+                stack.append(stack[-1])
+            else:
+                parts = _taken(stack, op.stack_before)
+                nests = op.name.startswith("TUPLE") or op.name == "REDUCE"
+                stack += [
+                    _MARK if kind is pickletools.markobject else 1 + (sum(parts) if nests else 0)
+                    for kind in op.stack_after
+                ]
+                if stack and stack[-1] > _MOST_PARTS:
+                    raise MergestreamError(f"{path} holds tuples within tuples without end; convert it to safetensors")
+    except (ValueError, IndexError, KeyError) as error:
+        raise MergestreamError(f"{path} is corrupt or no checkpoint (its pickle cannot be followed)") from error
+
+
+def _taken(stack: list[int], before: Sequence[Any]) -> list[int]:
+    """What an operation takes from the stack: so many values, or all down to the mark and some below it."""
+    parts: list[int] = []
+    count = len(before)
+    if pickletools.markobject in before:
+        while (part := stack.pop()) != _MARK:
+            parts.append(part)
+        count = before.index(pickletools.markobject)
+    return parts + [stack.pop() for _ in range(count)]
 
 
 def _load(path: Path) -> Any:
@@ -95,11 +146,20 @@ def _load(path: Path) -> Any:
         raise MergestreamError(f"{path} is corrupt or no checkpoint ({reason})") from error
 
 
+def _stored_bytes(tensor: Tensor) -> float:
+    """Of a tensor's storage; of one that has none, `describe` says so."""
+    import torch
+
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided and not tensor.is_meta else math.inf
+
+
 def _unwrap(content: Any, path: Path) -> Mapping[Any, Any]:
     """The state dict itself; what lies beside it in a training checkpoint is left alone."""
-    while isinstance(content, Mapping):
+    for _ in range(_MOST_WRAPPERS):
+        if not isinstance(content, Mapping):
+            raise MergestreamError(f"{path} holds no state dict but an object of type {type(content).__name__}")
         inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if inner is None:
             return content
         content = inner
-    raise MergestreamError(f"{path} holds no state dict but an object of type {type(content).__name__}")
+    raise MergestreamError(f"{path} holds no state dict: there is always another one within")

@@ -87,7 +87,7 @@ class LocalEngine:
                         if self.max_memory is None or used + memory.get(name, 0) <= self.max_memory:
                             waiting.remove(name)
                             used += memory.get(name, 0)
-                            running[pool.submit(work, name)] = name
+                            running[_submit(pool, work, name)] = name
                     done, _ = wait(running, return_when=FIRST_COMPLETED)
                     for future in done:
                         name = running.pop(future)
@@ -105,6 +105,15 @@ class LocalEngine:
                 f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, more than the "
                 f"{format_size(self.max_memory)} allowed; raise --max-memory"
             )
+
+
+def _submit(pool: ThreadPoolExecutor, work: Callable[[str], Result], name: str) -> Future[Result]:
+    try:
+        return pool.submit(work, name)
+    except RuntimeError as error:
+        raise MergestreamError(
+            "the system allows this process no more threads; use --workers 1, or raise its limits (ulimit -u, -v)"
+        ) from error
 
 
 def _one_thread() -> None:

@@ -16,7 +16,7 @@ from mergestream import __version__
 from mergestream.errors import UsageError
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row, Sweep
-from mergestream.evaluation.streams import Entries, Stream, run_stream, score_individual
+from mergestream.evaluation.streams import Entries, Stream, run_stream, score_beside, score_individual
 from mergestream.evaluation.suites.base import Suite
 from mergestream.evaluation.workers import run_parallel
 from mergestream.export.places import refuse_within
@@ -87,6 +87,7 @@ def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, c
         fine_tuned=fine_tuned,
         runs=runs,
         cosines=cosines(suite, on_progress),
+        beside=score_beside(suite),
         model_bytes=_weight_bytes(suite.base()),
         expert_bytes=sum(_weight_bytes(suite.expert(task)) for task in suite.tasks) // len(suite.tasks),
         settings={

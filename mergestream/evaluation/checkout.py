@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-OFFLINE_SUITES = ("text", "vision", "text-lora", "vision-lora")
+OFFLINE_SUITES = ("text", "vision", "text-lora", "vision-lora", "text-base", "language", "language-tiny")
 SUITES = Path(__file__).resolve().parents[2] / "benchmarks" / "suites"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ class Run:
     def matrix(self) -> list[list[float | None]]:
         return [[step["accuracies"].get(task) for task in self.order] for step in self.steps]
 
+    def beside(self, name: str) -> float | None:
+        """What the suite measured of the last model beside the accuracies."""
+        value: float | None = self.steps[-1].get("beside", {}).get(name)
+        return value
+
     @property
     def final(self) -> dict[str, float]:
         accuracies: dict[str, float] = self.steps[-1]["accuracies"]
@@ -47,6 +52,7 @@ class Results:
     cosines: list[list[float]]
     model_bytes: int
     settings: dict[str, Any] = field(default_factory=dict)  # command, seeds, protocol, machine, versions
+    beside: dict[str, float] = field(default_factory=dict)  # what the suite measures beside accuracies, of the base
     expert_bytes: int = 0  # in the mean; older results do not tell, and their experts are as large as the base
 
     @cached_property
@@ -69,6 +75,7 @@ class Results:
             "bwt": lambda run: metrics.backward_transfer(run.matrix),
             "worst": lambda run: metrics.worst_task(run.matrix),
             "retention": lambda run: metrics.retention(run.matrix, [self.pretrained[task] for task in run.order]),
+            **{name: partial(Run.beside, name=name) for name in self.beside},
         }
         table: dict[str, dict[str, Any]] = {}
         for method in self.methods:

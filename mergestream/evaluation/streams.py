@@ -42,7 +42,8 @@ class Stream:
     def key(self, suite: Suite) -> str:
         """Of all that decides the outcome: a directory of that name holds no other stream."""
         tasks = [(task, suite.expert(task).name, suite.evaluation_key(task)) for task in self.order]
-        return key_of(self.row.key, self.entries, suite.base().name, tasks)
+        beside = [suite.evaluation_key(name) for name in suite.beside]
+        return key_of(self.row.key, self.entries, suite.base().name, tasks, *beside)
 
     def wanted(self, step: int) -> range:
         """Which tasks, by order of arrival, are scored after step ``step`` (counted from 0)."""
@@ -137,9 +138,9 @@ def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any
         seconds = time.monotonic() - started
         entry = store.history[step]
         identity = _identity(suite, stream, step) if method.commutative else None
-        accuracies, exporting = _score_step(suite, stream, step, store, directory.parent / "known", identity)
+        scores, exporting = _score_step(suite, stream, step, store, directory.parent / "known", identity)
         return {
-            "accuracies": accuracies,
+            **_recorded(suite, scores),
             "norm": entry.norm,
             "kept": entry.kept,
             "lambda": finite(entry.lambda_),
@@ -173,7 +174,7 @@ def _score_step(
     """
     scores: dict[str, float] = {}
     seconds = None
-    for selection, tasks in _models(stream, step):
+    for selection, tasks in _models(suite, stream, step):
         remembered = known / f"{key_of(identity, selection.readout, selection.balance)}.txt" if identity else None
         with tempfile.TemporaryDirectory(dir=store.path.parent) as directory:
             model = Path(directory) / "model"
@@ -190,13 +191,25 @@ def _score_step(
     return scores, seconds
 
 
-def _models(stream: Stream, step: int) -> list[tuple[Selection, list[str]]]:
+def _models(suite: Suite, stream: Stream, step: int) -> list[tuple[Selection, list[str]]]:
     """What is read out after a step, each with the tasks that it is scored on: one model for all tasks, but for experts
     that are read back."""
-    wanted = stream.wanted_tasks(step)
     if stream.row.readout == READ_BACK:
+        wanted = stream.wanted_tasks(step)
         return [(stream.row.selection(task), [task]) for task in wanted if task in stream.order[: step + 1]]
-    return [(stream.row.selection(""), wanted)] if wanted else []
+    names = _scored(suite, stream, step)
+    return [(stream.row.selection(""), names)] if names else []
+
+
+def _scored(suite: Suite, stream: Stream, step: int) -> list[str]:
+    """The tasks wanted, and with the last model what is measured beside them."""
+    beside = suite.beside if step == len(stream.order) - 1 else ()
+    return [*stream.wanted_tasks(step), *beside]
+
+
+def _recorded(suite: Suite, scores: dict[str, float]) -> dict[str, dict[str, float]]:
+    beside = {name: scores.pop(name) for name in suite.beside if name in scores}
+    return {"accuracies": scores, **({"beside": beside} if beside else {})}
 
 
 def _scores(suite: Suite, tasks: Sequence[str], model: Path, digest: str) -> dict[str, float]:
@@ -225,11 +238,17 @@ def _fine_tuned(suite: Suite, stream: Stream, directory: Path) -> list[dict[str,
             draft.mkdir()
             suite.fine_tune(model(step - 1), task, draft)
             draft.replace(trained)
-        accuracies = _scores(suite, stream.wanted_tasks(step), trained, model_digest(trained))
+        scores = _scores(suite, _scored(suite, stream, step), trained, model_digest(trained))
         shutil.rmtree(work / f"model-{step - 1:02d}", ignore_errors=True)
-        return {"accuracies": accuracies}
+        return _recorded(suite, scores)
 
     return _steps(stream, work, train)
+
+
+def score_beside(suite: Suite) -> dict[str, float]:
+    """What is measured beside the tasks, of the base."""
+    base = suite.base()
+    return {name: score(suite, base, model_digest(base), name) for name in suite.beside}
 
 
 def score_individual(suite: Suite, task: str) -> tuple[str, float, float]:

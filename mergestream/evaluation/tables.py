@@ -84,6 +84,12 @@ def percent(spread: Spread | None) -> str:
     return f"{100 * spread.mean:.1f}" + ("" if spread.std is None else f"±{100 * spread.std:.1f}")
 
 
+def plain(spread: Spread | None) -> str:
+    if spread is None:
+        return "–"
+    return f"{spread.mean:.2f}" + ("" if spread.std is None else f"±{spread.std:.2f}")
+
+
 def table1(results: Results) -> Table:
     """The layout of the paper's Table 1: single models, then ACC, then BWT, each with mean±std over the orders.
 
@@ -114,6 +120,11 @@ def table1(results: Results) -> Table:
         rows = [row(metric, shown, results.label(method), percent(Spread(**value))) for method, value in known.items()]
         best.add((len(groups), _argmax([value["mean"] for value in known.values()]), 2))
         groups.append(tuple(rows))
+    for name, of_base in results.beside.items():
+        known = {method: values[name] for method, values in summary.items() if values[name]}
+        measured = [(PRETRAINED, plain(Spread.of([of_base])))]
+        measured += [(results.label(method), plain(Spread(**value))) for method, value in known.items()]
+        groups.append(tuple(row(name, name, *each) for each in measured))
     orders = results.settings.get("orders", "?")
     caption = (
         f"Continual merging of {len(results.tasks)} experts of {results.model} (suite {results.suite}), mean±std over "

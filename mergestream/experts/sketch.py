@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from mergestream.algebra.pieces import Elements
+from mergestream.algebra.pieces import Elements, is_finite
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,6 +97,8 @@ class Sketch:
         return TensorSketch(self._starts[name], tensor.numel, self._share if tensor.role == "linear" else 1.0)
 
     def add(self, tensor: TensorSketch) -> None:
+        if not is_finite(tensor.buckets):
+            raise OverflowError("sums that float32 cannot hold")
         # Adding a number so large leaves a float64 no bits beyond the grid's.
         rounded = tensor.buckets.double().add_(self._grid).sub_(self._grid)
         with self._lock:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from mergestream.algebra import pieces
-from mergestream.algebra.pieces import Elements, SquaredNorm, ranges
-from mergestream.base.model import BaseModel, base_changed, non_finite
+from mergestream.algebra.pieces import Elements, SquaredNorm, is_finite, ranges
+from mergestream.base.model import BaseModel, base_changed, unusable
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.errors import MergestreamError
@@ -113,9 +113,11 @@ class TaskVector:
             if reads:  # else it is zero
                 norm.add(delta)
             if not norm.finite:
-                self._refuse_non_finite(name, start)
+                raise self._unusable(name)
             yield start, delta
         self.norm2[name] = norm.total()
+        if not math.isfinite(self.norm2[name]):
+            raise self._unusable(name)
 
     def whole(self, name: str) -> Tensor:
         """Δ in one piece, of the tensor's shape."""
@@ -148,8 +150,8 @@ class TaskVector:
 
     def head(self, name: str) -> Tensor:
         tensor = self.expert.read(name)
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise non_finite(name, self.expert)
+        if not is_finite(tensor):
+            raise unusable(name, self.expert)
         self.digests[name] = tensor_digest(tensor)
         return tensor
 
@@ -175,10 +177,9 @@ class TaskVector:
                     f"base; tie them again, or leave one out with --ignore {alias}"
                 )
 
-    def _refuse_non_finite(self, name: str, start: int) -> None:
-        piece = self.base.read(name).reshape(-1)[start:][: pieces.PIECE] if self.base.has_weights else None
-        bad_base = piece is not None and not bool(piece.isfinite().all())
-        raise non_finite(name, self.base) if bad_base else non_finite(self._stored(name), self.expert)
+    def _unusable(self, name: str) -> MergestreamError:
+        bad_base = self.base.has_weights and not is_finite(self.base.read(name))
+        return unusable(name, self.base) if bad_base else unusable(self._stored(name), self.expert)
 
 
 def _difference(theirs: Tensor, base: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from mergestream.export.model import Illustrate, written_form
 from mergestream.export.peft import AdaptedModule, Energy, Kind, modules_saved, write_adapter
 from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.reading import Reading
+from mergestream.merging.step import overflow_explained, refuse_overflow
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
 
@@ -117,7 +118,7 @@ class _Content:
             energy = write_adapter(
                 directory,
                 self.modules,
-                lambda name: _factors(reading.direction(name)) * scale,
+                lambda name: _factors(reading, name) * scale,
                 whole={parameter: written_form(model.tensors[name], dtype) for parameter, name in self.whole.items()},
                 read_whole=read_whole,
                 base=without_revision(model.source),
@@ -181,8 +182,12 @@ def _kind(model: BaseModel, name: str) -> Kind:
     return "conv1d" if name in model.conv1d else "linear"
 
 
-def _factors(direction: Tensor | LowRank) -> LowRank:
-    if isinstance(direction, LowRank):
-        return direction
-    svd = thin_svd(direction.flatten(1))
-    return LowRank.from_factors(svd.u * svd.s.to(svd.u.dtype), svd.v.T, direction.dtype, tuple(direction.shape))
+def _factors(reading: Reading, name: str) -> LowRank:
+    with overflow_explained(name):
+        direction = reading.direction(name)
+        if isinstance(direction, LowRank):
+            return direction
+        svd = thin_svd(direction.flatten(1))
+        left = svd.u * svd.s.to(svd.u.dtype)
+        refuse_overflow(left)
+        return LowRank.from_factors(left, svd.v.T, direction.dtype, tuple(direction.shape))

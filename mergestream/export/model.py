@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec
-from mergestream.checkpoints.layout import is_companion
+from mergestream.checkpoints.layout import companions
 from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine
 from mergestream.export.card import CardFacts, model_card
@@ -89,9 +89,8 @@ def write_companions(
     ``config`` is that of the expert whose head is put in place, with labels of its own.
     """
     if base.directory is not None:
-        for path in base.directory.iterdir():
-            if path.is_file() and is_companion(path.name):
-                shutil.copyfile(path, draft / path.name)
+        for path in companions(base.directory):
+            shutil.copyfile(path, draft / path.name)
     if config is not None or output.dtype is not None:
         _put_config(draft / "config.json", config, output.dtype)
     (draft / "README.md").write_text(model_card(card, _hub_id(base)), encoding="utf-8")

@@ -18,6 +18,7 @@ from mergestream.checkpoints import SafetensorsWriter, TensorSpec, torch_dtype
 from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.experts.adapters.reading import PREFIX
 from mergestream.files import write_json
+from mergestream.merging.reading import cast
 
 Kind = Literal["linear", "conv1d", "embedding"]
 """How PEFT keeps the factors: B·A for what is stored output × input (convolutions too), else (B·A)ᵀ."""
@@ -94,7 +95,7 @@ def write_adapter(
             for factor, data in (("A", a), ("B", b)):
                 padded = torch.zeros(module.factor_shapes[factor], dtype=torch_dtype(dtype))
                 flat = padded.flatten(1)  # a view: what the numerical rank does not fill stays zero
-                flat[: data.shape[0], : data.shape[1]] = data
+                flat[: data.shape[0], : data.shape[1]] = cast(data, dtype, name)
                 writer.write(module.key(factor), padded)
             totals.append(squared_norm(value))
             losses.append(lost)

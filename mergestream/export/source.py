@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from mergestream.algebra.pieces import SquaredNorm
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorSpec
-from mergestream.merging.reading import Reading, cast
-from mergestream.merging.step import Outcome, Step, Totals, total
+from mergestream.merging.reading import Reading, cast, moved_by
+from mergestream.merging.step import Outcome, Step, Totals, overflow_explained, total
 from mergestream.merging.thresholds import Thresholds
 from mergestream.methods.scale import scale_value
 
@@ -87,11 +86,12 @@ class ExpertsSource:
             return
         base, norm = self.step.vectors[0].base_pieces(name), SquaredNorm()
         kept: list[list[float | None]] = []
-        for start, direction, kept2 in self.step.directions(name, self.thresholds(name), base):
-            norm.add(direction)
-            kept.append(kept2)
-            merged = torch.add(base.at(start, start + direction.numel()), direction, alpha=self.scale)
-            yield start, cast(merged, dtype, name)
+        with overflow_explained(name):
+            for start, direction, kept2 in self.step.directions(name, self.thresholds(name), base):
+                norm.add(direction)
+                kept.append(kept2)
+                merged = moved_by(base.at(start, start + direction.numel()), direction, self.scale)
+                yield start, cast(merged, dtype, name)
         self.direction2[name] = norm.total()
         self.kept2[name] = [_sum(parts) for parts in zip(*kept, strict=True)] or [None] * len(self.step.vectors)
 
@@ -102,7 +102,8 @@ class ExpertsSource:
             outcomes = []
             for name in self.step.names:
                 norm2, kept2 = vector.norm2[name], self.kept2[name][number]
-                outcomes.append(Outcome(norm2, norm2 if kept2 is None else kept2, None, None))
+                with overflow_explained(name):
+                    outcomes.append(Outcome(norm2, norm2 if kept2 is None else kept2, None, None))
             found.append(total(self.step.method, t, found[-1].mean_norm if found else 0.0, outcomes))
         return found
 

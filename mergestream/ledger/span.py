@@ -108,18 +108,16 @@ class Span:
 
     def damage(self, Z: Tensor) -> dict[int, float]:
         """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner: how far M is from doing to an expert's own inputs what it does."""
-        found = {}
-        Z = torch.diag(Z) if Z.ndim == 1 else Z
-        for owner in self.owner.unique().tolist():
-            own = self.owner == owner
-            sigma = self.sigma[own]
-            wrong = Z @ self.input_gram[:, own]
-            wrong[own] -= torch.diag(sigma)
-            wrong *= sigma
-            energy = float(sigma.pow(4).sum())
-            if energy:
-                found[owner] = float((wrong * (self.output_gram @ wrong)).sum()) / energy
-        return found
+        wrong = Z[:, None] * self.input_gram if Z.ndim == 1 else Z @ self.input_gram
+        wrong.diagonal().sub_(self.sigma)
+        wrong *= self.sigma
+        owners, which = self.owner.unique(return_inverse=True)
+        missed = torch.zeros_like(owners, dtype=wrong.dtype).index_add_(
+            0, which, (wrong * (self.output_gram @ wrong)).sum(0)
+        )
+        energy = torch.zeros_like(missed).index_add_(0, which, self.sigma.pow(4).to(wrong.dtype))
+        shares = zip(owners.tolist(), missed.tolist(), energy.tolist(), strict=True)
+        return {owner: part / whole for owner, part, whole in shares if whole}
 
     def overlap(self, experts: int) -> Tensor:
         """How much every two of so many experts answer to the same inputs: the cosine of V_i Σ_i² V_iᵀ and

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mergestream.algebra.bounds import matrix_shape
 from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
-from mergestream.algebra.pieces import Elements, SquaredNorm, ranges
+from mergestream.algebra.pieces import Elements, SquaredNorm, exact_sum, is_finite, ranges
 from mergestream.base.model import BaseModel, base_changed
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.engine import Engine
@@ -27,7 +27,7 @@ from mergestream.ledger.readouts.base import EntriesReadout, StateReadout
 from mergestream.ledger.readouts.plain import Plain
 from mergestream.ledger.room import sharing
 from mergestream.ledger.span import Entry, Span
-from mergestream.merging.step import ReadState, memory_of, streamed_memory, tensor_context
+from mergestream.merging.step import ReadState, memory_of, overflow_explained, streamed_memory, tensor_context
 from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import NAMED, Scale, parse_scale, scale_value
 from mergestream.progress import Progress
@@ -74,13 +74,14 @@ class Reading(ABC):
         """The merged tensor in order, as (first element, elements), rounded once, to ``dtype``."""
         tensor = self.model.tensors[name]
         theirs = BasePieces(base.read(name), torch_dtype(tensor.state_dtype if tensor.merges else tensor.dtype))
-        direction, norm = self.elements(name) if tensor.merges else None, SquaredNorm()
+        with overflow_explained(name):
+            direction, norm = self.elements(name) if tensor.merges else None, SquaredNorm()
         for start, stop in ranges(tensor.numel):
             piece = theirs.at(start, stop)
             if direction is not None:
                 moved = direction(start, stop)
                 norm.add(moved)
-                piece = torch.add(piece, moved, alpha=scale)
+                piece = moved_by(piece, moved, scale)
             yield start, cast(piece, dtype, name)
         if tensor.digest and theirs.digest() != tensor.digest:
             raise base_changed(name, base)
@@ -89,7 +90,13 @@ class Reading(ABC):
     def norm(self, engine: Engine) -> float:
         """‖direction‖ over all tensors."""
         sizes = {name: self.model.tensors[name].numel for name in self.model.merged}
-        return math.sqrt(math.fsum(norm2 for _, norm2 in engine.run(sizes, self._norm2, self.memory)))
+        return math.sqrt(exact_sum(norm2 for _, norm2 in engine.run(sizes, self._finite_norm2, self.memory)))
+
+    def _finite_norm2(self, name: str) -> float:
+        with overflow_explained(name):
+            if not math.isfinite(norm2 := self._norm2(name)):
+                raise OverflowError
+        return norm2
 
     def _norm2(self, name: str) -> float:
         elements, norm = self.elements(name), SquaredNorm()
@@ -289,7 +296,8 @@ class EntriesReading(Reading):
         """What is measured of each matrix of every linear weight, as they finish."""
 
         def of_tensor(name: str) -> list[Measured]:
-            return [measure(span) for span in self.spans(name) if len(span.sigma)]
+            with overflow_explained(name):
+                return [measure(span) for span in self.spans(name) if len(span.sigma)]
 
         yield from engine.run(self.linear, of_tensor, self.memory)
 
@@ -341,13 +349,27 @@ def _in_factors(state: State) -> bool:
     return any(isinstance(value, LowRank) for value in state.values())
 
 
+def moved_by(base: Tensor, direction: Tensor, scale: float) -> Tensor:
+    """θ⁰ + scale · direction; not finite where it is too large for its type."""
+    if abs(scale) > torch.finfo(base.dtype).max:  # which torch refuses as a factor of its own
+        return base + direction * scale
+    return torch.add(base, direction, alpha=scale)
+
+
 def cast(piece: Tensor, dtype: str, name: str) -> Tensor:
-    """Round to the output's type; float16 ends at 65504, and an overflow is refused. Integers stay what they are."""
+    """Round to the output's type, and refuse what it cannot hold. Integers stay what they are."""
     if not piece.is_floating_point():
         return piece
     rounded = piece.to(torch_dtype(dtype))
-    if dtype == "F16" and piece.dtype != torch.float16 and not bool(rounded.isfinite().all()):
-        raise MergestreamError(
-            f"tensor {name} has values that float16 cannot hold; export with --dtype bfloat16 or float32"
-        )
-    return rounded
+    if is_finite(rounded):
+        return rounded
+    if not is_finite(piece):
+        raise MergestreamError(f"tensor {name} becomes too large for {_called(piece.dtype)} when it is merged")
+    wider = "bfloat16 or float32" if dtype == "F16" else "float32" if dtype == "BF16" else "float64"
+    raise MergestreamError(
+        f"tensor {name} has values that {_called(rounded.dtype)} cannot hold; export with --dtype {wider}"
+    )
+
+
+def _called(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

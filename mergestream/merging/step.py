@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from mergestream.algebra import pieces
 from mergestream.algebra.bounds import FactorBounds
 from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
-from mergestream.algebra.pieces import SquaredNorm, ranges
+from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, exact_sum, is_finite, ranges
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import torch_dtype
 from mergestream.digest import TensorHasher
 from mergestream.engine import Engine
+from mergestream.errors import MergestreamError
 from mergestream.experts.sketch import Sketch
 from mergestream.experts.vector import BasePieces, TaskVector
 from mergestream.ledger.merge import merge_entries
@@ -74,6 +77,10 @@ class Outcome:
     lost2: float = 0.0
     """The energy that was cut off to bound the rank"""
 
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, (self.norm2, self.kept2, self.direction2 or 0.0, self.lost2))):
+            raise OverflowError
+
     @property
     def kept(self) -> float:
         """The share of ‖Δ‖² that entered the state"""
@@ -109,9 +116,12 @@ def total(method: Method, t: int, previous_mean: float, outcomes: Collection[Out
 
     The sums are exact (fsum), so they do not depend on the order in which tensors finished.
     """
-    norm2 = math.fsum(outcome.norm2 for outcome in outcomes)
-    kept2 = math.fsum(outcome.kept2 for outcome in outcomes)
+    norm2 = exact_sum(outcome.norm2 for outcome in outcomes)
+    kept2 = exact_sum(outcome.kept2 for outcome in outcomes)
     norm = math.sqrt(norm2)
+    if norm2 and not 1 / LARGEST_NORM <= norm <= LARGEST_NORM:
+        place = "close to" if norm < 1 else "far from"
+        raise MergestreamError(f"the expert is too {place} the base to be merged: float64 cannot hold its norm squared")
     mean_norm = ((t - 1) * previous_mean + norm) / t
     measured = [outcome.direction2 for outcome in outcomes if outcome.direction2 is not None]
     direction_norm = math.sqrt(math.fsum(measured)) if len(measured) == len(outcomes) else None
@@ -119,6 +129,22 @@ def total(method: Method, t: int, previous_mean: float, outcomes: Collection[Out
     lost2 = math.fsum(outcome.lost2 for outcome in outcomes)
     lost = lost2 / (lost2 + (direction_norm or 0.0) ** 2) if lost2 else 0.0
     return Totals(t, norm, mean_norm, direction_norm, scale, kept2 / norm2 if norm2 else 1.0, lost)
+
+
+@contextmanager
+def overflow_explained(name: str) -> Iterator[None]:
+    """Numbers that became too large on the way, told with the name of their tensor."""
+    try:
+        yield
+    except (ArithmeticError, torch.linalg.LinAlgError) as error:
+        raise MergestreamError(
+            f"tensor {name} cannot be merged: its numbers become too large on the way; nothing was written"
+        ) from error
+
+
+def refuse_overflow(value: Tensor) -> None:
+    if not is_finite(value):
+        raise OverflowError
 
 
 def no_state(slot: str, name: str) -> Value:
@@ -169,8 +195,11 @@ class Step:
         """Absorb one tensor of the one task vector and hand its new state to the writer."""
         (vector,) = self.vectors
         context = self.context(name, self.counts[-1], thresholds)
-        if name in self.bounds:
-            return self._absorb_factors(vector, name, context, writer)
+        with overflow_explained(name):
+            absorb = self._absorb_factors if name in self.bounds else self._absorb_dense
+            return absorb(vector, name, context, writer)
+
+    def _absorb_dense(self, vector: TaskVector, name: str, context: Context, writer: StateWriter) -> Outcome:
         layout, whole = self.method.layout(context), self.method.is_whole(context)
         before = self._state_before(name)
         held = {slot: dense(value) for slot, value in before.items()} if before is not None else None
@@ -196,6 +225,7 @@ class Step:
                 value = dense(absorbed.state[slot]).cpu().contiguous()
                 expected = form.shape if whole else piece.shape
                 assert tuple(value.shape) == tuple(expected), f"{self.method.name}: the slot {slot} is not as laid out"
+                refuse_overflow(value)
                 hashers[slot].update(value)
                 writer.write(slot, name, start, value.reshape(-1))
         if self.sketch and sketched:
@@ -231,6 +261,7 @@ class Step:
             if self.max_rank is not None and max(value.left.rank, value.right.rank) > self.max_rank:
                 value, lost = value.truncate(self.max_rank)
                 lost2 += lost
+            refuse_overflow(value.core)
             slots[slot] = value
         direction2 = squared_norm(self.method.direction({**slots}, context)) if self.measures_direction else None
         norm2 = vector.norm2[name]

@@ -221,7 +221,7 @@ def parse_parameters(method: type[Method], given: Mapping[str, Any]) -> dict[str
             raise UsageError(f"{method.name} has no parameter {key}{nearest(key, fields)} (it has: {known})")
         try:
             parsed[key] = _PARSERS[types[key]](value) if types[key] in _PARSERS else value
-        except (ValueError, KeyError):
+        except (ValueError, TypeError, OverflowError, KeyError):
             kind = "true or false" if types[key] is bool else "a number"
             raise UsageError(f"{method.name}: {key}={value} is not {kind}") from None
     return parsed

@@ -196,7 +196,8 @@ def _commands(store: StoreDirectory) -> Iterator[str]:
     init += ["--config-only"] if not manifest.base.measured else []
     yield shell_line(["mergestream", *init, "--keep", str(manifest.keep)])
     for entry in manifest.history:
-        add = ["add", path, entry.source, "--name", entry.name]
+        add = ["add", path, entry.source]
+        add += ["--name", entry.name] if entry.name.isprintable() else []  # else it is the one of its path
         allowed = ("partial", "allow_duplicate", "allow_other_base")
         add += [f"--{option.replace('_', '-')}" for option in allowed if entry.options.get(option)]
         add += repeated("--ignore", entry.options.get("ignore", ()))

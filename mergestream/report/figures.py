@@ -32,6 +32,8 @@ LONGEST_NAME = 40
 """Characters of a name in a figure."""
 MOST_LABELLED = 12
 """Cells carry their values up to this many in a row."""
+TALLEST = 40
+"""Up to this many rows a matrix grows; more share the height."""
 MOST_SEPARATED = 80
 """Up to this many columns there is a gap between them."""
 
@@ -236,9 +238,9 @@ def _matrix(
     *,
     cells: str | None = None,
 ) -> go.Figure:
-    """A heat map with rows of equal height, whatever room the names of the columns take below them; up to some
+    """A heat map with rows of one height, whatever room the names of the columns take below them; up to some
     columns, its cells carry their values in the form ``cells``."""
-    height = 28 * max(len(rows), 2)
+    height = 28 * min(max(len(rows), 2), TALLEST)
     names = 24 + 5.5 * max(map(len, columns), default=0)
     figure = go.Figure(
         go.Heatmap(

@@ -40,7 +40,7 @@ def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
     vector, expert, config = arrival.vector, arrival.vector.expert, None
     if vector.heads:
         source = expert.directory / "config.json" if expert.directory else None
-        config = read_json(source) if source and source.is_file() else None
+        config = read_json(source, finite=True) if source and source.is_file() else None
         layout = {name: expert.tensors[name] for name in vector.heads}
         with SafetensorsWriter(directory, layout, prefix="heads") as writer:
             for name in vector.heads:

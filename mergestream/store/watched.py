@@ -11,10 +11,10 @@ from typing import Any
 
 from mergestream.digest import text_digest
 from mergestream.files import write_json
-from mergestream.schema import conform, damaged, parse, read_text
+from mergestream.schema import BACKUP, conform, damaged, parse, read_text
 
 NAME = "watched.json"
-_REMEDY = "restore it from a backup, or remove it to have watch try again what was refused or taken back"
+_REMEDY = f"{BACKUP}, or remove it to have watch try again what was refused or taken back"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mergestream.base.architecture import load_architecture
+from mergestream.base.skeleton import open_base
 from mergestream.errors import MergestreamError
 
 transformers = pytest.importorskip("transformers")
@@ -316,3 +317,27 @@ def test_a_config_that_the_disk_does_not_give_is_not_taken_for_a_strange_one(tmp
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(MergestreamError, match=r"config\.json cannot be read: Input/output error"):
         load_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [{"num_hidden_layers": 10**6}, {"hidden_size": 10**12}, {"vocab_size": 10**18}, {"num_labels": 10**9}],
+    ids=str,
+)
+def test_a_model_that_nobody_can_have_is_not_built(number, tmp_path):
+    llama = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "vocab_size": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**llama, **number}))
+    with pytest.raises(MergestreamError, match=r"cannot be told from config.json \(.*TooLargeError\)"):
+        open_base(tmp_path, config_only=True)
+
+
+def test_modules_are_counted_while_a_model_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr("mergestream.base.architecture.MOST_MODULES", 10)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 8}))
+    assert load_architecture(tmp_path) == "config.json not usable by transformers: TooLargeError"

@@ -1,6 +1,7 @@
 """Hugging Face directories: which file leads to the weights, and an index that may not lead elsewhere."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from mergestream.checkpoints import open_checkpoint
+from mergestream.checkpoints.layout import companions
 from mergestream.errors import MergestreamError
 
 INDEX = "model.safetensors.index.json"
@@ -161,3 +163,26 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, "config.json is not valid JSON")
+
+
+def test_names_that_are_not_utf_8_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    strange = os.fsdecode(b"\xff")
+    (tmp_path / strange).mkdir()
+    save_file({"w": torch.ones(1)}, tmp_path / "plain.safetensors")
+    (tmp_path / "plain.safetensors").rename(tmp_path / f"{strange}.safetensors")
+    for path in (tmp_path / strange, tmp_path, tmp_path / f"{strange}.safetensors"):
+        with pytest.raises(MergestreamError, match="is not valid UTF-8; rename it"):
+            open_checkpoint(path)
+
+
+def test_links_of_companions_may_lead_to_a_hubs_cache_only(tmp_path: Path) -> None:
+    model, blobs = tmp_path / "snapshots" / "commit", tmp_path / "blobs"
+    for place in (model, blobs):
+        place.mkdir(parents=True)
+    (blobs / "1").write_text("{}")
+    (tmp_path / "secret").write_text("of the user")
+    (model / "config.json").symlink_to(blobs / "1")
+    assert [path.name for path in companions(model)] == ["config.json"]
+    (model / "merges.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(MergestreamError, match=r"merges\.txt is a link that leads out of the model's directory"):
+        list(companions(model))

@@ -232,3 +232,11 @@ def test_other_files_are_no_checkpoints(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(MergestreamError, match="no regular file"):
         open_checkpoint(tmp_path / "pipe.safetensors")
+
+
+def test_of_many_names_one_twice_is_found_soon(tmp_path: Path) -> None:
+    entry = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
+    names = [*range(60_000), 59_999]
+    header = "{" + ",".join(f'"t{name}":{entry}' for name in names) + "}"
+    with pytest.raises(MergestreamError, match="'t59999' is in it twice"):
+        open_checkpoint(raw(tmp_path / "a.safetensors", header.encode()))

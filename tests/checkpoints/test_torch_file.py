@@ -166,3 +166,30 @@ def test_random_damage_is_a_sentence_or_harmless(tmp_path: Path) -> None:
             assert tuple(checkpoint.read(name).shape) == info.shape
             checkpoint.read(name).double().sum()  # every element lies within the file
     assert refused > 100
+
+
+def test_a_state_dict_within_itself_has_an_end(tmp_path: Path) -> None:
+    path, cyclic = tmp_path / "model.bin", dict[str, Any]()
+    cyclic["state_dict"] = cyclic
+    torch.save(cyclic, path)
+    refused(path, "always another one within")
+
+
+def test_an_expanded_tensor_is_not_multiplied_out(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    torch.save({"a": torch.ones(1).expand(2**45)}, path)
+    refused(path, "'a' .* repeats its elements")
+
+
+def test_half_a_surrogate_pair_is_no_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    torch.save({"a\ud800": torch.ones(1)}, path)
+    refused(path, "is not a name")
+
+
+def test_tuples_that_double_with_every_level_are_not_hashed(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    doubled = b"h\x00\x86q\x00" * 60  # get the tuple, make a pair of it and itself, put it back
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02})q\x00" + doubled + b"K\x01s.")
+    refused(path, "tuples within tuples without end")

@@ -93,3 +93,12 @@ def test_torch_runs_on_one_thread_inside_and_as_before_outside():
     inside = {threads for _, threads in LocalEngine(2).run({"a": 1, "b": 1}, lambda name: torch.get_num_threads())}
     assert inside == {1}
     assert torch.get_num_threads() == before
+
+
+def test_a_system_without_threads_is_told_of(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(MergestreamError, match="no more threads; use --workers 1"):
+        list(LocalEngine(2).run({"a": 1, "b": 1}, lambda name: name))

@@ -112,7 +112,7 @@ def test_clip_is_limited_as_asked():
 
 
 def test_an_unknown_name_is_told_with_the_nearest():
-    known = "text, vision, text-lora, vision-lora, clip, and files"
+    known = "text, vision, text-lora, vision-lora, text-base, language, language-tiny, clip, and files"
     with pytest.raises(UsageError, match=rf"there is no suite imagenet \(there are: {known}"):
         open_suite("imagenet")
     with pytest.raises(UsageError, match="there is no suite vison; did you mean vision"):

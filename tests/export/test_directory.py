@@ -305,6 +305,18 @@ def test_companions_that_are_strange_do_not_matter(tmp_path):
     assert "base_model:" not in (out / "README.md").read_text(), "no hub id is known"
 
 
+def test_the_config_of_an_expert_with_a_head_is_kept_only_if_it_is_json(tmp_path):
+    def model(name: str, seed: int) -> Path:
+        return save_model(tmp_path / name, {**toy_expert(seed), "head.weight": torch.full((2, 3), float(seed))})
+
+    store = Store.create(tmp_path / "store", model("base", 0), Average(), heads=["head.*"])
+    expert = model("expert", 1)
+    (expert / "config.json").write_text('{"limits": [0, Infinity]}')
+    with pytest.raises(MergestreamError, match=r"config\.json is not valid JSON of finite numbers"):
+        store.add(expert)
+    assert not store.history
+
+
 def test_an_empty_store_has_nothing_to_export(tmp_path, toys):
     with pytest.raises(MergestreamError, match="add an expert first"):
         Store.create(tmp_path / "store", toys.base).export(Path(tmp_path / "merged"))

@@ -269,6 +269,7 @@ def test_export_killed_at_every_change_of_the_disk(replaces, tmp_path, toys):
             shutil.copytree(tmp_path / "old-model", place / "model")
         died = dies(number, export, store, place / "model")
         assert files(store) == before
+        assert (place / "model").exists() or not replaces, "the old one stays until the new one is there"
         if (place / "model").exists():
             seen.add("old" if files(place / "model") == old else "new")
             assert files(place / "model") in (old, new), "never half a model"

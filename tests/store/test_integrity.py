@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mergestream import OPCM, TIES, Average, MergestreamError, Store
+from mergestream.methods import make_method
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 from tests.handmade import handmade_adapter
 
@@ -144,3 +145,9 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path, toys: Toys):
     with pytest.raises(MergestreamError, match=r"not written: .*two experts have the same name"):
         twice.save(store.path)
     assert files(store.path) == before
+
+
+@pytest.mark.parametrize("value", [None, [], 10**400, "x"], ids=["null", "list", "long", "text"])
+def test_a_parameter_that_is_no_number_is_told(value):
+    with pytest.raises(MergestreamError, match=r"opcm: alpha=.* is not a number"):
+        make_method("opcm", {"alpha": value})

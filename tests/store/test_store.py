@@ -407,9 +407,8 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path, toys):
     """A real small file system where we may mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk], capture_output=True, check=False
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("may not mount a file system here")
     try:

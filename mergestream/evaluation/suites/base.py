@@ -20,6 +20,7 @@ class Suite(ABC):
     model_name: str
     tasks: tuple[str, ...]
     can_fine_tune: ClassVar[bool] = False  # whether there is training data, for continual fine-tuning
+    beside: ClassVar[tuple[str, ...]] = ()  # what ``accuracy`` also tells of a model of all tasks, and is no accuracy
     reopened: tuple[Callable[..., Suite], tuple[Any, ...]] | None = None
     """The call that gives a suite of a file once more, in another process"""
 
@@ -31,7 +32,7 @@ class Suite(ABC):
 
     @abstractmethod
     def accuracy(self, model: Path, task: str) -> float:
-        """Accuracy, between 0 and 1, of the model in that directory."""
+        """Accuracy, between 0 and 1, of the model in that directory; or one of the measures ``beside`` the tasks."""
 
     @abstractmethod
     def evaluation_key(self, task: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mergestream.errors import MergestreamError
+from mergestream.experts.adapters.patterns import PatternTable
 from mergestream.files import read_json
 
 CONFIG_NAME = "adapter_config.json"
@@ -55,18 +56,17 @@ class AdapterConfig:
     r: int
     alpha: float
     rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: PatternTable
+    alpha_pattern: PatternTable
     fan_in_fan_out: bool
 
     def rank(self, module: str) -> int:
-        return self.rank_pattern.get(_matching(self.rank_pattern, module), self.r)
+        return int(self.rank_pattern.get(module, self.r))
 
     def scaling(self, module: str) -> float:
         """s in W + s·B·A: lora_alpha/r, or lora_alpha/√r with ``use_rslora``."""
-        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, module), self.alpha)
-        rank = self.rank(module)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+        alpha, rank = self.alpha_pattern.get(module, self.alpha), self.rank(module)
+        return float(alpha / (math.sqrt(rank) if self.rslora else rank))
 
 
 def read_config(directory: Path) -> AdapterConfig:
@@ -96,14 +96,9 @@ def read_config(directory: Path) -> AdapterConfig:
         _pattern(path, fields, "alpha_pattern", (int, float)),
         bool(fields.get("fan_in_fan_out")),
     )
-    if config.r < 1 or any(rank < 1 for rank in config.rank_pattern.values()):
+    if config.r < 1 or any(rank < 1 for rank in config.rank_pattern.values.values()):
         raise MergestreamError(f"{path}: r and the ranks of rank_pattern must be at least 1")
     return config
-
-
-def _matching(pattern: Mapping[str, Any], module: str) -> str:
-    """The first key that matches the end of the module's path, from a dot on, as PEFT does it."""
-    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", module)), "")
 
 
 def _field(path: Path, fields: Mapping[str, Any], name: str, default: Any, kind: Any) -> Any:
@@ -113,20 +108,19 @@ def _field(path: Path, fields: Mapping[str, Any], name: str, default: Any, kind:
     return value
 
 
-def _pattern(path: Path, fields: Mapping[str, Any], name: str, kind: Any) -> dict[str, Any]:
+def _pattern(path: Path, fields: Mapping[str, Any], name: str, kind: Any) -> PatternTable:
     pattern = fields.get(name) or {}
+    if not isinstance(pattern, dict) or not all(_is_number(value, kind) for value in pattern.values()):
+        raise MergestreamError(f"{path}: {name} is no table of names and numbers")
     try:
-        for key, value in pattern.items():
-            re.compile(key)
-            if not _is_number(value, kind):
-                raise TypeError
-    except (AttributeError, TypeError, re.error) as error:
-        raise MergestreamError(f"{path}: {name} is no table of names and numbers") from error
-    return dict(pattern)
+        return PatternTable(pattern)
+    except ValueError as error:
+        raise MergestreamError(f"{path}: an expression in {name} cannot be honoured ({error}); {WAY_OUT}") from error
 
 
 def _is_number(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite one; of more digits than a float64 can hold there is none."""
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _short(value: Any) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mergestream.algebra.pieces import is_finite, squared_norm
 from mergestream.checkpoints import Checkpoint, TensorSpec, open_checkpoint
 from mergestream.checkpoints.location import Location
 from mergestream.digest import text_digest
@@ -178,17 +180,24 @@ class BoundAdapter:
             rights.append(right)
         if not lefts:
             return LowRank.zeros(shape, dtype)
-        delta = LowRank.from_factors(torch.cat(lefts, 1), torch.cat(rights), dtype, shape)
-        if float(delta.core.norm()) > torch.finfo(dtype).max:
-            raise MergestreamError(
-                f"{self.adapter.file}: the factors of {name} are so large that B·A overflows {dtype}"
-            )
+        left, right = torch.cat(lefts, 1), torch.cat(rights)
+        if not math.isfinite(squared_norm(left) + squared_norm(right)):
+            raise self.too_large(name)
+        delta = LowRank.from_factors(left, right, dtype, shape)
+        if not math.sqrt(squared_norm(delta.core)) <= torch.finfo(dtype).max:
+            raise self.too_large(name)
         return delta
+
+    def too_large(self, name: str) -> MergestreamError:
+        return MergestreamError(
+            f"{self.adapter.file}: the factors of {name}, scaled by lora_alpha in {self.adapter.config.path.name}, are "
+            "too large to be merged; repair or replace the adapter"
+        )
 
     def finite(self, key: str) -> Tensor:
         """A tensor of the adapter's file; NaN and Inf are refused."""
         tensor = self.adapter.weights.read(key)
-        if not bool(tensor.isfinite().all()):
+        if not is_finite(tensor):
             raise MergestreamError(
                 f"tensor {key} in {self.adapter.file} holds NaN or Inf; nothing was merged, repair or replace the file"
             )

@@ -77,6 +77,9 @@ class AdapterVector(TaskVector):
         for start, stop in ranges(self.model.tensors[name].numel):
             yield start, elements(start, stop)
 
+    def _unusable(self, name: str) -> MergestreamError:
+        return self.adapter.too_large(name) if self._in_factors(name) else super()._unusable(name)
+
     def _in_factors(self, name: str) -> bool:
         return self._reads(name) and name in self.adapter.terms
 

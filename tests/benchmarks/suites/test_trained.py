@@ -65,7 +65,9 @@ def tiny_trained_suite() -> TrainedSuite:
         Task(name, ("a", "b", "c"), ("made up",), partial(stripes, vertical))
         for name, vertical in (("rows", False), ("columns", True))
     ]
-    return Misnamed("tiny", TinyBackbone(), tasks, Recipe(samples=96, epochs=4, learning_rate=1e-3), 60, 40)
+    return Misnamed(
+        "tiny", TinyBackbone(), tasks, Recipe(samples=96, epochs=4, learning_rate=1e-3), 40, head_samples=60
+    )
 
 
 @pytest.mark.slow

