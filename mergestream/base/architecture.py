@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.checkpoints import TensorSpec, dtype_name
+from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 
 if TYPE_CHECKING:
@@ -75,6 +76,9 @@ def load_architecture(directory: Path) -> Architecture | str:
         with _quiet_and_offline(transformers):
             return _describe(_build(directory, transformers))
     except Exception as error:  # whatever a strange config makes transformers do, the rule still works
+        cause = error.__cause__ if isinstance(error, MergestreamError) else error
+        if isinstance(cause, OSError) and cause.errno:  # the disk's fault: read once more, it would be another model
+            raise
         return f"config.json not usable by transformers: {type(error).__name__}"
 
 

@@ -19,7 +19,7 @@ from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.opening import ExpertSource
-from mergestream.files import BESIDE, remove, remove_all_but, sync_directory
+from mergestream.files import BESIDE, directories_made, remove, remove_all_but, sync_directory
 from mergestream.interrupts import uninterrupted
 from mergestream.progress import Progress
 from mergestream.store.lock import NAME as LOCK
@@ -44,11 +44,19 @@ Result = TypeVar("Result")
 class StoreDirectory:
     """A directory that keeps the merged state of all models absorbed so far."""
 
-    def __init__(self, path: str | Path, *, engine: Engine | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        engine: Engine | None = None,
+        progress: Progress | None = None,
+        manifest: Manifest | None = None,
+    ) -> None:
+        """``manifest`` is for who is about to write it: once it is written, nothing may fail."""
         self.path = Path(path)
         check_parts(self.path)
         self._moved: BaseModel | None = None
-        self.manifest = self._load()
+        self.manifest = manifest or self._load()
         self.engine: Engine = engine or LocalEngine()
         self.progress = progress or Progress()
 
@@ -97,15 +105,15 @@ class StoreDirectory:
                 engine=engine,
                 progress=progress,
             )
+        manifest = Manifest(method.name, method.parameters, model, keep, max_rank)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            with directories_made(path), writer_lock(path):
+                _check_free(path)  # once more: it may have taken long to examine the base
+                store = cls(path, engine=engine, progress=progress, manifest=manifest)
+                manifest.save(path, new=True)
+                store._settle()
         except OSError as error:
             raise MergestreamError(f"{path} cannot be made: {error.strerror}") from error
-        with writer_lock(path):
-            _check_free(path)  # once more: it may have taken long to examine the base
-            Manifest(method.name, method.parameters, model, keep, max_rank).save(path, new=True)
-            store = cls(path, engine=engine, progress=progress)
-            store._settle()
         return store
 
     @property

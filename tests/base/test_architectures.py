@@ -1,5 +1,6 @@
 """Real architectures go in as checkpoints and come out as models that transformers loads."""
 
+import errno
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -304,6 +305,18 @@ def test_the_output_dtype_can_be_chosen(tmp_path, done):
     assert_equal_but_for_rounding(found, expected)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert model.dtype == torch.float32
+
+
+def test_a_config_that_the_disk_does_not_give_is_not_taken_for_a_strange_one(tmp_path, monkeypatch):
+    """Else the same base would be another one the next time."""
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(MergestreamError, match=r"config\.json cannot be read: Input/output error"):
+        load_architecture(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults import concurrency, disturbed, flips, forged, numerics, soak
+from tests.faults import concurrency, disturbed, flips, forged, inputs, numerics, soak
 from tests.faults.cases import Case
 from tests.faults.children import LIMIT
+from tests.faults.concurrency import mapped
 from tests.faults.scenarios import SCENARIOS, Prepared, make_toys
+
+INPUTS = 10_000
 
 
 class Family(NamedTuple):
@@ -36,6 +40,21 @@ def _over_scenarios(cases: Callable[[Sequence[Prepared]], Iterator[Case]]) -> Ca
     return lambda work: cases(_prepared(work.parent / "scenarios"))
 
 
+def _fuzzed(work: Path) -> Iterator[Case]:
+    for kind in ("config", "adapter"):  # have imported what reading them takes
+        (work / kind).mkdir()
+        inputs.fault(inputs.case(0, kind), work / kind)
+    made = (*inputs.known(), *map(inputs.case, range(INPUTS)))
+    return (Case(f"{number}: {case.label}", partial(_swallowed, case)) for number, case in enumerate(made))
+
+
+def _swallowed(case: inputs.Case, place: Path) -> str | None:
+    """Within two gigabytes of memory."""
+    most = mapped() + (2 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return inputs.fault(case, place)
+
+
 FAMILIES = (
     Family("calls", "a call fails, or is the last", _over_scenarios(disturbed.failing_calls), quick=60),
     Family("power", "power cuts", _over_scenarios(disturbed.power_cuts), quick=40),
@@ -43,6 +62,7 @@ FAMILIES = (
     Family("full", "full disks", _over_scenarios(disturbed.full_disks), quick=20),
     Family("flips", "a flipped bit in a file of a store", flips.cases, quick=0),
     Family("forged", "forged manifests and records", forged.cases, quick=0),
+    Family("inputs", "fuzzed checkpoints, configs, adapters", _fuzzed, quick=0),
     Family("numbers", "numbers and shapes at the edge", numerics.cases, quick=40, limit=600),
     Family("others", "races, read-only stores, limits of the system", concurrency.cases, quick=40),
     Family("soak", "500 adds with undos, removals and kills", soak.cases, quick=0, limit=3600),

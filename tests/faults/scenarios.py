@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -159,7 +160,7 @@ SCENARIOS = {
         Scenario("attach scores", [_init("opcm"), _add("expert-1")], ("attach", "0.5"), ("attach", "0.75")),
         Scenario(
             "move the base", [_init("opcm"), _add("expert-1")],
-            ("verify", "store", "--base", "TOYS/moved-base", *QUIET), _add("expert-2"),
+            ("relocate", "TOYS/moved-base"), _add("expert-2"),
         ),
     )
 }  # fmt: skip
@@ -182,17 +183,27 @@ def watch(directory: str, looks: int = 2, seconds: float = 0) -> int:
 
 
 def _attach(score: str) -> int:
-    from mergestream import MergestreamError, Store
+    return _in_python(lambda store: store.attach_scores(["a"], [[float(score)]]))
 
+
+def _relocate(base: str) -> int:
+    return _in_python(lambda store: store.relocate(base))
+
+
+def _in_python(act: Callable[[Any], object]) -> int:
+    """What there is no command for, or only one that does more."""
+    from mergestream import LocalEngine, MergestreamError, Store
+
+    warnings.simplefilter("ignore")  # that something could not be tidied up
     try:
-        Store("store").attach_scores(["a"], [[float(score)]])
+        act(Store("store", engine=LocalEngine(1)))
     except (MergestreamError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-_OTHERS: dict[str, Callable[..., int]] = {"watch": watch, "attach": _attach}
+_OTHERS: dict[str, Callable[..., int]] = {"watch": watch, "attach": _attach, "relocate": _relocate}
 
 
 # --- what it amounts to -------------------------------------------------------------------------------------

@@ -270,7 +270,7 @@ class Shim:
         return growth > 0 and taken(self.root) + growth > self.room
 
     def _is_ours(self, path: str) -> bool:
-        return path.startswith((f"{self.root}/", f"{self.inputs}/"))
+        return f"{path}/".startswith((f"{self.root}/", f"{self.inputs}/"))
 
     def _path(self, path: Any, directory: int | None = None) -> str:
         place = self._files.get(directory, "") if directory is not None else ""

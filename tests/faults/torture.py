@@ -3,13 +3,15 @@
     python -m tests.faults.torture              all of it, about an hour on two cores
     python -m tests.faults.torture --quick      the same few of each, as in CI
 
-A run that was cut short goes on where it was, for the same commit.
+Cases are tried in a random order, the same every time: as many as there is time for (``--minutes``) are a sample
+of all. A run that was cut short goes on where it was, for the same commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -19,10 +21,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mergestream.digest import text_digest
 from tests.faults import children
 from tests.faults.cases import Case
 from tests.faults.disturbed import PLACE, warm
@@ -43,16 +47,18 @@ def main() -> int:
     if options.quick:
         log.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="torture-", dir=_memory()) as directory:
-        run(Path(directory), [f for f in FAMILIES if not options.only or f.name in options.only], log, options)
+        families = [family for family in FAMILIES if not options.only or family.name in options.only]
+        total = run(Path(directory), families, log, options)
     results = _read(log)
     _print(results)
     if not options.quick and not options.only:
-        _publish(results, commit)
+        _publish(results, total, commit)
     return 1 if any(result["wrong"] for result in results) else 0
 
 
-def run(work: Path, families: Sequence[Family], log: Path, options: argparse.Namespace) -> None:
-    """Run what is not in the log yet; every worker has every n-th case."""
+def run(work: Path, families: Sequence[Family], log: Path, options: argparse.Namespace) -> int:
+    """Run what is not in the log yet, as far as there is time; every worker has every n-th case. Returns how many cases
+    there are in all."""
     warm(work / "warm")
     done = {(result["family"], result["case"]) for result in _read(log)}
     cases: list[tuple[Family, Case]] = []
@@ -62,11 +68,14 @@ def run(work: Path, families: Sequence[Family], log: Path, options: argparse.Nam
         if options.quick:
             found = _sample(found, family.quick)
         cases += [(family, case) for case in found if (family.name, case.name) not in done]
+    longest = max(family.limit for family in families)
+    cases.sort(key=lambda case: (case[0].limit < longest, text_digest(f"{case[0].name} {case[1].name}")))
+    expected, started = len(done) + len(cases), time.monotonic()
+    deadline = started + 60 * options.minutes
     workers = [
-        children.start(lambda number=number: _work(work / f"worker-{number}", cases[number :: options.workers], log))
+        children.start(partial(_work, work / f"worker-{number}", cases[number :: options.workers], log, deadline))
         for number in range(options.workers)
     ]
-    expected, started = len(done) + len(cases), time.monotonic()
     while not all(worker.ended(0) for worker in workers):
         if not options.quick:
             print(f"\r{len(_read(log))} of {expected}, {time.monotonic() - started:.0f} s", end="", flush=True)
@@ -77,6 +86,7 @@ def run(work: Path, families: Sequence[Family], log: Path, options: argparse.Nam
         outcome = worker.wait()
         if outcome.code:
             sys.exit(outcome.err)
+    return expected
 
 
 def _sample(cases: Sequence[Case], count: int) -> list[Case]:
@@ -88,9 +98,11 @@ def _sample(cases: Sequence[Case], count: int) -> list[Case]:
     return [cases[dice.randrange(low, high)] for low, high in pairwise(edges)]
 
 
-def _work(home: Path, cases: Sequence[tuple[Family, Case]], log: Path) -> None:
+def _work(home: Path, cases: Sequence[tuple[Family, Case]], log: Path, deadline: float) -> None:
     place = home / PLACE
     for family, case in cases:
+        if time.monotonic() > deadline:
+            break
         shutil.rmtree(home, ignore_errors=True)
         place.mkdir(parents=True)
         started = time.monotonic()
@@ -136,15 +148,17 @@ def _print(results: Sequence[dict[str, Any]]) -> None:
     print(f"{sum(result['seconds'] for result in results):.0f} s of work")
 
 
-def _publish(results: Sequence[dict[str, Any]], commit: str) -> None:
+def _publish(results: Sequence[dict[str, Any]], total: int, commit: str) -> None:
     """The counts, with the commit, into the results and the page that shows them."""
     rows = counts(results)
     seconds = round(sum(result["seconds"] for result in results))
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps({"commit": commit, "seconds": seconds, "families": rows}, indent=1) + "\n")
+    found = {"commit": commit, "cases": total, "tried": len(results), "seconds": seconds, "families": rows}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    text = f"Commit `{commit}`, {seconds / 3600:.1f} hours of one core.\n\n{table(rows)}"
+    tried = "all" if len(results) == total else f"a random {len(results):,} of"
+    text = f"Commit `{commit}`: {tried} {total:,} cases.\n\n{table(rows)}"
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", "utf-8")
     subprocess.run([sys.executable, "-m", "tests.faults.soak"], cwd=ROOT, check=True)  # here pictures are not drawn
 
@@ -168,6 +182,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few cases of each family")
     parser.add_argument("--only", action="append", choices=[family.name for family in FAMILIES], help="this family")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so many")
     parser.add_argument("--log", type=Path, help="where each case is noted as it is done")
     return parser.parse_args()
 

@@ -575,3 +575,11 @@ def test_an_at_sign_in_a_path_is_no_revision(tmp_path, toys):
     place = save_model(tmp_path / "weeks@2026" / "legal@v2", toy_expert(1))
     store = Store.create(tmp_path / "store", toys.base)
     assert store.add(place).name == "legal@v2"
+
+
+def test_a_new_store_outlives_a_power_cut(tmp_path, toys, monkeypatch):
+    """The name of its directory is flushed, too."""
+    flushed = []
+    monkeypatch.setattr("mergestream.files.sync_directory", lambda path: flushed.append(path.resolve()))
+    Store.create(tmp_path / "a" / "store", toys.base)
+    assert {tmp_path, tmp_path / "a"} <= set(flushed)
