@@ -262,7 +262,7 @@ class Arrival:
             state=writer.finish(self.outcomes),
             record=write_record(record_directory(self.store.path, self.number), self, sketch),
             fates=self.fates,
-            options={**self.options, **self._insisted},
+            options=self._options_needed,
             cut=self.cut,
             notes=self.notes,
             **{key: value for key, value in vars(totals).items() if key != "t"},
