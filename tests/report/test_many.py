@@ -111,7 +111,7 @@ def test_the_card_of_many_experts_has_a_picture_like_any_other(
     from matplotlib.image import imread
 
     read = []
-    monkeypatch.setattr(diagnostics, "read_sketch", lambda place: read.append(place) or original(place))
+    monkeypatch.setattr(diagnostics, "read_sketch", lambda *place: read.append(place) or original(*place))
     out = many.export(tmp_path / "merged")
     card = (out / "README.md").read_text(encoding="utf-8")
     assert len(read) == MANY, "each sketch is read once"
