@@ -140,7 +140,7 @@ class Survival:
 def similarity(store: StoreDirectory) -> Similarity:
     sketches = [read_sketch(store.path, entry) for entry in store.history]
     width = min(map(len, sketches), default=WIDTH)
-    names = tuple(entry.name for entry in store.history)
+    names = tuple(store.manifest.names)
     return Similarity(names, tuple(map(tuple, cosines(sketches))), error_of(width))
 
 

@@ -95,7 +95,7 @@ def test_every_expert_is_an_adapter_again_and_peft_switches_between_them(tmp_pat
     store = store_of(tmp_path / "store", base, adapters, EXACT)
     store.export_adapters(tmp_path / "loras", dtype="float64")
     names = [entry.name for entry in store.history]
-    assert sorted(path.name for path in (tmp_path / "loras").iterdir()) == sorted(names)
+    assert sorted(path.name for path in (tmp_path / "loras").iterdir() if path.is_dir()) == sorted(names)
     served = peft.PeftModel.from_pretrained(workshop.load(base), tmp_path / "loras" / names[0], adapter_name=names[0])
     for name in names[1:]:
         served.load_adapter(tmp_path / "loras" / name, adapter_name=name)

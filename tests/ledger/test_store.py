@@ -84,13 +84,17 @@ def _saved(directory, *models):
     return base, experts
 
 
+def contents(store: Store) -> dict[str, bytes]:
+    """All that a store is: neither its lock, nor what `watch` is to leave alone."""
+    return {name: content for name, content in files(store.path).items() if name not in ("lock", "watched.json")}
+
+
 def test_undo_drops_the_last_entry_as_often_as_there_is_one(tmp_path, paths):
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:2])
-    before = {name: content for name, content in files(store.path).items() if name != "lock"}
+    before = contents(store)
     store.add(paths[2])
     store.undo()
-    after = {name: content for name, content in files(store.path).items() if name != "lock"}
-    assert after == before
+    assert contents(store) == before
     store.undo()
     assert names(store) == [] and not entry_files(store)
 
@@ -116,13 +120,13 @@ def test_any_expert_can_be_removed_and_the_store_goes_on(tmp_path, paths, models
 
 def test_a_removal_that_cannot_be_committed_changes_nothing(tmp_path, paths):
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
-    before = files(store.path, ".json", ".safetensors")
+    before = contents(store)
     with (
         patch("mergestream.store.manifest.Manifest.save", side_effect=MergestreamError("disk full")),
         pytest.raises(MergestreamError),
     ):
         store.remove("expert2")
-    assert files(store.path, ".json", ".safetensors") == before
+    assert contents(store) == before
     Store(store.path).verify()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,14 @@ def crowded(path: Path, models: Path, method: Any, count: int) -> Store:
     store = Store.create(path, models / "base", method)
     for name in EXPERTS:
         store.add(models / name)
-    history = [dataclasses.replace(store.history[i % 3], name=f"expert-{i}") for i in range(count)]
-    history[-1] = dataclasses.replace(store.history[-1], name=f"expert-{count - 1}")
+    came = [*(i % 3 for i in range(count - 1)), 2]  # the state is that after the last
+    for number, which in enumerate(came[3:], 4):
+        for part in store.path / "steps", store.path / "experts":
+            if (part / f"{which + 1:04d}").is_dir():
+                shutil.copytree(part / f"{which + 1:04d}", part / f"{number:04d}", copy_function=os.link)
+    history = [
+        dataclasses.replace(store.history[which], name=f"expert-{i}", number=i + 1) for i, which in enumerate(came)
+    ]
     store.manifest = dataclasses.replace(store.manifest, history=tuple(history))
     store.manifest.save(store.path)
     return store
@@ -103,7 +111,7 @@ def test_the_card_of_many_experts_has_a_picture_like_any_other(
     from matplotlib.image import imread
 
     read = []
-    monkeypatch.setattr(diagnostics, "read_sketch", lambda place: read.append(place) or original(place))
+    monkeypatch.setattr(diagnostics, "read_sketch", lambda *place: read.append(place) or original(*place))
     out = many.export(tmp_path / "merged")
     card = (out / "README.md").read_text(encoding="utf-8")
     assert len(read) == MANY, "each sketch is read once"

@@ -53,19 +53,28 @@ class Killed(BaseException):
 
 
 def is_killed(operation: Callable[[], object], place: Place, after: int = 0) -> bool:
-    """Let an operation die at a call of a function, after so many that go well; whether it got there."""
+    """Let an operation die at a call of a function, after so many that go well; whether it got there. What is called
+    before and after a commit alike, to tidy up, is left alone until then."""
     owner, name = place
     original: Callable[..., Any] = getattr(owner, name)
+    save = Manifest.save
     left = after
+    counts = place not in (PRUNING, TIDYING)
+
+    def committing(*arguments: Any, **options: Any) -> None:
+        nonlocal counts
+        save(*arguments, **options)
+        counts = True
 
     def dying(*arguments: Any, **options: Any) -> Any:
         nonlocal left
-        if left == 0:
+        if counts and left == 0:
             raise Killed
-        left -= 1
+        left -= counts
         return original(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Manifest, "save", committing)
         patch.setattr(owner, name, dying)
         try:
             operation()
@@ -113,6 +122,10 @@ class Sequences(RuleBasedStateMachine):
     def open(self) -> Store:
         return Store(self.place / "store", engine=LocalEngine(workers=1))
 
+    def open_to_write(self) -> Store:
+        self.prune()
+        return self.open()
+
     def add_to(self, store: Store, expert: int) -> None:
         store.add(self.toys.experts[expert], allow_duplicate=True)
 
@@ -130,9 +143,15 @@ class Sequences(RuleBasedStateMachine):
     def counts(self, history: tuple[int, ...], killed_at: Place | None = None) -> None:
         """What an operation has made real; one that was killed then has not removed all that is not needed any more."""
         step = len(history)
-        oldest = 1 if killed_at == PRUNING or self.method.remembers_experts else step - KEEP
-        self.kept = {number for number in self.kept | {step} if max(oldest, 1) <= number <= step}
+        self.kept = {number for number in self.kept | {step} if 1 <= number <= step}
         self.history, self.tidied = history, killed_at is None
+        if killed_at != PRUNING:
+            self.prune()
+
+    def prune(self) -> None:
+        """What every operation that may write begins with, too."""
+        if not self.method.remembers_experts:
+            self.kept = {number for number in self.kept if number >= len(self.history) - KEEP}
 
     @property
     def can_undo(self) -> bool:
@@ -141,57 +160,57 @@ class Sequences(RuleBasedStateMachine):
     @rule(expert=st.integers(0, 3))
     def add(self, expert: int) -> None:
         """Also what resumes an addition that was cut short."""
-        self.add_to(self.open(), expert)
+        self.add_to(self.open_to_write(), expert)
         self.counts((*self.history, expert))
 
     @rule(expert=st.integers(0, 3), place=st.sampled_from(BEFORE_IT_COUNTS), after=st.integers(0, 3))
     def add_killed(self, expert: int, place: Place, after: int) -> None:
         once_a_tensor = place in BEFORE_IT_COUNTS[:2]
-        if is_killed(lambda: self.add_to(self.open(), expert), place, after if once_a_tensor else 0):
+        if is_killed(lambda: self.add_to(self.open_to_write(), expert), place, after if once_a_tensor else 0):
             self.tidied = False
         else:  # fewer tensors were left to do
             self.counts((*self.history, expert))
 
     @rule(expert=st.integers(0, 3), place=st.sampled_from([PRUNING, TIDYING]))
     def add_killed_when_it_counts(self, expert: int, place: Place) -> None:
-        assert is_killed(lambda: self.add_to(self.open(), expert), place)
+        assert is_killed(lambda: self.add_to(self.open_to_write(), expert), place)
         self.counts((*self.history, expert), killed_at=place)
 
     @rule(expert=st.integers(0, 3))
     def add_refused_by_a_review(self, expert: int) -> None:
         with pytest.raises(MergestreamError, match="not good enough"):
-            self.open().absorb(self.toys.experts[expert], allow_duplicate=True, review=refuse)
+            self.open_to_write().absorb(self.toys.experts[expert], allow_duplicate=True, review=refuse)
 
     @precondition(lambda self: self.history)
     @rule()
     def add_refused_as_a_duplicate(self) -> None:
         with pytest.raises(MergestreamError, match="has been absorbed already"):
-            self.open().add(self.toys.experts[self.history[0]])
+            self.open_to_write().add(self.toys.experts[self.history[0]])
 
     @rule()
     def relocate(self) -> None:
-        self.open().relocate(self.toys.base)
+        self.open_to_write().relocate(self.toys.base)
 
     @precondition(lambda self: self.history)
     @rule()
     def undo(self) -> None:
         if not self.can_undo:
             with pytest.raises(MergestreamError, match="used up"):
-                self.open().undo()
+                self.open_to_write().undo()
         else:
-            self.open().undo()
+            self.open_to_write().undo()
             self.counts(self.history[:-1])
 
     @precondition(lambda self: self.history and self.can_undo)
     @rule()
     def undo_killed(self) -> None:
-        assert is_killed(lambda: self.open().undo(), COMMITTING)
+        assert is_killed(lambda: self.open_to_write().undo(), COMMITTING)
         self.tidied = False
 
     @precondition(lambda self: self.history and self.can_undo)
     @rule()
     def undo_killed_when_it_counts(self) -> None:
-        assert is_killed(lambda: self.open().undo(), PRUNING)
+        assert is_killed(lambda: self.open_to_write().undo(), PRUNING)
         self.counts(self.history[:-1], killed_at=PRUNING)
 
     @invariant()
@@ -214,7 +233,9 @@ class Sequences(RuleBasedStateMachine):
             steps = {f"steps/{step_name(number)}" for number in self.kept}
             experts = {f"experts/{step_name(number)}" for number in range(1, len(self.history) + 1)}
             assert {str(path.relative_to(store)) for path in store.glob("*/*")} == steps | experts
-            assert {path.name for path in store.iterdir()} <= {"manifest.json", "lock", "steps", "experts"}
+            assert {path.name for path in store.iterdir()} <= {
+                *("manifest.json", "lock", "steps", "experts", "watched.json")
+            }
             assert not [path for path in store.rglob("*") if path.name in ("plan.json", "journal")]
 
 
