@@ -91,7 +91,8 @@ class Output:
             try:
                 yield work
             finally:
-                self._settle(work)
+                with suppress(OSError):  # it is in its place, or an error is on its way; the next export settles it
+                    self._settle(work)
 
     def _settle(self, work: Path) -> None:
         """Put an old export back that was to be replaced and was not, and remove all else."""

@@ -320,3 +320,17 @@ def test_the_config_of_an_expert_with_a_head_is_kept_only_if_it_is_json(tmp_path
 def test_an_empty_store_has_nothing_to_export(tmp_path, toys):
     with pytest.raises(MergestreamError, match="add an expert first"):
         Store.create(tmp_path / "store", toys.base).export(Path(tmp_path / "merged"))
+
+
+def test_what_cannot_be_tidied_up_is_no_reason_to_say_that_nothing_was_written(store, tmp_path, monkeypatch):
+    settle, calls = Output._settle, []
+
+    def fail_afterwards(self: Output, work: Path) -> None:
+        calls.append(work)
+        if len(calls) > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        settle(self, work)
+
+    monkeypatch.setattr(Output, "_settle", fail_afterwards)
+    store.export(tmp_path / "merged", pictures=False)
+    assert len(calls) == 2 and (tmp_path / "merged" / "model.safetensors").is_file()

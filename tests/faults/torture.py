@@ -38,6 +38,9 @@ PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- written by make torture -->", "<!-- end -->"
 
 
+HOUR = 3600.0
+
+
 def main() -> int:
     options = _options()
     os.nice(5)
@@ -68,8 +71,9 @@ def run(work: Path, families: Sequence[Family], log: Path, options: argparse.Nam
         if options.quick:
             found = _sample(found, family.quick)
         cases += [(family, case) for case in found if (family.name, case.name) not in done]
-    longest = max(family.limit for family in families)
-    cases.sort(key=lambda case: (case[0].limit < longest, text_digest(f"{case[0].name} {case[1].name}")))
+    cases.sort(
+        key=lambda case: (case[0].limit < HOUR, text_digest(f"{case[0].name} {case[1].name}"))
+    )  # long ones first
     expected, started = len(done) + len(cases), time.monotonic()
     deadline = started + 60 * options.minutes
     workers = [
