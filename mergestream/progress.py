@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mergestream.errors import MergestreamWarning
-from mergestream.text import SENTENCE, one_line
+from mergestream.escaping import SENTENCE, one_line
 
 Advance = Callable[[int], None]
 

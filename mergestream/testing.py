@@ -316,8 +316,10 @@ def zero_task_vectors_are_absorbed(method: Method) -> None:
     """Nothing becomes NaN, and the base merged with itself is the base wherever nothing leads to nothing."""
     base, expert, *_ = make_models(1)
     for experts in ([expert, base], [base, expert], [base, base]):
-        merged = merged_in_memory(method, base, experts)
-        assert all(bool(x.isfinite().all()) for x in merged.values()), "NaN or Inf comes of a zero task vector"
+        try:
+            merged_in_memory(method, base, experts)
+        except MergestreamError as error:  # whatever is not finite is refused
+            raise AssertionError(f"a zero task vector is not absorbed: {error}") from error
     for name in LINEAR[0], "a.bias":
         for context, zero in _arrivals(method, name, [base, base]):
             if dense(method.direction(method.absorb(None, zero, context).state, context)).any():
@@ -446,10 +448,11 @@ def saved_adapters(rank: int = 3) -> Iterator[tuple[Path, Path, StateDict, list[
 def adapter_equals_its_dense_form(method: Method) -> None:
     """In float64, where the two differ by rounding only; and in pieces that end within a row, to the last bit."""
     with saved_adapters() as (directory, path, base, experts, adapters):
-        as_models = exported(make_store(directory / "dense", method, path, experts))
-        as_adapters = exported(make_store(directory / "factors", method, path, adapters))
+        readout = "agree" if method.remembers_experts else None  # by default adapters have another one
+        as_models = exported(make_store(directory / "dense", method, path, experts), readout=readout)
+        as_adapters = exported(make_store(directory / "factors", method, path, adapters), readout=readout)
         with pieces_of(100):
-            in_pieces = exported(make_store(directory / "pieces", method, path, adapters))
+            in_pieces = exported(make_store(directory / "pieces", method, path, adapters), readout=readout)
     assert_close(as_adapters, as_models, base, 1e-6, "as adapters")
     assert_same(in_pieces, as_adapters, "as adapters, in pieces of 100")
 

@@ -10,7 +10,7 @@ import mergestream
 
 PACKAGE = Path(mergestream.__file__).parent
 ORDER = [
-    *("errors", "text", "sizes", "digest", "files", "schema", "progress", "interrupts", "registry", "commands"),
+    *("errors", "escaping", "sizes", "digest", "files", "schema", "progress", "interrupts", "registry", "commands"),
     *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "merging"),
     *("store", "export", "report", "api"),
     *("evaluation", "testing", "cli", "__init__", "__main__"),

@@ -10,8 +10,8 @@ from io import TextIOWrapper
 from mergestream.cli.parser import parse
 from mergestream.cli.printing import print_error
 from mergestream.errors import MergestreamError
+from mergestream.escaping import check_utf8
 from mergestream.interrupts import Terminated, terminated_like_interrupted
-from mergestream.text import check_utf8
 
 INTERRUPTED, TERMINATED = 130, 143
 """128 and the number of the signal, as a shell says it"""

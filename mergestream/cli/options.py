@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import UsageError
+from mergestream.escaping import shell_line
 from mergestream.sizes import parse_size
-from mergestream.text import shell_line
 
 if TYPE_CHECKING:
     from mergestream.api import Store

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol, cast
 from mergestream import __version__
 from mergestream.cli.options import add_arguments
 from mergestream.errors import UsageError, nearest
-from mergestream.text import SENTENCE, one_line
+from mergestream.escaping import SENTENCE, one_line
 
 DESCRIPTION = """\
 Merge fine-tuned models into one model as they arrive.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mergestream.text import SENTENCE, one_line
+from mergestream.escaping import SENTENCE, one_line
 
 LONGEST_CELL = 100
 

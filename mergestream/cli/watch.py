@@ -17,7 +17,7 @@ from mergestream.cli.log import entry_json
 from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument, switch
 from mergestream.cli.printing import print_error, print_json_line, say
 from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
-from mergestream.text import SENTENCE, check_utf8, one_line
+from mergestream.escaping import SENTENCE, check_utf8, one_line
 
 if TYPE_CHECKING:
     from mergestream.api import Store

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mergestream.text import one_line
+from mergestream.escaping import one_line
 
 QUIET_SECONDS = 60  # in a log, a long run says at least this often that it lives
 

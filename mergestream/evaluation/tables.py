@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mergestream.escaping import SENTENCE, markdown_text, one_line
 from mergestream.evaluation.checkout import table1_value
 from mergestream.evaluation.results import Results
 from mergestream.files import write_text
 from mergestream.report.markdown import table as markdown_table
 from mergestream.report.metrics import Spread, mean
-from mergestream.text import SENTENCE, markdown_text, one_line
 
 PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
 

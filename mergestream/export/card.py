@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
+from mergestream.escaping import code, markdown_text, one_line
 from mergestream.merging.reading import EntriesReading, Reading, StateReading
 from mergestream.methods.scale import inverse
-from mergestream.text import code, markdown_text, one_line
 
 if TYPE_CHECKING:
     from mergestream.store.manifest import Expert

@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
+from mergestream.escaping import shell_line
 from mergestream.report.diagnostics import MOST_SHOWN, Similarity, Survival, few, plain, similarity, survival
 from mergestream.report.ledger import LedgerFacts
 from mergestream.report.scores import Scores, attached
 from mergestream.store.arrival import LARGE
-from mergestream.text import shell_line
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, StoreDirectory

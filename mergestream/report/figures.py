@@ -11,11 +11,11 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.errors import MergestreamError
+from mergestream.escaping import one_line
 from mergestream.report.diagnostics import Similarity, Survival
 from mergestream.report.facts import finite
 from mergestream.report.ledger import DAMAGED, LedgerFacts
 from mergestream.report.scores import Scores
-from mergestream.text import one_line
 
 try:
     import plotly.graph_objects as go

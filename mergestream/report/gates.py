@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mergestream.commands import NUMBER, CommandError, check_command, last_number, run_command
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.escaping import one_line
 from mergestream.export.directory import Output
 from mergestream.export.model import export_model
 from mergestream.files import remove
@@ -21,7 +22,6 @@ from mergestream.store.collisions import entries_reading
 from mergestream.store.manifest import Expert, Manifest, PassedGate
 from mergestream.store.parts import CANDIDATE
 from mergestream.store.snapshot import Snapshot
-from mergestream.text import one_line
 
 QUANTITIES = {
     "kept": "the share of the expert that enters the merged state",

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mergestream.escaping import SENTENCE, code, markdown_text
 from mergestream.report.facts import Facts, shown
 from mergestream.report.ledger import LedgerFacts
-from mergestream.text import SENTENCE, code, markdown_text
 
 if TYPE_CHECKING:
     from mergestream.store import Expert

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 from mergestream.base.names import natural
+from mergestream.escaping import SENTENCE, one_line
 from mergestream.report import figures
 from mergestream.report.diagnostics import Survival
 from mergestream.report.facts import Facts, shown
 from mergestream.report.ledger import DAMAGED, LedgerFacts
-from mergestream.text import SENTENCE, one_line
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -13,7 +13,7 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from mergestream.text import one_line
+from mergestream.escaping import one_line
 
 if TYPE_CHECKING:
     from mergestream.report.diagnostics import Similarity

@@ -18,6 +18,7 @@ from mergestream.base.skeleton import Skeleton
 from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name
 from mergestream.digest import combined_digest
 from mergestream.errors import MergestreamError
+from mergestream.escaping import SENTENCE, one_line
 from mergestream.experts.adapters import Adapter
 from mergestream.experts.opening import ExpertSource, open_expert, task_vector
 from mergestream.experts.origin import Origin, origin
@@ -29,7 +30,6 @@ from mergestream.store.manifest import Expert, Options
 from mergestream.store.records import copy_record, cosines_to, record_directory, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepWriter, slot_name
-from mergestream.text import SENTENCE, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -78,7 +78,7 @@ def make_models(architecture: Callable[[], nn.Module], dtype: torch.dtype, exper
         expert.load_state_dict(base.state_dict())
         with torch.no_grad():
             for parameter in expert.parameters():  # tied ones once
-                parameter += (torch.randn(parameter.shape) * 0.02).to(dtype)
+                parameter += (torch.randn(parameter.shape) * 0.01).to(dtype)
         models.append(expert)
     return models
 

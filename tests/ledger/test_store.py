@@ -84,17 +84,12 @@ def _saved(directory, *models):
     return base, experts
 
 
-def contents(store: Store) -> dict[str, bytes]:
-    """All that a store is: neither its lock, nor what `watch` is to leave alone."""
-    return {name: content for name, content in files(store.path).items() if name not in ("lock", "watched.json")}
-
-
 def test_undo_drops_the_last_entry_as_often_as_there_is_one(tmp_path, paths):
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:2])
-    before = contents(store)
+    before = files(store.path, ".json", ".safetensors")
     store.add(paths[2])
     store.undo()
-    assert contents(store) == before
+    assert files(store.path, ".json", ".safetensors") == before
     store.undo()
     assert names(store) == [] and not entry_files(store)
 
@@ -120,13 +115,13 @@ def test_any_expert_can_be_removed_and_the_store_goes_on(tmp_path, paths, models
 
 def test_a_removal_that_cannot_be_committed_changes_nothing(tmp_path, paths):
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
-    before = contents(store)
+    before = files(store.path, ".json", ".safetensors")
     with (
         patch("mergestream.store.manifest.Manifest.save", side_effect=MergestreamError("disk full")),
         pytest.raises(MergestreamError),
     ):
         store.remove("expert2")
-    assert contents(store) == before
+    assert files(store.path, ".json", ".safetensors") == before
     Store(store.path).verify()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergestream.text import code, markdown_text, one_line, shell_line
+from mergestream.escaping import code, markdown_text, one_line, shell_line
 
 
 @pytest.mark.parametrize(
