@@ -375,8 +375,8 @@ class StoreDirectory:
             try:
                 found = read()
             except (MergestreamError, OSError):
-                self.manifest = self._load()
-                if self.manifest == manifest:
+                met, self.manifest = self.manifest, self._load()
+                if met == manifest == self.manifest:  # one that `snapshot` has met may have been taken back since
                     raise
             else:
                 if self.manifest == manifest:  # else `snapshot` has met a newer one on the way

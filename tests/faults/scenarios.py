@@ -193,6 +193,7 @@ def _relocate(base: str) -> int:
 def _in_python(act: Callable[[Any], object]) -> int:
     """What there is no command for, or only one that does more."""
     from mergestream import LocalEngine, MergestreamError, Store
+    from mergestream.cli import INTERRUPTED
 
     warnings.simplefilter("ignore")  # that something could not be tidied up
     try:
@@ -200,6 +201,9 @@ def _in_python(act: Callable[[Any], object]) -> int:
     except (MergestreamError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # in Python that is the caller's to tell
+        print("error: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

@@ -525,3 +525,20 @@ def test_fewer_are_kept_at_once(store):
         store.snapshot(1)
     with pytest.raises(MergestreamError, match="at least 0"):
         store.keep(-1)
+
+
+def test_a_reader_that_met_an_expert_which_was_taken_back_since_reads_once_more(store, toys):
+    """The manifest is what it was when it began, but not what it read by."""
+    reader, attempts = Store(store.path), []
+
+    def read() -> int:
+        attempts.append(reader.manifest.step)
+        if len(attempts) == 1:
+            store.add(toys.experts[2])
+            reader.refresh()
+            store.undo()
+            raise MergestreamError("the expert that was met is gone")
+        return reader.manifest.step
+
+    assert reader.retried(read) == 2
+    assert attempts == [2, 2]
