@@ -134,7 +134,8 @@ def forgetting(proofs: Sequence[Proof]) -> Iterator[str]:
                 continue
             cells.append(percent(results.spread(row, lambda run: metrics.backward_transfer(run.matrix))))
             cells.append(percent(results.spread(row, _retention(results))))
-        lines.append((name, *cells))
+        if any(cell != "–" for cell in cells):
+            lines.append((name, *cells))
     yield from table(("", *headings), lines)
 
 
