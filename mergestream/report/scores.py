@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
-from mergestream.files import write_json
+from mergestream.files import cannot_write, put_text, sync_directory, to_json
 from mergestream.report.metrics import average_accuracy, backward_transfer
 from mergestream.schema import conform, damaged, foreign, parse, read_text
 
@@ -103,7 +103,15 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
         # Scores belong to a state: after an undo and another add, they must not be shown for the new one.
         "states": [_state(store, entry) for entry in store.history[: len(scores.matrix)]],
     }
-    write_json(store.path / NAME, {**data, "digest": _digest(data)})
+    path = store.path / NAME
+    try:
+        put_text(path, to_json({**data, "digest": _digest(data)}))
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    try:
+        sync_directory(store.path)
+    except OSError as error:  # they are there
+        store.progress.note(f"{path} is written, but may not outlive a power cut: {error.strerror}")
 
 
 def attached(store: StoreDirectory) -> Scores | None:

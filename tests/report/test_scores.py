@@ -1,9 +1,12 @@
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from mergestream import Store
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, MergestreamWarning
+from mergestream.report import scores
 from tests.report.conftest import EXPERTS, SCORES
 
 
@@ -14,6 +17,16 @@ def test_scores_come_back_with_acc_and_bwt(scored: Store) -> None:
     assert found.base == (0.2, 0.3, 0.4) and found.experts == (0.95, 0.97, 0.9)
     assert found.acc == pytest.approx((0.7 + 0.85 + 0.8) / 3)
     assert found.bwt == pytest.approx(((0.7 - 0.9) + (0.85 - 0.95)) / 2)
+
+
+def test_scores_that_are_there_are_no_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(scores, "sync_directory", failing)
+    with pytest.warns(MergestreamWarning, match=r"scores\.json is written, but may not outlive a power cut"):
+        store.attach_scores(["cars"], [[0.9]])
+    assert store.scores is not None and store.scores.matrix == ((0.9,),)
 
 
 def test_a_store_without_scores_has_none(store: Store) -> None:
