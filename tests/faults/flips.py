@@ -100,7 +100,7 @@ def _inspect(made: Made, out: Path) -> tuple[Outcome, object]:
 
 def _add(made: Made, out: Path) -> tuple[Outcome, object]:
     outcome = command("add", made.path, made.third, "--gate", "max_cosine<=1")
-    return outcome, files(made.path / "steps/0003", ".safetensors", ".json")
+    return outcome, {path.name: meaning(path) for path in sorted((made.path / "steps/0003").glob("*.*"))}
 
 
 COMMANDS: dict[str, Callable[[Made, Path], tuple[Outcome, object]]] = {

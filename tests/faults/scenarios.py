@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -196,6 +197,7 @@ def _in_python(act: Callable[[Any], object]) -> int:
     from mergestream.cli import INTERRUPTED
 
     warnings.simplefilter("ignore")  # that something could not be tidied up
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as a program does that minds it
     try:
         act(Store("store", engine=LocalEngine(1)))
     except (MergestreamError, OSError) as error:
