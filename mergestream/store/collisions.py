@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -128,14 +127,12 @@ def entries_reading(snapshot: Snapshot, engine: Engine) -> EntriesReading:
 def arriving_collisions(arrival: Arrival, name: str, entry: MemoryState) -> Collisions:
     """Of all experts in a ledger and one that has been absorbed into memory only, which is the last."""
     store, new = arrival.store, Voice(name, 1.0, arrival.cut, arrival.totals.norm, entry.entry)
+    assert isinstance(store.method, Ledger)
     with ExitStack() as opened:
-        if store.history:
-            reading = entries_reading(opened.enter_context(store.snapshot()), store.engine)
-        else:
-            assert isinstance(store.method, Ledger)
-            readout, _ = Selection().of_entries([name], [name] if arrival.rank else [])
-            reading = EntriesReading(arrival.vector.model, store.method, readout, (), store.engine.device)
-        reading = dataclasses.replace(reading, voices=[*reading.voices, new])
+        known = entries_reading(opened.enter_context(store.snapshot()), store.engine).voices if store.history else ()
+        adapters = store.manifest.adapters | ({name} if arrival.rank else set())
+        readout, _ = Selection().of_entries([*store.manifest.names, name], adapters)
+        reading = EntriesReading(arrival.vector.model, store.method, readout, [*known, new], store.engine.device)
         return Collisions.of(reading, store.engine, store.progress)
 
 

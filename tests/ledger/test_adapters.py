@@ -13,6 +13,7 @@ from mergestream import Ledger, Store
 from mergestream.algebra.lowrank import LowRank
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.store.collisions import collisions
 from tests.experts.adapters.test_store import assert_same_model, store_of
 from tests.workshop import Workshop, gpt2, llama
 
@@ -56,6 +57,16 @@ def test_adapters_are_tempered_and_full_experts_agree_by_default(tmp_path, works
 
     assert readout() == readout(without=["expert1"]) == "tempered"
     assert readout(only=["expert0"]) == readout(readout="agree") == "agree"
+
+
+def test_an_adapter_that_comes_to_full_experts_is_inspected_as_it_would_be_read_out(tmp_path, workshop, llamas):
+    base, adapters = llamas
+    store = store_of(tmp_path / "store", base, [workshop.merged(base, adapters[0], "full")], EXACT)
+    told = store.inspect(adapters[1]).collisions
+    store.add(adapters[1])
+    with store.snapshot() as snapshot:
+        found = collisions(snapshot, store.engine, store.progress)
+    assert told is not None and told.damage == pytest.approx(found.damage, rel=1e-9)
 
 
 def test_tempered_adapters_move_the_base_as_far_as_they_do_in_the_mean(tmp_path, llamas):
