@@ -6,8 +6,9 @@ detects corruption, duplicates and mistaken files; it is no defence against a fo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -48,3 +49,8 @@ def combined_digest(digests: Mapping[str, str]) -> str:
 
 def text_digest(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def json_digest(data: Any) -> str:
+    """Of what is to be written as JSON, whatever the order of its keys."""
+    return text_digest(json.dumps(data, sort_keys=True))

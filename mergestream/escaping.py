@@ -26,9 +26,14 @@ def one_line(text: str, limit: int = 300) -> str:
     return shown[: limit - len(CUT) - end] + CUT + shown[len(shown) - end :]
 
 
+def is_text(name: str) -> bool:
+    """Whether a name can be written as UTF-8: half a surrogate pair stands for bytes that cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
 def check_utf8(name: str) -> None:
     """Names end up in JSON and in model cards, which are text."""
-    if any("\ud800" <= character <= "\udfff" for character in name):
+    if not is_text(name):
         raise UsageError(f"{name!r} is not valid UTF-8; rename the file")
 
 

@@ -145,11 +145,6 @@ class FileCheckpoint(Checkpoint):
             shard.close()
 
 
-def is_text(name: str) -> bool:
-    """Whether a name can be written as UTF-8: half a surrogate pair stands for bytes that cannot."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
-
-
 def item_size(dtype: str) -> int:
     return _DTYPES[dtype][0]
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from mergestream.checkpoints.base import is_text
 from mergestream.checkpoints.hub import cached, download
 from mergestream.checkpoints.layout import is_weight_file
 from mergestream.errors import MergestreamError
+from mergestream.escaping import is_text
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 

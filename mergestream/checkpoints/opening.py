@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard, is_text
+from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard
 from mergestream.checkpoints.layout import INDEX_SUFFIX, WEIGHT_SUFFIXES, find_weights, read_index
 from mergestream.checkpoints.location import Location, locate, system_errors_explained
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.errors import MergestreamError
+from mergestream.escaping import is_text
 from mergestream.files import read_json
 
 if TYPE_CHECKING:

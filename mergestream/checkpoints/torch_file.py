@@ -12,8 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints.base import Shard, describe, is_text, shared_views
+from mergestream.checkpoints.base import Shard, describe, shared_views
 from mergestream.errors import MergestreamError
+from mergestream.escaping import is_text
 
 if TYPE_CHECKING:
     from torch import Tensor

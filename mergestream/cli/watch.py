@@ -17,7 +17,7 @@ from mergestream.cli.log import entry_json
 from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument, switch
 from mergestream.cli.printing import print_error, print_json_line, say
 from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
-from mergestream.escaping import SENTENCE, check_utf8, one_line
+from mergestream.escaping import SENTENCE, one_line
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -191,7 +191,6 @@ class Watcher:
                 continue
             try:
                 changed, source = path.stat().st_mtime_ns, locate(path).source
-                check_utf8(source)
                 seen[path] = changed, source, signature(path)
             except (MergestreamError, OSError) as error:
                 if os.path.lexists(path):  # else it has gone meanwhile

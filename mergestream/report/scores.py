@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from mergestream.digest import text_digest
+from mergestream.digest import json_digest
 from mergestream.errors import MergestreamError
 from mergestream.files import cannot_write, put_text, sync_directory, to_json
 from mergestream.report.metrics import average_accuracy, backward_transfer
@@ -105,7 +104,7 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
     }
     path = store.path / NAME
     try:
-        put_text(path, to_json({**data, "digest": _digest(data)}))
+        put_text(path, to_json({**data, "digest": json_digest(data)}))
     except OSError as error:
         raise cannot_write(path, error) from error
     try:
@@ -120,7 +119,7 @@ def attached(store: StoreDirectory) -> Scores | None:
     if not path.is_file():
         return None
     data = parse(read_text(path), path)
-    if data.pop("digest", None) != _digest(data):
+    if data.pop("digest", None) != json_digest(data):
         raise damaged(path, "its digest does not match", "attach the scores once more")
     scores, states = conform(data, Scores, path), conform(data.get("states"), list[str], path)
     if fault := scores.fault:
@@ -133,7 +132,3 @@ def attached(store: StoreDirectory) -> Scores | None:
 def _state(store: StoreDirectory, entry: Expert) -> str:
     """What a store is after an expert; a ledger is all experts up to it, however long their entries are."""
     return entry.digest if store.method.remembers_experts else entry.state
-
-
-def _digest(data: object) -> str:
-    return text_digest(json.dumps(data, sort_keys=True))

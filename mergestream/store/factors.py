@@ -13,7 +13,6 @@ Files are laid out before the arithmetic, when only bounds of the ranks are know
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from mergestream.algebra.bounds import FactorBounds, matrix_shape
 from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, dtype_name, torch_dtype
-from mergestream.digest import tensor_digest, text_digest
+from mergestream.digest import json_digest, tensor_digest
 from mergestream.schema import BACKUP, Count, Number, conform, damaged, foreign, parse, read_text
 from mergestream.store.checked import CheckedTensors
 
@@ -97,7 +96,7 @@ class FactorReader:
 
     def _read_index(self, recorded: str) -> dict[str, FactoredSlot]:
         content = parse(read_text(self._path), self._path)
-        if index_digest(content) != recorded:
+        if json_digest(content) != recorded:
             raise damaged(self._path, "it does not match its digest")
         return conform(content, dict[str, FactoredSlot], self._path)
 
@@ -208,10 +207,6 @@ class FactorWriter:
 
 def used_steps(index: Mapping[str, FactoredSlot]) -> list[int]:
     return sorted({step for entry in index.values() for side in SIDES for step, _ in entry[side]})
-
-
-def index_digest(index: Mapping[str, Any]) -> str:
-    return text_digest(json.dumps(index, sort_keys=True))
 
 
 def padded_to(matrix: Tensor, shape: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec
-from mergestream.digest import combined_digest, tensor_digest, text_digest
+from mergestream.digest import combined_digest, json_digest, tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.files import cannot_write, read_json, remove, sync_directory, write_json
 from mergestream.schema import BACKUP, conform, damaged, parse, read_text
@@ -28,7 +28,6 @@ from mergestream.store.factors import (
     FactorWriter,
     core_name,
     file_prefix,
-    index_digest,
     padded_to,
     used_steps,
 )
@@ -265,7 +264,7 @@ class StepWriter:
             digests = {k: d for k, d in digests.items() if self._number in used or not k.startswith(own)}
             digests |= {k: d for k, d in older.items() if k.startswith(taken_over)}
             write_json(self.directory / INDEX, index)
-            digests[INDEX] = index_digest(index)
+            digests[INDEX] = json_digest(index)
         write_json(self.directory / DIGESTS, digests)
         sync_directory(self.directory.parent)
         return combined_digest(digests)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mergestream.digest import text_digest
+from mergestream.digest import json_digest, text_digest
 from mergestream.files import write_json
 from mergestream.schema import BACKUP, conform, damaged, parse, read_text
 
@@ -38,7 +37,7 @@ def recall(store: Path) -> dict[str, LeftAlone]:
         return {}
     data = parse(read_text(path), path)
     experts = data.get("experts")
-    if data.get("digest") != _digest(experts):
+    if data.get("digest") != json_digest(experts):
         raise damaged(path, "its digest does not match", _REMEDY)
     return conform(experts, dict[str, LeftAlone], path)
 
@@ -46,7 +45,7 @@ def recall(store: Path) -> dict[str, LeftAlone]:
 def remember(store: Path, experts: Mapping[str, LeftAlone]) -> None:
     """Add to what is left alone; the store must be held for writing."""
     data = {source: asdict(entry) for source, entry in {**recall(store), **experts}.items()}
-    write_json(store / NAME, {"experts": data, "digest": _digest(data)})
+    write_json(store / NAME, {"experts": data, "digest": json_digest(data)})
 
 
 def remember_departed(store: Path, source: str) -> None:
@@ -72,7 +71,3 @@ def _stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
                 yield str(file.relative_to(directory)), file.stat()
         except FileNotFoundError:  # renamed or removed meanwhile: it is still being written
             continue
-
-
-def _digest(experts: Any) -> str:
-    return text_digest(json.dumps(experts, sort_keys=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from mergestream.merging.step import Step
 from mergestream.store.lock import writer_lock
 from mergestream.store.watched import NAME as WATCHED
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
+from tests.faults.flips import meaning
 
 
 @pytest.fixture
@@ -216,18 +216,6 @@ def flip(path: Path, position: int, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(data)
-
-
-def meaning(path: Path) -> object:
-    """What a file says: a flipped bit may write an exponent's e as E, or hit the free text in a header."""
-    data = path.read_bytes()
-    try:
-        if path.suffix == ".json":
-            return json.loads(data)
-        header = 8 + int.from_bytes(data[:8], "little")
-        return {**json.loads(data[8:header]), "__metadata__": None}, data[header:]
-    except ValueError:
-        return None
 
 
 def test_verify_finds_one_flipped_bit_in_every_file(tmp_path):
