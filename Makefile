@@ -17,7 +17,7 @@ demo: .venv/installed
 	$(BIN)/python -m benchmarks.demo
 
 test: .venv/installed lint
-	$(BIN)/python -m pytest -q --durations=10
+	$(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses 8 --dist loadgroup
 
 torture: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.torture
