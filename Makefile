@@ -1,12 +1,13 @@
 # make demo   sets up and runs the main job on something real
 # make test   sets up, lints, type-checks and runs the tests
+# make docs   builds the site of docs/ (strictly: a dead link fails)
 # make torture attacks everything, for about an hour (docs/reliability.md)
 # make bench  measures us, our peers and the limits on the same files (bench-quick: under three minutes)
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test torture browser lint bench bench-quick peers wheel clean
+.PHONY: demo test docs torture browser lint bench bench-quick peers wheel clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -18,6 +19,9 @@ demo: .venv/installed
 
 test: .venv/installed lint
 	$(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses 8 --dist loadgroup
+
+docs: .venv/installed
+	$(BIN)/mkdocs build --quiet --strict
 
 torture: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.torture
