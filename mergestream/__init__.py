@@ -41,6 +41,8 @@ _HOMES = {
     "EMA": "mergestream.methods.ema",
     "LAWA": "mergestream.methods.lawa",
     "MagMax": "mergestream.methods.magmax",
+    "DARE": "mergestream.methods.dare",
+    "ModelStock": "mergestream.methods.model_stock",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -65,9 +67,11 @@ if TYPE_CHECKING:
     from mergestream.methods import METHODS, register_method
     from mergestream.methods.average import Average
     from mergestream.methods.base import Method
+    from mergestream.methods.dare import DARE
     from mergestream.methods.ema import EMA
     from mergestream.methods.lawa import LAWA
     from mergestream.methods.magmax import MagMax
+    from mergestream.methods.model_stock import ModelStock
     from mergestream.methods.opcm import OPCM
     from mergestream.methods.task_arithmetic import TaskArithmetic
     from mergestream.methods.ties import TIES

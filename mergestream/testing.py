@@ -158,15 +158,19 @@ def pieces_of(size: int) -> Iterator[None]:
         yield
 
 
-def merger_of(method: Method, base: StateDict, experts: Sequence[StateDict]) -> Merger:
+def merger_of(method: Method, base: StateDict, experts: Sequence[StateDict], *, backwards: bool = False) -> Merger:
+    """The experts are called as `save_models` calls them, whichever of them comes first."""
     merger = Merger(base, method)
-    for expert in experts:
-        merger.add(expert)
+    named = [(f"expert{number}", expert) for number, expert in enumerate(experts, 1)]
+    for name, expert in reversed(named) if backwards else named:
+        merger.add(expert, name)
     return merger
 
 
-def merged_in_memory(method: Method, base: StateDict, experts: Sequence[StateDict]) -> StateDict:
-    return merger_of(method, base, experts).state_dict()
+def merged_in_memory(
+    method: Method, base: StateDict, experts: Sequence[StateDict], *, backwards: bool = False
+) -> StateDict:
+    return merger_of(method, base, experts, backwards=backwards).state_dict()
 
 
 def make_store(directory: Path, method: Method, base: Path, experts: Sequence[Path] = (), workers: int = 1) -> Store:
@@ -332,7 +336,8 @@ def commutative_means_any_order(method: Method) -> None:
     if method.commutative:
         base, *experts = make_models(3)
         forth = merged_in_memory(method, base, experts)
-        assert_close(merged_in_memory(method, base, experts[::-1]), forth, base, 1e-4, "in the other order")
+        back = merged_in_memory(method, base, experts, backwards=True)
+        assert_close(back, forth, base, 1e-4, "in the other order")
 
 
 @demanded
@@ -440,7 +445,9 @@ def saved_adapters(rank: int = 3) -> Iterator[tuple[Path, Path, StateDict, list[
     drawn = [{name: factors(name) for name in LINEAR} for _ in range(3)]
     dense_forms = [base | {name: base[name] + 2 * B @ A for name, (B, A) in pairs.items()} for pairs in drawn]
     with saved([base, *dense_forms]) as (directory, path, experts):
-        adapters = [save_adapter(directory / f"adapter{number}", pairs) for number, pairs in enumerate(drawn)]
+        adapters = [
+            save_adapter(directory / "adapters" / path.stem, pairs) for path, pairs in zip(experts, drawn, strict=True)
+        ]
         yield directory, path, base, experts, adapters
 
 

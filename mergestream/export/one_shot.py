@@ -81,7 +81,10 @@ def merge(
             found = open_expert(expert)
             stack.callback(found.close)
             vectors.append(task_vector(model, opened, found, partial=partial, ignore=ignore))
-        step = Step(method, vectors, device=engine.device)
+        names: list[str] = []
+        for vector in vectors:
+            names.append(expert_name(vector.expert.source, names))
+        step = Step(method, vectors, device=engine.device, experts=names)
         source = ExpertsSource(step, opened, find_thresholds(step, engine))
         draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)
@@ -101,14 +104,13 @@ def _check_origins(source: ExpertsSource, progress: Progress, allow_other_base: 
 
 def _card(source: ExpertsSource, command: str | None, allow_duplicate: bool) -> CardFacts:
     rows: list[CardRow] = []
-    for vector, totals in zip(source.step.vectors, source.totals(), strict=True):
+    for name, vector, totals in zip(source.step.experts, source.step.vectors, source.totals(), strict=True):
         digest = combined_digest(vector.digests)
         same = "the base" if totals.norm == 0 else next((row.name for row in rows if row.digest == digest), None)
         if same is not None and not allow_duplicate:
             raise MergestreamError(
                 f"{vector.expert.source} is the same model as {same}; pass --allow-duplicate to merge it again"
             )
-        name = expert_name(vector.expert.source, {row.name for row in rows})
         rows.append(CardRow(name, digest, totals.norm, totals.kept, inverse(totals.scale)))
     method, base = source.step.method, source.base.source
     return CardFacts(base, method.name, method.parameters, rows, source.scale, source.distance, command=command)

@@ -77,7 +77,8 @@ class Merger:
             raise UsageError(f"an expert named {name} has been absorbed already; choose another name")
         vector = TaskVector(self._model, self._base, open_checkpoint(expert))
         read_state = self._states[-1].read if self._states else no_state
-        step = Step(self.method, [vector], len(self.history), read_state, self._engine.device)
+        before, device = len(self.history), self._engine.device
+        step = Step(self.method, [vector], before, read_state, device, experts=[name])
         state = MemoryState(step)
         outcomes = dict(step.run(self._engine, state))
         mean_norm = self.history[-1].mean_norm if self.history else 0.0

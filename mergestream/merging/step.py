@@ -8,6 +8,7 @@ vectors at once and no state: then the direction after the last of them comes ou
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -170,6 +171,8 @@ class Step:
     """Whether ‖direction‖ is measured even where the method's scale does not need it"""
     withdrawn: bool = False
     """Whether the model is taken out of the state of a method that adds up: −Δ is absorbed"""
+    experts: Sequence[str] = ()
+    """What each of the task vectors is called, where it has a name"""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -182,7 +185,8 @@ class Step:
 
     def context(self, name: str, t: int, thresholds: Mapping[str, float] | None = None, vector: int = 0) -> Context:
         rank = self.vectors[vector].rank(name) if self.method.remembers_experts else None
-        return tensor_context(self.vectors[0].model, name, t, thresholds, rank)
+        expert = self.experts[vector] if self.experts else ""
+        return tensor_context(self.vectors[0].model, name, t, thresholds, rank, expert)
 
     def run(self, engine: Engine, writer: StateWriter, *, done: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
         """Absorb the one task vector, all tensors but those that are done; yields the outcomes as they come."""
@@ -216,7 +220,8 @@ class Step:
                 cut = held if whole else {slot: x.reshape(-1)[start:stop] for slot, x in held.items()}
                 state = {slot: value.to(self.device) for slot, value in cut.items()}
             arriving = piece.to(self.device) if isinstance(piece, Tensor) else piece  # factors are small
-            absorbed = self.method.absorb(state, -arriving if self.withdrawn else arriving, context)
+            place = dataclasses.replace(context, start=start)
+            absorbed = self.method.absorb(state, -arriving if self.withdrawn else arriving, place)
             if absorbed.kept is not None:
                 kept.add(absorbed.kept.core if isinstance(absorbed.kept, LowRank) else absorbed.kept)
             if self.measures_direction:
@@ -281,11 +286,16 @@ class Step:
             kept2, direction = self._merged_entries(name)
             yield from _in_pieces(direction, kept2)
             return
-        contexts = [self.context(name, t, found) for t, found in zip(self.counts, thresholds, strict=True)]
+        contexts = [
+            self.context(name, t, found, number)
+            for number, (t, found) in enumerate(zip(self.counts, thresholds, strict=True))
+        ]
         if not self.method.is_whole(contexts[0]):
             for arriving in zip(*(vector.pieces(name, base) for vector in self.vectors), strict=True):
-                kept2, direction = self.method.absorb_all([delta.to(self.device) for _, delta in arriving], contexts)
-                yield arriving[0][0], direction.cpu(), kept2
+                start = arriving[0][0]
+                places = [dataclasses.replace(context, start=start) for context in contexts]
+                kept2, direction = self.method.absorb_all([delta.to(self.device) for _, delta in arriving], places)
+                yield start, direction.cpu(), kept2
             return
         arriving_whole = (vector.whole(name).to(self.device) for vector in self.vectors)
         kept2, direction = absorb_in_turn(self.method, arriving_whole, contexts)
@@ -327,12 +337,17 @@ class Step:
 
 
 def tensor_context(
-    model: BaseModel, name: str, t: int, thresholds: Mapping[str, float] | None = None, rank: int | None = None
+    model: BaseModel,
+    name: str,
+    t: int,
+    thresholds: Mapping[str, float] | None = None,
+    rank: int | None = None,
+    expert: str = "",
 ) -> Context:
     """What a method may know of a tensor of the base after t models."""
     tensor = model.tensors[name]
     dtype, transposed = torch_dtype(tensor.state_dtype), name in model.conv1d
-    return Context(t, tensor.role == "linear", tensor.shape, dtype, thresholds or {}, rank, transposed)
+    return Context(t, tensor.role == "linear", tensor.shape, dtype, thresholds or {}, rank, transposed, name, expert)
 
 
 def _in_pieces(direction: Tensor, kept2: list[float | None]) -> Iterator[tuple[int, Tensor, list[float | None]]]:

@@ -33,6 +33,8 @@ METHODS: Registry[type[Method]] = Registry(
         "ema": "mergestream.methods.ema:EMA",
         "lawa": "mergestream.methods.lawa:LAWA",
         "magmax": "mergestream.methods.magmax:MagMax",
+        "dare": "mergestream.methods.dare:DARE",
+        "model_stock": "mergestream.methods.model_stock:ModelStock",
     },
     _check_method,
 )

@@ -57,6 +57,12 @@ class Context:
     """For methods that remember experts: a bound of the rank of Δ, where it comes in factors"""
     transposed: bool = False
     """Whether a linear weight is stored input × output, as GPT-2's are"""
+    tensor: str = ""
+    """The tensor's name"""
+    expert: str = ""
+    """The name of the model whose Δ is at hand"""
+    start: int = 0
+    """Which element of the whole tensor is the first of the piece at hand"""
 
     @property
     def like(self) -> Slot:

@@ -75,10 +75,11 @@ class Arrival:
         partial: bool,
         ignore: Sequence[str],
         measured: bool,
-        withdrawn: bool = False,
+        name: str | None = None,
+        withdrawn: str | None = None,
     ) -> None:
         """``measured``: the distance to the base is wanted, even where the method's scale does not need it;
-        ``withdrawn``: the model is to be taken out of the state."""
+        ``withdrawn``: the model is to be taken out of the state, where it has this name."""
         self.store = store
         self.options: Options = {"partial": partial, "ignore": list(ignore)}
         self.t = store.manifest.step + 1
@@ -86,10 +87,11 @@ class Arrival:
         self.outcomes: dict[str, Outcome] = {}
         self.digests: dict[str, str] = {}
         self.notes: list[str] = []
-        self._measured, self._withdrawn = measured, withdrawn
+        self._measured, self._withdrawn = measured, withdrawn is not None
         self._files = ExitStack()
         try:
             self.vector = self._open(expert, partial, ignore)
+            self.name = withdrawn or store.free_name(name, self.source)
             absorbs = store.history and not store.method.remembers_experts
             self.before = self._files.enter_context(store.snapshot()) if absorbs else None
         except BaseException:
@@ -171,6 +173,7 @@ class Arrival:
             None if self._withdrawn else self.sketch,
             self._measured,
             self._withdrawn,
+            [self.name],
         )
 
     @cached_property
@@ -216,6 +219,7 @@ class Arrival:
         """Begin the new step on disk, or resume one that was cut short."""
         plan = {
             "source": self.source,
+            "name": self.name,
             "fingerprint": self.vector.expert.fingerprint,
             "after": [entry.digest for entry in self.store.history],
             "measured": self.step.measures_direction,
@@ -247,11 +251,11 @@ class Arrival:
         earlier = {name: digest for name, (_, digest) in done.items() if digest is not None}
         self.digests = {**earlier, **vector.digests}
 
-    def finish(self, writer: StepWriter, name: str, started: float) -> Candidate:
+    def finish(self, writer: StepWriter, started: float) -> Candidate:
         """Bring the step and what is remembered of the expert to the disk; it does not count before the commit."""
         totals, sketch = self.totals, self.sketch.values()
         entry = Expert(
-            name=name,
+            name=self.name,
             number=self.number,
             source=self.source,
             digest=self.digest,

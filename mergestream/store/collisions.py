@@ -124,9 +124,10 @@ def entries_reading(snapshot: Snapshot, engine: Engine) -> EntriesReading:
     return reading
 
 
-def arriving_collisions(arrival: Arrival, name: str, entry: MemoryState) -> Collisions:
+def arriving_collisions(arrival: Arrival, entry: MemoryState) -> Collisions:
     """Of all experts in a ledger and one that has been absorbed into memory only, which is the last."""
-    store, new = arrival.store, Voice(name, 1.0, arrival.cut, arrival.totals.norm, entry.entry)
+    store, name = arrival.store, arrival.name
+    new = Voice(name, 1.0, arrival.cut, arrival.totals.norm, entry.entry)
     assert isinstance(store.method, Ledger)
     with ExitStack() as opened:
         known = entries_reading(opened.enter_context(store.snapshot()), store.engine).voices if store.history else ()

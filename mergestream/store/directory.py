@@ -170,8 +170,7 @@ class StoreDirectory:
         from mergestream.store.arrival import Arrival
 
         started = time.monotonic()
-        with self.writing(), Arrival(self, expert, partial, ignore, measure_distance) as arrival:
-            name = self._free_name(name, arrival.source)
+        with self.writing(), Arrival(self, expert, partial, ignore, measure_distance, name) as arrival:
             with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
                 if not allow_duplicate:
@@ -179,7 +178,7 @@ class StoreDirectory:
                 if not allow_other_base:
                     arrival.refuse_other_base()
                 arrival.note_oddities()
-                candidate = arrival.finish(writer, name, started)
+                candidate = arrival.finish(writer, started)
                 absorbed = review(candidate) if review else candidate.expert
                 self._commit(dataclasses.replace(self.manifest, base=arrival.vector.model).with_expert(absorbed))
             self._settle()
@@ -246,8 +245,7 @@ class StoreDirectory:
             arrival.absorb(memory=entry)
             seconds = time.monotonic() - started
             arrival.note_oddities()
-            name = self._free_name(None, arrival.source)
-            return Inspection.of(arrival, seconds, arriving_collisions(arrival, name, entry))
+            return Inspection.of(arrival, seconds, arriving_collisions(arrival, entry))
 
     def undo(self) -> Expert:
         """Go back to before the last model; returns the entry that was taken back."""
@@ -309,7 +307,7 @@ class StoreDirectory:
         if source is None:
             raise UsageError(f"{self.method.name} has only a sum: pass the expert to subtract, with --expert PATH")
         partial, ignore = removed.options.get("partial", False), removed.options.get("ignore", ())
-        with Arrival(self, source, partial, ignore, measured=False, withdrawn=True) as arrival:
+        with Arrival(self, source, partial, ignore, measured=False, withdrawn=removed.name) as arrival:
             with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
                 if arrival.digest != removed.digest:
@@ -426,7 +424,8 @@ class StoreDirectory:
         """Whether all that is remembered by such a manifest is there."""
         return all(entry.state and step_directory(self.path, entry.number).is_dir() for entry in manifest.readable)
 
-    def _free_name(self, name: str | None, source: str) -> str:
+    def free_name(self, name: str | None, source: str) -> str:
+        """What an expert from there is to be called: as the user says, or by its source."""
         taken = {entry.name for entry in self.history}
         if name is not None and not (name.strip() and name.isprintable()):
             raise UsageError(f"{name!r} cannot be the name of an expert; choose a --name that can be seen and printed")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mergestream import (
+    DARE,
     EMA,
     LAWA,
     METHODS,
@@ -23,6 +24,7 @@ from mergestream import (
     MagMax,
     Merger,
     Method,
+    ModelStock,
     TaskArithmetic,
 )
 from mergestream.algebra import pieces, selection
@@ -59,6 +61,8 @@ METHOD_CASES = [
     EMA(),
     LAWA(window=2),
     MagMax(),
+    DARE(),
+    ModelStock(),
 ]
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+from itertools import combinations
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 Model = dict[str, Tensor]
@@ -51,6 +55,34 @@ def magmax(base, experts, scale=0.5):
     for name in base:
         stacked = torch.stack([v[name] for v in vectors])
         merged[name] = scale * stacked.gather(0, stacked.abs().argmax(0, keepdim=True))[0]
+    return merged
+
+
+def dare(base, experts, density=0.5, seed=0, scale=0.3):
+    """The masks as one stream of random numbers from the first element of a tensor to the last."""
+    merged = {}
+    for name in base:
+        merged[name] = torch.zeros_like(base[name], dtype=torch.float64)
+        for number, vector in enumerate(deltas(base, experts), 1):
+            key = xxhash.xxh3_128_intdigest(json.dumps([seed, f"expert{number}", name]).encode())
+            draws = np.random.Philox(key=key).random_raw(vector[name].numel() // 2 + 1).view(np.uint32)
+            mask = torch.from_numpy(draws[: vector[name].numel()] / 2**32 < density).reshape(vector[name].shape)
+            merged[name] += scale * vector[name] * mask / density
+    return merged
+
+
+def model_stock(base, experts):
+    vectors, k = deltas(base, experts), len(experts)
+    merged = {}
+    for name in base:
+        flat_ones = [v[name].reshape(-1) for v in vectors]
+        cosines = [
+            float(one @ other / (one.norm() * other.norm())) if one.any() and other.any() else 0.0
+            for one, other in combinations(flat_ones, 2)
+        ]
+        cosine = sum(cosines) / len(cosines) if cosines else 1.0
+        ratio = k * cosine / (1 + (k - 1) * cosine)
+        merged[name] = ratio * sum(v[name] for v in vectors) / k
     return merged
 
 

@@ -6,7 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from mergestream import EMA, LAWA, METHODS, OPCM, TIES, Average, Ledger, MagMax, Method, TaskArithmetic
+from mergestream import (
+    DARE,
+    EMA,
+    LAWA,
+    METHODS,
+    OPCM,
+    TIES,
+    Average,
+    Ledger,
+    MagMax,
+    Method,
+    ModelStock,
+    TaskArithmetic,
+)
 from mergestream.testing import Check, make_models, merged_in_memory, method_checks
 from tests.methods import formulas
 
@@ -30,6 +43,9 @@ METHOD_CASES: list[Method] = [
     LAWA(),
     LAWA(window=2),
     MagMax(),
+    DARE(),
+    DARE(density=0.1, seed=7, scale=1.0),
+    ModelStock(),
 ]
 every_method = pytest.mark.parametrize("method", METHOD_CASES, ids=str)
 
@@ -91,6 +107,6 @@ def test_first_model_alone(method, models):
 def test_methods_that_are_not_commutative_mind_the_order(method, models):
     base, *experts = models
     forth = merged_in_memory(method, base, experts)
-    back = merged_in_memory(method, base, experts[::-1])
+    back = merged_in_memory(method, base, experts, backwards=True)
     same = all(torch.allclose(forth[name], back[name], rtol=1e-5, atol=1e-6) for name in base)
     assert same == method.commutative or (method.name == "lawa" and method.parameters["window"] >= len(experts))
