@@ -1,4 +1,4 @@
-"""What the documentation shows is there: the sentences of errors are the program's, the notebook runs, every page has its place."""
+"""What the documentation shows is there: the sentences of errors are the program's, and the notebook runs."""
 
 from __future__ import annotations
 

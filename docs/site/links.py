@@ -33,8 +33,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         place = posixpath.normpath(posixpath.join(folder, link["target"]))
         uri = place if place in ELSEWHERE else posixpath.relpath(place, "docs")
         if files.get_file_from_path(uri) is None:
-            exists = (Path(config.docs_dir).parent / place).exists()
-            return link["text"] if exists and uri.startswith("..") else link[0]  # a dead link stays one, and is reported
+            outside = uri.startswith("..") and (Path(config.docs_dir).parent / place).exists()
+            return link["text"] if outside else link[0]  # a dead link stays one, and is reported
         return f"[{link['text']}]({posixpath.relpath(uri, posixpath.dirname(here) or '.')}{link['anchor'] or ''})"
 
     return _LINK.sub(followed, markdown)
