@@ -27,7 +27,7 @@ _REMEDIES = {
     errno.EDQUOT: _MAKE_ROOM,
     errno.EFBIG: "; the file system or a limit of the process (ulimit -f) allows no file of that size",
 }
-_LARGEST_JSON = 1 << 28
+LARGEST_DESCRIPTION = 1 << 28
 """No index is near a tenth of it; what is larger fills the memory."""
 
 
@@ -121,7 +121,7 @@ def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():  # a pipe would keep us waiting
             raise MergestreamError(f"{path} is no regular file")
-        if path.stat().st_size > _LARGEST_JSON:
+        if path.stat().st_size > LARGEST_DESCRIPTION:
             raise MergestreamError(f"{path} is too large to be the JSON that is expected there")
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 from mergestream.base.anatomy import model_names
 from mergestream.base.architecture import Architecture, load_architecture
 from mergestream.checkpoints import FLOATS, Checkpoint, TensorInfo, TensorSpec
-from mergestream.checkpoints.layout import WEIGHT_SUFFIXES
+from mergestream.checkpoints.layout import is_weight_file
 from mergestream.checkpoints.location import locate
-from mergestream.checkpoints.opening import open_located
+from mergestream.checkpoints.opening import find_distributed, open_located
+from mergestream.checkpoints.strangers import what_else
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 
@@ -76,8 +77,10 @@ def open_base(source: str | Path, *, config_only: bool) -> Checkpoint:
 
 
 def _has_only_config(directory: Path) -> bool:
-    weights = (path for suffix in WEIGHT_SUFFIXES for path in directory.glob(f"*{suffix}"))
-    return (directory / _CONFIG).is_file() and not any(weights)
+    if not (directory / _CONFIG).is_file() or find_distributed(directory):
+        return False
+    names = [path.name for path in directory.iterdir()]
+    return not any(map(is_weight_file, names)) and what_else(names, str(directory), directory) is None
 
 
 def _from_config(directory: Path, source: str) -> Skeleton:

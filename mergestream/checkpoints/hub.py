@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mergestream.checkpoints.layout import INDEX_SUFFIX, find_weights, is_companion, read_index
+from mergestream.checkpoints.layout import find_weights, is_companion, is_index, read_index
+from mergestream.checkpoints.strangers import no_weights
 from mergestream.errors import MergestreamError
 
 
@@ -58,7 +59,9 @@ def _weights(hub_id: str, files: list[str]) -> list[str]:
     if "adapter_config.json" in files:
         return [name for name in files if name.startswith("adapter_model.")]
     entry = find_weights(files, hub_id)
-    if not entry.endswith(INDEX_SUFFIX):
+    if entry is None:
+        raise no_weights(files, hub_id)
+    if not is_index(entry):
         return [entry]
     repo, _, revision = hub_id.partition("@")
     index = Path(hub.hf_hub_download(repo, entry, revision=revision or None))

@@ -9,16 +9,28 @@ from pathlib import Path
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-INDEX_SUFFIX = ".index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+"""What diffusers calls the weights of a component, as transformers calls them ``model``"""
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
-_SAFETENSORS_INDEX = f"model.safetensors{INDEX_SUFFIX}"
-_TORCH_INDEX = f"pytorch_model.bin{INDEX_SUFFIX}"
-_SHARD = re.compile(r"-(\d+)-of-(\d+)\.(safetensors|bin)$")
+_INDEX = re.compile(r"\.index(\.[\w-]+)?\.json$")
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.(safetensors|bin|gguf)$")
+_USUAL_SAFETENSORS = [
+    f"{stem}.safetensors{index}" for stem in ("model", DIFFUSERS_STEM) for index in (".index.json", "")
+]
+_USUAL_TORCH = [
+    *("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model_fsdp.bin"),
+    *(f"{DIFFUSERS_STEM}.bin.index.json", f"{DIFFUSERS_STEM}.bin"),
+]
 
 
 def is_weight_file(name: str) -> bool:
     return name.endswith(WEIGHT_SUFFIXES)
+
+
+def is_index(name: str) -> bool:
+    """Whether a file says in which shard each tensor is; that of a variant has its name before ``.json``."""
+    return bool(_INDEX.search(name))
 
 
 def is_companion(name: str) -> bool:
@@ -26,7 +38,7 @@ def is_companion(name: str) -> bool:
 
     Weights and their index are not, nor are the model card and Python files.
     """
-    return name.endswith(_COMPANION_SUFFIXES) and not name.endswith(INDEX_SUFFIX)
+    return name.endswith(_COMPANION_SUFFIXES) and not is_index(name)
 
 
 def companions(directory: Path) -> Iterator[Path]:
@@ -40,29 +52,36 @@ def companions(directory: Path) -> Iterator[Path]:
             yield path
 
 
-def find_weights(names: Collection[str], source: str) -> str:
+def find_weights(names: Collection[str], source: str) -> str | None:
     """The file among those of a directory that leads to its weights: an index, or the only file."""
-    for name in (_SAFETENSORS_INDEX, "model.safetensors"):
+    for name in _USUAL_SAFETENSORS:
         if name in names:
             return name
-    indexes = [name for name in names if name.endswith(f".safetensors{INDEX_SUFFIX}")]
+    indexes = [name for name in names if is_index(name) and ".safetensors." in name]
     if len(indexes) == 1:
         return indexes[0]
-    safetensors = sorted(name for name in names if name.endswith(".safetensors"))
-    shard = next((name for name in safetensors if (m := _SHARD.search(name)) and int(m[2]) > 1), None)
-    if shard:
-        raise MergestreamError(f"{source} holds the shard {shard}, but no index (such as {_SAFETENSORS_INDEX})")
-    if len(safetensors) > 1:
-        raise MergestreamError(
-            f"{source} holds {len(safetensors)} .safetensors files and no index; "
-            f"name the one you mean ({', '.join(safetensors[:3])}{', …' if len(safetensors) > 3 else ''})"
-        )
-    if safetensors:
-        return safetensors[0]
-    for name in (_TORCH_INDEX, "pytorch_model.bin"):
+    shard = next((name for name in sorted(names) if (m := _SHARD.search(name)) and int(m[2]) > 1), None)
+    if shard and shard.endswith(".safetensors"):
+        raise MergestreamError(f"{source} holds the shard {shard}, but no index (such as {_USUAL_SAFETENSORS[0]})")
+    if found := _only_one(names, ".safetensors", source):
+        return found
+    for name in _USUAL_TORCH:
         if name in names:
             return name
-    raise MergestreamError(f"{source} holds no checkpoint: neither model.safetensors nor pytorch_model.bin")
+    if shard and shard.endswith(".gguf"):
+        return shard  # its header says that there are others, and opening it what to do
+    return _only_one(names, ".gguf", source)
+
+
+def _only_one(names: Collection[str], suffix: str, source: str) -> str | None:
+    """The file that ends so; where there are several, the user has to say which."""
+    found = sorted(name for name in names if name.endswith(suffix))
+    if len(found) > 1:
+        raise MergestreamError(
+            f"{source} holds {len(found)} {suffix} files and no index; "
+            f"name the one you mean ({', '.join(found[:3])}{', …' if len(found) > 3 else ''})"
+        )
+    return found[0] if found else None
 
 
 def read_index(path: Path) -> dict[str, str]:

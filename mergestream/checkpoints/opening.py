@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard
-from mergestream.checkpoints.layout import INDEX_SUFFIX, WEIGHT_SUFFIXES, find_weights, read_index
+from mergestream.checkpoints.layout import WEIGHT_SUFFIXES, find_weights, is_index, read_index
 from mergestream.checkpoints.location import Location, locate, system_errors_explained
 from mergestream.checkpoints.safetensors import SafetensorsFile
+from mergestream.checkpoints.strangers import METADATA, no_weights, what_file
 from mergestream.errors import MergestreamError
 from mergestream.escaping import is_text
 from mergestream.files import read_json
@@ -32,7 +33,7 @@ def open_located(location: Location) -> Checkpoint:
     with system_errors_explained(location.source):
         if location.path.is_dir():
             return _open_directory(location.path, location.source)
-        return FileCheckpoint(location.source, None, [_open_file(location.path)])
+        return _open_alone(location.path, location.source, None)
 
 
 def _open_directory(directory: Path, source: str) -> Checkpoint:
@@ -45,16 +46,32 @@ def _open_directory(directory: Path, source: str) -> Checkpoint:
             "first, or name the model that it was made from"
         )
     entry = find_weights(names, source)
-    if not entry.endswith(INDEX_SUFFIX):
-        return FileCheckpoint(source, directory, [_open_file(directory / entry)])
+    if entry is None:
+        if place := find_distributed(directory):
+            from mergestream.checkpoints.distributed import DistributedFiles
+
+            return FileCheckpoint(source, directory, [DistributedFiles(place)])
+        raise no_weights(names, source, directory)
+    if not is_index(entry):
+        return _open_alone(directory / entry, source, directory)
     index = directory / entry
     weight_map = read_index(index)
-    single = entry.removesuffix(INDEX_SUFFIX)
+    single = entry.partition(".index.")[0]
     if single in names and single not in weight_map.values():
         raise MergestreamError(f"{source} holds both {single} and {entry}; remove the one that is out of date")
     shards = [_open_shard(directory, name, index) for name in sorted(set(weight_map.values()))]
     _check_index(index, weight_map, shards)
     return FileCheckpoint(source, directory, shards)
+
+
+def find_distributed(directory: Path) -> Path | None:
+    """Where a directory holds what torch.distributed.checkpoint saved: itself, or below it as accelerate puts it."""
+    places = (directory, directory / "pytorch_model_fsdp_0")
+    return next((place for place in places if (place / METADATA).is_file()), None)
+
+
+def _open_alone(path: Path, source: str, directory: Path | None) -> Checkpoint:
+    return FileCheckpoint(source, directory, [_open_file(path)])
 
 
 def _open_shard(directory: Path, name: str, index: Path) -> Shard:
@@ -92,7 +109,8 @@ def _open_file(path: Path) -> Shard:
         return TorchFile(path)
     *suffixes, last = WEIGHT_SUFFIXES
     raise MergestreamError(
-        f"{path} is no checkpoint: give a directory, or a file that ends in {', '.join(suffixes)} or {last}"
+        what_file(path)
+        or f"{path} is no checkpoint: give a directory, or a file that ends in {', '.join(suffixes)} or {last}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reading ``.bin``, ``.pt`` and ``.pth`` files: tensors only, memory-mapped, no pickled code executed."""
+"""Reading ``.bin``, ``.pt``, ``.pth`` and ``.ckpt`` files: tensors only, memory-mapped, no pickled code executed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mergestream.escaping import is_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WRAPPERS = ("state_dict", "model", "module")
+WRAPPERS = ("state_dict", "model", "module")
+"""Under which a training checkpoint has the model's state dict, beside its optimizer's"""
 _MARK = -1
 _MOST_PARTS = 1_000_000
 _MOST_WRAPPERS = 8
@@ -79,7 +80,7 @@ def _check_archive(path: Path) -> None:
             with zipfile.ZipFile(path) as archive:
                 for entry in entries:
                     if Path(entry.filename).name == "data.pkl":
-                        _check_pickle(path, archive.read(entry))
+                        check_pickle(path, archive.read(entry))
             return
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
         raise MergestreamError(f"{path} cannot be read or is corrupt ({error})") from error
@@ -93,9 +94,10 @@ def _check_archive(path: Path) -> None:
     raise MergestreamError(f"{path} is no checkpoint: neither safetensors nor a file of torch.save")
 
 
-def _check_pickle(path: Path, data: bytes) -> None:
-    """Refuse tuples of tuples that are one and the same: they double with every level, and so does the time to hash
-    them as a key. Nothing is built here; the stack holds only how many parts each value has."""
+def check_pickle(path: Path, data: bytes) -> None:
+    """Refuse what would take all time or memory: room for more values than there are, and tuples of tuples that are
+    one and the same, which double with every level, and so does the time to hash them as a key. Nothing is built here;
+    the stack holds only how many parts each value has."""
     stack: list[int] = []
     memo: dict[Any, int] = {}
     try:
@@ -103,7 +105,10 @@ def _check_pickle(path: Path, data: bytes) -> None:
             if op.name in ("GET", "BINGET", "LONG_BINGET"):
                 stack.append(memo[argument])
             elif op.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-                memo[len(memo) if argument is None else argument] = stack[-1]
+                place = len(memo) if argument is None else argument
+                if place > len(memo):  # who writes pickles counts; Python would make room up to there
+                    raise ValueError(place)
+                memo[place] = stack[-1]
             elif op.name == "DUP":
                 stack.append(stack[-1])
             else:
@@ -159,7 +164,9 @@ def _unwrap(content: Any, path: Path) -> Mapping[Any, Any]:
     for _ in range(_MOST_WRAPPERS):
         if not isinstance(content, Mapping):
             raise MergestreamError(f"{path} holds no state dict but an object of type {type(content).__name__}")
-        inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
+        if {"state", "param_groups"} <= content.keys():
+            raise MergestreamError(f"{path} holds the state of an optimizer, no model; give the file of the weights")
+        inner = next((content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if inner is None:
             return content
         content = inner
