@@ -65,6 +65,11 @@ def without_revision(source: str) -> str:
     return source.partition("@")[0] if _HUB_ID.fullmatch(source) else source
 
 
+def hub_name(source: str) -> str | None:
+    """The id without its ``@commit`` of what is no local path, but may be on the hub; else None."""
+    return without_revision(source) if _is_hub_id(source) and not _resolved(source).exists() else None
+
+
 @contextmanager
 def system_errors_explained(source: str | Path) -> Iterator[None]:
     """What the system has against it, in a sentence: no permission, a name too long, a home that does not exist."""

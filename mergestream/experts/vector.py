@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.algebra.lowrank import LowRank
+    from mergestream.experts.adapters.config import Told
 
 Fate = Literal["merged", "copied", "head", "tied", "unchanged", "ignored"]
 """What happens to a tensor; ``unchanged`` ones are missing from the expert."""
@@ -47,6 +48,9 @@ class BasePieces:
 
 class TaskVector:
     """The difference of one expert from the base, tensor by tensor."""
+
+    told: Told | None = None
+    """What the configuration of an adapter tells of it"""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +17,16 @@ from mergestream.algebra.svd import thin_svd
 from mergestream.base.model import BaseModel, BaseTensor
 from mergestream.base.skeleton import Skeleton
 from mergestream.checkpoints import FLOATS, Checkpoint
-from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.experts.adapters.config import Told
+from mergestream.export.agreement import agreement, refusals
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.model import Illustrate, written_form
-from mergestream.export.peft import AdaptedModule, Energy, Kind, modules_saved, write_adapter
+from mergestream.export.peft import AdaptedModule, Energy, Kind, adapter_config, modules_saved, write_adapter
 from mergestream.ledger.selection import ONE_EXPERT, Selection
-from mergestream.merging.reading import Reading
+from mergestream.merging.reading import EntriesReading, Reading
 from mergestream.merging.step import overflow_explained, refuse_overflow
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
@@ -49,6 +50,7 @@ def export_adapter(
     """
     content = _Content.of(snapshot, snapshot.reading(engine, selection, progress), rank)
     factor = content.reading.scale(scale, engine)
+    _tell({output.path.name: content}, progress)
     with output.draft() as draft, progress.task(f"writing {output.path.name}", content.count) as advance:
         return content.write(draft, output, factor, illustrate, lambda name: advance(1))
 
@@ -69,6 +71,7 @@ def export_adapters(
     contents = {
         name: _Content.of(snapshot, snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}")), rank) for name in names
     }
+    _tell(contents, progress)
     total = sum(content.count for content in contents.values())
     energies = {}
     with output.draft() as draft, progress.task(f"writing {output.path.name}", total) as advance:
@@ -86,10 +89,19 @@ class _Content:
     reading: Reading
     modules: dict[str, AdaptedModule]
     whole: dict[str, str]
+    told: Told
+    notes: list[str]
+    """What its inputs do not agree on, and what those who serve adapters have against it"""
 
     @classmethod
     def of(cls, snapshot: Snapshot, reading: Reading, rank: int | None) -> _Content:
-        return cls(snapshot, reading, *_sort(reading, rank))
+        modules, whole = _sort(reading, rank)
+        experts = snapshot.manifest.history
+        if isinstance(reading, EntriesReading):
+            experts = tuple(snapshot.manifest.expert(voice.name) for voice in reading.voices)
+        told, notes = agreement(snapshot, experts)
+        notes += refusals(adapter_config(list(modules.values()), whole, told))
+        return cls(snapshot, reading, modules, whole, told, notes)
 
     @property
     def count(self) -> int:
@@ -121,7 +133,7 @@ class _Content:
                 lambda name: _factors(reading, name) * scale,
                 whole={parameter: written_form(model.tensors[name], dtype) for parameter, name in self.whole.items()},
                 read_whole=read_whole,
-                base=without_revision(model.source),
+                told=self.told,
                 dtype=dtype,
                 advance=advance,
             )
@@ -130,6 +142,16 @@ class _Content:
         facts = CardFacts.of(self.snapshot, reading, scale, distance, None, output.command, pictures)
         (directory / "README.md").write_text(model_card(facts, library="peft"), encoding="utf-8")
         return energy
+
+
+def _tell(contents: Mapping[str, _Content], progress: Progress) -> None:
+    """The notes on adapters, each once, by the names of those that it is about."""
+    about: dict[str, list[str]] = {}
+    for name, content in contents.items():
+        for note in content.notes:
+            about.setdefault(note, []).append(name)
+    for note, names in about.items():
+        progress.note(f"{', '.join(names)}: {note}")
 
 
 def _sort(reading: Reading, rank: int | None) -> tuple[dict[str, AdaptedModule], dict[str, str]]:

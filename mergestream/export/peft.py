@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mergestream.algebra.lowrank import LowRank, squared_norm
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, torch_dtype
-from mergestream.experts.adapters.config import CONFIG_NAME
+from mergestream.experts.adapters.config import CONFIG_NAME, Told
 from mergestream.experts.adapters.reading import PREFIX
 from mergestream.files import write_json
 from mergestream.merging.reading import cast
@@ -66,13 +66,14 @@ def write_adapter(
     *,
     whole: Mapping[str, TensorSpec],
     read_whole: Callable[[str], Tensor],
-    base: str,
+    told: Told,
     dtype: str = "F32",
     advance: Callable[[str], None] = lambda name: None,
 ) -> Energy:
     """Write ``modules`` as factors (``read`` gives the task vector of each), ``whole`` parameters as they are.
 
-    The scaling is 1 everywhere (lora_alpha = r): what the factors say is what is added to the weights.
+    The scaling is 1 everywhere (lora_alpha = r): what the factors say is what is added to the weights. ``told`` is what
+    the configuration says beside them.
     """
     layout = {
         module.key(factor): TensorSpec(dtype, shape)
@@ -103,7 +104,7 @@ def write_adapter(
         for name in whole:
             writer.write(keys[name], read_whole(name))
             advance(name)
-    write_json(directory / CONFIG_NAME, _config(list(modules.values()), list(whole), base))
+    write_json(directory / CONFIG_NAME, adapter_config(list(modules.values()), list(whole), told))
     return Energy(math.fsum(totals), math.fsum(losses))
 
 
@@ -112,8 +113,8 @@ def modules_saved(paths: Collection[str], whole: Collection[str]) -> set[str]:
     return {name.rpartition(".")[0] for name in whole if not name.endswith(".bias")} - set(paths)
 
 
-def _config(modules: list[AdaptedModule], whole: list[str], base: str) -> dict[str, Any]:
-    """The fields that PEFT needs; it fills in the rest."""
+def adapter_config(modules: Sequence[AdaptedModule], whole: Collection[str], told: Told) -> dict[str, Any]:
+    """The fields that PEFT needs, and what is told beside them; it fills in the rest."""
     paths = {module.path for module in modules}
     saved = modules_saved(paths, whole)
     biased = {name.rpartition(".")[0] for name in whole} - saved
@@ -122,7 +123,7 @@ def _config(modules: list[AdaptedModule], whole: list[str], base: str) -> dict[s
     others = {f"^{re.escape(module.path)}": module.rank for module in modules if module.rank != rank}
     return {
         "peft_type": "LORA",
-        "base_model_name_or_path": base,
+        **told,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": rank,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
+from mergestream.experts.adapters.config import Told
 from mergestream.experts.sketch import FORMAT, READABLE, WIDTH, cosines
 from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
 from mergestream.schema import Count, Magnitude, conform, damaged, foreign, parse, read_text
@@ -49,6 +50,7 @@ def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
         "sketch": write_sketch(directory, sketch),
         "heads": {name: vector.digests[name] for name in vector.heads},
         "config": config,
+        "adapter": vector.told,
         "tensors": {
             name: {"norm": math.sqrt(outcome.norm2), "kept": outcome.kept, "protected": outcome.protected}
             for name, outcome in ((name, arrival.outcomes[name]) for name in vector.names)
@@ -78,15 +80,20 @@ class TensorRecord(TypedDict):
     protected: Count | None
 
 
-class Record(TypedDict):
-    """What is remembered of an expert."""
-
+class _Record(TypedDict):
     sketch: str
     """Its digest"""
     heads: dict[str, str]
     """Those of the tensors that stay with it"""
     config: dict[str, Any] | None
     tensors: dict[str, TensorRecord]
+
+
+class Record(_Record, total=False):
+    """What is remembered of an expert."""
+
+    adapter: Told | None
+    """What its configuration tells, of an adapter; older stores lack it"""
 
 
 def read_record(store: Path, expert: Expert) -> Record:

@@ -42,7 +42,7 @@ def written(workshop, base, adapters, rank=None, whole=()):
         total.__getitem__,
         whole={name: TensorSpec("F64", theta.tensors[name].shape) for name in whole},
         read_whole=lambda name: theta.read(name) + 1,
-        base=str(base),
+        told={"base_model_name_or_path": str(base)},
         dtype="F64",
     )
     return out, total, energy
@@ -103,6 +103,6 @@ def test_rank_below_the_room_is_padded(workshop):
     value = bound.delta(name, torch.float64)
     module = AdaptedModule(name.removesuffix(".weight"), "linear", 5, tuple(value.shape))
     out = workshop.directory / "padded"
-    write_adapter(out, {name: module}, lambda _: value, whole={}, read_whole=theta.read, base=str(base), dtype="F64")
+    write_adapter(out, {name: module}, lambda _: value, whole={}, read_whole=theta.read, told={}, dtype="F64")
     merged = open_checkpoint(workshop.merged(base, out))
     assert torch.allclose(merged.read(name) - theta.read(name), value.dense(), rtol=0, atol=1e-13)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+from msgspec import convert
 
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.patterns import PatternTable
@@ -47,9 +50,24 @@ _READ = {
 }  # fmt: skip
 
 
+class Told(TypedDict, total=False):
+    """The fields that tell where an adapter belongs and what it is for: one that is merged of several has them, too.
+
+    Neither those of the training (how the factors began) nor those that choose modules: what was chosen is in the file.
+    """
+
+    base_model_name_or_path: str | None
+    revision: str | None
+    task_type: str | None
+    auto_mapping: dict[str, Any] | None
+    lora_dropout: float
+    megatron_config: dict[str, Any] | None
+    megatron_core: str | None
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The fields of a LoRA configuration that matter for its weights."""
+    """The fields of a LoRA configuration that matter for its weights, and what it tells."""
 
     path: Path
     base: str | None
@@ -59,6 +77,7 @@ class AdapterConfig:
     rank_pattern: PatternTable
     alpha_pattern: PatternTable
     fan_in_fan_out: bool
+    told: Told
 
     def rank(self, module: str) -> int:
         return int(self.rank_pattern.get(module, self.r))
@@ -95,10 +114,19 @@ def read_config(directory: Path) -> AdapterConfig:
         _pattern(path, fields, "rank_pattern", int),
         _pattern(path, fields, "alpha_pattern", (int, float)),
         bool(fields.get("fan_in_fan_out")),
+        _told(path, fields),
     )
     if config.r < 1 or any(rank < 1 for rank in config.rank_pattern.values.values()):
         raise MergestreamError(f"{path}: r and the ranks of rank_pattern must be at least 1")
     return config
+
+
+def _told(path: Path, fields: Mapping[str, Any]) -> Told:
+    try:
+        json.dumps(told := convert(fields, Told), allow_nan=False)
+    except ValueError as error:
+        raise MergestreamError(f"{path} is no configuration of PEFT: {error}; download or copy it again") from error
+    return told
 
 
 def _field(path: Path, fields: Mapping[str, Any], name: str, default: Any, kind: Any) -> Any:

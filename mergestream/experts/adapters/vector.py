@@ -51,6 +51,7 @@ class AdapterVector(TaskVector):
             model.conv1d,
         )
         super().__init__(model, base, AdaptedTensors(self.adapter), partial=True, ignore=ignore)
+        self.told = adapter.config.told
 
     def rank(self, name: str) -> int | None:
         if name in self.adapter.whole and self._reads(name):

@@ -1,0 +1,122 @@
+"""What the configuration of a merged adapter tells, and what is said of those who would not serve it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from mergestream import Average, Store
+from mergestream.errors import MergestreamError, MergestreamWarning
+from mergestream.export.agreement import refusals
+from mergestream.export.peft import AdaptedModule, adapter_config
+from tests.workshop import Workshop, edit_config, gpt2, llama
+
+FIELDS: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "lora_dropout": 0.25}
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def told(adapter: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text())
+    return fields
+
+
+def store_of(path: Path, base: Path, *adapters: Path, **options: Any) -> Store:
+    store = Store.create(path, base, **options)
+    for adapter in adapters:
+        store.add(adapter)
+    return store
+
+
+@pytest.mark.parametrize("options", [{}, {"method": Average()}], ids=["ledger", "average"])
+def test_auto_classes_load_what_was_merged(tmp_path: Path, workshop: Workshop, options: dict[str, Any]) -> None:
+    base = workshop.base(llama)
+    adapters = [workshop.adapter(base, f"a{s}", s, task_type="CAUSAL_LM", **FIELDS) for s in (1, 2)]
+    store = store_of(tmp_path / "store", base, *adapters, **options)
+    store.export_adapter(tmp_path / "out")
+    fields = told(tmp_path / "out")
+    assert fields["task_type"] == "CAUSAL_LM" and fields["lora_dropout"] == 0.25
+    assert fields["base_model_name_or_path"] == str(base) and fields["inference_mode"] is True
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    merged = workshop.load(store.export(tmp_path / "full"))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, merged(TOKENS).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_every_adapter_of_a_ledger_has_what_it_came_with(tmp_path: Path, workshop: Workshop) -> None:
+    base = workshop.base(llama)
+    one = workshop.adapter(base, "one", 1, task_type="CAUSAL_LM", **FIELDS)
+    two = workshop.adapter(base, "two", 2, **FIELDS | {"lora_dropout": 0.0})
+    store_of(tmp_path / "store", base, one, two).export_adapters(tmp_path / "all")
+    found = [told(tmp_path / "all" / name) for name in ("one", "two")]
+    assert [fields["task_type"] for fields in found] == ["CAUSAL_LM", None]
+    assert [fields["lora_dropout"] for fields in found] == [0.25, 0.0]
+
+
+def test_without_a_task_the_class_of_the_base_is_told(tmp_path: Path, workshop: Workshop) -> None:
+    base = workshop.base(llama)
+    full = workshop.merged(base, workshop.adapter(base, **FIELDS), "full")
+    store_of(tmp_path / "store", base, full).export_adapter(tmp_path / "out", rank=2)
+    assert isinstance(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out"), peft.PeftModelForCausalLM)
+
+
+def test_what_they_do_not_agree_on_is_pefts_default_and_a_note(tmp_path: Path, workshop: Workshop) -> None:
+    base = workshop.base(llama)
+    one = workshop.adapter(base, "one", 1, task_type="CAUSAL_LM", **FIELDS)
+    two = workshop.adapter(base, "two", 2, **FIELDS)
+    store = store_of(tmp_path / "store", base, one, two)
+    with pytest.warns(
+        MergestreamWarning, match=r"do not agree on task_type \(CAUSAL_LM in one; None in two\)"
+    ) as told_of:
+        store.export_adapter(tmp_path / "out", rank=2)
+    assert not any("auto_mapping" in str(warning.message) for warning in told_of)
+    assert told(tmp_path / "out")["task_type"] is None and told(tmp_path / "out")["lora_dropout"] == 0.25
+    store.export_adapter(tmp_path / "one-again", readout="expert:one")
+    assert told(tmp_path / "one-again")["task_type"] == "CAUSAL_LM"
+
+
+def test_the_name_of_the_base_on_the_hub_is_the_one_that_all_were_made_for(tmp_path: Path, workshop: Workshop) -> None:
+    base = workshop.base(llama)
+    adapters = [workshop.adapter(base, f"a{s}", s, **FIELDS) for s in (1, 2)]
+    for adapter in adapters:
+        edit_config(adapter, base_model_name_or_path="org/llama", revision="abc")
+    with pytest.warns(MergestreamWarning, match="made for org/llama"):
+        store = store_of(tmp_path / "store", base, *adapters)
+    store.export_adapter(tmp_path / "out", rank=2)
+    assert told(tmp_path / "out")["base_model_name_or_path"] == "org/llama"
+    assert told(tmp_path / "out")["revision"] == "abc"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"modules_to_save": ["ln_f"]}, r"out: vLLM .* refuse modules_to_save \(transformer.ln_f\); --format full"),
+        ({"bias": "lora_only"}, r"out: vLLM .* refuse biases \(bias=lora_only\); --format full"),
+        ({"rank_pattern": {"h.0.attn.c_attn": 5}}, r"are 2 to 5 \(rank_pattern\).*--rank 2 makes them alike"),
+    ],
+)
+def test_what_servers_refuse_is_told(tmp_path: Path, workshop: Workshop, fields: dict[str, Any], sentence: str) -> None:
+    base = workshop.base(gpt2)
+    adapter = workshop.adapter(base, r=2, target_modules=["c_attn"], **fields)
+    store = store_of(tmp_path / "store", base, adapter, method=Average())
+    with pytest.warns(MergestreamWarning, match=sentence):
+        store.export_adapter(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("rank", "sentence"), [(17, "--max-lora-rank, and this has 17"), (513, "512 at most")])
+def test_a_rank_that_servers_must_be_told_of_or_refuse(rank: int, sentence: str) -> None:
+    config = adapter_config([AdaptedModule("layer", "linear", rank, (1024, 1024))], (), {})
+    assert [sentence in refusal for refusal in refusals(config)] == [True]
+    assert not list(refusals({**config, "r": 16}))
+
+
+def test_an_odd_field_is_one_sentence(tmp_path: Path, workshop: Workshop) -> None:
+    base = workshop.base(llama)
+    adapter = workshop.adapter(base, **FIELDS)
+    edit_config(adapter, task_type=["CAUSAL_LM"])
+    with pytest.raises(MergestreamError, match=r"adapter_config.json is no configuration of PEFT: .*task_type"):
+        store_of(tmp_path / "store", base, adapter)
