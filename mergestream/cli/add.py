@@ -17,6 +17,7 @@ from mergestream.cli.options import (
 )
 from mergestream.cli.printing import print_json, say
 from mergestream.errors import UsageError
+from mergestream.methods.scale import told_scale
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -75,5 +76,6 @@ def _absorb(store: Store, options: Options) -> None:
 
 
 def print_step(store: Store, entry: Expert) -> None:
-    outcome = f"held {entry.kept:.1%}" if entry.cut else f"kept {entry.kept:.1%}  λ {entry.lambda_:.4g}"
+    name, scale = told_scale(store.manifest.method, entry.scale)
+    outcome = f"held {entry.kept:.1%}" if entry.cut else f"kept {entry.kept:.1%}  {name} {scale:.4g}"
     say(f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  {outcome}  {entry.seconds:.1f} s")

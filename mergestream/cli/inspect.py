@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.cli.options import A_MODEL, ComputingOptions, ExpertOptions, WorkingStoreOptions, argument, switch
 from mergestream.cli.printing import counts_text, print_json, print_table, say
+from mergestream.methods.scale import told_scale
 from mergestream.sizes import format_size
 
 if TYPE_CHECKING:
@@ -70,9 +71,10 @@ def _print_cosines(inspection: Inspection) -> None:
 
 
 def _outcome(inspection: Inspection) -> str:
-    if inspection.lambda_ is None or inspection.distance is None:
+    if inspection.scale is None or inspection.distance is None:
         return f"held {inspection.kept:.1%}"
-    return f"kept {inspection.kept:.1%}   λ {inspection.lambda_:.4g}   distance to the base {inspection.distance:.4g}"
+    name, scale = told_scale(inspection.method, inspection.scale)
+    return f"kept {inspection.kept:.1%}   {name} {scale:.4g}   distance to the base {inspection.distance:.4g}"
 
 
 def _print_collisions(found: Collisions) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import StoreOptions, switch
 from mergestream.cli.printing import print_json, print_table, say
+from mergestream.methods.scale import told_scale
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -17,7 +18,7 @@ HELP = "list the absorbed experts"
 EXAMPLES = "mergestream log store --json"
 
 RENAMED = {"added": "time", "fates": "tensors"}
-INTERNAL = ("scale", "direction_norm", "state", "record")
+INTERNAL = ("direction_norm", "state", "record")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def run(options: Options) -> int:
     elif store.manifest.is_ledger:
         _print_ledger(store.history, held)
     else:
-        _print_steps(store.history)
+        _print_steps(store.manifest.method, store.history)
     if not options.json:
         _print_notes(store.history)
     return 0
@@ -58,15 +59,16 @@ def _print_ledger(history: Sequence[Expert], held: Mapping[str, float]) -> None:
     )
 
 
-def _print_steps(history: Sequence[Expert]) -> None:
+def _print_steps(method: str, history: Sequence[Expert]) -> None:
+    told = [told_scale(method, entry.scale) for entry in history]
     print_table(
-        ("expert", "added", "digest", "step", "‖Δ‖", "kept", "λ", "rank", "dropped"),
+        ("expert", "added", "digest", "step", "‖Δ‖", "kept", told[0][0], "rank", "dropped"),
         (
             (
-                *(e.name, e.added, e.digest[:12], number, f"{e.norm:.4g}", f"{e.kept:.1%}", f"{e.lambda_:.4g}"),
+                *(e.name, e.added, e.digest[:12], number, f"{e.norm:.4g}", f"{e.kept:.1%}", f"{scale:.4g}"),
                 *(e.rank or "-", f"{e.lost:.2%}" if e.lost else "-"),
             )
-            for number, e in enumerate(history, 1)
+            for number, (e, (_, scale)) in enumerate(zip(history, told, strict=True), 1)
         ),
         left=3,
     )
@@ -82,5 +84,5 @@ def entry_json(entry: Expert, held: float | None = None) -> dict[str, Any]:
     """An absorbed expert as one object, without what only the store itself needs; ``held`` is of a ledger."""
     facts = {RENAMED.get(name, name): value for name, value in asdict(entry).items() if name not in INTERNAL}
     if entry.cut:  # how a ledger is scaled is decided when it is read out
-        return {**facts, "lambda": None, "held": entry.kept if held is None else held}
+        return {**facts, "scale": None, "lambda": None, "held": entry.kept if held is None else held}
     return {**facts, "lambda": entry.lambda_}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import StoreOptions, switch
 from mergestream.cli.printing import counts_text, print_json, print_table, say
+from mergestream.methods.scale import told_scale
 from mergestream.sizes import format_size
 
 if TYPE_CHECKING:
@@ -46,15 +47,16 @@ def _print_status(store: Store) -> None:
     say(f"tensors: {roles_text(store)}")
     if store.history:
         last = store.history[-1]
-        say(_room_text(store) if store.manifest.is_ledger else _scale_text(last))
+        say(_room_text(store) if store.manifest.is_ledger else _scale_text(store.manifest.method, last))
         say(f"last: {last.name} ({last.added})")
         if (last.rank or last.lost) and not store.manifest.is_ledger:
             say(_ranks_text(store))
 
 
-def _scale_text(last: Expert) -> str:
+def _scale_text(method: str, last: Expert) -> str:
     distance = "" if last.distance is None else f"   distance to the base {last.distance:.6g}"
-    return f"λ {last.lambda_:.6g}   n {last.mean_norm:.6g}{distance}"
+    name, value = told_scale(method, last.scale)
+    return f"{name} {value:.6g}   n {last.mean_norm:.6g}{distance}"
 
 
 def _room_text(store: Store) -> str:
@@ -117,6 +119,7 @@ def _status_json(store: Store) -> dict[str, Any]:
         "method": manifest.method,
         "parameters": manifest.parameters,
         "base": {"source": manifest.base.source, "digest": manifest.base.digest},
+        "scale": last.scale if last and not manifest.is_ledger else None,
         "lambda": last.lambda_ if last and not manifest.is_ledger else None,
         "n": last.mean_norm if last else None,
         "distance": last.distance if last else 0.0,

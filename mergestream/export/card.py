@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream import __version__
 from mergestream.escaping import code, markdown_text, one_line
 from mergestream.merging.reading import EntriesReading, Reading, StateReading
-from mergestream.methods.scale import inverse
+from mergestream.methods.scale import told_scale
 
 if TYPE_CHECKING:
     from mergestream.store.manifest import Expert
@@ -28,7 +28,7 @@ class CardRow:
     digest: str
     norm: float
     kept: float
-    lambda_: float
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CardFacts:
     parameters: Mapping[str, Any]
     experts: Sequence[CardRow | Expert]
     scale: float
-    """1/λ: merged = θ⁰ + scale · direction"""
+    """merged = θ⁰ + scale · direction"""
     distance: float
     task: str | None = None
     command: str | None = None
@@ -93,9 +93,9 @@ def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "tran
         f"* {_scale(facts)}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
         *([f"* Head: the one of {code(facts.task)}"] if facts.task else []),
         "",
-        f"| step | expert | digest | ‖Δ‖ | kept | {'λ' if facts.weights is None else 'weight'} |",
+        f"| step | expert | digest | ‖Δ‖ | kept | {_multiplier(facts)} |",
         "|---|---|---|---|---|---|",
-        *(_row(number, row, facts.weights) for number, row in enumerate(facts.experts, 1)),
+        *(_row(number, row, facts) for number, row in enumerate(facts.experts, 1)),
         "",
         f"kept: the share of the task vector's squared norm that {_kept_by(facts)}.",
         *(line for file, words in facts.pictures.items() for line in ("", f"![{words}]({file})")),
@@ -114,11 +114,17 @@ def _kept_by(facts: CardFacts) -> str:
 
 
 def _scale(facts: CardFacts) -> str:
-    return f"λ = {inverse(facts.scale):.6g}" if facts.weights is None else f"scale {facts.scale:.6g}"
+    name, value = told_scale(facts.method, facts.scale)
+    return f"Scale {facts.scale:.6g}" + (f" = 1/{name}, {name} = {value:.6g}" if value != facts.scale else "")
 
 
-def _row(number: int, row: CardRow | Expert, weights: Mapping[str, float] | None) -> str:
-    last = row.lambda_ if weights is None else weights[row.name]
+def _multiplier(facts: CardFacts) -> str:
+    """What the last column of the experts has."""
+    return told_scale(facts.method, facts.scale)[0] if facts.weights is None else "weight"
+
+
+def _row(number: int, row: CardRow | Expert, facts: CardFacts) -> str:
+    last = told_scale(facts.method, row.scale)[1] if facts.weights is None else facts.weights[row.name]
     return (
         f"| {number} | {markdown_text(row.name)} | {code(row.digest)} | {row.norm:.4g} | {row.kept:.1%} | {last:.4g} |"
     )

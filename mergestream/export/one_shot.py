@@ -22,7 +22,6 @@ from mergestream.export.source import ExpertsSource
 from mergestream.merging.step import Step, carries_through
 from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods.base import Method
-from mergestream.methods.scale import inverse
 from mergestream.progress import Progress
 from mergestream.store.directory import StoreDirectory, expert_name
 
@@ -111,6 +110,6 @@ def _card(source: ExpertsSource, command: str | None, allow_duplicate: bool) -> 
             raise MergestreamError(
                 f"{vector.expert.source} is the same model as {same}; pass --allow-duplicate to merge it again"
             )
-        rows.append(CardRow(name, digest, totals.norm, totals.kept, inverse(totals.scale)))
+        rows.append(CardRow(name, digest, totals.norm, totals.kept, totals.scale))
     method, base = source.step.method, source.base.source
     return CardFacts(base, method.name, method.parameters, rows, source.scale, source.distance, command=command)

@@ -71,7 +71,7 @@ class Merger:
         """That after the last model, or the entry of every one"""
 
     def add(self, expert: Mapping[str, Tensor], name: str | None = None) -> Totals:
-        """Absorb the next model; returns the norms and λ after it. It is called by its number unless it has a name."""
+        """Absorb the next model, called by its number if it has no name; returns the norms and the scale after it."""
         name = name or str(len(self.names) + 1)
         if name in self.names:
             raise UsageError(f"an expert named {name} has been absorbed already; choose another name")

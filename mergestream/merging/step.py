@@ -100,7 +100,7 @@ class Totals:
     direction_norm: float | None
     """‖S_t‖ for the methods that sum; None where nobody asked for it"""
     scale: float
-    """1/λ_t by the method's own rule"""
+    """By the method's own rule; 1/λ_t of OPCM"""
     kept: float
     """The share of ‖Δ_t‖² that entered the state"""
     lost: float = 0.0

@@ -18,7 +18,7 @@ from mergestream.methods.task_arithmetic import TaskArithmetic
 class DARE(TaskArithmetic):
     """The sum of all task vectors, of each a random share of its entries, rescaled.
 
-        S_t = S_{t-1} + m_t ⊙ Δ_t / d,   merged_t = θ⁰ + λ·S_t        m_t: 1 with probability d, else 0
+        S_t = S_{t-1} + m_t ⊙ Δ_t / d,   merged_t = θ⁰ + scale·S_t        m_t: 1 with probability d, else 0
 
     Yu et al. 2023 (arXiv 2311.03099), whose drop rate is 1 − d. m_t is a function of the seed, the names of the expert
     and of the tensor and the position, so it is the same in any order of arrival, and when the expert is removed.

@@ -13,14 +13,14 @@ from mergestream.methods.scale import Scale
 class MagMax(Method):
     """Elementwise the entry of largest magnitude among all task vectors.
 
-    M_t = whichever of M_{t-1} and Δ_t is larger in magnitude,   merged_t = θ⁰ + λ·M_t
+    M_t = whichever of M_{t-1} and Δ_t is larger in magnitude,   merged_t = θ⁰ + scale·M_t
     """
 
     name = "magmax"
     whole = "none"
     commutative = True
 
-    scale: float = parameter(0.5, "λ, the weight of the selected entries")
+    scale: float = parameter(0.5, "what the selected entries are multiplied by")
 
     @property
     def scale_rule(self) -> Scale:

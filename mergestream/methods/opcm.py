@@ -36,7 +36,9 @@ class OPCM(Method):
     projection: Literal["reference", "paper", "block"] = parameter(
         "reference", "which terms the projection removes", choices=("reference", "paper", "block")
     )
-    scaling: Literal["adaptive", "sqrt"] = parameter("adaptive", "λ_t = ‖S_t‖/n_t or √t", choices=("adaptive", "sqrt"))
+    scaling: Literal["adaptive", "sqrt"] = parameter(
+        "adaptive", "what the sum S_t is divided by: λ_t = ‖S_t‖/n_t, or √t", choices=("adaptive", "sqrt")
+    )
 
     @property
     def scale_rule(self) -> Scale:

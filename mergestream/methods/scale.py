@@ -5,7 +5,7 @@
     mean:      1 / t                                                                                  (averaging)
     a number:  itself                                                                          (task arithmetic)
 
-The paper calls 1/scale λ.
+λ is OPCM's, and divides: λ_t = 1/scale. Where the papers of other methods write λ for what multiplies, it is the scale.
 """
 
 from __future__ import annotations
@@ -52,3 +52,8 @@ def scale_value(rule: Scale, t: int, mean_norm: float, direction_norm: Callable[
 def inverse(scale: float) -> float:
     """λ, which is infinite where nothing is added to the base."""
     return 1 / scale if scale else math.inf
+
+
+def told_scale(method: str, scale: float) -> tuple[str, float]:
+    """What people are told of a scale, by its name: λ of OPCM, the scale itself of all others."""
+    return ("λ", inverse(scale)) if method == "opcm" else ("scale", scale)

@@ -21,18 +21,18 @@ class TIES(Method):
 
     ``continual``, as printed in the paper (appendix, equation of continual Ties-Merging):
 
-        M_1 = λ·Δ_1,   M_t = λ·(M' + Δ')   with {M', Δ'} = trimmed {M_{t-1}, Δ_t} of the elected sign
+        M_1 = scale·Δ_1,   M_t = scale·(M' + Δ')   with {M', Δ'} = trimmed {M_{t-1}, Δ_t} of the elected sign
 
-    ``reference``, as in the authors' code:  M_t = M_{t-1} + λ·(M' + Δ').
+    ``reference``, as in the authors' code:  M_t = M_{t-1} + scale·(M' + Δ').
     ``streaming``, equal to the batch method on all models, in any order: sums and counts of the
-    trimmed entries above and below zero are kept, and the mean of the elected side is read out, × λ.
+    trimmed entries above and below zero are kept, and the mean of the elected side is read out, × scale.
     """
 
     name = "ties"
     whole = "none"
 
     density: float = parameter(0.2, "share of the entries that survives trimming", at_least=0, at_most=1)
-    scale: float = parameter(0.3, "λ, the weight of the merged task vector")
+    scale: float = parameter(0.3, "what the merged entries are multiplied by")
     mode: Literal["continual", "reference", "streaming"] = parameter(
         "continual",
         "the paper's recursion, the authors' code, or the batch method's state",

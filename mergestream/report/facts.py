@@ -25,7 +25,7 @@ FORGOTTEN = 0.05
 """Tasks that have lost more than this share of the mean score are being forgotten."""
 LITTLE = 0.5
 """An expert of which less than this enters the state is hardly merged."""
-_OF_STATES = ("direction_norm", "distance", "lost", "rank")
+_OF_STATES = ("scale", "direction_norm", "distance", "lost", "rank")
 """What an expert in a ledger has not: it depends on how the ledger is read out, or there is nothing to bound"""
 _OF_TENSORS = ("role", "rule", "dtype", "shape", "norm", "digest")
 
@@ -150,7 +150,7 @@ class Facts:
         }
 
     def _expert_json(self, number: int, entry: Expert) -> dict[str, Any]:
-        left_out = ("scale", "fates", *(_OF_STATES if self.ledger else ()))
+        left_out = ("fates", *(_OF_STATES if self.ledger else ()))
         outcome: dict[str, Any] = {"lambda": finite(entry.lambda_), "sqrt_t": math.sqrt(number)}
         if self.ledger:
             outcome = {"held": self.ledger.held[number - 1], "damage": self.ledger.damage[number - 1]}

@@ -28,14 +28,15 @@ QUANTITIES = {
     "max_cosine": "the largest cosine to an expert in the store",
     "relative_norm": "the expert's norm over the mean norm of the experts in the store",
     "norm": "the norm of the expert's task vector",
-    "lambda": "the scaling factor λ after the step",
+    "scale": "the scale of the merged task vector after the step",
+    "lambda": "λ, 1/scale, after the step",
     "distance": "the distance of the merged model to the base",
     "held": "the share of the expert that its entry in the ledger holds",
     "damage": "the largest predicted damage of an expert in the ledger",
     "score": "the number that the --evaluate command prints last",
 }
 OF_LEDGERS = ("held", "damage")
-NOT_OF_LEDGERS = ("lambda", "distance")
+NOT_OF_LEDGERS = ("scale", "lambda", "distance")
 """Which depend on how a ledger is read out"""
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({NUMBER})\s*")
@@ -126,7 +127,8 @@ class Gatekeeper:
                 damage = self._largest_damage(candidate, snapshot) if self.asks_for("damage") else None
         return {
             **{"held": held, "damage": damage},
-            **{"kept": expert.kept, "norm": expert.norm, "lambda": expert.lambda_, "distance": expert.distance},
+            **{"kept": expert.kept, "norm": expert.norm, "distance": expert.distance},
+            **{"scale": expert.scale, "lambda": expert.lambda_},
             **{"relative_norm": relative_norm, "max_cosine": max_cosine},
         }
 

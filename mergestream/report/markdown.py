@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mergestream.escaping import SENTENCE, code, markdown_text
+from mergestream.methods.scale import told_scale
 from mergestream.report.facts import Facts, shown
 from mergestream.report.ledger import LedgerFacts
 
@@ -40,7 +41,7 @@ def markdown(facts: Facts) -> str:
 
 
 def _experts(facts: Facts) -> Iterable[str]:
-    outcome = ("held", "predicted damage") if facts.ledger else ("‖merged − base‖", "λ", "√t", "kept")
+    outcome = ("held", "predicted damage") if facts.ledger else ("‖merged − base‖", *_scale_headings(facts), "kept")
     headings = ("step", "expert", "added", "‖Δ‖", "n", *outcome, "digest")
     rows = (
         (
@@ -51,7 +52,7 @@ def _experts(facts: Facts) -> Iterable[str]:
                 f"{entry.norm:.4g}",
                 f"{entry.mean_norm:.4g}",
             ),
-            *(_of_ledger(facts.ledger, number) if facts.ledger else _of_state(number, entry)),
+            *(_of_ledger(facts.ledger, number) if facts.ledger else _of_state(facts, number, entry)),
             code(entry.digest),
         )
         for number, entry in enumerate(facts.history, 1)
@@ -68,9 +69,15 @@ def _experts(facts: Facts) -> Iterable[str]:
         yield ""
 
 
-def _of_state(number: int, entry: Expert) -> tuple[str, ...]:
-    norms = shown(entry.distance, ".4g"), f"{entry.lambda_:.4g}", f"{math.sqrt(number):.4g}"
-    return (*norms, f"{entry.kept:.1%}")
+def _scale_headings(facts: Facts) -> tuple[str, ...]:
+    """λ of OPCM is to be seen against √t."""
+    return ("λ", "√t") if facts.manifest.is_opcm else ("scale",)
+
+
+def _of_state(facts: Facts, number: int, entry: Expert) -> tuple[str, ...]:
+    scale = f"{told_scale(facts.manifest.method, entry.scale)[1]:.4g}"
+    scales = (scale, f"{math.sqrt(number):.4g}") if facts.manifest.is_opcm else (scale,)
+    return (shown(entry.distance, ".4g"), *scales, f"{entry.kept:.1%}")
 
 
 def _of_ledger(ledger: LedgerFacts, number: int) -> tuple[str, ...]:

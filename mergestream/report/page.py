@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream import __version__
 from mergestream.base.names import natural
 from mergestream.escaping import SENTENCE, one_line
+from mergestream.methods.scale import told_scale
 from mergestream.report import figures
 from mergestream.report.diagnostics import Survival
 from mergestream.report.facts import Facts, shown
@@ -82,7 +83,7 @@ def _plots(facts: Facts) -> Iterator[Plot]:
     history, few = facts.history, facts.shown
     if not history:
         return
-    if not facts.ledger:
+    if facts.manifest.is_opcm:
         yield _scaling(facts)
     yield _norms(facts)
     if len(history) > 1:
@@ -337,7 +338,9 @@ def _tiles(facts: Facts) -> Iterator[str]:
         if damaged := facts.ledger.collisions.largest_damage:
             yield tile(f"{damaged[0]:.2f}", "largest damage", damaged[1])
     else:
-        yield tile(f"{last.lambda_:.3g}", "λ", f"√{count} = {count**0.5:.3g}")
+        name, scale = told_scale(facts.manifest.method, last.scale)
+        hint = f"√{count} = {count**0.5:.3g}" if facts.manifest.is_opcm else "of the merged task vector"
+        yield tile(f"{scale:.3g}", name, hint)
         yield tile(shown(last.distance, ".3g"), "‖merged − base‖", f"mean of the experts: {last.mean_norm:.3g}")
         least = min(facts.history, key=lambda entry: entry.kept)
         yield tile(f"{least.kept:.0%}", "least kept", least.name)
@@ -359,7 +362,7 @@ def _findings(facts: Facts) -> str:
 
 
 def _experts(facts: Facts) -> str:
-    outcome = ("held", "damage", "collides most") if facts.ledger else ("kept", "λ")
+    outcome = ("held", "damage", "collides most") if facts.ledger else ("kept", told_scale(facts.manifest.method, 1)[0])
     headings = ("step", "expert", "added", "‖Δ‖", *outcome, "most similar", "gates", "digest")
     rows = "".join(_expert(facts, number, entry) for number, entry in enumerate(facts.history, 1))
     head = "".join(
@@ -371,7 +374,7 @@ def _experts(facts: Facts) -> str:
 
 def _expert(facts: Facts, number: int, entry: Expert) -> str:
     nearest = facts.nearest(number)
-    outcome = _of_ledger(facts.ledger, number - 1) if facts.ledger else _of_state(entry)
+    outcome = _of_ledger(facts.ledger, number - 1) if facts.ledger else _of_state(facts, entry)
     gates = "".join(
         f'<span class="badge" title="found: {shown(gate["value"])}">✓ {_text(gate["gate"])}</span>'
         for gate in entry.gates
@@ -390,8 +393,9 @@ def _expert(facts: Facts, number: int, entry: Expert) -> str:
     )
 
 
-def _of_state(entry: Expert) -> str:
-    return f'{_share(entry.kept)}<td data-sort="{entry.lambda_}">{entry.lambda_:.4g}</td>'
+def _of_state(facts: Facts, entry: Expert) -> str:
+    _, scale = told_scale(facts.manifest.method, entry.scale)
+    return f'{_share(entry.kept)}<td data-sort="{scale}">{scale:.4g}</td>'
 
 
 def _of_ledger(ledger: LedgerFacts, expert: int) -> str:

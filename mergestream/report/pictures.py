@@ -33,7 +33,7 @@ LONGEST_NAME, LONGEST_TITLE = 40, 120
 def write_pictures(directory: Path, manifest: Manifest, found: Similarity) -> dict[str, str]:
     """Draw what a model card shows; returns the names of the files and what they show, in words."""
     figures: dict[str, tuple[Figure, str]] = {}
-    if not manifest.is_ledger:
+    if manifest.is_opcm:
         curve = scaling({"λ": [entry.lambda_ for entry in manifest.history]})
         figures["lambda.png"] = (curve, "The scaling factor λ after each expert, against √t")
     if manifest.step > 1:

@@ -43,6 +43,7 @@ class Inspection:
     """The outcome of a step that was not taken."""
 
     source: str
+    method: str
     step: int
     """The step it would be"""
     duplicate_of: str | None
@@ -53,7 +54,7 @@ class Inspection:
     """The cosine to each expert so far, from their sketches; None where one did not move at all"""
     kept: float
     """The share of ‖Δ‖² that would enter the state, or that its entry in a ledger would hold"""
-    lambda_: float | None
+    scale: float | None
     """None for a ledger, as the distance: both depend on how it is read out"""
     distance: float | None
     fates: Mapping[str, int]
@@ -75,13 +76,14 @@ class Inspection:
         peaks = sorted(arrival.step.memory.values(), reverse=True)
         return cls(
             source=arrival.source,
+            method=store.manifest.method,
             step=totals.t,
             duplicate_of=arrival.duplicate_of,
             norm=totals.norm,
             relative_norm=totals.norm / before if before else 1.0,
             cosines=cosines_to(store.path, store.history, arrival.sketch.values()),
             kept=totals.kept,
-            lambda_=None if collisions else inverse(totals.scale),
+            scale=None if collisions else totals.scale,
             distance=None if collisions else totals.distance or 0.0,
             fates=arrival.fates,
             seconds=round(seconds, 3),
@@ -91,6 +93,11 @@ class Inspection:
             notes=arrival.notes,
             collisions=collisions,
         )
+
+    @property
+    def lambda_(self) -> float | None:
+        """1/scale, which of OPCM is λ"""
+        return None if self.scale is None else inverse(self.scale)
 
     @property
     def layers(self) -> dict[str, float]:
@@ -104,8 +111,8 @@ class Inspection:
         return dict(sorted(shares.items(), key=lambda item: (item[1], item[0])))
 
     def to_json(self) -> dict[str, Any]:
-        data = {**dataclasses.asdict(dataclasses.replace(self, collisions=None)), "layers": self.layers}
-        data["lambda"] = data.pop("lambda_")
+        data = dataclasses.asdict(dataclasses.replace(self, collisions=None))
+        data |= {"lambda": self.lambda_, "layers": self.layers}
         del data["collisions"]
         if found := self.collisions:
             data |= {"held": self.kept, "damage": dict(zip(found.experts, found.damage, strict=True))}

@@ -69,7 +69,7 @@ class Expert:
     kept: Magnitude
     """The share of ‖Δ_t‖² that entered the state"""
     scale: Finite
-    """1/λ_t: merged = θ⁰ + scale · direction"""
+    """merged = θ⁰ + scale · direction; 1/λ_t of OPCM"""
     mean_norm: Magnitude
     """n_t"""
     direction_norm: Magnitude | None
@@ -97,6 +97,7 @@ class Expert:
 
     @property
     def lambda_(self) -> float:
+        """1/scale, which of OPCM is λ_t"""
         return inverse(self.scale)
 
 
@@ -120,6 +121,11 @@ class Manifest:
     def is_ledger(self) -> bool:
         """Whether every expert is remembered; told by the name, for to make the method takes torch."""
         return self.method == "ledger"
+
+    @property
+    def is_opcm(self) -> bool:
+        """Whether there is a λ_t, to be seen against √t."""
+        return self.method == "opcm"
 
     @property
     def names(self) -> list[str]:

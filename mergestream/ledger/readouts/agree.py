@@ -18,7 +18,7 @@ class Agree(EntriesReadout):
     It minimises Σ c_i ‖(M − Δ_i)|Δ_i|‖²/‖Δ_i‖², and is Σ c_i Δ_i where no expert says much:
 
         C = Σ c_i V_i Σ_i² V_iᵀ/‖Δ_i‖²    D = Σ c_i U_i Σ_i³ V_iᵀ/‖Δ_i‖²    S = Σ c_i U_i Σ_i V_iᵀ
-        C = Q Λ Qᵀ    K = ⌈(Σ√λ)²/Σλ⌉    P = the first K columns of Q
+        C = Q Λ Qᵀ    K = ⌈(tr √Λ)²/tr Λ⌉    P = the first K columns of Q
         M = S (I − P Pᵀ) + D P Λ_K⁻¹ Pᵀ
 
     The objective is that of WUDI (Cheng et al., 2025), the cut at K that of SWUDI-A (arXiv 2606.07289).

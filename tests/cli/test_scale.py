@@ -1,0 +1,65 @@
+"""λ is OPCM's, and divides; of all other methods people are told the scale, which multiplies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mergestream.methods.scale import told_scale
+from tests.conftest import Toys
+
+
+def told(done, place: Path, toys: Toys, method: str) -> tuple[str, str, list[dict[str, float]]]:
+    """All that is printed and written of two experts, the page of the report, and the scales as JSON."""
+    store, merged, text = place / "store", place / "merged", []
+    done("init", store, "--base", toys.base, "--method", method)
+    text.append(done("add", store, *toys.experts[:2]))
+    text += [done(command, store) for command in ("status", "log")]
+    text += [done("inspect", store, toys.experts[2]), done("report", store, "--format", "md")]
+    done("export", store, merged)
+    text.append((merged / "README.md").read_text(encoding="utf-8"))
+    page = done("report", store, "-o", place / "page.html") + (place / "page.html").read_text(encoding="utf-8")
+    scales = [
+        json.loads(done("status", store, "--json")),
+        json.loads(done("log", store, "--json"))[-1],
+        json.loads(done("report", store, "--format", "json"))["experts"][-1],
+        json.loads(done("inspect", store, toys.experts[2], "--json")),
+    ]
+    return "\n".join(text), page.split("<script>", 1)[0], scales
+
+
+@pytest.mark.parametrize(("method", "scale"), [("task_arithmetic", 0.3), ("average", 0.5), ("magmax", 0.5)])
+def test_what_multiplies_is_a_scale(method: str, scale: float, tmp_path: Path, toys: Toys, done) -> None:
+    text, page, (status, log, report, inspection) = told(done, tmp_path, toys, method)
+    assert "λ" not in text and "λ" not in page
+    assert f"  scale {scale}  " in text and f"scale {scale}   n " in text
+    assert f"* Scale {scale};" in text and "| scale |" in text and f"<dt>scale</dt><dd>{scale}" in page
+    assert not (tmp_path / "merged/lambda.png").exists()
+    for found in (status, log, report):
+        assert found["scale"] == scale and found["lambda"] == 1 / scale
+    assert inspection["scale"] == pytest.approx(1 / 3 if method == "average" else scale)
+
+
+def test_of_opcm_it_is_lambda(tmp_path: Path, toys: Toys, done) -> None:
+    text, page, scales = told(done, tmp_path, toys, "opcm")
+    value = scales[0]["lambda"]
+    assert f"λ {value:.6g}   n" in text and f"= 1/λ, λ = {value:.6g};" in text and "| λ | √t |" in text
+    assert "<dt>λ</dt>" in page and (tmp_path / "merged/lambda.png").exists()
+    assert all(found["lambda"] == pytest.approx(1 / found["scale"]) for found in scales)
+
+
+def test_only_opcm_speaks_of_lambda(done) -> None:
+    methods = json.loads(done("methods", "--json"))
+    assert ["λ" in json.dumps(method, ensure_ascii=False) for method in methods] == [
+        method["name"] == "opcm" for method in methods
+    ]
+    assert told_scale("opcm", 0.5) == ("λ", 2.0) and told_scale("task_arithmetic", 0.5) == ("scale", 0.5)
+
+
+def test_a_gate_may_be_on_either(tmp_path: Path, toys: Toys, done, mergestream) -> None:
+    done("init", tmp_path / "store", "--base", toys.base, "--method", "task_arithmetic")
+    done("add", tmp_path / "store", toys.experts[0], "--gate", "scale<=0.3", "--gate", "lambda>=3")
+    refused = mergestream("add", tmp_path / "store", toys.experts[1], "--gate", "scale>0.3")
+    assert refused.code == 1 and "the scale of the merged task vector after the step is 0.3" in refused.err
