@@ -11,7 +11,7 @@ import mergestream
 PACKAGE = Path(mergestream.__file__).parent
 ORDER = [
     *("errors", "escaping", "sizes", "digest", "files", "schema", "progress", "interrupts", "registry", "commands"),
-    *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "merging"),
+    *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "merging", "training"),
     *("store", "export", "report", "api"),
     *("evaluation", "testing", "cli", "__init__", "__main__"),
 ]

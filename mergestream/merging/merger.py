@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from mergestream.algebra.lowrank import LowRank
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import open_checkpoint, torch_dtype
+from mergestream.checkpoints import TensorSpec, open_checkpoint, torch_dtype
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import UsageError
 from mergestream.experts.vector import TaskVector
@@ -21,15 +23,21 @@ from mergestream.merging.step import Step, Totals, no_state, total
 from mergestream.methods.base import Method
 from mergestream.progress import Progress
 
+_HISTORY = "history"
+
 
 class MemoryState(dict[tuple[str, str], Tensor]):
     """Slots in memory, by slot and tensor name."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, spare: Mapping[tuple[str, str], Tensor] | None = None) -> None:
+        """``spare`` memory is written to where it fits: the kernel clears every page that is new."""
         self._slots = {name: step.method.layout(step.context(name, step.counts[-1])) for name in step.names}
         for name, layout in self._slots.items():
             for slot, form in layout.items():
-                self[slot, name] = torch.empty(form.shape, dtype=form.dtype)
+                memory = (spare or {}).get((slot, name))
+                if memory is None or (tuple(memory.shape), memory.dtype) != (form.shape, form.dtype):
+                    memory = torch.empty(form.shape, dtype=form.dtype)
+                self[slot, name] = memory
 
     def read(self, slot: str, name: str) -> Tensor:
         return self[slot, name]
@@ -69,6 +77,13 @@ class Merger:
         self._engine = engine or (LocalEngine() if workers is None else LocalEngine(workers))
         self._states: list[MemoryState] = []
         """That after the last model, or the entry of every one"""
+        self._spare: MemoryState | None = None
+        """The memory of the state before, for the next one"""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """The base's names, shapes and types."""
+        return self._model.tensors
 
     def add(self, expert: Mapping[str, Tensor], name: str | None = None) -> Totals:
         """Absorb the next model, called by its number if it has no name; returns the norms and the scale after it."""
@@ -79,11 +94,14 @@ class Merger:
         read_state = self._states[-1].read if self._states else no_state
         before, device = len(self.history), self._engine.device
         step = Step(self.method, [vector], before, read_state, device, experts=[name])
-        state = MemoryState(step)
+        state, self._spare = MemoryState(step, self._spare), None
         outcomes = dict(step.run(self._engine, state))
         mean_norm = self.history[-1].mean_norm if self.history else 0.0
         totals = total(self.method, step.counts[-1], mean_norm, outcomes.values())
-        self._states = [*self._states, state] if self.method.remembers_experts else [state]
+        if self.method.remembers_experts:
+            self._states.append(state)
+        else:
+            self._spare, self._states = next(iter(self._states), None), [state]
         self.history.append(totals)
         self.names.append(name)
         return totals
@@ -118,6 +136,35 @@ class Merger:
         stored = {name: tensor.numel for name, tensor in self._model.tensors.items() if tensor.tied_to is None}
         merged = dict(engine.run(stored, merge, reading.memory))
         return {name: merged[tensor.tied_to or name] for name, tensor in self._model.tensors.items()}
+
+    def remembered(self) -> dict[str, Tensor]:
+        """All that `recall` needs to go on with the same method; of one that keeps a state."""
+        assert not self.method.remembers_experts
+        state = {f"state/{slot}/{name}": tensor for last in self._states for (slot, name), tensor in last.items()}
+        base = {f"base/{name}": self._base.read(name) for name in self._model.tensors}
+        totals = [
+            [math.nan if value is None else value for value in dataclasses.astuple(totals)] for totals in self.history
+        ]
+        return {_HISTORY: torch.tensor(totals, dtype=torch.float64), **base, **state}
+
+    @classmethod
+    def recall(cls, remembered: Mapping[str, Tensor], method: Method, *, workers: int | None = None) -> Merger:
+        """Go on where another has been; a KeyError or a ValueError where that had another model or method."""
+        base = {name: tensor for key, tensor in remembered.items() if (name := key.removeprefix("base/")) != key}
+        merger = cls(base, method, workers=workers)
+        for t, norm, mean_norm, direction_norm, *others in remembered[_HISTORY].tolist():
+            known = None if math.isnan(direction_norm) else direction_norm
+            merger.history.append(Totals(int(t), norm, mean_norm, known, *others))
+            merger.names.append(str(int(t)))
+        if merger.history:
+            vector = TaskVector(merger._model, merger._base, merger._base)
+            state = MemoryState(Step(method, [vector], len(merger.history) - 1))
+            for (slot, name), value in state.items():
+                if (found := remembered[f"state/{slot}/{name}"]).shape != value.shape:
+                    raise ValueError(f"{slot} of {name} has the shape {list(found.shape)}")
+                value.copy_(found)
+            merger._states = [state]
+        return merger
 
     def _reading(self, selection: Selection) -> Reading:
         last = self.history[-1]
