@@ -108,6 +108,9 @@ class Store(StoreDirectory):
                 task=task,
                 illustrate=draw,
             )
+            if task is None and (tasks := snapshot.tasks):
+                base = "the base's head" if snapshot.manifest.base.has_head else "no head, as the base"
+                self.progress.note(f"{output.path} has {base}; --task puts that of an expert there: {', '.join(tasks)}")
         return output.path
 
     def export_adapter(

@@ -117,6 +117,11 @@ class BaseModel:
         """Weights that are stored input × output."""
         return frozenset(name for name, tensor in self.tensors.items() if tensor.module == "Conv1D")
 
+    @property
+    def has_head(self) -> bool:
+        """Whether it has tensors of its own where every expert keeps its head."""
+        return any(tensor.role == "head" for tensor in self.tensors.values())
+
     def is_head(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.heads)
 
@@ -249,6 +254,6 @@ def unusable(name: str, checkpoint: Checkpoint) -> MergestreamError:
     """For a tensor that holds NaN or Inf, or that cannot be reckoned with."""
     fault = "is too large to be merged" if is_finite(checkpoint.read(name)) else "holds NaN or Inf"
     return MergestreamError(
-        f"tensor {name} in {checkpoint.tensors[name].file} of {checkpoint.source} {fault}; nothing was merged, "
-        "repair or replace the file"
+        f"tensor {checkpoint.stored_name(name)} in {checkpoint.tensors[name].file} of {checkpoint.source} {fault}; "
+        "nothing was merged, repair or replace the file"
     )

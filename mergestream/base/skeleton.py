@@ -55,6 +55,9 @@ class Renamed(Checkpoint):
     def read(self, name: str) -> Tensor:
         return self._checkpoint.read(self._stored[name])
 
+    def stored_name(self, name: str) -> str:
+        return self._stored.get(name, name)
+
     def close(self) -> None:
         self._checkpoint.close()
 

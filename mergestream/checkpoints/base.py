@@ -87,6 +87,10 @@ class Checkpoint(ABC):
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, possibly a view of the file or of the caller's memory: never write to it."""
 
+    def stored_name(self, name: str) -> str:
+        """What the file calls a tensor."""
+        return name
+
     def close(self) -> None:  # noqa: B027
         """Release the files, if there are any; tensors that were read stay valid."""
 

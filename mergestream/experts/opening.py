@@ -38,10 +38,12 @@ def task_vector(
     partial: bool = False,
     ignore: Sequence[str] = (),
 ) -> TaskVector:
-    """The expert's difference from the base, checked against the base's headers."""
+    """The expert's difference from the base, checked against the base's headers, under the base's names."""
     from mergestream.experts.adapters.vector import AdapterVector
+    from mergestream.experts.prefix import under_base_names
     from mergestream.experts.vector import TaskVector
 
     if isinstance(expert, Adapter):
         return AdapterVector(model, base, expert, ignore=ignore)
-    return TaskVector(model, base, expert, partial=partial, ignore=ignore)
+    expert, prefix = under_base_names(model, expert, ignore)
+    return TaskVector(model, base, expert, partial=partial, ignore=ignore, prefix=prefix)

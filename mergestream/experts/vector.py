@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from mergestream.algebra.pieces import Elements, SquaredNorm, is_finite, ranges
 from mergestream.base.model import BaseModel, base_changed, unusable
+from mergestream.base.names import layer_of
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.errors import MergestreamError
+from mergestream.experts.prefix import NEARLY_ALL, Prefix, globs_of
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 Fate = Literal["merged", "copied", "head", "tied", "unchanged", "ignored"]
 """What happens to a tensor; ``unchanged`` ones are missing from the expert."""
+MOST_GLOBS = 6
+"""That an error has for the user to type"""
 
 
 class BasePieces:
@@ -60,8 +64,11 @@ class TaskVector:
         *,
         partial: bool = False,
         ignore: Sequence[str] = (),
+        prefix: Prefix | None = None,
     ) -> None:
+        """``prefix`` is what the expert's own names differ by; here it has the base's."""
         self.model = model
+        self.prefix = prefix or Prefix()
         self.base = base
         self.expert = expert
         self.fates = account(model, expert, partial=partial, ignore=ignore)
@@ -71,6 +78,11 @@ class TaskVector:
         """Digests of the expert's tensors that have been read to their end."""
         self.norm2: dict[str, float] = {}
         """‖Δ‖² of these"""
+
+    @property
+    def renaming(self) -> str | None:
+        """A sentence about the expert's names, where they are not the base's."""
+        return f"{self.expert.source}: {self.prefix}" if self.prefix else None
 
     def numel(self, name: str) -> int:
         return self.model.tensors[name].numel
@@ -197,7 +209,7 @@ def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequ
     names = model.tensors.keys() | expert.tensors.keys()
     ignored: set[str] = set()
     for glob in ignore:
-        matching = {name for name in names if fnmatchcase(name, glob)}
+        matching = {name for name in names if fnmatchcase(name, glob) or fnmatchcase(expert.stored_name(name), glob)}
         if not matching:
             raise MergestreamError(f"--ignore {glob} matches no tensor of {expert.source} or its base")
         ignored |= matching
@@ -216,10 +228,6 @@ def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequ
             fates[name] = "unchanged"
         else:
             missing.append(name)
-    if missing:
-        raise MergestreamError(
-            f"{expert.source} lacks {_some(missing)} of the base; if they are meant to be unchanged, pass --partial"
-        )
     extra = []
     for name in expert.tensors:
         if name in fates:
@@ -232,10 +240,17 @@ def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequ
             fates[name] = "tied"
         else:
             extra.append(name)
+    if missing:
+        few = len(missing) <= (1 - NEARLY_ALL) * len(model.merged)
+        as_heads = f", and if they are a head, {_as_heads([*missing, *extra], fates)}" if few else ""
+        raise MergestreamError(
+            f"{expert.source} lacks {_some(missing)} of the base; if they are meant to be unchanged, pass --partial"
+            f"{as_heads}"
+        )
     if extra:
         raise MergestreamError(
-            f"{expert.source} has {_some(extra)} that the base has not; keep them as a task's head with "
-            "--heads GLOB at init, or leave them out with --ignore GLOB"
+            f"{expert.source} has {_some(extra)} that the base has not; {_as_heads(extra, fates)}, or leave them out "
+            f"with {_options('--ignore', extra, fates)}"
         )
     for name, fate in fates.items():
         if fate in ("merged", "tied") and name in expert.tensors:
@@ -244,19 +259,32 @@ def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequ
 
 
 def _check_form(model: BaseModel, expert: Checkpoint, name: str, canonical: str) -> None:
-    ours, theirs = model.tensors[canonical], expert.tensors[name]
+    ours, theirs, stored = model.tensors[canonical], expert.tensors[name], expert.stored_name(name)
     if theirs.shape != ours.shape:
         grown = ours.role == "embedding" and len(ours.shape) == 2 and theirs.shape[1:] == ours.shape[1:]
         reason = "its vocabulary differs from the base's: " if grown else ""
+        if theirs.shape[1:] == ours.shape[1:] and not grown:
+            others = [other for other in model.tensors if layer_of(other) != layer_of(name)]
+            reason = f"if it is a head, {_as_heads([name], others)}, else "
         raise MergestreamError(
-            f"tensor {name} in {theirs.file} of {expert.source} has shape {list(theirs.shape)}, the base has "
+            f"tensor {stored} in {theirs.file} of {expert.source} has shape {list(theirs.shape)}, the base has "
             f"{list(ours.shape)}; {reason}resize it to the base's shape, or leave it out with --ignore {name}"
         )
     if not theirs.is_float:
         raise MergestreamError(
-            f"tensor {name} in {theirs.file} of {expert.source} is {theirs.dtype}, the base has {ours.dtype}; "
+            f"tensor {stored} in {theirs.file} of {expert.source} is {theirs.dtype}, the base has {ours.dtype}; "
             "convert it to a floating-point type first"
         )
+
+
+def _as_heads(names: Sequence[str], others: Collection[str]) -> str:
+    return f"keep them with each expert: {_options('--heads', names, others)} when the store is made"
+
+
+def _options(option: str, names: Sequence[str], others: Collection[str]) -> str:
+    """What to type so that it holds for these tensors; where that is long, the names tell enough."""
+    globs = globs_of(names, others)
+    return " ".join(f"{option} '{glob}'" for glob in globs) if len(globs) <= MOST_GLOBS else f"{option} GLOB"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -48,14 +48,17 @@ def write_model(
     with ExitStack() as stack:
         manifest, reading = snapshot.manifest, snapshot.reading(engine, selection, progress)
         base = stack.enter_context(manifest.open_base())
-        heads = stack.enter_context(snapshot.open_heads(task)) if task is not None else None
-        config = snapshot.head_config(task) if task is not None else None
+        found = snapshot.open_task(task) if task is not None else None
+        if found:
+            stack.enter_context(found.heads)
+            if found.config is None:
+                progress.note(f"{task} came without a config.json: the base's is written, which may have other labels")
         factor = reading.scale(scale, engine)
-        source = StateSource(reading, base, factor, heads)
+        source = StateSource(reading, base, factor, found)
         write_tensors(source, draft, output, engine, progress)
         pictures = illustrate(draft) if illustrate else {}
         card = CardFacts.of(snapshot, reading, factor, source.distance, task, output.command, pictures)
-        write_companions(draft, output, base, card, config)
+        write_companions(draft, output, base, card, found.config if found else None)
 
 
 def write_tensors(source: Source, draft: Path, output: Output, engine: Engine, progress: Progress) -> None:

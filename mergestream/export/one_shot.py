@@ -80,6 +80,8 @@ def merge(
             found = open_expert(expert)
             stack.callback(found.close)
             vectors.append(task_vector(model, opened, found, partial=partial, ignore=ignore))
+            if vectors[-1].renaming:
+                progress.note(vectors[-1].renaming)
         names: list[str] = []
         for vector in vectors:
             names.append(expert_name(vector.expert.source, names))

@@ -16,31 +16,51 @@ from mergestream.merging.reading import Reading, cast, moved_by
 from mergestream.merging.step import Outcome, Step, Totals, overflow_explained, total
 from mergestream.merging.thresholds import Thresholds
 from mergestream.methods.scale import scale_value
+from mergestream.store.records import Task
 
 
 @dataclass(frozen=True)
 class StateSource:
-    """A state that is read out, with the head of a task in place of the base's where one is given."""
+    """A state that is read out, as the model of a task where one is given: with its head in place of the base's, and
+    under the names that its class has for the tensors."""
 
     reading: Reading
     base: Checkpoint
     scale: float
-    heads: Checkpoint | None = None
+    task: Task | None = None
 
     @property
     def forms(self) -> Mapping[str, TensorSpec]:
         """Every tensor that is written, in the types of the base."""
-        return {**self.reading.model.tensors, **(self.heads.tensors if self.heads else {})}
+        tensors = {**self.reading.model.tensors, **self._heads}
+        return {written: tensors[name] for written, name in self._names.items()}
 
     @property
     def memory(self) -> Mapping[str, int]:
         """Bytes that each takes at its peak."""
-        return self.reading.memory
+        memory = self.reading.memory
+        return {written: memory[name] for written, name in self._names.items() if name in memory}
+
+    @property
+    def _heads(self) -> Mapping[str, TensorSpec]:
+        return self.task.heads.tensors if self.task else {}
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """What is written, by the name that it gets."""
+        tensors = self.reading.model.tensors
+        if self.task is None:
+            return {name: name for name in tensors}
+        # A head of the base has no place in another class.
+        placed = [name for name in tensors if tensors[name].role != "head" or name in self._heads]
+        names = {self.task.prefix.name_in_task(name): name for name in placed}
+        return {**names, **{name: name for name in self._heads if name not in tensors}}
 
     def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
         """A tensor in order, each piece with the number of its first element, rounded once, to ``dtype``."""
-        if self.heads and name in self.heads.tensors:
-            yield 0, cast(self.heads.read(name).reshape(-1), dtype, name)
+        name = self._names[name]
+        if self.task and name in self._heads:
+            yield 0, cast(self.task.heads.read(name).reshape(-1), dtype, name)
         else:
             stored = self.reading.model.tensors[name].tied_to or name
             yield from self.reading.pieces(stored, self.base, self.scale, dtype)

@@ -15,7 +15,7 @@ from mergestream.base.model import BaseModel
 from mergestream.checkpoints import TensorSpec, open_checkpoint, torch_dtype
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import UsageError
-from mergestream.experts.vector import TaskVector
+from mergestream.experts.opening import task_vector
 from mergestream.ledger.method import Ledger
 from mergestream.ledger.selection import Selection
 from mergestream.merging.reading import EntriesReading, Reading, StateReading, Voice
@@ -85,12 +85,17 @@ class Merger:
         """The base's names, shapes and types."""
         return self._model.tensors
 
-    def add(self, expert: Mapping[str, Tensor], name: str | None = None) -> Totals:
-        """Absorb the next model, called by its number if it has no name; returns the norms and the scale after it."""
+    def add(self, expert: Mapping[str, Tensor], name: str | None = None, *, ignore: Sequence[str] = ()) -> Totals:
+        """Absorb the next model, called by its number if it has no name; returns the norms and the scale after it.
+
+        ``ignore`` are globs of tensors that are left out, such as the head of a task.
+        """
         name = name or str(len(self.names) + 1)
         if name in self.names:
             raise UsageError(f"an expert named {name} has been absorbed already; choose another name")
-        vector = TaskVector(self._model, self._base, open_checkpoint(expert))
+        vector = task_vector(self._model, self._base, open_checkpoint(expert), ignore=ignore)
+        if vector.renaming:
+            Progress().note(vector.renaming)
         read_state = self._states[-1].read if self._states else no_state
         before, device = len(self.history), self._engine.device
         step = Step(self.method, [vector], before, read_state, device, experts=[name])
@@ -157,7 +162,7 @@ class Merger:
             merger.history.append(Totals(int(t), norm, mean_norm, known, *others))
             merger.names.append(str(int(t)))
         if merger.history:
-            vector = TaskVector(merger._model, merger._base, merger._base)
+            vector = task_vector(merger._model, merger._base, merger._base)
             state = MemoryState(Step(method, [vector], len(merger.history) - 1))
             for (slot, name), value in state.items():
                 if (found := remembered[f"state/{slot}/{name}"]).shape != value.shape:

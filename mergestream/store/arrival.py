@@ -156,7 +156,10 @@ class Arrival:
                 model = model.with_weights(base, store.engine, store.progress)
         if isinstance(opened, Adapter) and not store.method.factored:
             self.note(f"{store.method.name} needs dense tensors: the adapter is multiplied out, one by one")
-        return task_vector(model, base, opened, partial=partial, ignore=ignore)
+        vector = task_vector(model, base, opened, partial=partial, ignore=ignore)
+        if vector.renaming:
+            self.note(vector.renaming)
+        return vector
 
     @cached_property
     def step(self) -> Step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -12,6 +13,7 @@ from mergestream.checkpoints import SafetensorsWriter, TensorSpec
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import Told
+from mergestream.experts.prefix import Prefix
 from mergestream.experts.sketch import FORMAT, READABLE, WIDTH, cosines
 from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
 from mergestream.schema import Count, Magnitude, conform, damaged, foreign, parse, read_text
@@ -51,6 +53,7 @@ def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
         "heads": {name: vector.digests[name] for name in vector.heads},
         "config": config,
         "adapter": vector.told,
+        "prefix": asdict(vector.prefix),
         "tensors": {
             name: {"norm": math.sqrt(outcome.norm2), "kept": outcome.kept, "protected": outcome.protected}
             for name, outcome in ((name, arrival.outcomes[name]) for name in vector.names)
@@ -86,6 +89,7 @@ class _Record(TypedDict):
     heads: dict[str, str]
     """Those of the tensors that stay with it"""
     config: dict[str, Any] | None
+    """Its own, where such tensors are: the labels are in it"""
     tensors: dict[str, TensorRecord]
 
 
@@ -94,6 +98,19 @@ class Record(_Record, total=False):
 
     adapter: Told | None
     """What its configuration tells, of an adapter; older stores lack it"""
+    prefix: Prefix
+    """By which its names differ from the base's; older stores lack it"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What it takes to make an expert's model of the merged one."""
+
+    heads: CheckedTensors
+    """The tensors that stay with the expert, open"""
+    config: dict[str, Any] | None
+    """None where the expert came without"""
+    prefix: Prefix
 
 
 def read_record(store: Path, expert: Expert) -> Record:
@@ -112,18 +129,26 @@ def tensor_records(store: Path, expert: Expert, names: Collection[str]) -> dict[
     return found
 
 
-def open_heads(store: Path, expert: Expert) -> CheckedTensors | None:
-    """The tensors that were kept for an expert, if there are any."""
-    digests = read_record(store, expert)["heads"]
-    return CheckedTensors(record_directory(store, expert.number) / HEADS, digests) if digests else None
+def has_task(store: Path, expert: Expert) -> bool:
+    """Whether there are tensors that were kept for an expert."""
+    return bool(expert.fates.get("head") and read_record(store, expert)["heads"])
+
+
+def open_task(store: Path, expert: Expert) -> Task | None:
+    """The tensors that were kept for an expert, if there are any, and what goes with them."""
+    record = read_record(store, expert)
+    if not record["heads"]:
+        return None
+    heads = CheckedTensors(record_directory(store, expert.number) / HEADS, record["heads"])
+    return Task(heads, record["config"], record.get("prefix", Prefix()))
 
 
 def verify_record(store: Path, expert: Expert) -> None:
     """Recompute the digests of the record, the sketch and the heads."""
     read_sketch(store, expert)
-    if heads := open_heads(store, expert):
-        with heads:
-            list(heads.verify())
+    if task := open_task(store, expert):
+        with task.heads:
+            list(task.heads.verify())
 
 
 def write_sketch(directory: Path, values: Tensor) -> str:

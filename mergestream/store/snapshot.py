@@ -6,15 +6,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name
+from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.errors import MergestreamError
 from mergestream.files import allow_open_files
 from mergestream.progress import Progress
 from mergestream.schema import foreign
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.records import open_heads, read_record
+from mergestream.store.records import Task, has_task, open_task
 from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:
@@ -140,13 +140,15 @@ class Snapshot:
         slots = list(self.method.layout(tensor_context(self.manifest.base, name, self.manifest.step)))
         return self.state.ranks(slots, name)
 
-    def open_heads(self, name: str) -> Checkpoint:
-        """The tensors that were kept for one expert."""
-        heads = open_heads(self.path, self.manifest.expert(name))
-        if heads is None:
-            raise MergestreamError(f"expert {name} has no head of its own; --heads GLOB at init keeps them")
-        return heads
+    @property
+    def tasks(self) -> list[str]:
+        """The experts with heads of their own."""
+        return [entry.name for entry in self.manifest.history if has_task(self.path, entry)]
 
-    def head_config(self, name: str) -> dict[str, Any] | None:
-        """The config of an expert with a head of its own, for the labels are in it; None where it had none."""
-        return read_record(self.path, self.manifest.expert(name))["config"]
+    def open_task(self, name: str) -> Task:
+        """What was kept for one expert."""
+        task = open_task(self.path, self.manifest.expert(name))
+        if task is None:
+            others = f"these have: {', '.join(self.tasks)}" if self.tasks else "--heads GLOB at init keeps them"
+            raise MergestreamError(f"expert {name} has no head of its own; {others}")
+        return task

@@ -16,6 +16,7 @@ from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, AdapterConfig, read_config
 from mergestream.experts.adapters.naming import translator
+from mergestream.experts.prefix import Prefix, between
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +103,8 @@ class Adapter:
         if both := whole.keys() & terms.keys():
             raise MergestreamError(f"{self.source} has both factors and a whole tensor for {min(both)}; {WAY_OUT}")
         extra = tuple(name for name in self.whole if found[name] is None)
-        return BoundAdapter(self, tensors, terms, whole, copies, extra)
+        prefix = between({f"{module}.weight": target for module, target in targets.items()} or found)
+        return BoundAdapter(self, tensors, terms, whole, copies, extra, prefix)
 
     def _is_transposed(self, module: str, shape: tuple[int, ...]) -> bool | None:
         """Whether (B·A)ᵀ has the base's shape and not B·A; None where both have."""
@@ -160,6 +162,7 @@ class BoundAdapter:
     """Tensors that should be the base's own"""
     extra: tuple[str, ...]
     """Whole parameters that the base does not have"""
+    prefix: Prefix
 
     def rank(self, name: str) -> int:
         """An upper bound for the rank of a tensor's task vector in factors."""

@@ -50,8 +50,13 @@ class AdapterVector(TaskVector):
             {**model.spellings, **model.ties},
             model.conv1d,
         )
-        super().__init__(model, base, AdaptedTensors(self.adapter), partial=True, ignore=ignore)
+        adapted, prefix = AdaptedTensors(self.adapter), self.adapter.prefix
+        super().__init__(model, base, adapted, partial=True, ignore=ignore, prefix=prefix)
         self.told = adapter.config.told
+
+    @property
+    def renaming(self) -> None:
+        """The names of adapters are those that PEFT gives: nobody wonders."""
 
     def rank(self, name: str) -> int | None:
         if name in self.adapter.whole and self._reads(name):

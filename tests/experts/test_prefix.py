@@ -1,0 +1,159 @@
+"""Prefixes of names: recognised by names and shapes, never guessed, and taken off or put on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mergestream.base.model import BaseModel
+from mergestream.checkpoints import open_checkpoint
+from mergestream.errors import MergestreamError
+from mergestream.experts.opening import task_vector
+from mergestream.experts.prefix import Prefix, between, globs_of
+from mergestream.experts.vector import TaskVector
+from tests.conftest import StateDict, toy_base, toy_expert
+
+
+def put_before(prefix: str, tensors: StateDict) -> StateDict:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def vector(expert: StateDict, base: StateDict | None = None, *, heads: tuple[str, ...] = (), **options) -> TaskVector:
+    checkpoint = open_checkpoint(base or toy_base())
+    return task_vector(BaseModel.examine(checkpoint, heads=heads), checkpoint, open_checkpoint(expert), **options)
+
+
+HEAD = {"classifier.weight": torch.ones(3, 8), "classifier.bias": torch.ones(3)}
+
+
+@pytest.mark.parametrize("theirs", ["", "bert.", "module.", "_orig_mod.", "module._orig_mod.", "model.model."])
+@pytest.mark.parametrize("ours", ["", "bert.", "module."])
+def test_a_prefix_on_either_side_makes_no_difference(theirs, ours):
+    found = vector(put_before(theirs, toy_expert(1)), put_before(ours, toy_base()))
+    plain = vector(toy_expert(1))
+    assert found.names == tuple(ours + name for name in plain.names)
+    assert set(found.fates.values()) == {"merged", "copied"}
+    for name in plain.names:
+        assert torch.equal(found.whole(ours + name), plain.whole(name))
+        assert found.digests[ours + name] == plain.digests[name]
+    told = found.renaming
+    assert told is None if theirs == ours else theirs in str(told) and ours in str(told)
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "module._orig_mod."])
+def test_a_head_has_the_name_that_the_class_of_its_model_has_for_it(wrapper):
+    task = put_before("bert.", toy_expert(1)) | HEAD
+    found = vector(put_before(wrapper, task), heads=("classifier.*",))
+    assert found.heads == tuple(HEAD)
+    assert found.prefix == Prefix(f"{wrapper}bert.", "", wrapper)
+    assert found.prefix.name_in_task("layers.0.q.weight") == "bert.layers.0.q.weight"
+
+
+def test_what_of_the_encoder_the_base_has_not_keeps_its_name():
+    pooler = {"bert.pooler.weight": torch.ones(8, 8)}
+    found = vector(put_before("bert.", toy_expert(1)) | pooler | HEAD, heads=("bert.pooler.*", "classifier.*"))
+    assert found.heads == (*pooler, *HEAD)
+
+
+def test_a_base_with_a_head_and_experts_without():
+    base = put_before("bert.", toy_base()) | HEAD
+    with pytest.raises(MergestreamError, match=r"lacks 2 tensors .*--partial, and .*: --heads 'classifier.\*' when"):
+        vector(toy_expert(1), base)
+    assert vector(toy_expert(1), base, partial=True).fates["classifier.weight"] == "unchanged"
+    bare = vector(toy_expert(1), base, heads=("classifier.*",))
+    assert bare.heads == () and bare.fates["bert.layers.0.q.weight"] == "merged"
+    both = vector(toy_expert(1) | HEAD, base, heads=("classifier.*",))
+    assert both.heads == tuple(HEAD) and both.prefix == Prefix("", "bert.")
+
+
+def test_a_tied_tensor_may_be_under_the_prefix():
+    base = {"wte.weight": torch.randn(5, 4), **{f"h.{n}.weight": torch.randn(4, 4) for n in range(4)}}
+    base["lm_head.weight"] = base["wte.weight"]
+    moved = {name: tensor + 1 for name, tensor in base.items() if name != "wte.weight"}
+    torch.testing.assert_close(vector(put_before("module.", moved), base).whole("wte.weight"), torch.ones(5, 4))
+
+
+def test_two_prefixes_that_fit_are_not_chosen_between():
+    twice = put_before("student.", toy_expert(1)) | put_before("teacher.", toy_expert(2))
+    sentence = r"more than once \(student\.embed.* and teacher\.embed.*\); .*, as by --ignore 'teacher\.\*'"
+    with pytest.raises(MergestreamError, match=sentence):
+        vector(twice)
+    chosen = vector(twice, ignore=["teacher.*"])
+    assert torch.equal(chosen.whole("layers.0.q.weight"), vector(toy_expert(1)).whole("layers.0.q.weight"))
+
+
+def test_one_that_fits_in_part_is_no_rival():
+    other = {name: tensor for name, tensor in toy_expert(2).items() if name != "half.weight"}
+    chosen = vector(put_before("whole.", toy_expert(1)) | put_before("part.", other), ignore=["part.*"])
+    assert chosen.prefix.theirs == "whole."
+    with pytest.raises(MergestreamError, match=r"has 12 tensors .*--ignore 'part.\*'"):
+        vector(put_before("whole.", toy_expert(1)) | put_before("part.", other))
+
+
+@pytest.mark.parametrize(
+    "expert",
+    [
+        {name: tensor for name, tensor in toy_expert(1).items() if "layers" not in name},  # too little to tell
+        {name: torch.zeros(5, 5) for name in toy_expert(1)},  # other shapes
+    ],
+)
+def test_no_prefix_where_most_is_not_found(expert):
+    with pytest.raises(MergestreamError, match=r"lacks 11 tensors \(embed_tokens\.weight, .*pass --partial$"):
+        vector(put_before("bert.", expert))
+
+
+def test_the_number_of_a_layer_is_no_prefix():
+    block = {"attention.weight": torch.randn(4, 4), "mlp.weight": torch.randn(4, 4)}
+    with pytest.raises(MergestreamError, match="lacks 2 tensors"):
+        vector(put_before("layers.0.", block), block)
+
+
+def test_what_is_left_out_may_be_named_as_the_file_does():
+    for glob in ("bert.half.*", "half.*"):
+        found = vector(put_before("bert.", toy_expert(1)), ignore=[glob])
+        assert found.fates["half.weight"] == "ignored" and not found.whole("half.weight").any()
+
+
+def test_an_error_names_the_tensor_as_the_file_does():
+    expert = toy_expert(1)
+    expert["half.weight"][0, 0] = float("nan")
+    with pytest.raises(MergestreamError, match=r"tensor bert\.half\.weight in memory of memory holds NaN"):
+        list(vector(put_before("bert.", expert)).pieces("half.weight"))
+    expert["half.weight"] = torch.ones(6, 7)
+    with pytest.raises(MergestreamError, match=r"tensor bert\.half\.weight .* --ignore half\.weight"):
+        vector(put_before("bert.", expert))
+
+
+def test_a_tensor_that_is_there_twice_is_refused():
+    expert = put_before("bert.", toy_expert(1)) | {"half.weight": torch.ones(6, 8)}
+    with pytest.raises(MergestreamError, match=r"both bert.half.weight and half.weight for the tensor half.weight of"):
+        vector(expert)
+    assert vector(expert, ignore=["bert.half.weight"]).whole("half.weight").max() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            HEAD,
+            r"classifier.weight, classifier.bias\) that .* --heads 'classifier.\*' when .* --ignore 'classifier.\*'$",
+        ),
+        ({"layers.0.score": torch.ones(1)}, r"--heads 'layers.0.score' "),
+        ({f"{letter}.w": torch.ones(1) for letter in "abcdefg"}, r"--heads GLOB .* --ignore GLOB$"),
+        ({"half.weight": torch.ones(2, 8)}, r"if it is a head, keep them .*--heads 'half.\*' .*, else resize it"),
+    ],
+)
+def test_the_options_for_a_head_can_be_copied(change, sentence):
+    with pytest.raises(MergestreamError, match=sentence):
+        vector(toy_expert(1) | change)
+
+
+def test_globs_match_whole_modules_and_nothing_else():
+    names = ["cls.a.weight", "cls.a.bias", "bert.pooler.weight", "scale"]
+    assert globs_of(names, ["bert.encoder.weight"]) == ["cls.*", "bert.pooler.*", "scale"]
+
+
+def test_the_prefix_between_names_is_that_of_most():
+    names = {"lm_head.weight": "wte.weight", **{f"transformer.h.{n}.weight": f"h.{n}.weight" for n in range(2)}}
+    assert between(names) == Prefix("transformer.", "")
+    assert between({"classifier.weight": None}) == Prefix()

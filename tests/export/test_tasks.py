@@ -1,0 +1,363 @@
+"""Task models of transformers and their encoders: one store of both, and each task's model out of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mergestream import Merger, Store
+from mergestream.errors import MergestreamError, MergestreamWarning
+from mergestream.methods import make_method
+from tests.workshop import TEXT, VISION, gpt2, llama, peft, transformers
+
+pytestmark = pytest.mark.filterwarnings("ignore::mergestream.errors.MergestreamWarning")
+LABELS = {"spam": 2, "news": 5, "mood": 3}
+
+
+class Family(NamedTuple):
+    base: Callable[[], Any]
+    auto: Any
+    head: str
+    prefix: str
+
+
+def bert() -> Any:
+    return transformers.BertModel(transformers.BertConfig(**TEXT, max_position_embeddings=16))
+
+
+def dinov2() -> Any:
+    return transformers.Dinov2Model(transformers.Dinov2Config(**VISION, mlp_ratio=2))
+
+
+SEQUENCES = transformers.AutoModelForSequenceClassification
+FAMILIES = {
+    "bert": Family(bert, SEQUENCES, "classifier", "bert."),
+    "dinov2": Family(dinov2, transformers.AutoModelForImageClassification, "classifier", "dinov2."),
+    "llama": Family(lambda: llama(pad_token_id=0).model, SEQUENCES, "score", "model."),
+    "gpt2": Family(lambda: gpt2().transformer, SEQUENCES, "score", "transformer."),
+}
+
+
+class Place(NamedTuple):
+    """Where a base and its classifiers are; they are shared: never write to them."""
+
+    family: Family
+    base: Path
+    experts: dict[str, Path]
+
+    @property
+    def heads(self) -> str:
+        return f"{self.family.head}.*"
+
+    def store(self, path: Path, base: Path | None = None, method: str = "average") -> Store:
+        return Store.create(path, base or self.base, make_method(method), heads=[self.heads])
+
+
+def make_place(family: Family, place: Path) -> Place:
+    torch.manual_seed(0)
+    base = family.base()
+    if base.config.model_type == "gpt2":
+        base.config.pad_token_id = 0
+    base.save_pretrained(place / "base")
+    experts = {}
+    for name, count in LABELS.items():
+        labels = {number: f"{name}-{number}" for number in range(count)}
+        model = family.auto.from_pretrained(place / "base", num_labels=count, id2label=labels)
+        for parameter in model.parameters():
+            parameter.data += 0.004 * torch.randn_like(parameter)
+        model.save_pretrained(place / name)
+        experts[name] = place / name
+    return Place(family, place / "base", experts)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Place]:
+    made: dict[str, Place] = {}
+
+    def place(name: str) -> Place:
+        if name not in made:
+            made[name] = make_place(FAMILIES[name], tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return place
+
+
+@pytest.fixture
+def classifiers(places: Callable[[str], Place]) -> Place:
+    return places("bert")
+
+
+def weights(directory: Path) -> dict[str, Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def mean_encoder(place: Place) -> dict[str, Tensor]:
+    experts = [without_prefix(weights(path), place.family.prefix) for path in place.experts.values()]
+    return {name: torch.stack([expert[name] for expert in experts]).mean(0) for name in experts[0]}
+
+
+def loaded(auto: Any, directory: Path, **options: Any) -> Any:
+    model, told = auto.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(told.values()), told
+    return model.eval()
+
+
+def logits(model: Any) -> Tensor:
+    text = {"input_ids": torch.arange(2, 10)[None]}
+    image = {"pixel_values": torch.linspace(-1, 1, 192).reshape(1, 3, 8, 8)}
+    with torch.inference_mode():
+        return model(**(image if model.config.model_type == "dinov2" else text)).logits  # type: ignore[no-any-return]
+
+
+def export(store: Store, out: Path, **options: Any) -> Path:
+    return store.export(out, pictures=False, **options)
+
+
+def check_tasks(place: Place, store: Store) -> None:
+    """The merged encoder with the head and the labels of each expert, as the expert's own class loads it."""
+    for name, path in place.experts.items():
+        out = export(store, store.path.with_name(f"for-{name}"), task=name)
+        model, expert = loaded(place.family.auto, out), loaded(place.family.auto, path)
+        assert type(model) is type(expert) and model.config.id2label == expert.config.id2label
+        encoder = {place.family.prefix + key: tensor for key, tensor in mean_encoder(place).items()}
+        expected = shutil.copytree(path, store.path.with_name(f"expected-{name}"))
+        save_file({**weights(path), **encoder}, expected / "model.safetensors", metadata={"format": "pt"})
+        torch.testing.assert_close(logits(model), logits(loaded(place.family.auto, expected)), atol=1e-5, rtol=1e-4)
+        assert logits(model).shape == (1, LABELS[name])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_store_for_classifiers_with_different_labels(name, places, done, tmp_path):
+    place, store = places(name), tmp_path / "store"
+    done("init", store, "--base", place.base, "--heads", place.heads, "--method", "average")
+    done("add", store, *place.experts.values())
+    done("verify", store)
+    check_tasks(place, Store(store))
+    merged = export(Store(store), tmp_path / "merged")
+    assert weights(merged).keys() == weights(place.base).keys(), "the base's names"
+    loaded(transformers.AutoModel, merged)
+
+
+def test_the_ledger_gives_a_task_back(classifiers, tmp_path):
+    store = classifiers.store(tmp_path / "store", method="ledger")
+    for expert in classifiers.experts.values():
+        store.add(expert)
+    export(store, tmp_path / "news", task="news", readout="expert:news")
+    model, expert = (loaded(SEQUENCES, path) for path in (tmp_path / "news", classifiers.experts["news"]))
+    assert torch.equal(model.classifier.weight, expert.classifier.weight)
+    base = loaded(transformers.AutoModel, classifiers.base).embeddings.LayerNorm.weight
+    assert torch.dist(model.bert.embeddings.LayerNorm.weight, expert.bert.embeddings.LayerNorm.weight) < 0.1 * (
+        torch.dist(base, expert.bert.embeddings.LayerNorm.weight)
+    )
+
+
+def test_what_a_classifier_has_more_is_offered_as_a_head(classifiers, mergestream, done, tmp_path):
+    done("init", tmp_path / "store", "--base", classifiers.base)
+    refused = mergestream("add", tmp_path / "store", classifiers.experts["spam"])
+    assert refused.code == 1 and "--heads 'classifier.*'" in refused.err
+    assert "--ignore 'classifier.*'" in refused.err and "103 tensors" not in refused.err
+
+
+def test_it_is_said_once_and_kept(classifiers, mergestream, tmp_path):
+    store = classifiers.store(tmp_path / "store").path
+    expert = classifiers.experts["spam"]
+    sentence = f"{expert}: the prefix bert. of its names is taken off, for the base has none"
+    assert f"note: {sentence}\n" == mergestream("inspect", store, expert).err
+    assert f"note: {sentence}\n" == mergestream("add", store, expert).err
+    assert f"note on spam: {sentence}" in mergestream("log", store).out
+    again = mergestream("add", store, expert)
+    assert again.code == 1 and "absorbed already, as spam" in again.err
+
+
+def test_the_bare_encoder_is_the_same_expert(classifiers, done, tmp_path):
+    """And so it is taken out again, or compared, in either form."""
+    bare = tmp_path / "bare"
+    shutil.copytree(classifiers.base, bare)
+    save_file(without_prefix(weights(classifiers.experts["spam"]), "bert."), bare / "model.safetensors")
+    store = classifiers.store(tmp_path / "store")
+    for name in ("spam", "news"):
+        store.add(classifiers.experts[name], ignore=["classifier.*"])
+    with pytest.raises(MergestreamError, match="absorbed already, as spam"):
+        store.add(bare)
+    assert json.loads(done("diff", store.path, bare, classifiers.experts["spam"], "--json"))["total"]["distance"] == 0
+    store.remove("news", classifiers.experts["news"])
+    assert [entry.name for entry in store.history] == ["spam"]
+
+
+@pytest.mark.parametrize("form", ["bare", "task"])
+def test_a_task_model_as_the_base(form, classifiers, tmp_path):
+    """Its names are the export's, whatever those of the experts are."""
+    store = classifiers.store(tmp_path / "store", classifiers.experts["spam"])
+    for name in ("news", "mood"):
+        expert = classifiers.experts[name]
+        if form == "bare":
+            transformers.AutoModel.from_pretrained(expert).save_pretrained(tmp_path / name)
+            expert = tmp_path / name
+        store.add(expert)
+    export(store, tmp_path / "merged")
+    merged, spam = loaded(SEQUENCES, tmp_path / "merged"), loaded(SEQUENCES, classifiers.experts["spam"])
+    assert torch.equal(merged.classifier.weight, spam.classifier.weight) and merged.config.num_labels == 2
+    experts = [weights(classifiers.experts[name]) for name in ("news", "mood")]
+    key = "bert.encoder.layer.0.output.dense.weight"
+    torch.testing.assert_close(merged.state_dict()[key], (experts[0][key] + experts[1][key]) / 2)
+    if form == "task":
+        export(store, tmp_path / "news-again", task="news")
+        assert loaded(SEQUENCES, tmp_path / "news-again").config.num_labels == 5
+
+
+def test_another_class_as_the_base(classifiers, mergestream, done, tmp_path):
+    """The head of a masked language model has no place in a classifier."""
+    torch.manual_seed(1)
+    model = transformers.BertForMaskedLM.from_pretrained(classifiers.base)
+    model.save_pretrained(tmp_path / "base")
+    done("init", tmp_path / "store", "--base", tmp_path / "base")
+    refused = mergestream("add", tmp_path / "store", classifiers.experts["news"])
+    options = ["--heads", "cls.*", "--heads", "bert.pooler.*", "--heads", "classifier.*"]
+    assert " ".join(f"{a} '{b}'" for a, b in zip(options[::2], options[1::2], strict=True)) in refused.err
+    done("init", tmp_path / "other", "--base", tmp_path / "base", *options)
+    done("add", tmp_path / "other", classifiers.experts["news"])
+    export(Store(tmp_path / "other"), tmp_path / "news", task="news")
+    loaded(SEQUENCES, tmp_path / "news")
+
+
+class Module(nn.Module):
+    """As Lightning wraps a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "DDP": nn.DataParallel,
+    "compile": torch.compile,
+    "both": lambda model: nn.DataParallel(torch.compile(model)),  # type: ignore[arg-type]
+    "Lightning": Module,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_what_wraps_a_model_for_training_is_taken_off(wrap, classifiers, tmp_path):
+    model = loaded(SEQUENCES, classifiers.experts["news"])
+    torch.save(wrap(model).state_dict(), tmp_path / "news.pt")
+    store = classifiers.store(tmp_path / "store")
+    store.add(classifiers.experts["spam"])
+    entry = store.add(tmp_path / "news.pt")
+    assert entry.digest == classifiers.store(tmp_path / "other").add(classifiers.experts["news"]).digest
+    with pytest.warns(MergestreamWarning, match=r"news came without a config\.json: the base's is written"):
+        export(store, tmp_path / "out", task="news")
+    merged = loaded(SEQUENCES, tmp_path / "out", num_labels=5)
+    assert torch.equal(merged.classifier.weight, model.classifier.weight)
+
+
+def test_names_that_are_in_memory_only(places, tmp_path):
+    """transformers calls some tensors otherwise than it stores them: a state dict has the one, a base the other."""
+    place = places("dinov2")
+    model = loaded(place.family.auto, place.experts["news"])
+    torch.save(nn.DataParallel(model).state_dict(), tmp_path / "news.pt")
+    store = place.store(tmp_path / "store")
+    entry = store.add(tmp_path / "news.pt")
+    assert entry.digest == place.store(tmp_path / "other").add(place.experts["news"]).digest
+    export(store, tmp_path / "out", task="news")
+    torch.testing.assert_close(logits(loaded(place.family.auto, tmp_path / "out", num_labels=5)), logits(model))
+
+
+def test_what_wraps_the_base_stays_on_it(classifiers, tmp_path):
+    base = loaded(transformers.AutoModel, classifiers.base)
+    torch.save(nn.DataParallel(base).state_dict(), tmp_path / "base.pt")
+    store = classifiers.store(tmp_path / "store", tmp_path / "base.pt")
+    store.add(classifiers.experts["spam"])
+    export(store, tmp_path / "out")
+    assert weights(tmp_path / "out").keys() == {f"module.{name}" for name in base.state_dict()}
+
+
+def test_an_adapter_of_a_classifier(classifiers, tmp_path):
+    torch.manual_seed(2)
+    model = SEQUENCES.from_pretrained(classifiers.base, num_labels=5)
+    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=2, init_lora_weights=False)
+    tuned = peft.get_peft_model(model, config)
+    tuned.save_pretrained(tmp_path / "adapter")
+    store = classifiers.store(tmp_path / "store")
+    store.add(tmp_path / "adapter")
+    export(store, tmp_path / "out", task="adapter")
+    assert all(name.startswith(("bert.", "classifier.")) for name in weights(tmp_path / "out"))
+    expected = logits(tuned.merge_and_unload().eval())
+    torch.testing.assert_close(logits(loaded(SEQUENCES, tmp_path / "out", num_labels=5)), expected)
+
+
+@pytest.mark.parametrize("method", ["average", "opcm", "ties"])
+def test_a_merge_in_one_go(method, classifiers, mergestream, tmp_path):
+    experts = classifiers.experts.values()
+    command = ("merge", "--base", classifiers.base, *experts, "-o", tmp_path / "out", "--method", method)
+    told = mergestream(*command, "--ignore", "classifier.*")
+    assert told.code == 0 and told.err.count("the prefix bert. of its names is taken off") == len(experts)
+    merged = weights(tmp_path / "out")
+    assert merged.keys() == weights(classifiers.base).keys()
+    if method == "average":
+        expected = mean_encoder(classifiers)
+        for name, tensor in merged.items():
+            torch.testing.assert_close(tensor, expected[name])
+
+
+def test_a_merger_in_memory(classifiers):
+    base = loaded(transformers.AutoModel, classifiers.base)
+    merger = Merger(base.state_dict(), make_method("average"))
+    for path in classifiers.experts.values():
+        model = torch.compile(loaded(SEQUENCES, path))
+        with pytest.warns(MergestreamWarning, match=r"the prefix _orig_mod\.bert\. of its names is taken off"):
+            merger.add(model.state_dict(), ignore=["classifier.*"])  # type: ignore[attr-defined]
+    base.load_state_dict(merger.state_dict())
+    expected = mean_encoder(classifiers)["encoder.layer.1.output.dense.weight"]
+    torch.testing.assert_close(base.encoder.layer[1].output.dense.weight.data, expected)
+
+
+def test_older_names_are_those_of_the_model(classifiers, tmp_path):
+    """As in BERT's first checkpoints; transformers knows them."""
+    old = tmp_path / "old"
+    shutil.copytree(classifiers.base, old)
+    renamed = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in weights(classifiers.base).items()
+    }
+    save_file(renamed, old / "model.safetensors", metadata={"format": "pt"})
+    store = classifiers.store(tmp_path / "store", old)
+    store.add(classifiers.experts["spam"])
+    export(store, tmp_path / "out", task="spam")
+    spam = loaded(SEQUENCES, classifiers.experts["spam"])
+    torch.testing.assert_close(logits(loaded(SEQUENCES, tmp_path / "out")), logits(spam))
+
+
+def test_an_export_without_a_task_says_whose_head_it_has(classifiers, mergestream, tmp_path):
+    bare = classifiers.store(tmp_path / "bare")
+    headed = classifiers.store(tmp_path / "headed", classifiers.experts["mood"])
+    for store, head in ((bare, "no head, as the base"), (headed, "the base's head")):
+        for name in ("spam", "news"):
+            store.add(classifiers.experts[name])
+        out = tmp_path / f"from-{store.path.name}"
+        told = mergestream("export", store.path, out)
+        assert told.err == f"note: {out} has {head}; --task puts that of an expert there: spam, news\n"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", MergestreamWarning)
+            export(store, tmp_path / "news", task="news", overwrite=True)
+
+
+def test_who_has_no_head_is_told_who_has(classifiers, mergestream, tmp_path):
+    store = classifiers.store(tmp_path / "store")
+    store.add(classifiers.experts["spam"])
+    transformers.AutoModel.from_pretrained(classifiers.experts["news"]).save_pretrained(tmp_path / "bare")
+    store.add(tmp_path / "bare")
+    told = mergestream("export", store.path, tmp_path / "out", "--task", "bare")
+    assert told.code == 1 and "expert bare has no head of its own; these have: spam" in told.err
