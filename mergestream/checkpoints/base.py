@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
+from mergestream.checkpoints.layout import companions
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.schema import Count
@@ -82,6 +83,10 @@ class Checkpoint(ABC):
     fingerprint: str | None = None
     has_weights: ClassVar[bool] = True
     """Whether there is anything to read: of some bases only the configuration is known."""
+
+    def companions(self) -> Iterator[Path]:
+        """The files of its directory that go with the model wherever it goes."""
+        return companions(self.directory) if self.directory else iter(())
 
     @abstractmethod
     def read(self, name: str) -> Tensor:

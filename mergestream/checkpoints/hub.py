@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mergestream.checkpoints.layout import find_weights, is_companion, is_index, read_index
+from mergestream.checkpoints.layout import find_weights, is_index, may_go_along, read_index
 from mergestream.checkpoints.strangers import no_weights
 from mergestream.errors import MergestreamError
 
@@ -25,8 +25,9 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
         ) from error
     try:
         info = hub.model_info(repo, revision=revision or None)
-        files = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
-        wanted = (_weights(hub_id, files) if weights else []) + [name for name in files if is_companion(name)]
+        files = [sibling.rfilename for sibling in info.siblings or []]
+        beside = [name for name in files if "/" not in name]
+        wanted = (_weights(hub_id, beside) if weights else []) + [name for name in files if may_go_along(name)]
         snapshot = Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=wanted))
     except MergestreamError:
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -12,7 +13,15 @@ from mergestream.files import read_json
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 """What diffusers calls the weights of a component, as transformers calls them ``model``"""
-_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
+CARD = "README.md"
+CODE = ".py"
+"""Of a model whose class is not in a library: copied where its config asks for it, and never run"""
+MODULES = "modules.json"
+_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".codes")
+_IN_FOLDERS = (*_COMPANION_SUFFIXES, ".safetensors", ".bin")
+_TEMPLATES = "additional_chat_templates"
+_FOLDER = re.compile(rf"(\d+_\w+|{_TEMPLATES})/")
+_MAY_NAME_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _INDEX = re.compile(r"\.index(\.[\w-]+)?\.json$")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(safetensors|bin|gguf)$")
 _USUAL_SAFETENSORS = [
@@ -34,22 +43,57 @@ def is_index(name: str) -> bool:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file is configuration, tokenizer or generation settings: it is fetched and copied with the model.
+    """Whether a file beside the weights is configuration, tokenizer or generation settings: it goes with the model.
 
-    Weights and their index are not, nor are the model card and Python files.
+    Weights and their index do not, nor does the model card.
     """
     return name.endswith(_COMPANION_SUFFIXES) and not is_index(name)
+
+
+def may_go_along(name: str) -> bool:
+    """Whether a file of a repository, by its path there, may be asked for once the model is opened or written."""
+    if "/" not in name:
+        return is_companion(name) or name.endswith(CODE) or name == CARD
+    return name.endswith(CODE) or (bool(_FOLDER.match(name)) and name.endswith(_IN_FOLDERS))
 
 
 def companions(directory: Path) -> Iterator[Path]:
     """The files that go with a model. A link among them may lead to a hub's cache, but not to any file of the user's:
     what is copied is published."""
     inside = directory.resolve(), directory.resolve().parent.parent / "blobs"
-    for path in directory.iterdir():
-        if is_companion(path.name) and path.is_file():
+    for path in _companions(directory):
+        if path.is_file():
             if not any(path.resolve().is_relative_to(place) for place in inside):
                 raise MergestreamError(f"{path} is a link that leads out of the model's directory; put the file there")
             yield path
+
+
+def _companions(directory: Path) -> Iterator[Path]:
+    yield from (path for path in directory.iterdir() if is_companion(path.name))
+    modules = _modules(directory)
+    for folder in (_TEMPLATES, *modules):
+        yield from (path for path in (directory / folder).rglob("*") if path.name.endswith(_IN_FOLDERS))
+    configs = [directory / name for name in _MAY_NAME_CODE if (directory / name).is_file()]
+    if not all(kind.startswith("sentence_transformers.") for kind in modules.values()) or any(
+        read_json(config).get("auto_map") for config in configs
+    ):
+        yield from (
+            path for path in directory.rglob(f"*{CODE}") if not path.relative_to(directory).parts[0].startswith(".")
+        )
+
+
+def _modules(directory: Path) -> dict[str, str]:
+    """The folders of a sentence-transformers model that hold its modules after the first, and the class of each."""
+    path = directory / MODULES
+    if not path.is_file():
+        return {}
+    try:
+        found = {str(module["path"]): str(module["type"]) for module in json.loads(path.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise MergestreamError(f"{path} is no list of modules; restore it, or download it again") from error
+    if strange := [folder for folder in found if not re.fullmatch(r"[\w-]*", folder)]:
+        raise MergestreamError(f"{path} names the folder {strange[0]!r}, which is none beside it")
+    return {folder: kind for folder, kind in found.items() if folder}
 
 
 def find_weights(names: Collection[str], source: str) -> str | None:

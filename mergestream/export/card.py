@@ -74,12 +74,17 @@ class CardFacts:
         return cls(*about, scale, distance, task, command, pictures, readout, weights)
 
 
-def model_card(facts: CardFacts, hub_id: str | None = None, library: str = "transformers") -> str:
-    """A README.md with the metadata that the hub understands; ``hub_id`` is the base's, where it has one."""
+def model_card(
+    facts: CardFacts, hub_id: str | None = None, library: str = "transformers", pipeline: str | None = None
+) -> str:
+    """A README.md with the metadata that the hub understands; ``hub_id`` is the base's, where it has one.
+
+    So is the ``pipeline``, the task that the hub offers it for, unless another head has been put in place."""
+    task = [f"pipeline_tag: {pipeline}"] if pipeline and not facts.task else []
     origin = ["base_model:", f"- {json.dumps(hub_id)}", "base_model_relation: merge"] if hub_id else []
     parameters = markdown_text(", ".join(f"{key} = {value}" for key, value in facts.parameters.items())) or "none"
     lines = [
-        *("---", f"library_name: {library}", "tags:", "- merge", "- mergestream"),
+        *("---", f"library_name: {library}", *task, "tags:", "- merge", "- mergestream"),
         *origin,
         "---",
         "",

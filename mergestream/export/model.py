@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec
-from mergestream.checkpoints.layout import companions
+from mergestream.checkpoints.layout import CARD, DIFFUSERS_STEM
 from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
+from mergestream.export.labels import labels
 from mergestream.export.source import Source, StateSource
 from mergestream.files import read_json
 from mergestream.ledger.selection import Selection
@@ -72,11 +73,17 @@ def write_tensors(source: Source, draft: Path, output: Output, engine: Engine, p
 
     costs = {name: spec.nbytes for name, spec in layout.items()}
     with (
-        SafetensorsWriter(draft, layout, max_shard_size=output.max_shard_size) as writer,
+        SafetensorsWriter(draft, layout, prefix=_stem(source.base), max_shard_size=output.max_shard_size) as writer,
         progress.task(f"writing {output.path.name}", sum(costs.values())) as advance,
     ):
         for name, _ in engine.run(costs, write, source.memory):
             advance(costs[name])
+
+
+def _stem(base: Checkpoint) -> str:
+    """What the library that loads the base calls its weights."""
+    is_of_diffusers = all(info.file.startswith(DIFFUSERS_STEM) for info in base.tensors.values())
+    return DIFFUSERS_STEM if is_of_diffusers else "model"
 
 
 def written_form(form: TensorSpec, dtype: str | None) -> TensorSpec:
@@ -92,11 +99,13 @@ def write_companions(
     ``config`` is that of the expert whose head is put in place, with labels of its own.
     """
     if base.directory is not None:
-        for path in companions(base.directory):
-            shutil.copyfile(path, draft / path.name)
+        for path in base.companions():
+            copy = draft / path.relative_to(base.directory)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
     if config is not None or output.dtype is not None:
         _put_config(draft / "config.json", config, output.dtype)
-    (draft / "README.md").write_text(model_card(card, _hub_id(base)), encoding="utf-8")
+    (draft / CARD).write_text(model_card(card, _hub_id(base), *labels(base)), encoding="utf-8")
 
 
 _DTYPE_KEYS = {"dtype", "torch_dtype"}

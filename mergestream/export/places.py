@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from mergestream.checkpoints.layout import CARD
 from mergestream.errors import MergestreamError
+from mergestream.export.labels import front_matter
 from mergestream.files import read_json
 from mergestream.store.manifest import is_store
 
 MARKER = "mergestream.json"
 """Beside every export: what made it"""
-_CARD = "README.md"
-_LONGEST_FRONT = 10_000
 
 
 def refuse_within(path: Path, *sources: str | Path) -> None:
@@ -48,22 +48,16 @@ def refuse_file(path: Path, *sources: str | Path) -> None:
 
 def is_export(directory: Path) -> bool:
     """Whether we have written it: by the marker, or by the card where a version has written it that knew no marker."""
-    marker, card = directory / MARKER, directory / _CARD
+    marker, card = directory / MARKER, directory / CARD
     if marker.is_file():
         with suppress(MergestreamError):
             return {"mergestream", "command"} <= read_json(marker).keys()
-    return card.is_file() and _is_ours(card)
+    return "- mergestream" in front_matter(card)
 
 
 def store_within(directory: Path) -> Path | None:
     """A store that somebody has put in there."""
     return next((found for path in directory.rglob("manifest.json") if is_store(found := path.parent)), None)
-
-
-def _is_ours(card: Path) -> bool:
-    with card.open(encoding="utf-8", errors="replace") as file:
-        front, closed, _ = file.read(_LONGEST_FRONT).partition("\n---\n")
-    return bool(closed) and front.startswith("---\n") and "- mergestream" in front.splitlines()
 
 
 def _upwards(path: str | Path) -> Iterator[Path]:
