@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mergestream.checkpoints.layout import find_weights, is_index, may_go_along, read_index
+from mergestream.checkpoints.layout import CODE, find_weights, is_index, may_go_along, names_code, read_index
 from mergestream.checkpoints.strangers import no_weights
 from mergestream.errors import MergestreamError
 
@@ -29,6 +29,9 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
         beside = [name for name in files if "/" not in name]
         wanted = (_weights(hub_id, beside) if weights else []) + [name for name in files if may_go_along(name)]
         snapshot = Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=wanted))
+        code = [name for name in files if name.endswith(CODE)]
+        if code and names_code(snapshot):
+            hub.snapshot_download(repo, revision=revision or None, allow_patterns=code)
     except MergestreamError:
         raise
     except utils.GatedRepoError as error:

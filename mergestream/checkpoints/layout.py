@@ -53,8 +53,8 @@ def is_companion(name: str) -> bool:
 def may_go_along(name: str) -> bool:
     """Whether a file of a repository, by its path there, may be asked for once the model is opened or written."""
     if "/" not in name:
-        return is_companion(name) or name.endswith(CODE) or name == CARD
-    return name.endswith(CODE) or (bool(_FOLDER.match(name)) and name.endswith(_IN_FOLDERS))
+        return is_companion(name) or name == CARD
+    return bool(_FOLDER.match(name)) and name.endswith(_IN_FOLDERS)
 
 
 def companions(directory: Path) -> Iterator[Path]:
@@ -70,16 +70,18 @@ def companions(directory: Path) -> Iterator[Path]:
 
 def _companions(directory: Path) -> Iterator[Path]:
     yield from (path for path in directory.iterdir() if is_companion(path.name))
-    modules = _modules(directory)
-    for folder in (_TEMPLATES, *modules):
+    for folder in (_TEMPLATES, *_modules(directory)):
         yield from (path for path in (directory / folder).rglob("*") if path.name.endswith(_IN_FOLDERS))
-    configs = [directory / name for name in _MAY_NAME_CODE if (directory / name).is_file()]
-    if not all(kind.startswith("sentence_transformers.") for kind in modules.values()) or any(
-        read_json(config).get("auto_map") for config in configs
-    ):
-        yield from (
-            path for path in directory.rglob(f"*{CODE}") if not path.relative_to(directory).parts[0].startswith(".")
-        )
+    if names_code(directory):
+        code = directory.rglob(f"*{CODE}")
+        yield from (path for path in code if not path.relative_to(directory).parts[0].startswith("."))
+
+
+def names_code(directory: Path) -> bool:
+    """Whether a config asks for Python files of the model's own."""
+    configs = (directory / name for name in _MAY_NAME_CODE)
+    strange = (kind for kind in _modules(directory).values() if not kind.startswith("sentence_transformers."))
+    return any(strange) or any(config.is_file() and read_json(config).get("auto_map") for config in configs)
 
 
 def _modules(directory: Path) -> dict[str, str]:

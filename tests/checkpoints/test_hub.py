@@ -60,6 +60,21 @@ class Hub:
             "org/torch": {COMMIT: {**plain, "pytorch_model.bin": torch_bytes(weights, scratch)}},
             "org/gated": {COMMIT: {"model.safetensors": save(weights)}},
             "org/empty": {COMMIT: plain},
+            "org/along": {
+                COMMIT: {
+                    "model.safetensors": save(weights),
+                    "config.json": b'{"auto_map": {"AutoModel": "modeling.Model"}}',
+                    "modeling.py": b"",
+                    "kernels/fast.py": b"",
+                    "README.md": b"---\nlibrary_name: timm\n---\n",
+                    "modules.json": b'[{"path": "", "type": "x.Y"}, {"path": "1_Dense", "type": "x.Z"}]',
+                    "1_Dense/config.json": b"{}",
+                    "1_Dense/model.safetensors": save(weights),
+                    "onnx/model.onnx": b"",
+                    "data/1.json": b"{}",
+                }
+            },
+            "org/pipeline": {COMMIT: {"model_index.json": b"{}", "unet/diffusion_pytorch_model.safetensors": b""}},
             "org/evil": {
                 COMMIT: {
                     "model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}',
@@ -123,6 +138,12 @@ def test_what_is_needed_is_fetched_and_nothing_else(hub: Hub, tmp_path: Path) ->
     assert pickled["shapes"] == {"a": [2]} and "pytorch_model.bin" in pickled["files"]
 
 
+def test_what_goes_along_is_fetched_too(hub: Hub, tmp_path: Path) -> None:
+    (answer,) = run(["org/along"], hub.endpoint, tmp_path, PROGRAM.replace(".iterdir()", ".rglob('*.*')"))
+    along = ["README.md", "config.json", "config.json", "fast.py", "model.safetensors", "model.safetensors"]
+    assert answer["files"] == [*along, "modeling.py", "modules.json"]
+
+
 def test_a_revision_is_a_branch_or_a_commit(hub: Hub, tmp_path: Path) -> None:
     for answer in run(["org/both@other", f"org/both@{OTHER}"], hub.endpoint, tmp_path):
         assert answer["source"] == f"org/both@{OTHER}" and answer["shapes"] == {"a": [5]}
@@ -142,6 +163,7 @@ def test_what_cannot_be_had_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
         "org/both@absent": "the hub knows org/both, but not the revision absent",
         "org/gated": "gated: accept its terms",
         "org/empty": "holds no checkpoint",
+        "org/pipeline": "`hf download org/pipeline --local-dir DIR` and give one of them, such as DIR/unet",
         "org/evil": "'../../x.safetensors', which is no weight file beside it",
         "org/name/more": "does not exist",
         "./org/both": "does not exist",
