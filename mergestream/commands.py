@@ -15,6 +15,8 @@ from mergestream.errors import MergestreamError, UsageError
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _STANDALONE_NUMBER = re.compile(rf"(?<![\w.])(?:{NUMBER}|[-+]?(?:nan|inf(?:inity)?))(?!\w|\.\d)", re.IGNORECASE)
 MODEL = "{model}"
+SCORES = "{scores}"
+"""A directory for what the command writes"""
 _KEPT = 1 << 20
 """Bytes of what a command prints that are kept, the last ones: it may print without end"""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.cli.options import StoreOptions, switch
 from mergestream.cli.printing import print_json, print_table, say
 from mergestream.methods.scale import told_scale
+from mergestream.report.harness import told
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -76,6 +77,8 @@ def _print_steps(method: str, history: Sequence[Expert]) -> None:
 
 def _print_notes(history: Sequence[Expert]) -> None:
     for entry in history:
+        if entry.evaluation:
+            say(f"score after {entry.name}: {told(entry.evaluation)}")
         for note in entry.notes:
             say(f"note on {entry.name}: {note}")
 

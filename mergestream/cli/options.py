@@ -230,7 +230,7 @@ class GatedOptions(AddingOptions):
         "--evaluate",
         metavar="CMD",
         help="run this on the merged model before it counts, with {model} for its directory; "
-        "score is the last number it prints",
+        "score is the last number it prints, or the mean of what it writes to {scores} (lm-eval's results)",
     )
 
     @property

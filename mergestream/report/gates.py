@@ -10,16 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergestream.commands import NUMBER, CommandError, check_command, last_number, run_command
+from mergestream.commands import NUMBER, SCORES, CommandError, check_command, last_number, run_command
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import one_line
 from mergestream.export.directory import Output
 from mergestream.export.model import export_model
 from mergestream.files import remove
 from mergestream.report.diagnostics import holding
+from mergestream.report.harness import read_evaluation
 from mergestream.store.arrival import Candidate
 from mergestream.store.collisions import entries_reading
-from mergestream.store.manifest import Expert, Manifest, PassedGate
+from mergestream.store.manifest import Evaluation, Expert, Manifest, PassedGate
 from mergestream.store.parts import CANDIDATE
 from mergestream.store.snapshot import Snapshot
 
@@ -33,7 +34,7 @@ QUANTITIES = {
     "distance": "the distance of the merged model to the base",
     "held": "the share of the expert that its entry in the ledger holds",
     "damage": "the largest predicted damage of an expert in the ledger",
-    "score": "the number that the --evaluate command prints last",
+    "score": "the score by the --evaluate command",
 }
 OF_LEDGERS = ("held", "damage")
 NOT_OF_LEDGERS = ("scale", "lambda", "distance")
@@ -108,9 +109,10 @@ class Gatekeeper:
         passed = check(numbers, self._numbers(candidate), expert.source) if numbers else []
         if self.command is None:
             return replace(expert, gates=passed)
-        score = self._score(candidate, self.command)
-        passed += check([gate for gate in self.gates if gate.quantity == "score"], {"score": score}, expert.source)
-        return replace(expert, gates=passed, evaluation={"command": self.command, "score": score})
+        evaluation = self._evaluation(candidate, self.command)
+        found = {"score": evaluation["score"]}
+        passed += check([gate for gate in self.gates if gate.quantity == "score"], found, expert.source)
+        return replace(expert, gates=passed, evaluation=evaluation)
 
     def _numbers(self, candidate: Candidate) -> dict[str, float | None]:
         expert, history = candidate.expert, candidate.store.history
@@ -138,7 +140,7 @@ class Gatekeeper:
         engine = candidate.store.engine
         return max(entries_reading(snapshot, engine).damage(engine).values(), default=None)
 
-    def _score(self, candidate: Candidate, command: str) -> float:
+    def _evaluation(self, candidate: Candidate, command: str) -> Evaluation:
         """What the command makes of the model that the store would give."""
         store = candidate.store
         place = store.path / CANDIDATE
@@ -146,7 +148,9 @@ class Gatekeeper:
         try:
             with candidate.snapshot() as snapshot:
                 export_model(snapshot, output, store.engine, store.progress)
-            return evaluate(command, output.path)
+            scores = place / "scores"
+            scores.mkdir()
+            return evaluate(command, output.path, scores)
         finally:
             with suppress(OSError):  # the store tidies it up
                 remove(place)
@@ -178,13 +182,17 @@ def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str
     return [{"gate": str(gate), "value": values[gate.quantity]} for gate in gates]
 
 
-def evaluate(command: str, model: Path) -> float:
-    """The last number that a user's command prints about a model's directory."""
+def evaluate(command: str, model: Path, scores: Path) -> Evaluation:
+    """What a user's command finds out about a model's directory: what it writes to ``scores``, where it asks for that,
+    else the last number that it prints."""
     try:
-        score = last_number(run_command(command, model=model, show_errors=True))
+        printed = run_command(command, model=model, scores=scores, show_errors=True)
     except MergestreamError as error:
         raise MergestreamError(f"{error}; nothing was added") from error
+    if SCORES in command:
+        return read_evaluation(command, scores)
+    score = last_number(printed)
     if score is None or not math.isfinite(score):
         printed = "no number" if score is None else f"{score} as its last number"
         raise CommandError(f"--evaluate {command!r} printed {printed}; nothing was added")
-    return score
+    return {"command": command, "score": score}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.escaping import SENTENCE, code, markdown_text
 from mergestream.methods.scale import told_scale
 from mergestream.report.facts import Facts, shown
+from mergestream.report.harness import told
 from mergestream.report.ledger import LedgerFacts
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def _experts(facts: Facts) -> Iterable[str]:
     for entry in gated:
         passed = [f"{markdown_text(gate['gate'])} ({shown(gate['value'])})" for gate in entry.gates]
         scored = (
-            [f"score {entry.evaluation['score']:g} by {code(entry.evaluation['command'])}"] if entry.evaluation else []
+            [f"score {markdown_text(told(entry.evaluation))} by {code(entry.evaluation['command'])}"]
+            if entry.evaluation
+            else []
         )
         yield f"* {markdown_text(entry.name)} passed: {', '.join([*passed, *scored])}"
     if gated:

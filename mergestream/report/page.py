@@ -21,6 +21,7 @@ from mergestream.methods.scale import told_scale
 from mergestream.report import figures
 from mergestream.report.diagnostics import Survival
 from mergestream.report.facts import Facts, shown
+from mergestream.report.harness import told
 from mergestream.report.ledger import DAMAGED, LedgerFacts
 
 if TYPE_CHECKING:
@@ -380,7 +381,7 @@ def _expert(facts: Facts, number: int, entry: Expert) -> str:
         for gate in entry.gates
     )
     if entry.evaluation:
-        gates += f'<span class="badge">score {entry.evaluation["score"]:g}</span>'
+        gates += f'<span class="badge">score {_text(told(entry.evaluation))}</span>'
     when = entry.added.replace("T", " ").replace("+00:00", "")
     return (
         f'<tr><td data-sort="{number}"><span class="dot">{number}</span></td>'

@@ -45,7 +45,12 @@ class PassedGate(TypedDict):
     value: float | None
 
 
-class Evaluation(TypedDict):
+class _ByTask(TypedDict, total=False):
+    scores: dict[str, float]
+    """By task, where the command has written them"""
+
+
+class Evaluation(_ByTask):
     """The command that evaluated an expert before it was absorbed, and the score."""
 
     command: str

@@ -138,12 +138,12 @@ def test_the_command_sees_no_shell(tmp_path: Path) -> None:
     awkward = tmp_path / "a b; echo 7 $HOME"
     awkward.mkdir()
     show = shlex.join([sys.executable, "-c", "import os, sys; print(int(os.path.isdir(sys.argv[1])), '-2.5e-1')"])
-    assert evaluate(f"{show} {{model}}", awkward) == -0.25
+    assert evaluate(f"{show} {{model}}", awkward, tmp_path)["score"] == -0.25
 
 
 def test_a_missing_program_is_named(tmp_path: Path) -> None:
     with pytest.raises(MergestreamError, match="no-such-program of --evaluate cannot be run"):
-        evaluate("no-such-program {model}", tmp_path)
+        evaluate("no-such-program {model}", tmp_path, tmp_path)
 
 
 def test_gate_errors_are_errors_of_the_input() -> None:
