@@ -5,9 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from mergestream.errors import MergestreamWarning
 from mergestream.escaping import SENTENCE, one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Advance = Callable[[int], None]
 
@@ -34,14 +39,17 @@ class TerminalProgress(Progress):
     """Bars (rich) on standard error, and notes; without bars where nobody watches."""
 
     def __init__(self, bars: bool = True) -> None:
+        self._bars = bars
+
+    @cached_property
+    def _console(self) -> Console:
         from rich.console import Console
 
-        self._console = Console(stderr=True)
-        self._bars = bars and self._console.is_terminal
+        return Console(stderr=True)
 
     @contextmanager
     def task(self, description: str, total: int) -> Iterator[Advance]:
-        if not self._bars:
+        if not (self._bars and self._console.is_terminal):
             yield lambda amount: None
             return
         from rich import progress

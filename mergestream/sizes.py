@@ -1,4 +1,4 @@
-"""Sizes in bytes, and how people write and read them."""
+"""Sizes in bytes and other counts, and how people write and read them."""
 
 from __future__ import annotations
 
@@ -37,3 +37,8 @@ def format_size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def counted(number: int, what: str) -> str:
+    """``1 expert``, ``3 experts``"""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 
-from mergestream.cli.parser import parse
-from mergestream.cli.printing import print_error
+from mergestream.cli.parser import asks_for_json, parse
+from mergestream.cli.printing import finish, print_error, replying
 from mergestream.errors import MergestreamError
 from mergestream.escaping import check_utf8
 from mergestream.interrupts import Terminated, terminated_like_interrupted
@@ -20,8 +21,9 @@ _WHERE = "the store is at its last finished step, and what was cut short goes on
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 done, 1 the input or the store is at fault, 2 wrong usage, 3 the store is busy."""
-    with terminated_like_interrupted():
-        return _main(sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    with terminated_like_interrupted(), replying(asks_for_json(words)):
+        return _main(words)
 
 
 def _main(words: Sequence[str]) -> int:
@@ -33,24 +35,27 @@ def _main(words: Sequence[str]) -> int:
         for word in words:
             check_utf8(word)
         code = command.run(options)
-        sys.stdout.flush()
+        finish()
         return code
     except MergestreamError as error:
-        print_error(*error.sentences)
-        return error.exit_code
+        return _fail(error.exit_code, *error.sentences)
     except KeyboardInterrupt as interrupt:
         what, code = ("terminated", TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", INTERRUPTED)
-        print_error(f"{what}; {str(interrupt) or _WHERE}")
-        return code
+        return _fail(code, f"{what}; {str(interrupt) or _WHERE}")
     except BrokenPipeError:  # nobody reads on; nothing that is still buffered may complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         where = f"{error.filename} cannot be used: " if error.filename else ""
-        print_error(f"{where}{error.strerror or error}")
-        return MergestreamError.exit_code
+        return _fail(MergestreamError.exit_code, f"{where}{error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        print_error("out of memory; allow less with --max-memory, or use fewer --workers")
-        return MergestreamError.exit_code
+        return _fail(MergestreamError.exit_code, "out of memory; allow less with --max-memory, or use fewer --workers")
+
+
+def _fail(code: int, *reasons: str) -> int:
+    print_error(*reasons)
+    with suppress(OSError):  # where that is what it failed by
+        finish(*reasons)
+    return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.inspect import print_inspection
 from mergestream.cli.log import entry_json
@@ -15,7 +15,7 @@ from mergestream.cli.options import (
     argument,
     switch,
 )
-from mergestream.cli.printing import print_json, say
+from mergestream.cli.printing import answer, say, with_notes
 from mergestream.errors import UsageError
 from mergestream.methods.scale import told_scale
 
@@ -39,7 +39,6 @@ class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
     experts: list[str] = argument(nargs="+", metavar="EXPERT", help=A_MODEL)
     name: str | None = argument("--name", help="how to call the expert (the last part of its path)")
     dry_run: bool = switch("--dry-run", "tell what would happen, change nothing (as inspect)")
-    json: bool = switch("--json", "print what was absorbed as JSON")
 
 
 def run(options: Options) -> int:
@@ -54,25 +53,21 @@ def run(options: Options) -> int:
 
 
 def _inspect(store: Store, options: Options) -> None:
-    inspections = [store.inspect(expert, partial=options.partial, ignore=options.ignore) for expert in options.experts]
-    if options.json:
-        print_json([inspection.to_json() for inspection in inspections])
-        return
-    for inspection in inspections:
+    inspected: list[dict[str, Any]] = []
+    answer(inspected)
+    for expert in options.experts:
+        inspection = store.inspect(expert, partial=options.partial, ignore=options.ignore)
+        inspected.append(with_notes(inspection.to_json()))
         print_inspection(inspection)
 
 
 def _absorb(store: Store, options: Options) -> None:
-    absorbed = []
-    try:
-        for expert in options.experts:
-            entry = store.add(expert, options.name, **options.adding)
-            absorbed.append(entry)
-            if not options.json:
-                print_step(store, entry)
-    finally:  # those before a failing one are committed
-        if options.json:
-            print_json([entry_json(entry) for entry in absorbed])
+    absorbed: list[dict[str, Any]] = []
+    answer(absorbed)  # now: those before a failing one are committed
+    for expert in options.experts:
+        entry = store.add(expert, options.name, **options.adding)
+        absorbed.append(with_notes(entry_json(entry)))
+        print_step(store, entry)
 
 
 def print_step(store: Store, entry: Expert) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergestream.cli.options import argument, at_least, command_line, switch
-from mergestream.cli.printing import say
+from mergestream.cli.printing import answer, print_text, say
 from mergestream.errors import UsageError
 
 HELP = "merge a suite's experts in shuffled orders with several methods, and score every task after each step"
@@ -109,12 +109,16 @@ def _bench(options: Options) -> int:
         with progress_bars() as on_progress:
             table = run_sweep(suite, plan, sweep, output, on_progress)
         name = write_sweep(table, sweep, output)
-        print(json.dumps(table, indent=1))
-        say(f"written to {output}: {name}.json, {name}.png, {name}.svg")
+        files = [f"{name}.{ending}" for ending in ("json", "png", "svg")]
+        answer({"output": str(output), "files": files, "sweep": table})
+        print_text(json.dumps(table, indent=1))
+        say(f"written to {output}: {', '.join(files)}")
         return 0
     with progress_bars() as on_progress:
         results = run_bench(suite, plan, output, on_progress, command_line())
     names = write_report(results, output)
-    print((output / "table1.md").read_text("utf-8"))
-    say(f"written to {output}: results.json, results.parquet, {', '.join(names)}")
+    files = ["results.json", "results.parquet", *names]
+    answer({"output": str(output), "files": files, "summary": results.summary()})
+    print_text((output / "table1.md").read_text("utf-8"))
+    say(f"written to {output}: {', '.join(files)}")
     return 0

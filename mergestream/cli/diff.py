@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.options import WorkingStoreOptions, argument, switch
-from mergestream.cli.printing import print_json, print_table, say
+from mergestream.cli.options import WorkingStoreOptions, argument
+from mergestream.cli.printing import answer, print_table, say
 
 HELP = "compare two steps of a store, or a step and a checkpoint"
 EXAMPLES = """
@@ -21,21 +21,19 @@ MOST_LAYERS = 20
 class Options(WorkingStoreOptions):
     a: str = argument(metavar="A", help="number of a step (0 is the base), or a checkpoint")
     b: str = argument(metavar="B", help="the other, likewise")
-    json: bool = switch("--json", "one JSON object, with every layer and tensor")
 
 
 def run(options: Options) -> int:
     from mergestream.report.diff import compare
 
     found = compare(options.open_store(), options.a, options.b)
-    if options.json:
-        print_json(found.to_json())
-        return 0
+    answer(found.to_json())
     total = found.total
     say(f"A: {found.a}, ‖A − base‖ {total.norm_a:.6g}")
     say(f"B: {found.b}, ‖B − base‖ {total.norm_b:.6g}")
     say(f"‖A − B‖ {total.distance:.6g}   cosine of A − base and B − base {_cosine_text(total.cosine)}")
-    print("\nlayers that moved most:")
+    say()
+    say("layers that moved most:")
     print_table(
         ("layer", "‖A − B‖", "share", "‖A − base‖", "‖B − base‖", "cosine"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ from mergestream.cli.options import (
     repeated,
     switch,
 )
-from mergestream.cli.printing import say
+from mergestream.cli.printing import answer, say
 from mergestream.errors import UsageError
+from mergestream.sizes import counted
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -82,31 +84,43 @@ def run(options: Options) -> int:
     common: dict[str, Any] = {"dtype": options.dtype, "overwrite": options.overwrite, "command": command_line()}
     if options.format == "loras":
         energies = store.export_adapters(options.out, rank=options.rank, **common)
-        say(f"{options.out}: {len(energies)} adapters, {', '.join(energies)}")
+        each = {name: energy.lost_share for name, energy in energies.items()}
+        answer({"out": options.out, "format": options.format, "experts": list(energies), "lost": each})
+        say(f"{options.out}: {counted(len(energies), 'adapter')}, {', '.join(energies)}")
         return 0
     if options.format == "lora":
         energy = store.export_adapter(options.out, **chosen, rank=options.rank, scale=options.scale, **common)
-        exact = ", exactly" if energy.lost_share < 1e-12 else f", {energy.lost_share:.3%} of the energy left out"
+        lost = energy.lost_share
+        exact = ", exactly" if lost < 1e-12 else f", {lost:.3%} of the energy left out"
     else:
         size = options.max_shard_size
         store.export(options.out, **chosen, scale=options.scale, task=options.task, max_shard_size=size, **common)
-        exact = ""
-    say(f"{options.out}: {_what_was_written(store, chosen)}{exact}")
+        lost, exact = 0.0, ""
+    readout, experts = _what_was_read(store, chosen)
+    answer(
+        {
+            **{"out": options.out, "format": options.format, "method": store.manifest.method},
+            **{"readout": readout, "balance": options.balance, "experts": experts, "lost": lost},
+        }
+    )
+    say(f"{options.out}: {_in_words(readout, experts, store.manifest.method, options.balance)}{exact}")
     return 0
 
 
-def _what_was_written(store: Store, chosen: dict[str, Any]) -> str:
-    """``3 experts merged by ledger, read out by tsv``"""
+def _what_was_read(store: Store, chosen: dict[str, Any]) -> tuple[str, list[str]]:
+    """By which readout, and which experts."""
     from mergestream.ledger.selection import Selection
 
-    selection, method = Selection(**chosen), store.manifest.method
+    selection = Selection(**chosen)
     if not store.method.remembers_experts:
-        readout, count = selection.of_state(store.method).name, store.manifest.step
-    else:
-        found, weights = selection.of_entries(store.manifest.names, store.manifest.adapters)
-        readout, count = found.name, len(weights)
-        if readout == "expert":
-            return f"{', '.join(weights)}, as the {method} remembers it"
-    experts = "1 expert" if count == 1 else f"{count} experts"
-    by = f", read out by {readout}{', balanced' if selection.balance else ''}" if readout != "plain" else ""
-    return f"{experts} merged by {method}{by}"
+        return selection.of_state(store.method).name, store.manifest.names
+    readout, weights = selection.of_entries(store.manifest.names, store.manifest.adapters)
+    return readout.name, list(weights)
+
+
+def _in_words(readout: str, experts: Sequence[str], method: str, balanced: bool) -> str:
+    """``3 experts merged by ledger, read out by tsv``"""
+    if readout == "expert":
+        return f"{', '.join(experts)}, as the {method} remembers it"
+    by = f", read out by {readout}{', balanced' if balanced else ''}" if readout != "plain" else ""
+    return f"{counted(len(experts), 'expert')} merged by {method}{by}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergestream.cli.options import MethodOptions, RunningOptions, argument, at_least, repeated, switch
-from mergestream.cli.printing import say
-from mergestream.cli.status import method_text, roles_text
+from mergestream.cli.printing import answer, say
+from mergestream.cli.status import method_text, roles_text, status_json
 
 HELP = "make an empty store for a base model"
 EXAMPLES = """
@@ -44,6 +44,7 @@ def run(options: Options) -> int:
         engine=options.make_engine(),
         progress=options.make_progress(),
     )
+    answer(status_json(store))
     say(f"{store.path}: {method_text(store)} on {store.manifest.base.source}")
     say(roles_text(store))
     return 0

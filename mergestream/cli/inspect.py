@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mergestream.cli.options import A_MODEL, ComputingOptions, ExpertOptions, WorkingStoreOptions, argument, switch
-from mergestream.cli.printing import counts_text, print_json, print_table, say
+from mergestream.cli.options import A_MODEL, ComputingOptions, ExpertOptions, WorkingStoreOptions, argument
+from mergestream.cli.printing import answer, counts_text, print_table, say
 from mergestream.methods.scale import told_scale
 from mergestream.sizes import format_size
 
@@ -30,15 +30,12 @@ MOST_EXPERTS = 20
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, ExpertOptions):
     expert: str = argument(metavar="EXPERT", help=A_MODEL)
-    json: bool = switch("--json", "all facts, as one JSON object")
 
 
 def run(options: Options) -> int:
     inspection = options.open_store().inspect(options.expert, partial=options.partial, ignore=options.ignore)
-    if options.json:
-        print_json(inspection.to_json())
-    else:
-        print_inspection(inspection)
+    answer(inspection.to_json())
+    print_inspection(inspection)
     return 0
 
 
@@ -63,7 +60,8 @@ def print_inspection(inspection: Inspection) -> None:
 
 
 def _print_cosines(inspection: Inspection) -> None:
-    print("\ncosine to each expert, largest first:")
+    say()
+    say("cosine to each expert, largest first:")
     known = [(name, value) for name, value in inspection.cosines.items() if value is not None]
     known.sort(key=lambda item: -item[1])
     print_table(("expert", "cosine"), ((name, f"{value:.3f}") for name, value in known[:MOST_EXPERTS]))
@@ -78,7 +76,8 @@ def _outcome(inspection: Inspection) -> str:
 
 
 def _print_collisions(found: Collisions) -> None:
-    print("\npredicted damage of each expert after adding it, and how much their inputs overlap with its own:")
+    say()
+    say("predicted damage of each expert after adding it, and how much their inputs overlap with its own:")
     new = len(found.experts) - 1
     rows = []
     for number in sorted(range(new + 1), key=lambda expert: -(found.damage[expert] or 0))[:MOST_EXPERTS]:
@@ -96,7 +95,8 @@ def _shown(value: float | None) -> str:
 
 def _print_layers(inspection: Inspection) -> None:
     held = inspection.collisions is not None
-    print("\nlayers of which the least would be held:" if held else "\nlayers with the most interference:")
+    say()
+    say("layers of which the least would be held:" if held else "layers with the most interference:")
     least = list(inspection.layers.items())[:MOST_LAYERS]
     print_table(("layer", "held" if held else "kept"), ((layer, f"{share:.1%}") for layer, share in least))
 
@@ -106,7 +106,8 @@ def _print_linear_weights(inspection: Inspection) -> None:
     if not linear:
         return
     held = inspection.collisions is not None
-    print(f"\nlinear weights by what {'would be held' if held else 'survives'}, least first:")
+    say()
+    say(f"linear weights by what {'would be held' if held else 'survives'}, least first:")
     least = sorted(linear.items(), key=lambda item: (item[1].kept, item[0]))
     print_table(
         ("tensor", "held" if held else "kept", "‖Δ‖", "‖Δ‖/‖θ⁰‖", *(() if held else ("protected",))),

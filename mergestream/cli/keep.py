@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.options import ChangedStoreOptions, argument, at_least
+from mergestream.cli.options import StoreOptions, argument, at_least
+from mergestream.cli.printing import answer, say
+from mergestream.sizes import counted
 
 HELP = "change how many earlier steps are kept for undo (a ledger keeps all)"
 EXAMPLES = """
@@ -14,12 +16,13 @@ mergestream keep store 0    # drops the steps before the last one
 
 
 @dataclass(frozen=True)
-class Options(ChangedStoreOptions):
+class Options(StoreOptions):
     steps: int = argument(type=at_least(0), metavar="N", help="earlier steps")
 
 
 def run(options: Options) -> int:
     store = options.open_store()
     store.keep(options.steps)
-    print(f"{store.path} keeps {options.steps} earlier steps from now on")
+    answer({"store": str(store.path), "keep": options.steps})
+    say(f"{store.path} keeps {counted(options.steps, 'earlier step')} from now on")
     return 0

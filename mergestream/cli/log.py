@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mergestream.cli.options import StoreOptions, switch
-from mergestream.cli.printing import print_json, print_table, say
+from mergestream.cli.options import StoreOptions
+from mergestream.cli.printing import answer, print_table, say
 from mergestream.methods.scale import told_scale
 from mergestream.report.harness import told
 
@@ -21,25 +21,20 @@ EXAMPLES = "mergestream log store --json"
 RENAMED = {"added": "time", "fates": "tensors"}
 INTERNAL = ("direction_norm", "state", "record")
 
-
-@dataclass(frozen=True)
-class Options(StoreOptions):
-    json: bool = switch("--json", "a JSON list, one object per expert")
+Options = StoreOptions
 
 
 def run(options: Options) -> int:
     store = options.open_store()
     held = _held(store) if store.manifest.is_ledger else {}
-    if options.json:
-        print_json([entry_json(entry, held.get(entry.name)) for entry in store.history])
-    elif not store.history:
+    answer([entry_json(entry, held.get(entry.name)) for entry in store.history])
+    if not store.history:
         say(f"{store.path} has absorbed nothing yet")
     elif store.manifest.is_ledger:
         _print_ledger(store.history, held)
     else:
         _print_steps(store.manifest.method, store.history)
-    if not options.json:
-        _print_notes(store.history)
+    _print_notes(store.history)
     return 0
 
 

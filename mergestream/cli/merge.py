@@ -14,7 +14,8 @@ from mergestream.cli.options import (
     at_least,
     command_line,
 )
-from mergestream.cli.printing import say
+from mergestream.cli.printing import answer, say
+from mergestream.sizes import counted
 
 HELP = "merge experts that are all at hand, in one go"
 EXAMPLES = """
@@ -58,5 +59,6 @@ def run(options: Options) -> int:
         progress=options.make_progress(),
         command=command_line(),
     )
-    say(f"{options.out}: {len(options.experts)} experts merged by {method.name}")
+    answer({"out": options.out, "method": method.name, "parameters": method.parameters, "experts": options.experts})
+    say(f"{options.out}: {counted(len(options.experts), 'expert')} merged by {method.name}")
     return 0

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from inspect import getdoc
 from typing import Any
 
-from mergestream.cli.options import switch
-from mergestream.cli.printing import print_json, say
+from mergestream.cli.printing import answer, say
 from mergestream.errors import UsageError
 
 HELP = "list the methods and readouts, their parameters, and who brings them"
@@ -16,7 +15,7 @@ EXAMPLES = "mergestream methods"
 
 @dataclass(frozen=True)
 class Options:
-    json: bool = switch("--json", "as JSON")
+    """There is nothing to choose."""
 
 
 def run(options: Options) -> int:
@@ -25,15 +24,13 @@ def run(options: Options) -> int:
     from mergestream.methods import METHODS
 
     described = [_describe(name) for name in METHODS]
-    if options.json:
-        print_json(described)
-        return 0
+    answer(described)
     for method in described:
         say(f"{method['name']}: {method['summary']} (from {method['origin']})")
         for parameter in method["parameters"]:
             choices = f" ({', '.join(parameter['choices'])})" if parameter["choices"] else ""
             say(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
-    print("readouts of a ledger, for export --readout:")
+    say("readouts of a ledger, for export --readout:")
     for name, readout in READOUTS.items():
         if issubclass(readout, EntriesReadout):
             say(f"    {name}: {_summary(readout)} (from {READOUTS.origin(name)})")

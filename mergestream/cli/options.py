@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from mergestream.cli.printing import make_progress
 from mergestream.errors import UsageError
 from mergestream.escaping import shell_line
-from mergestream.sizes import parse_size
+from mergestream.sizes import counted, parse_size
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -89,9 +90,7 @@ class RunningOptions:
         return LocalEngine(**_given(workers=self.workers or usual_workers))
 
     def make_progress(self) -> Progress:
-        from mergestream.progress import NoProgress, TerminalProgress
-
-        return NoProgress() if self.quiet else TerminalProgress()
+        return make_progress(self.quiet)
 
 
 @dataclass(frozen=True)
@@ -126,31 +125,20 @@ def _checked_device(device: str) -> str:
     if kind != "cuda" or not (index.isdigit() or not index):
         raise UsageError(f"--device {device} is not cpu, cuda or cuda:N")
     if int(index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {device} is not there: torch finds {torch.cuda.device_count()} GPU(s)")
+        raise UsageError(f"--device {device} is not there: torch finds {counted(torch.cuda.device_count(), 'GPU')}")
     return device
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Which store is looked at."""
+    """Which store is looked at, or changed."""
 
     store: str = argument(metavar="STORE")
 
     def open_store(self) -> Store:
         from mergestream.api import Store
 
-        return Store(self.store)
-
-
-@dataclass(frozen=True)
-class ChangedStoreOptions(StoreOptions):
-    """Which store is changed: there may be notes."""
-
-    def open_store(self) -> Store:
-        from mergestream.api import Store
-        from mergestream.progress import TerminalProgress
-
-        return Store(self.store, progress=TerminalProgress())
+        return Store(self.store, progress=make_progress())
 
 
 @dataclass(frozen=True)

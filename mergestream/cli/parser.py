@@ -16,7 +16,6 @@ from typing import Any, NoReturn, Protocol, cast
 from mergestream import __version__
 from mergestream.cli.options import add_arguments
 from mergestream.errors import UsageError, nearest
-from mergestream.escaping import SENTENCE, one_line
 
 DESCRIPTION = """\
 Merge fine-tuned models into one model as they arrive.
@@ -54,7 +53,7 @@ def load(name: str) -> Command:
 
 
 def parse(words: Sequence[str]) -> tuple[Command, Any]:
-    """The command that is meant, and its ``Options``. Wrong usage exits, as does help; no words at all ask for help."""
+    """The command that is meant, and its ``Options``. Help exits, and no words at all ask for it."""
     words = words or ["--help"]
     first, *others = words
     if first in COMMANDS:
@@ -65,7 +64,18 @@ def parse(words: Sequence[str]) -> tuple[Command, Any]:
         parser.refuse_unknown_options([first])
     values = vars(parser.parse_args(words))
     command = load(values.pop("command"))
+    del values["json"]
     return command, command.Options(**values)
+
+
+def asks_for_json(words: Sequence[str]) -> bool:
+    """Whether ``--json`` is among them, however shortened; told before parsing, for what is wrong with the others is
+    said in JSON as well."""
+    return any(len(word) > 2 and "--json".startswith(word) for word in _before_dashes(words))
+
+
+def _before_dashes(words: Iterable[str]) -> Iterable[str]:
+    return takewhile(lambda word: word != "--", words)
 
 
 def _make_parser(names: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
@@ -84,19 +94,20 @@ def _make_parser(names: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
             formatter_class=RawDescriptionHelpFormatter,
         )
         add_arguments(parsers[name], command.Options)
+        parsers[name].add_argument("--json", action="store_true", help="answer in JSON, with the notes and any error")
     return parser, parsers
 
 
 class Parser(ArgumentParser):
-    """Prints wrong usage like every other error, with the nearest right word, and exits with code 2."""
+    """Wrong usage is an error like every other, with the nearest right word."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(UsageError.exit_code, f"error: {one_line(message, SENTENCE)} (see: {self.prog} --help)\n")
+        raise UsageError(f"{message} (see: {self.prog} --help)")
 
     def refuse_unknown_options(self, words: Iterable[str]) -> None:
         """Before parsing, where argparse would say that a required option is missing when it is only misspelt."""
         known = self._option_string_actions
-        for word in takewhile(lambda word: word != "--", words):
+        for word in _before_dashes(words):
             option = word.partition("=")[0]
             is_option = word.startswith("--") and " " not in word  # as argparse sees it
             if is_option and not any(name.startswith(option) for name in known):

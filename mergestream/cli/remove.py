@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import A_MODEL, ComputingOptions, WorkingStoreOptions, argument, switch
-from mergestream.cli.printing import print_json, say
+from mergestream.cli.options import A_MODEL, ComputingOptions, WorkingStoreOptions, argument
+from mergestream.cli.printing import answer, say
+from mergestream.sizes import counted
 
 HELP = "take any one expert out of a store, as if it had never come"
 EXAMPLES = """
@@ -21,14 +22,11 @@ class Options(WorkingStoreOptions, ComputingOptions):
     expert: str | None = argument(
         "--expert", metavar="MODEL", help=f"{A_MODEL}: to be subtracted by average and task_arithmetic"
     )
-    json: bool = switch("--json", "print what was removed as JSON")
 
 
 def run(options: Options) -> int:
     store = options.open_store()
     removed = store.remove(options.name, options.expert)
-    if options.json:
-        print_json(entry_json(removed))
-    else:
-        say(f"{removed.name} removed; {store.path} has {store.manifest.step} experts")
+    answer(entry_json(removed))
+    say(f"{removed.name} removed; {store.path} has {counted(store.manifest.step, 'expert')}")
     return 0

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
-from mergestream.cli.printing import say
+from mergestream.cli.printing import answer, is_json, print_text, say
 from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
     from mergestream.api import Store
+    from mergestream.report.facts import Facts
 
 HELP = "write a page with the figures and facts of a store"
 EXAMPLES = """
@@ -35,26 +36,37 @@ class Options(WorkingStoreOptions, ComputingOptions):
 
 def run(options: Options) -> int:
     out = Path(options.out) if options.out else None
-    form = options.format or (FORMATS.get(out.suffix.lower(), "html") if out else "html")
+    usual = "json" if is_json() and not out else "html"
+    form = options.format or (FORMATS.get(out.suffix.lower(), usual) if out else usual)
     if form == "html" and out is None:
         raise UsageError("say where the page is to be written: -o report.html")
     store = options.open_store()
     if out is None:
-        print(_render(store, form), end="")
+        _print(_facts(store), form)
         return 0
     from mergestream.export.places import refuse_file
     from mergestream.files import write_text
 
     refuse_file(out, *store.sources)
-    write_text(out, _render(store, form))
+    write_text(out, _render(_facts(store), form))
+    answer({"store": str(store.path), "out": str(out), "format": form})
     say(f"{out}: the report of {options.store}")
     return 0
 
 
-def _render(store: Store, form: str) -> str:
+def _facts(store: Store) -> Facts:
     from mergestream.report.facts import Facts
 
-    facts = Facts.of(store)
+    return Facts.of(store)
+
+
+def _print(facts: Facts, form: str) -> None:
+    text = _render(facts, form)
+    answer(facts.to_json() if form == "json" else {"format": form, "text": text})
+    print_text(text, end="")
+
+
+def _render(facts: Facts, form: str) -> str:
     if form == "html":
         from mergestream.report.page import page
 

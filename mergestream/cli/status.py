@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import StoreOptions, switch
-from mergestream.cli.printing import counts_text, print_json, print_table, say
+from mergestream.cli.printing import answer, counts_text, print_table, say
 from mergestream.methods.scale import told_scale
-from mergestream.sizes import format_size
+from mergestream.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -26,23 +26,20 @@ mergestream status store --json
 @dataclass(frozen=True)
 class Options(StoreOptions):
     tensors: bool = switch("--tensors", "list every tensor with its role and rule")
-    json: bool = switch("--json", "one JSON object")
 
 
 def run(options: Options) -> int:
     store = options.open_store()
-    if options.json:
-        print_json(_status_json(store))
-        return 0
+    answer(status_json(store))
     _print_status(store)
     if options.tensors:
-        print()
+        say()
         _print_tensors(store)
     return 0
 
 
 def _print_status(store: Store) -> None:
-    say(f"{store.path}: {store.manifest.step} experts merged by {method_text(store)}")
+    say(f"{store.path}: {counted(store.manifest.step, 'expert')} merged by {method_text(store)}")
     say(f"base: {store.manifest.base.source}")
     say(f"tensors: {roles_text(store)}")
     if store.history:
@@ -63,8 +60,8 @@ def _room_text(store: Store) -> str:
     """Of a ledger: how many experts share its room, and what that takes."""
     room = _room_json(store)
     return (
-        f"{store.manifest.step} experts in room for {room['room_for']}   n {store.history[-1].mean_norm:.6g}   "
-        f"entries {format_size(room['bytes'])}   budget {room['budget']:g}"
+        f"{counted(store.manifest.step, 'expert')} in room for {room['room_for']}   "
+        f"n {store.history[-1].mean_norm:.6g}   entries {format_size(room['bytes'])}   budget {room['budget']:g}"
     )
 
 
@@ -80,7 +77,8 @@ def _ranks_text(store: Store) -> str:
     """How large the factors are, and what bounding them has cost so far."""
     bound = f", bounded by {store.manifest.max_rank}" if store.manifest.max_rank else ""
     lost = [entry for entry in store.history if entry.lost]
-    cost = f"; {len(lost)} steps dropped up to {max(e.lost for e in lost):.2%} of the energy" if lost else ""
+    steps = counted(len(lost), "step")
+    cost = f"; {steps} dropped up to {max(e.lost for e in lost):.2%} of the energy" if lost else ""
     return f"in factors of rank {store.history[-1].rank} at most{bound}{cost}"
 
 
@@ -110,7 +108,7 @@ def method_text(store: Store) -> str:
     return f"{store.manifest.method}({parameters})"
 
 
-def _status_json(store: Store) -> dict[str, Any]:
+def status_json(store: Store) -> dict[str, Any]:
     """The store as one object, nothing in it volatile."""
     manifest = store.manifest
     last = manifest.history[-1] if manifest.history else None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from mergestream.cli.options import ChangedStoreOptions
-from mergestream.cli.printing import say
+from mergestream.cli.log import entry_json
+from mergestream.cli.options import StoreOptions
+from mergestream.cli.printing import answer, say
 
 HELP = "go back to before the last expert"
 EXAMPLES = "mergestream undo store"
 
-Options = ChangedStoreOptions
+Options = StoreOptions
 
 
 def run(options: Options) -> int:
     store = options.open_store()
     undone = store.undo()
+    answer({"store": str(store.path), "step": store.manifest.step, "undone": entry_json(undone)})
     say(f"{undone.name} taken back; {store.path} is at step {store.manifest.step}")
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mergestream.cli.options import WorkingStoreOptions
-from mergestream.cli.printing import say
+from mergestream.cli.printing import answer, say
 
 HELP = "recompute every digest of a store and its base"
 EXAMPLES = "mergestream verify store"
@@ -14,5 +14,6 @@ Options = WorkingStoreOptions
 def run(options: Options) -> int:
     store = options.open_store()
     store.verify()
+    answer({"store": str(store.path), "step": store.manifest.step})
     say(f"{store.path}: all digests match")
     return 0

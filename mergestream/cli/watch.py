@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mergestream.cli.add import print_step
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument, switch
-from mergestream.cli.printing import print_error, print_json_line, say
+from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument
+from mergestream.cli.printing import emit, is_json, print_error, say
 from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
 from mergestream.escaping import SENTENCE, one_line
 
@@ -50,7 +50,6 @@ def seconds(text: str) -> float:
 class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
     directory: str = argument(metavar="DIR", help="each file or directory in it is an expert")
     interval: float = argument("--interval", type=seconds, default=10.0, metavar="SECONDS", help="between looks (10)")
-    json: bool = switch("--json", "print all that happens as JSON, an object a line")
 
 
 def run(options: Options) -> int:
@@ -63,7 +62,7 @@ def run(options: Options) -> int:
     store = options.open_store()
     _check_apart(directory, store.path)
     Gatekeeper.of(options.gate, options.evaluate, store.manifest)  # now, and not with the first expert
-    watcher = Watcher(store, directory, options.adding, options.interval, EventLines() if options.json else Printed())
+    watcher = Watcher(store, directory, options.adding, options.interval, EventLines() if is_json() else Printed())
     watcher.tell.watching(store, directory)
     try:
         while True:
@@ -101,18 +100,18 @@ class EventLines(Printed):
     """The same for machines."""
 
     def watching(self, store: Store, directory: Path) -> None:
-        print_json_line({"event": "watching", "store": str(store.path), "directory": str(directory)})
+        emit({"event": "watching", "store": str(store.path), "directory": str(directory)})
 
     def absorbed(self, store: Store, path: Path, entry: Expert) -> None:
         event = {"event": "absorbed", "path": str(path), "step": store.manifest.step, "expert": entry_json(entry)}
-        print_json_line(event)
+        emit(event)
 
     def not_added(self, path: Path, error: Exception, pause: float | None) -> None:
         event = "refused" if pause is None else "failed"
-        print_json_line({"event": event, "path": str(path), "reasons": reasons(error), "seconds_to_retry": pause})
+        emit({"event": event, "path": str(path), "reasons": reasons(error), "seconds_to_retry": pause})
 
     def skipped(self, store: Store, path: Path, reason: str) -> None:
-        print_json_line({"event": "skipped", "path": str(path), "reasons": [reason]})
+        emit({"event": "skipped", "path": str(path), "reasons": [reason]})
 
 
 def reasons(error: Exception) -> list[str]:

@@ -13,6 +13,7 @@ from mergestream.errors import MergestreamError
 from mergestream.files import cannot_write, put_text, sync_directory, to_json
 from mergestream.report.metrics import average_accuracy, backward_transfer
 from mergestream.schema import conform, damaged, foreign, parse, read_text
+from mergestream.sizes import counted
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, StoreDirectory
@@ -93,7 +94,8 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
     """Keep scores in the store; they replace earlier ones."""
     if not scores.matrix or len(scores.matrix) > store.manifest.step:
         raise MergestreamError(
-            f"{len(scores.matrix)} rows of scores do not fit {store.path}, which has taken {store.manifest.step} steps"
+            f"{counted(len(scores.matrix), 'row')} of scores do not fit {store.path}, which has taken "
+            f"{counted(store.manifest.step, 'step')}"
         )
     if fault := scores.fault:
         raise MergestreamError(fault)

@@ -22,6 +22,7 @@ from mergestream.experts.opening import ExpertSource
 from mergestream.files import BESIDE, directories_made, remove, remove_all_but, sync_directory
 from mergestream.interrupts import uninterrupted
 from mergestream.progress import Progress
+from mergestream.sizes import counted
 from mergestream.store.lock import NAME as LOCK
 from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Expert, Manifest
@@ -254,9 +255,8 @@ class StoreDirectory:
                 raise MergestreamError(f"{self.path} has absorbed nothing, there is nothing to undo")
             undone, before = self.history[-1], self.manifest.at(self.manifest.step - 1)
             if not self._keeps(before):
-                raise MergestreamError(
-                    f"{self.path} keeps {self.manifest.keep} earlier step(s), and they are used up; {self._keep_more()}"
-                )
+                kept = counted(self.manifest.keep, "earlier step")
+                raise MergestreamError(f"what {self.path} keeps, {kept}, is used up; {self._keep_more()}")
             self._go_to(before, undone)
             return undone
 
@@ -413,7 +413,8 @@ class StoreDirectory:
         if not self.history:
             raise MergestreamError(f"{self.path} has absorbed nothing yet; add an expert first")
         if number > self.manifest.step:
-            raise MergestreamError(f"{self.path} has taken {self.manifest.step} steps, there is no step {number}")
+            taken = counted(self.manifest.step, "step")
+            raise MergestreamError(f"{self.path} has taken {taken}, there is no step {number}")
         if number < self.manifest.step and not self._keeps(self.manifest.at(number)):
             raise MergestreamError(f"{self.path} no longer keeps step {number}; {self._keep_more()}")
 

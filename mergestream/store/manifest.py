@@ -18,6 +18,7 @@ from mergestream.files import cannot_write, put_text, read_json, to_json
 from mergestream.ledger.room import sharing
 from mergestream.methods.scale import inverse, scale_value
 from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, conform, foreign, parse, read_text
+from mergestream.sizes import counted
 
 if TYPE_CHECKING:
     from mergestream.methods.base import Method
@@ -263,7 +264,7 @@ class Manifest:
             if len({getattr(entry, what) for entry in history}) < len(history):
                 raise foreign(path, f"two experts have the same {what}")
         if content["step"] != len(history):
-            raise foreign(path, f"it is at step {content['step']} with {len(history)} experts")
+            raise foreign(path, f"it is at step {content['step']} with {counted(len(history), 'expert')}")
         method, base = content["method"], BaseModel.from_json(content["base"], path)
         found = cls(method["name"], method["parameters"], base, content["keep"], content["max_rank"], history)
         if found.is_ledger and not isinstance(found.parameters.get("budget"), int | float):

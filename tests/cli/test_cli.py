@@ -147,7 +147,8 @@ def test_a_failing_expert_leaves_those_before_it_committed(tmp_path, toys, merge
     result = mergestream("add", tmp_path / "store", toys.experts[0], tmp_path / "missing", toys.experts[1])
     assert result.code == 1 and "step 1: expert-1" in result.out
     result = mergestream("add", tmp_path / "store", toys.experts[1], tmp_path / "missing", "--json")
-    assert result.code == 1 and [entry["name"] for entry in json.loads(result.out)] == ["expert-2"]
+    absorbed, failed = json.loads(result.out)
+    assert result.code == 1 and absorbed["name"] == "expert-2" and "missing" in failed["error"]
     assert json.loads(done("status", tmp_path / "store", "--json"))["experts"] == ["expert-1", "expert-2"]
 
 

@@ -15,7 +15,7 @@ from mergestream.cli.parser import COMMANDS, load, parse
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_the_same_shape(name):
+def test_every_command_has_the_same_shape(name, mergestream):
     command = load(name)
     assert command.HELP and "\n" not in command.HELP and not command.HELP.endswith(".")
     assert callable(command.run)
@@ -24,6 +24,7 @@ def test_every_command_has_the_same_shape(name):
     destinations = [action.dest for action in parser._actions]
     assert sorted(destinations) == sorted(field.name for field in dataclasses.fields(command.Options))
     assert command.Options.__dataclass_params__.frozen
+    assert "--json" in mergestream(name, "--help").out
 
 
 @pytest.mark.parametrize("name", COMMANDS)

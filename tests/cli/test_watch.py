@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from mergestream import Average, MergestreamError, Store
+from mergestream.cli.printing import replying
 from mergestream.cli.watch import LONGEST_PAUSE, EventLines, Printed, Watcher, may_pass
 from mergestream.commands import CommandError
 from mergestream.errors import DamagedError, StoreBusyError
@@ -338,7 +339,8 @@ def test_events_are_json_one_a_line(bench, mergestream, looks):
 
 
 def test_a_retry_is_an_event(bench, capsys):
-    EventLines().not_added(Path("a\nb"), OSError(errno.ENOSPC, "full"), 20.0)
+    with replying(as_json=True):
+        EventLines().not_added(Path("a\nb"), OSError(errno.ENOSPC, "full"), 20.0)
     event = json.loads(capsys.readouterr().out)
     assert (event["event"], event["path"], event["seconds_to_retry"]) == ("failed", "a\nb", 20.0)
 

@@ -1,0 +1,113 @@
+"""``--json``: every command answers by it, with the notes, and with what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mergestream.store.directory import StoreDirectory
+from tests.conftest import RunCommand, Toys, save_model, toy_base, toy_expert
+
+
+@pytest.fixture
+def store(tmp_path: Path, toys: Toys, done) -> Path:
+    done("init", tmp_path / "store", "--base", toys.base)
+    done("add", tmp_path / "store", *toys.experts[:2])
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def told(mergestream: RunCommand):
+    """Runs a command with --json; gives its code and the one value that it prints."""
+
+    def run(*words: object) -> tuple[int, Any]:
+        result = mergestream(*words, "--json")
+        return result.code, json.loads(result.out)
+
+    return run
+
+
+def far_expert(place: Path) -> Path:
+    """An expert that is noted, for it outweighs all others."""
+    expert = toy_expert(7)
+    far = {name: tensor + 8 * (expert[name] - tensor) for name, tensor in toy_base().items() if tensor.dim() > 1}
+    return save_model(place, expert | far)
+
+
+def test_every_command_answers_with_one_object_and_the_notes(store: Path, toys: Toys, tmp_path: Path, told) -> None:
+    commands: dict[str, tuple[tuple[object, ...], set[str]]] = {
+        "init": ((tmp_path / "new", "--base", toys.base), {"method", "parameters", "base", "counts"}),
+        "inspect": ((store, toys.experts[2]), {"norm", "kept", "tensors"}),
+        "status": ((store,), {"step", "experts", "method"}),
+        "verify": ((store,), {"store", "step"}),
+        "keep": ((store, 3), {"store", "keep"}),
+        "export": ((store, tmp_path / "exported"), {"out", "format", "method", "readout", "experts"}),
+        "merge": (("--base", toys.base, *toys.experts, "-o", tmp_path / "merged"), {"out", "method", "experts"}),
+        "report": ((store,), {"method", "experts", "commands"}),
+        "diff": ((store, 1, 2), {"total", "layers"}),
+        "remove": ((store, "expert-1"), {"name", "digest"}),
+        "undo": ((store,), {"store", "step", "undone"}),
+    }
+    for name, (words, keys) in commands.items():
+        code, data = told(name, *words)
+        assert code == 0 and data["notes"] == [] and keys <= data.keys(), (name, data)
+    assert told("report", store, "-o", tmp_path / "report.html")[1]["format"] == "html"
+    assert told("report", store, "--format", "md")[1]["text"].startswith("#")
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_what_is_a_list_has_the_notes_with_its_items(store: Path, toys: Toys, tmp_path: Path, told) -> None:
+    drowning = far_expert(tmp_path / "drowning")
+    (inspected,) = told("add", store, drowning, "--dry-run")[1]
+    code, added = told("add", store, toys.experts[2], drowning)
+    assert code == 0 and added[0]["notes"] == [] and "outweighs" in added[1]["notes"][0]
+    code, log = told("log", store)
+    assert code == 0 and [entry["notes"] for entry in log[-2:]] == [[], added[1]["notes"]]
+    assert "outweighs" in inspected["notes"][0] and len(inspected["notes"]) == 1
+
+
+def test_notes_that_come_after_the_step_are_told_even_in_quiet(store, toys, told, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "worn out", "a disk")
+
+    monkeypatch.setattr(StoreDirectory, "_tidy", fail)
+    code, (added,) = told("add", store, toys.experts[2], "--quiet")
+    assert code == 0 and "could not be tidied up: worn out" in added["notes"][0]
+    code, undone = told("undo", store)
+    assert code == 0 and "could not be tidied up" in undone["notes"][0]
+
+
+def test_a_refused_gate_gives_its_reasons(store: Path, toys: Toys, told, mergestream: RunCommand) -> None:
+    words = ("add", store, *toys.experts[2:], "--gate", "norm<=0.001", "--gate", "held>=2")
+    code, (refused,) = told(*words)
+    assert code == 1 and len(refused["reasons"]) == 2 and refused["error"] == "; ".join(refused["reasons"])
+    assert all("was not added" in reason for reason in refused["reasons"])
+    assert [f"error: {reason}" for reason in refused["reasons"]] == mergestream(*words, "--json").err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        (("status", "nowhere"), 1, "nowhere"),
+        (("remove", "STORE", "nobody"), 2, "nobody"),
+        (("export", "STORE"), 2, "OUT"),
+        (("export", "STORE", "out", "--overwite"), 2, "did you mean --overwrite"),
+        (("expot", "STORE"), 2, "did you mean export"),
+        (("watch", "STORE", "nowhere"), 1, "is not a directory"),
+    ],
+)
+def test_what_is_wrong_is_in_it_too(words, code, part, store, mergestream, told) -> None:
+    given = [store if word == "STORE" else word for word in words]
+    found, data = told(*given)
+    assert found == code and part in data["error"] and data["notes"] == []
+    assert f"error: {data['error']}\n" == mergestream(*given).err
+
+
+def test_words_are_as_they_were(store: Path, mergestream: RunCommand) -> None:
+    result = mergestream("verify", store, "--js")
+    assert result.code == 0 and json.loads(result.out)["step"] == 2, "an option may be shortened"
+    assert "all digests match" in mergestream("verify", store).out, "and the next command is not asked for JSON"
+    assert mergestream("status", "--", "--json").err.startswith("error: "), "this is the name of a store"
