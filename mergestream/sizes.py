@@ -10,7 +10,7 @@ CACHE_LINE = 64
 """Where torch lets its arrays start, and we let a file's"""
 
 _UNITS = {
-    "": 1,
+    "b": 1,
     "k": 10**3,
     "m": 10**6,
     "g": 10**9,
@@ -24,10 +24,13 @@ _UNITS = {
 
 def parse_size(text: str) -> int:
     """``4GB`` → 4 000 000 000, ``512MiB`` → 536 870 912."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?(?=b?$))?b?", text.strip().lower())
+    if match is None:
         raise UsageError(f"{text} is not a size; write for example 500MB or 4GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    number, unit = match.groups()
+    if unit is None:
+        raise UsageError(f"{text} is a size without a unit; write {number}GB, {number}MB or {number}B")
+    return int(float(number) * _UNITS[unit])
 
 
 def format_size(size: float) -> str:

@@ -7,8 +7,8 @@ from mergestream.sizes import format_size, parse_size
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("0", 0),
-        ("512", 512),
+        ("0B", 0),
+        ("512 b", 512),
         ("4GB", 4 * 10**9),
         ("4 gb", 4 * 10**9),
         ("1.5G", 1_500_000_000),
@@ -19,6 +19,12 @@ from mergestream.sizes import format_size, parse_size
 )
 def test_sizes_are_read_as_people_write_them(text, size):
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("number", ["4", "0", "1.5"])
+def test_a_size_without_a_unit_is_refused_with_those_that_are_meant(number):
+    with pytest.raises(UsageError, match=f"without a unit; write {number}GB, {number}MB or {number}B"):
+        parse_size(number)
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "4XB", "four", "1e9", "1,5GB", "i", "4 G B"])

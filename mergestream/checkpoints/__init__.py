@@ -4,7 +4,16 @@ Everything is checked from the headers before a single weight is read; nothing i
 beyond plain tensors; no path outside the given directory is followed.
 """
 
-from mergestream.checkpoints.base import DTYPES, FLOATS, Checkpoint, TensorInfo, TensorSpec, dtype_name, torch_dtype
+from mergestream.checkpoints.base import (
+    DTYPES,
+    FLOATS,
+    Checkpoint,
+    TensorInfo,
+    TensorSpec,
+    dtype_name,
+    float_name,
+    torch_dtype,
+)
 from mergestream.checkpoints.layout import WEIGHT_SUFFIXES
 from mergestream.checkpoints.opening import open_checkpoint
 from mergestream.checkpoints.writer import SafetensorsWriter
@@ -18,6 +27,7 @@ __all__ = [
     "TensorInfo",
     "TensorSpec",
     "dtype_name",
+    "float_name",
     "open_checkpoint",
     "torch_dtype",
 ]

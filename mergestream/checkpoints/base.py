@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mergestream.checkpoints.layout import companions
 from mergestream.digest import text_digest
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError, nearest
 from mergestream.schema import Count
 
 if TYPE_CHECKING:
@@ -39,6 +39,22 @@ DTYPES = tuple(_DTYPES)
 _NAMES = {torch_name: name for name, (_, torch_name) in _DTYPES.items()}
 FLOATS = {torch_name: name for torch_name, name in _NAMES.items() if "float" in torch_name}
 """The floating-point types: torch's name to the safetensors name"""
+_ALIASES = {
+    **{"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"},
+    **{"fp32": "float32", "f32": "float32", "float": "float32", "single": "float32"},
+    **{"fp64": "float64", "f64": "float64", "double": "float64"},
+}
+"""What else people call them"""
+
+
+def float_name(dtype: str | torch.dtype) -> str:
+    """Torch's name of a floating-point type, however a user calls it: ``bf16``, ``BF16``, ``torch.bfloat16``."""
+    name = str(dtype).removeprefix("torch.").lower()
+    name = _ALIASES.get(name, name)
+    if name not in FLOATS:
+        near = nearest(name, (*FLOATS, *_ALIASES))
+        raise UsageError(f"--dtype {dtype} is not one of {', '.join(FLOATS)}{near} (short: bf16, fp16, fp32, fp64)")
+    return name
 
 
 @dataclass(frozen=True)

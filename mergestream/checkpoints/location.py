@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from mergestream.checkpoints.hub import cached, download
 from mergestream.checkpoints.layout import is_weight_file
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import is_text
+from mergestream.files import on_disk
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
@@ -49,14 +50,14 @@ def locate_here(source: str) -> Path | None:
         path = _resolved(source)
         if path.exists():
             return path
-    except (OSError, RuntimeError, ValueError):  # a name that no path can have
+    except (OSError, RuntimeError, ValueError, UsageError):  # a name that no path can have
         return None
     return cached(source) if _is_hub_id(source) else None
 
 
 def _resolved(source: str | Path) -> Path:
     """Of a file only the directory is resolved: a cache's link tells the format by its name, its target does not."""
-    path = Path(source).expanduser()
+    path = on_disk(source).expanduser()
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from mergestream.cli.options import argument, at_least, command_line, switch
 from mergestream.cli.printing import answer, print_text, say
 from mergestream.errors import UsageError
+from mergestream.files import on_disk
 
 HELP = "merge a suite's experts in shuffled orders with several methods, and score every task after each step"
 EXAMPLES = """
@@ -101,7 +101,7 @@ def _bench(options: Options) -> int:
         workers=options.workers or available_cores(),
         last_only=options.last_only,
     )
-    output = Path(options.output)
+    output = on_disk(options.output)
     if output.exists() and not output.is_dir():
         raise UsageError(f"-o {output} is a file; name a directory for the results")
     if options.sweep:

@@ -238,7 +238,7 @@ class GatedOptions(AddingOptions):
 class OutputOptions:
     """How a model is written; where to has a place of its own on every command line."""
 
-    dtype: str | None = argument("--dtype", help="float32, float16, bfloat16 or float64 (the base's own)")
+    dtype: str | None = argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32 or fp64 (the base's own)")
     max_shard_size: int = argument(
         "--max-shard-size", type=size, default="5GB", metavar="SIZE", help="size of a file (5GB)"
     )

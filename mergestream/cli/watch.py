@@ -18,6 +18,7 @@ from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStore
 from mergestream.cli.printing import emit, is_json, print_error, say
 from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
 from mergestream.escaping import SENTENCE, one_line
+from mergestream.files import on_disk
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -56,7 +57,7 @@ def run(options: Options) -> int:
     """Look every few seconds; what has not changed between two looks is complete, and is added."""
     from mergestream.report.gates import Gatekeeper
 
-    directory = Path(options.directory)
+    directory = on_disk(options.directory)
     if not directory.is_dir():
         raise MergestreamError(f"{directory} is not a directory")
     store = options.open_store()

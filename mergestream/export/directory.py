@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 
 from mergestream import __version__
-from mergestream.checkpoints import FLOATS
+from mergestream.checkpoints import float_name
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
-from mergestream.errors import MergestreamError, StoreBusyError, UsageError
+from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.export.places import MARKER, is_export, refuse_around, refuse_within, store_within
-from mergestream.files import directories_made, exchange, sync_directory, sync_file
+from mergestream.files import directories_made, exchange, on_disk, sync_directory, sync_file
 
 _LOCK = "lock"
 
@@ -28,15 +28,16 @@ class Output:
 
     path: Path
     dtype: str | None = None
-    """As torch names it; every tensor keeps the base's by default"""
+    """As people name it, and then as torch does; every tensor keeps the base's by default"""
     max_shard_size: int = DEFAULT_SHARD_SIZE
     overwrite: bool = False
     command: str | None = None
     """That makes it, for the model card"""
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in FLOATS:
-            raise UsageError(f"--dtype {self.dtype} is not one of {', '.join(FLOATS)}")
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", float_name(self.dtype))
+        on_disk(self.path)
         self._refuse_to_destroy()
 
     def keep_off(self, *sources: str | Path) -> None:

@@ -19,7 +19,7 @@ from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.opening import ExpertSource
-from mergestream.files import BESIDE, directories_made, remove, remove_all_but, sync_directory
+from mergestream.files import BESIDE, directories_made, on_disk, remove, remove_all_but, sync_directory
 from mergestream.interrupts import uninterrupted
 from mergestream.progress import Progress
 from mergestream.sizes import counted
@@ -54,7 +54,7 @@ class StoreDirectory:
         manifest: Manifest | None = None,
     ) -> None:
         """``manifest`` is for who is about to write it: once it is written, nothing may fail."""
-        self.path = Path(path)
+        self.path = on_disk(path)
         check_parts(self.path)
         self._moved: BaseModel | None = None
         self.manifest = manifest or self._load()
@@ -87,7 +87,7 @@ class StoreDirectory:
         """
         from mergestream.ledger.method import Ledger
 
-        path, method = Path(path), method or Ledger()
+        path, method = on_disk(path), method or Ledger()
         if isinstance(base, Mapping):
             raise UsageError("a store refers to its base by path or hub id: save the base first, or use a Merger")
         _check_free(path)

@@ -357,6 +357,7 @@ def test_errors_name_file_and_tensor_and_say_what_to_do(junk, store, mergestream
         ("add", "MADE"),
         ("add", "MADE", "EXPERT", "--max-memory", "lots"),
         ("add", "MADE", "EXPERT", "--max-memory", "-1GB"),
+        ("add", "MADE", "EXPERT", "--max-memory", "4"),
         ("add", "MADE", "EXPERT", "EXPERT", "--name", "one"),
         ("add", "MADE", "EXPERT", "--device", "abacus"),
         ("add", "MADE", "EXPERT", "--device", "cuda:99"),
@@ -367,17 +368,31 @@ def test_errors_name_file_and_tensor_and_say_what_to_do(junk, store, mergestream
         ("merge", "EXPERT", "-o", "OUT"),
         ("merge", "--base", "BASE", "-o", "OUT"),
         ("merge", "--base", "BASE", "EXPERT", "-o", "OUT", "--dtype", "float8"),
+        ("init", "s3://bucket/store", "--base", "BASE"),
+        ("init", "STORE", "--base", "gs://bucket/base"),
+        ("add", "MADE", "s3://bucket/expert"),
+        ("add", "az://bucket/store", "EXPERT"),
+        ("watch", "MADE", "s3://bucket/incoming"),
+        ("export", "MADE", "s3://bucket/out"),
+        ("export", "s3://bucket/store", "OUT"),
+        ("merge", "--base", "BASE", "EXPERT", "-o", "gs://bucket/out"),
+        ("report", "MADE", "-o", "S3://bucket/report.html"),
+        ("status", "abfss://bucket/store"),
     ],
 )
-def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, store, tmp_path, toys, mergestream):
+def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, store, tmp_path, toys, mergestream, monkeypatch):
     places = {"STORE": tmp_path / "new", "BASE": toys.base, "MADE": store, "EXPERT": toys.experts[2]}
     places["OUT"] = tmp_path / "out"
-    assert_one_sentence(mergestream(*(places.get(argument, argument) for argument in arguments)), 2)
-    assert not (tmp_path / "new").exists() and not (tmp_path / "out").exists()
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    result = mergestream(*(places.get(argument, argument) for argument in arguments))
+    assert_one_sentence(result, 2)
+    assert sorted(tmp_path.iterdir()) == before, "nothing is made"
+    assert "object storage" in result.err or not any("://" in argument for argument in arguments)
 
 
 def test_a_budget_of_nothing_is_too_small(store, toys, mergestream):
-    for budget in ("0", "1kB"):
+    for budget in ("0B", "1kB"):
         result = mergestream("add", store, toys.experts[2], "--max-memory", budget)
         assert_one_sentence(result, 1)
         assert "--max-memory" in result.err

@@ -285,6 +285,18 @@ def test_the_pictures_are_of_the_step_that_is_exported(tmp_path, toys, monkeypat
     assert files(store.export(tmp_path / "disturbed")) == undisturbed
 
 
+@pytest.mark.parametrize(
+    ("called", "dtype"),
+    [
+        *(("bf16", "bfloat16"), ("BF16", "bfloat16"), ("torch.bfloat16", "bfloat16"), (torch.bfloat16, "bfloat16")),
+        *(("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("float", "float32")),
+        *(("fp64", "float64"), ("double", "float64")),
+    ],
+)
+def test_a_dtype_is_understood_however_people_call_it(called, dtype, tmp_path):
+    assert Output(tmp_path / "model", dtype=called).dtype == dtype
+
+
 def test_a_dtype_that_does_not_exist_is_wrong_usage(tmp_path):
     with pytest.raises(UsageError, match="float8"):
         Output(tmp_path / "model", dtype="float8")
