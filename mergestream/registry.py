@@ -54,6 +54,10 @@ class Registry(Mapping[str, T], Generic[T]):
         brought = self._brought[name].dist
         return f"{brought.name} {brought.version}" if brought else "an entry point"
 
+    def place(self, name: str) -> str | None:
+        """Where one of our own is, as ``module:attribute``."""
+        return self._own.get(name)
+
     def __getitem__(self, name: str) -> T:
         if name in self._own:
             module, _, attribute = self._own[name].partition(":")

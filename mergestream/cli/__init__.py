@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line. Errors are one line on standard error; exit codes say whose fault it was."""
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ _WHERE = "the store is at its last finished step, and what was cut short goes on
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 done, 1 the input or the store is at fault, 2 wrong usage, 3 the store is busy."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks, and not its user
+        from mergestream.cli.completion import complete
+
+        complete()
     words = sys.argv[1:] if arguments is None else arguments
     with terminated_like_interrupted(), replying(asks_for_json(words)):
         return _main(words)

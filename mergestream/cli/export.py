@@ -38,7 +38,7 @@ mergestream export store adapters --format loras --rank 16
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
-    out: str = argument(metavar="OUT")
+    out: str = argument(metavar="OUT", help="the directory to be")
     task: str | None = argument("--task", metavar="NAME", help="with the head of this expert")
     format: str = argument(
         "--format",

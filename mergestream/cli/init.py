@@ -19,7 +19,7 @@ mergestream init store --base org/model --config-only --max-rank 64    # adapter
 
 @dataclass(frozen=True)
 class Options(MethodOptions, RunningOptions):
-    store: str = argument(metavar="STORE")
+    store: str = argument(metavar="STORE", help="the directory to be")
     heads: list[str] = repeated("--heads", "GLOB", "tensors kept per expert, not merged")
     keep: int = argument("--keep", type=int, default=1, metavar="N", help="earlier steps kept for undo (1)")
     config_only: bool = switch("--config-only", "fetch and read the base's weights only when they are needed")

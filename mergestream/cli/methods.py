@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from inspect import getdoc
-from typing import Any
+from dataclasses import dataclass
 
+from mergestream.cli.described import described_methods, described_readouts
 from mergestream.cli.printing import answer, say
-from mergestream.errors import UsageError
 
 HELP = "list the methods and readouts, their parameters, and who brings them"
 EXAMPLES = "mergestream methods"
@@ -19,47 +17,15 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from mergestream.ledger.readouts import READOUTS
-    from mergestream.ledger.readouts.base import EntriesReadout
-    from mergestream.methods import METHODS
-
-    described = [_describe(name) for name in METHODS]
-    answer(described)
-    for method in described:
+    methods = described_methods()
+    answer(methods)
+    for method in methods:
         say(f"{method['name']}: {method['summary']} (from {method['origin']})")
         for parameter in method["parameters"]:
             choices = f" ({', '.join(parameter['choices'])})" if parameter["choices"] else ""
             say(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
     say("readouts of a ledger, for export --readout:")
-    for name, readout in READOUTS.items():
-        if issubclass(readout, EntriesReadout):
-            say(f"    {name}: {_summary(readout)} (from {READOUTS.origin(name)})")
+    for readout in described_readouts():
+        if readout["of_ledgers"]:
+            say(f"    {readout['name']}: {readout['summary']} (from {readout['origin']})")
     return 0
-
-
-def _describe(name: str) -> dict[str, Any]:
-    from mergestream.methods import METHODS
-
-    described: dict[str, Any] = {"name": name, "origin": METHODS.origin(name)}
-    try:
-        method = METHODS[name]
-    except UsageError as error:  # of another package: the others are still there
-        return {**described, "summary": str(error), "commutative": None, "parameters": []}
-    return {
-        **described,
-        "summary": _summary(method),
-        "commutative": method().commutative,
-        "parameters": [
-            {
-                "name": field.name,
-                "default": field.default,
-                "help": field.metadata.get("help", ""),
-                "choices": list(field.metadata.get("choices", ())),
-            }
-            for field in fields(method)
-        ],
-    }
-
-
-def _summary(described: type) -> str:
-    return (getdoc(described) or "").partition("\n")[0]

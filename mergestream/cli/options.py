@@ -133,7 +133,7 @@ def _checked_device(device: str) -> str:
 class StoreOptions:
     """Which store is looked at, or changed."""
 
-    store: str = argument(metavar="STORE")
+    store: str = argument(metavar="STORE", help="the store's directory")
 
     def open_store(self) -> Store:
         from mergestream.api import Store

@@ -57,10 +57,10 @@ def parse(words: Sequence[str]) -> tuple[Command, Any]:
     words = words or ["--help"]
     first, *others = words
     if first in COMMANDS:
-        parser, parsers = _make_parser([first])
+        parser, parsers = make_parser([first])
         parsers[first].refuse_unknown_options(others)
     else:
-        parser, _ = _make_parser(COMMANDS)
+        parser, _ = make_parser(COMMANDS)
         parser.refuse_unknown_options([first])
     values = vars(parser.parse_args(words))
     command = load(values.pop("command"))
@@ -78,7 +78,7 @@ def _before_dashes(words: Iterable[str]) -> Iterable[str]:
     return takewhile(lambda word: word != "--", words)
 
 
-def _make_parser(names: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
+def make_parser(names: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
     """The parser of the whole command line, and that of each of the named commands."""
     parser = Parser(prog="mergestream", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"mergestream {__version__}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from mergestream.escaping import SENTENCE, one_line
 from mergestream.progress import Advance, NoProgress, Progress, TerminalProgress
 
 LONGEST_CELL = 100
+_BOLD, _CYAN, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
 
 
 class Reply:
@@ -168,11 +170,23 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], *, left:
         return
     table = [[one_line(str(cell), LONGEST_CELL) for cell in row] for row in (headings, *rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(headings))]
-    for row in table:
-        cells = (
+    coloured = _is_coloured()
+    for number, row in enumerate(table):
+        first, *others = (
             cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
-        print("  ".join(cells).rstrip())
+        rest = "".join(f"  {cell}" for cell in others).rstrip()
+        if not coloured:
+            print((first + rest).rstrip())
+        elif number == 0:
+            print(f"{_BOLD}{first}{rest}{_PLAIN}")
+        else:
+            print(f"{_CYAN}{first}{_PLAIN}{rest}")
+
+
+def _is_coloured() -> bool:
+    """Only for who looks at it, and only where colours are welcome (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def counts_text(counts: Mapping[Any, int]) -> str:

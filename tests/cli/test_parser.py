@@ -24,6 +24,7 @@ def test_every_command_has_the_same_shape(name, mergestream):
     destinations = [action.dest for action in parser._actions]
     assert sorted(destinations) == sorted(field.name for field in dataclasses.fields(command.Options))
     assert command.Options.__dataclass_params__.frozen
+    assert all(action.help for action in parser._actions), "every argument has a word of help"
     assert "--json" in mergestream(name, "--help").out
 
 
@@ -67,6 +68,8 @@ def test_no_command_is_a_question_for_help(mergestream):
         ("export store out --format lroa", "lora"),
         ("report store --format htlm", "html"),
         ("add store expert --engine locl", "local"),
+        ("merge --base model expert -o merged --method opmc", "opcm"),
+        ("merge --base model expert -o merged --method opcm --set alhpa=0.5", "alpha"),
     ],
 )
 def test_an_unknown_word_gets_the_nearest_known_one(words, right, mergestream):

@@ -1,0 +1,85 @@
+"""Completion of the command line by a shell, with argcomplete: commands, options, and what is known to go with them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from mergestream.cli.parser import COMMANDS, make_parser
+from mergestream.errors import MergestreamError
+
+
+def complete() -> None:
+    """Answer the shell, and exit; without argcomplete there is nothing to say."""
+    try:
+        import argcomplete
+    except ImportError:
+        raise SystemExit(1) from None
+    parser, parsers = make_parser(COMMANDS)
+    for command in parsers.values():
+        for action in command._actions:
+            if action.dest in _COMPLETERS:
+                action.completer = _COMPLETERS[action.dest]  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser, always_complete_options=False)
+
+
+def _methods(**_: Any) -> Iterable[str]:
+    from mergestream.methods import METHODS
+
+    return METHODS
+
+
+def _settings(parsed_args: Namespace, **_: Any) -> Iterable[str]:
+    """``KEY=`` of the method that was chosen, or ``KEY=VALUE`` where there are a few."""
+    from mergestream.cli.described import described_methods
+
+    chosen = parsed_args.method or "ledger"
+    parameters = [item for method in described_methods() if method["name"] == chosen for item in method["parameters"]]
+    for parameter in parameters:
+        yield from (f"{parameter['name']}={value}" for value in parameter["choices"] or [""])
+
+
+def _dtypes(**_: Any) -> Iterable[str]:
+    return ("bf16", "fp16", "fp32", "fp64")
+
+
+def _experts(parsed_args: Namespace, **_: Any) -> list[str]:
+    """The names in the store that was given."""
+    from mergestream.api import Store
+
+    with suppress(MergestreamError, OSError):
+        return Store(parsed_args.store).manifest.names
+    return []
+
+
+def _list_of_experts(prefix: str, parsed_args: Namespace, **_: Any) -> Iterable[str]:
+    """``A,B``: the next name after the last comma."""
+    before = prefix[: prefix.rfind(",") + 1]
+    return (before + name for name in _experts(parsed_args) if name not in before.split(","))
+
+
+def _weights(parsed_args: Namespace, **_: Any) -> Iterable[str]:
+    return (f"{name}=" for name in _experts(parsed_args))
+
+
+def _readouts(parsed_args: Namespace, **_: Any) -> Iterable[str]:
+    from mergestream.ledger.readouts import READOUTS
+
+    yield from (name for name in READOUTS if name != "expert")
+    yield from (f"expert:{name}" for name in _experts(parsed_args))
+
+
+_COMPLETERS = {
+    "method": _methods,
+    "parameters": _settings,
+    "dtype": _dtypes,
+    "name": _experts,
+    "task": _experts,
+    "only": _list_of_experts,
+    "without": _list_of_experts,
+    "weight": _weights,
+    "readout": _readouts,
+}
+"""By an argument's name; where there is none, argcomplete offers files."""
