@@ -65,6 +65,8 @@ class BaseModel:
     heads: tuple[str, ...]
     spellings: Mapping[str, str]
     """What the model's class calls a tensor, where it is stored under another name"""
+    given: str = ""
+    """How the user has named it; empty where that is not known"""
 
     @classmethod
     def examine(

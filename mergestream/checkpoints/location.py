@@ -15,6 +15,7 @@ from mergestream.escaping import is_text
 from mergestream.files import on_disk
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_CREDENTIALS = re.compile(r"://[^/]*@")
 
 
 class Location(NamedTuple):
@@ -69,6 +70,16 @@ def without_revision(source: str) -> str:
 def hub_name(source: str) -> str | None:
     """The id without its ``@commit`` of what is no local path, but may be on the hub; else None."""
     return without_revision(source) if _is_hub_id(source) and not _resolved(source).exists() else None
+
+
+def shown(source: str, given: str) -> str:
+    """How others are told of a model, in a card or a recipe: by its hub id and commit, else as the user has typed it.
+
+    Where nobody knows that, in older stores, of a path only its last part: where things lie is nobody's business.
+    """
+    if not Path(source).is_absolute():
+        return source
+    return _CREDENTIALS.sub("://", given.partition("?")[0] if "://" in given else given) or Path(source).name
 
 
 @contextmanager

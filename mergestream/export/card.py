@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
+from mergestream.checkpoints.location import shown
 from mergestream.escaping import code, markdown_text, one_line
+from mergestream.export.history import History
 from mergestream.merging.reading import EntriesReading, Reading, StateReading
 from mergestream.methods.scale import told_scale
 
@@ -49,6 +51,7 @@ class CardFacts:
     readout: str = "plain"
     weights: Mapping[str, float] | None = None
     """Of the experts, where the method remembers them"""
+    history: History = field(default_factory=History)
 
     @classmethod
     def of(
@@ -70,8 +73,9 @@ class CardFacts:
             experts = [entry for entry in experts if entry.name in weights]
         if isinstance(reading, EntriesReading | StateReading):
             readout = reading.readout.name
-        about = manifest.base.source, manifest.method, manifest.parameters, experts
-        return cls(*about, scale, distance, task, command, pictures, readout, weights)
+        about = shown(manifest.base.source, manifest.base.given), manifest.method, manifest.parameters, experts
+        history = History.of(snapshot, weights)
+        return cls(*about, scale, distance, task, command, pictures, readout, weights, history)
 
 
 def model_card(
@@ -103,6 +107,7 @@ def model_card(
         *(_row(number, row, facts) for number, row in enumerate(facts.experts, 1)),
         "",
         f"kept: the share of the task vector's squared norm that {_kept_by(facts)}.",
+        *facts.history.markdown(),
         *(line for file, words in facts.pictures.items() for line in ("", f"![{words}]({file})")),
         *(["", "Made with:", "", f"    {one_line(facts.command, COMMAND)}"] if facts.command else []),
         "",

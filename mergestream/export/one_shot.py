@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
+from mergestream.checkpoints.location import shown
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import combined_digest
 from mergestream.engine import Engine, LocalEngine
@@ -17,6 +18,7 @@ from mergestream.experts.opening import open_expert, task_vector
 from mergestream.experts.origin import origin
 from mergestream.export.card import CardFacts, CardRow
 from mergestream.export.directory import Output
+from mergestream.export.history import Added, History
 from mergestream.export.model import write_companions, write_model, write_tensors
 from mergestream.export.source import ExpertsSource
 from mergestream.merging.step import Step, carries_through
@@ -90,7 +92,8 @@ def merge(
         draft = stack.enter_context(output.draft())
         write_tensors(source, draft, output, engine, progress)
         _check_origins(source, progress, allow_other_base)
-        write_companions(draft, output, opened, _card(source, command, allow_duplicate))
+        given = [str(base), *map(str, experts)]
+        write_companions(draft, output, opened, _card(source, given, command, allow_duplicate))
 
 
 def _check_origins(source: ExpertsSource, progress: Progress, allow_other_base: bool) -> None:
@@ -103,9 +106,12 @@ def _check_origins(source: ExpertsSource, progress: Progress, allow_other_base: 
             progress.note(found.told)
 
 
-def _card(source: ExpertsSource, command: str | None, allow_duplicate: bool) -> CardFacts:
+def _card(source: ExpertsSource, given: Sequence[str], command: str | None, allow_duplicate: bool) -> CardFacts:
+    """``given`` is how the user has named base and experts."""
     rows: list[CardRow] = []
-    for name, vector, totals in zip(source.step.experts, source.step.vectors, source.totals(), strict=True):
+    history: list[Added] = []
+    steps = zip(source.step.experts, source.step.vectors, source.totals(), given[1:], strict=True)
+    for name, vector, totals, named in steps:
         digest = combined_digest(vector.digests)
         same = "the base" if totals.norm == 0 else next((row.name for row in rows if row.digest == digest), None)
         if same is not None and not allow_duplicate:
@@ -113,5 +119,7 @@ def _card(source: ExpertsSource, command: str | None, allow_duplicate: bool) -> 
                 f"{vector.expert.source} is the same model as {same}; pass --allow-duplicate to merge it again"
             )
         rows.append(CardRow(name, digest, totals.norm, totals.kept, totals.scale))
-    method, base = source.step.method, source.base.source
-    return CardFacts(base, method.name, method.parameters, rows, source.scale, source.distance, command=command)
+        history.append(Added(name, shown(vector.expert.source, named), digest, totals.norm, totals.kept))
+    method, base = source.step.method, shown(source.base.source, given[0])
+    about = base, method.name, method.parameters, rows, source.scale, source.distance
+    return CardFacts(*about, command=command, history=History(history))

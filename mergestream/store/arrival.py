@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -81,6 +81,7 @@ class Arrival:
         """``measured``: the distance to the base is wanted, even where the method's scale does not need it;
         ``withdrawn``: the model is to be taken out of the state, where it has this name."""
         self.store = store
+        self._given = "" if isinstance(expert, Mapping) else str(expert)
         self.options: Options = {"partial": partial, "ignore": list(ignore)}
         self.t = store.manifest.step + 1
         self.number = store.manifest.next_number
@@ -272,6 +273,7 @@ class Arrival:
             options=self._options_needed,
             cut=self.cut,
             notes=self.notes,
+            given=self._given,
             **{key: value for key, value in vars(totals).items() if key != "t"},
         )
         return Candidate(self.store, entry, sketch)

@@ -106,6 +106,7 @@ class StoreDirectory:
                 engine=engine,
                 progress=progress,
             )
+        model = dataclasses.replace(model, given=str(base))
         manifest = Manifest(method.name, method.parameters, model, keep, max_rank)
         try:
             with directories_made(path), writer_lock(path):
@@ -355,9 +356,10 @@ class StoreDirectory:
         with open_checkpoint(base) as found:
             checkpoint = under_names(found, model.tensors)
             if not model.measured:
-                return model.with_weights(checkpoint, self.engine, self.progress)
-            model.check_digest(checkpoint, self.engine, self.progress)
-            return dataclasses.replace(model, source=checkpoint.source)
+                model = model.with_weights(checkpoint, self.engine, self.progress)
+            else:
+                model.check_digest(checkpoint, self.engine, self.progress)
+            return dataclasses.replace(model, source=checkpoint.source, given=str(base))
 
     def _load(self) -> Manifest:
         """The manifest as it is on disk, with the base where it was found."""

@@ -100,6 +100,8 @@ class Expert:
     evaluation: Evaluation | None = None
     notes: Sequence[str] = field(default_factory=list)
     """What the user was told of it as it came, in sentences"""
+    given: str = ""
+    """How the user has named it; empty where that is not known, or where it was in memory"""
 
     @property
     def lambda_(self) -> float:

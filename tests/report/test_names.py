@@ -25,7 +25,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Store:
     """A store whose experts have been given hostile names, as somebody else may do; never write to it."""
     store = make_store(tmp_path_factory.mktemp("hostile") / "store", models)
     history = tuple(
-        dataclasses.replace(entry, name=name, source=f"/{name}")
+        dataclasses.replace(entry, name=name, source=f"/{name}", given=name)
         for entry, name in zip(store.history, HOSTILE, strict=True)
     )
     store.manifest = dataclasses.replace(store.manifest, history=history)
@@ -49,7 +49,7 @@ def assert_harmless(text: str, heads: int) -> None:
 def test_the_card_shows_names_and_obeys_none(hostile: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = hostile.export(tmp_path / "merged", task=None, command="mergestream a\nb")
     card = (out / "README.md").read_text(encoding="utf-8")
-    assert_harmless(card, heads=1)
+    assert_harmless(card, heads=2)
     assert "&#36;&#92;frac&#36;" in card and r"    mergestream a\nb" in card
     assert (out / "similarity.png").stat().st_size and (out / "lambda.png").stat().st_size
     assert capfd.readouterr() == ("", "")
