@@ -46,7 +46,7 @@ def test_models_that_are_merged_at_once_are_in_the_card(
     tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch, done: RunCommand
 ) -> None:
     monkeypatch.chdir(toys.base.parent)
-    for method in ("average", "ledger"):  # carried through, and by way of a store
+    for method in ("average", "opcm"):  # carried through, and by way of a store
         done("merge", "--base", "base", "--method", method, "expert-1", "./expert-2", "-o", tmp_path / method)
         assert "| `expert-1` |" in lines_of(tmp_path / method, "expert-1")[0]
         assert "| `./expert-2` |" in lines_of(tmp_path / method, "expert-2")[0]
