@@ -67,6 +67,11 @@ def without_revision(source: str) -> str:
     return source.partition("@")[0] if _HUB_ID.fullmatch(source) else source
 
 
+def is_commit(source: str) -> bool:
+    """Whether it is what the hub has under a commit, ``org/name@commit``, and no path."""
+    return bool(_HUB_ID.fullmatch(source)) and re.fullmatch(r"[0-9a-f]{40}", source.partition("@")[2]) is not None
+
+
 def hub_name(source: str) -> str | None:
     """The id without its ``@commit`` of what is no local path, but may be on the hub; else None."""
     return without_revision(source) if _is_hub_id(source) and not _resolved(source).exists() else None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from mergestream.algebra.lowrank import LowRank
 from mergestream.algebra.svd import thin_svd
 from mergestream.base.model import BaseModel, BaseTensor
 from mergestream.base.skeleton import Skeleton
-from mergestream.checkpoints import FLOATS, Checkpoint
+from mergestream.checkpoints import FLOATS, Checkpoint, open_checkpoint
+from mergestream.digest import combined_digest, tensor_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.adapters.config import Told
@@ -25,6 +27,7 @@ from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.model import Illustrate, written_form
 from mergestream.export.peft import AdaptedModule, Energy, Kind, adapter_config, modules_saved, write_adapter
+from mergestream.export.recipe import Form, Recipe
 from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.reading import EntriesReading, Reading
 from mergestream.merging.step import overflow_explained, refuse_overflow
@@ -32,8 +35,15 @@ from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
 
 
-def export_adapter(
+def export_adapter(snapshot: Snapshot, output: Output, engine: Engine, progress: Progress, **choices: Any) -> Energy:
+    """`write_merged` to a directory that is replaced whole, or not at all."""
+    with output.draft() as draft:
+        return write_merged(snapshot, draft, output, engine, progress, **choices)
+
+
+def write_merged(
     snapshot: Snapshot,
+    draft: Path,
     output: Output,
     engine: Engine,
     progress: Progress,
@@ -51,17 +61,23 @@ def export_adapter(
     content = _Content.of(snapshot, snapshot.reading(engine, selection, progress), rank)
     factor = content.reading.scale(scale, engine)
     _tell({output.path.name: content}, progress)
-    with output.draft() as draft, progress.task(f"writing {output.path.name}", content.count) as advance:
-        return content.write(draft, output, factor, illustrate, lambda name: advance(1))
+    with progress.task(f"writing {output.path.name}", content.count) as advance:
+        energy = content.write(draft, output, factor, illustrate, lambda name: advance(1))
+    form = Form("lora", rank, output.dtype, pictures=bool(illustrate))
+    output.mark(draft, Recipe.of(snapshot, form, _digest(draft), selection, scale).to_json())
+    return energy
 
 
 def export_adapters(
-    snapshot: Snapshot,
-    output: Output,
-    engine: Engine,
-    progress: Progress,
-    *,
-    rank: int | None = None,
+    snapshot: Snapshot, output: Output, engine: Engine, progress: Progress, rank: int | None = None
+) -> dict[str, Energy]:
+    """`write_each` to a directory that is replaced whole, or not at all."""
+    with output.draft() as draft:
+        return write_each(snapshot, draft, output, engine, progress, rank)
+
+
+def write_each(
+    snapshot: Snapshot, draft: Path, output: Output, engine: Engine, progress: Progress, rank: int | None = None
 ) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter in a directory of its own name."""
     names = snapshot.manifest.names
@@ -74,11 +90,19 @@ def export_adapters(
     _tell(contents, progress)
     total = sum(content.count for content in contents.values())
     energies = {}
-    with output.draft() as draft, progress.task(f"writing {output.path.name}", total) as advance:
+    with progress.task(f"writing {output.path.name}", total) as advance:
         for name, content in contents.items():
             (draft / name).mkdir()
             energies[name] = content.write(draft / name, output, 1.0, None, lambda name: advance(1))
+    digest = combined_digest({name: _digest(draft / name) for name in names})
+    output.mark(draft, Recipe.of(snapshot, Form("loras", rank, output.dtype), digest).to_json())
     return energies
+
+
+def _digest(adapter: Path) -> str:
+    """Of the tensors that were written."""
+    with open_checkpoint(adapter / "adapter_model.safetensors") as written:
+        return combined_digest({name: tensor_digest(written.read(name)) for name in written.tensors})
 
 
 @dataclass(frozen=True)

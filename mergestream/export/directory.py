@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from mergestream import __version__
 from mergestream.checkpoints import float_name
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.export.places import MARKER, is_export, refuse_around, refuse_within, store_within
-from mergestream.files import directories_made, exchange, on_disk, sync_directory, sync_file
+from mergestream.files import directories_made, exchange, on_disk, sync_directory, sync_file, to_json
 
 _LOCK = "lock"
 
@@ -53,12 +53,15 @@ class Output:
                 draft = work / "model"
                 draft.mkdir()
                 yield draft
-                marker = {"mergestream": __version__, "command": self.command}
-                (draft / MARKER).write_text(json.dumps(marker, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
                 self._put_in_place(draft)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             raise MergestreamError(f"{self.path} was not written: {error.strerror or error}{where}") from error
+
+    def mark(self, draft: Path, recipe: Mapping[str, Any]) -> None:
+        """Say in the draft what it is, and how to make it again."""
+        marker = {"mergestream": __version__, "command": self.command, **recipe}
+        (draft / MARKER).write_text(to_json(marker), encoding="utf-8")
 
     @cached_property
     def _place(self) -> Path:

@@ -10,13 +10,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec
+from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec, torch_dtype
 from mergestream.checkpoints.layout import CARD, DIFFUSERS_STEM
 from mergestream.checkpoints.location import without_revision
+from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.labels import labels
+from mergestream.export.recipe import Form, Recipe
 from mergestream.export.source import Source, StateSource
 from mergestream.files import read_json
 from mergestream.ledger.selection import Selection
@@ -56,28 +58,34 @@ def write_model(
                 progress.note(f"{task} came without a config.json: the base's is written, which may have other labels")
         factor = reading.scale(scale, engine)
         source = StateSource(reading, base, factor, found)
-        write_tensors(source, draft, output, engine, progress)
+        result = write_tensors(source, draft, output, engine, progress)
         pictures = illustrate(draft) if illustrate else {}
         card = CardFacts.of(snapshot, reading, factor, source.distance, task, output.command, pictures)
         write_companions(draft, output, base, card, found.config if found else None)
+        form = Form(dtype=output.dtype, max_shard_size=output.max_shard_size, pictures=bool(illustrate))
+        output.mark(draft, Recipe.of(snapshot, form, result, selection, scale, task).to_json())
 
 
-def write_tensors(source: Source, draft: Path, output: Output, engine: Engine, progress: Progress) -> None:
-    """Stream every tensor to its place, several at a time."""
+def write_tensors(source: Source, draft: Path, output: Output, engine: Engine, progress: Progress) -> str:
+    """Stream every tensor to its place, several at a time; returns the digest of them all."""
     dtype = FLOATS.get(output.dtype or "")
     layout = {name: written_form(form, dtype) for name, form in source.forms.items()}
 
-    def write(name: str) -> None:
+    def write(name: str) -> str:
+        hasher = TensorHasher(torch_dtype(layout[name].dtype), layout[name].shape)
         for start, piece in source.pieces(name, layout[name].dtype):
             writer.write_piece(name, start, piece)
+            hasher.update(piece)
+        return hasher.hexdigest()
 
-    costs = {name: spec.nbytes for name, spec in layout.items()}
+    costs, digests = {name: spec.nbytes for name, spec in layout.items()}, {}
     with (
         SafetensorsWriter(draft, layout, prefix=_stem(source.base), max_shard_size=output.max_shard_size) as writer,
         progress.task(f"writing {output.path.name}", sum(costs.values())) as advance,
     ):
-        for name, _ in engine.run(costs, write, source.memory):
+        for name, digests[name] in engine.run(costs, write, source.memory):
             advance(costs[name])
+    return combined_digest(digests)
 
 
 def _stem(base: Checkpoint) -> str:

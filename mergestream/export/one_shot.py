@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import zip_longest
 from pathlib import Path
 
 from mergestream.base.model import BaseModel
@@ -20,12 +21,14 @@ from mergestream.export.card import CardFacts, CardRow
 from mergestream.export.directory import Output
 from mergestream.export.history import Added, History
 from mergestream.export.model import write_companions, write_model, write_tensors
+from mergestream.export.recipe import BaseSource, ExpertSource, Form, Recipe
 from mergestream.export.source import ExpertsSource
 from mergestream.merging.step import Step, carries_through
 from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods.base import Method
 from mergestream.progress import Progress
 from mergestream.store.directory import StoreDirectory, expert_name
+from mergestream.store.manifest import Options
 
 
 def usual_workers(method: Method, experts: int) -> int:
@@ -53,8 +56,13 @@ def merge(
     engine: Engine | None = None,
     progress: Progress | None = None,
     command: str | None = None,
+    names: Sequence[str] | None = None,
+    approve: Callable[[Recipe], None] | None = None,
 ) -> None:
     """Merge ``experts`` in their order and write the result to ``out``.
+
+    They are called by ``names``, or by the last parts of their paths. ``approve`` may refuse what was made, by raising
+    an error, before it takes its place.
 
     Where the method allows it, each tensor is carried through all models and written straight to the
     output, so that every file is read once; otherwise the models pass through a temporary store.
@@ -69,8 +77,8 @@ def merge(
             store = StoreDirectory.create(
                 path, base, method, linear=linear, not_linear=not_linear, keep=0, engine=engine, progress=progress
             )
-            for expert in experts:
-                store.absorb(expert, None, partial, ignore, allow_duplicate, allow_other_base)
+            for expert, name in zip_longest(experts, names or ()):
+                store.absorb(expert, name, partial, ignore, allow_duplicate, allow_other_base)
             with store.snapshot() as snapshot:
                 write_model(snapshot, draft, output, engine, progress)
         return
@@ -84,16 +92,30 @@ def merge(
             vectors.append(task_vector(model, opened, found, partial=partial, ignore=ignore))
             if vectors[-1].renaming:
                 progress.note(vectors[-1].renaming)
-        names: list[str] = []
-        for vector in vectors:
-            names.append(expert_name(vector.expert.source, names))
-        step = Step(method, vectors, device=engine.device, experts=names)
+        called = list(names or ())
+        for vector in vectors[len(called) :]:
+            called.append(expert_name(vector.expert.source, called))
+        step = Step(method, vectors, device=engine.device, experts=called)
         source = ExpertsSource(step, opened, find_thresholds(step, engine))
         draft = stack.enter_context(output.draft())
-        write_tensors(source, draft, output, engine, progress)
+        result = write_tensors(source, draft, output, engine, progress)
         _check_origins(source, progress, allow_other_base)
         given = [str(base), *map(str, experts)]
-        write_companions(draft, output, opened, _card(source, given, command, allow_duplicate))
+        card = _card(source, given, command, allow_duplicate)
+        write_companions(draft, output, opened, card)
+        options: Options = {"partial": partial, "ignore": list(ignore), "allow_duplicate": allow_duplicate}
+        options["allow_other_base"] = allow_other_base
+        form = Form(dtype=dtype, max_shard_size=max_shard_size)
+        recipe = _recipe(source, card, result, options, form)
+        if approve:
+            approve(recipe)
+        output.mark(draft, recipe.to_json())
+
+
+def _recipe(source: ExpertsSource, card: CardFacts, result: str, options: Options, form: Form) -> Recipe:
+    base = BaseSource(card.base, source.base_digest, source.model.linear, source.model.not_linear)
+    experts = tuple(ExpertSource(came.name, came.source, came.digest, options) for came in card.history.experts)
+    return Recipe("merge", base, card.method, card.parameters, experts, form, result)
 
 
 def _check_origins(source: ExpertsSource, progress: Progress, allow_other_base: bool) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mergestream.algebra.pieces import SquaredNorm
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorSpec
+from mergestream.digest import combined_digest, tensor_digest
 from mergestream.merging.reading import Reading, cast, moved_by
 from mergestream.merging.step import Outcome, Step, Totals, overflow_explained, total
 from mergestream.merging.thresholds import Thresholds
@@ -81,6 +82,8 @@ class ExpertsSource:
     kept2: dict[str, list[float | None]] = field(default_factory=dict)
     """‖kept‖² of each task vector, None where all is kept, of the tensors that have been merged"""
     direction2: dict[str, float] = field(default_factory=dict)
+    base_digests: dict[str, str] = field(default_factory=dict)
+    """Of the tensors of the base that have been read"""
 
     @property
     def model(self) -> BaseModel:
@@ -102,7 +105,9 @@ class ExpertsSource:
     def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
         name = self.model.tensors[name].tied_to or name
         if not self.model.tensors[name].merges:
-            yield 0, cast(self.base.read(name).reshape(-1), dtype, name)
+            tensor = self.base.read(name)
+            self.base_digests[name] = tensor_digest(tensor)
+            yield 0, cast(tensor.reshape(-1), dtype, name)
             return
         base, norm = self.step.vectors[0].base_pieces(name), SquaredNorm()
         kept: list[list[float | None]] = []
@@ -112,8 +117,14 @@ class ExpertsSource:
                 kept.append(kept2)
                 merged = moved_by(base.at(start, start + direction.numel()), direction, self.scale)
                 yield start, cast(merged, dtype, name)
-        self.direction2[name] = norm.total()
+        self.base_digests[name], self.direction2[name] = base.digest(), norm.total()
         self.kept2[name] = [_sum(parts) for parts in zip(*kept, strict=True)] or [None] * len(self.step.vectors)
+
+    @property
+    def base_digest(self) -> str:
+        """As a store has it, once all has been read."""
+        tensors = self.model.tensors.items()
+        return combined_digest({name: self.base_digests[tensor.tied_to or name] for name, tensor in tensors})
 
     def totals(self) -> list[Totals]:
         """What each model adds to the merge, once all has been read."""
