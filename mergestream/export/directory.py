@@ -53,6 +53,8 @@ class Output:
                 draft = work / "model"
                 draft.mkdir()
                 yield draft
+                if not (draft / MARKER).exists():
+                    self.mark(draft, {})
                 self._put_in_place(draft)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""

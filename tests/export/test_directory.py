@@ -276,10 +276,11 @@ def test_the_pictures_are_of_the_step_that_is_exported(tmp_path, toys, monkeypat
     undisturbed = files(store.export(tmp_path / "undisturbed"))
     original = mergestream.export.model.write_tensors
 
-    def disturbed(*arguments: Any) -> None:
-        original(*arguments)
+    def disturbed(*arguments: Any) -> str:
+        digest = original(*arguments)
         Store(store.path).undo()
         Store(store.path).add(toys.experts[2])
+        return digest
 
     monkeypatch.setattr(mergestream.export.model, "write_tensors", disturbed)
     assert files(store.export(tmp_path / "disturbed")) == undisturbed
