@@ -242,15 +242,15 @@ def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequ
             extra.append(name)
     if missing:
         few = len(missing) <= (1 - NEARLY_ALL) * len(model.merged)
-        as_heads = f", and if they are a head, {_as_heads([*missing, *extra], fates)}" if few else ""
+        as_heads = f"; {_as_heads([*missing, *extra], fates)}" if few else ""
         raise MergestreamError(
             f"{expert.source} lacks {_some(missing)} of the base; if they are meant to be unchanged, pass --partial"
             f"{as_heads}"
         )
     if extra:
         raise MergestreamError(
-            f"{expert.source} has {_some(extra)} that the base has not; {_as_heads(extra, fates)}, or leave them out "
-            f"with {_options('--ignore', extra, fates)}"
+            f"{expert.source} has {_some(extra)} that the base has not; {_as_heads(extra, fates)}, "
+            f"{_options('--ignore', extra, fates)} leaves it out"
         )
     for name, fate in fates.items():
         if fate in ("merged", "tied") and name in expert.tensors:
@@ -265,7 +265,7 @@ def _check_form(model: BaseModel, expert: Checkpoint, name: str, canonical: str)
         reason = "its vocabulary differs from the base's: " if grown else ""
         if theirs.shape[1:] == ours.shape[1:] and not grown:
             others = [other for other in model.tensors if layer_of(other) != layer_of(name)]
-            reason = f"if it is a head, {_as_heads([name], others)}, else "
+            reason = f"{_as_heads([name], others)}; else "
         raise MergestreamError(
             f"tensor {stored} in {theirs.file} of {expert.source} has shape {list(theirs.shape)}, the base has "
             f"{list(ours.shape)}; {reason}resize it to the base's shape, or leave it out with --ignore {name}"
@@ -278,7 +278,7 @@ def _check_form(model: BaseModel, expert: Checkpoint, name: str, canonical: str)
 
 
 def _as_heads(names: Sequence[str], others: Collection[str]) -> str:
-    return f"keep them with each expert: {_options('--heads', names, others)} when the store is made"
+    return f"{_options('--heads', names, others)} when the store is made keeps what is a head with its expert"
 
 
 def _options(option: str, names: Sequence[str], others: Collection[str]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import warnings
 from collections.abc import Callable
@@ -149,6 +151,20 @@ def test_one_store_for_classifiers_with_different_labels(name, places, done, tmp
     merged = export(Store(store), tmp_path / "merged")
     assert weights(merged).keys() == weights(place.base).keys(), "the base's names"
     loaded(transformers.AutoModel, merged)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/heads.md"])
+def test_the_example_works_as_it_is_written(page, classifiers, done, tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    example = next(block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "--heads" in block)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    for name, model in {"encoder": classifiers.base, **classifiers.experts}.items():
+        (tmp_path / "path" / "to" / name).symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    for line in example.splitlines():
+        done(*shlex.split(line, comments=True)[1:])
+    model = next(path.parent for path in tmp_path.glob("*/config.json") if "news" in path.parent.name)
+    assert loaded(SEQUENCES, model).config.id2label == {number: f"news-{number}" for number in range(5)}
 
 
 def test_the_ledger_gives_a_task_back(classifiers, tmp_path):
