@@ -43,18 +43,22 @@ class Store(StoreDirectory):
         allow_other_base: bool = False,
         gates: Sequence[str] = (),
         evaluate: str | None = None,
+        log: str | Sequence[str] = (),
     ) -> Expert:
         """Absorb a model as one durable step; if it fails or is interrupted, the store is as before.
 
         The same call resumes one that was interrupted. A model that was absorbed already, or that was not made from the
         base, is refused unless it is allowed. ``gates`` are conditions such as ``kept>=0.6``;
         ``evaluate`` is a command that is run on the merged model before it counts, with ``{model}`` for its
-        directory, and the last number that it prints is ``score``.
+        directory; the last number that it prints is ``score``, or the mean of what it writes to ``{scores}``.
+        ``log`` sends the numbers of the step to ``wandb``, ``mlflow``, ``tensorboard`` or ``jsonl``, perhaps with a
+        target as in ``wandb:my-project``; where that fails, there is a note.
         """
         from mergestream.report.gates import Gatekeeper
+        from mergestream.tracking.trackers import parse_trackers, track
 
-        gatekeeper = Gatekeeper.of(gates, evaluate, self.manifest)
-        return self.absorb(
+        gatekeeper, trackers = Gatekeeper.of(gates, evaluate, self.manifest), parse_trackers(log, self)
+        absorbed = self.absorb(
             expert,
             name,
             partial,
@@ -64,6 +68,8 @@ class Store(StoreDirectory):
             measure_distance=gatekeeper.asks_for("distance"),
             review=gatekeeper.review,
         )
+        track(trackers, self, absorbed)
+        return absorbed
 
     def export(
         self,

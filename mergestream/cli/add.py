@@ -31,6 +31,7 @@ mergestream add store path/to/expert --dry-run
 mergestream add store path/to/expert --gate 'kept>=0.6' --gate 'max_cosine<=0.5'
 mergestream add store path/to/expert --gate 'damage<=0.3'    # of a ledger: predicted for every expert in it
 mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate 'score>=0.8'
+mergestream add store path/to/expert --log wandb:my-project --log jsonl
 """
 
 
@@ -65,7 +66,7 @@ def _absorb(store: Store, options: Options) -> None:
     absorbed: list[dict[str, Any]] = []
     answer(absorbed)  # now: those before a failing one are committed
     for expert in options.experts:
-        entry = store.add(expert, options.name, **options.adding)
+        entry = store.add(expert, options.name, **options.adding, log=options.log)
         absorbed.append(with_notes(entry_json(entry)))
         print_step(store, entry)
 

@@ -221,9 +221,16 @@ class GatedOptions(AddingOptions):
         "score is the last number it prints, or the mean of what it writes to {scores} (lm-eval's results)",
     )
 
+    log: list[str] = repeated(
+        "--log",
+        "TRACKER[:TARGET]",
+        "send the numbers of each step to wandb, mlflow, tensorboard or jsonl, "
+        "as in wandb:PROJECT, mlflow:EXPERIMENT, tensorboard:DIR, jsonl:FILE",
+    )
+
     @property
     def adding(self) -> dict[str, Any]:
-        """The arguments of ``Store.add``."""
+        """The arguments of ``Store.add`` that decide what becomes of an expert."""
         return {
             "partial": self.partial,
             "ignore": self.ignore,

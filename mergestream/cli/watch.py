@@ -6,7 +6,7 @@ import math
 import os
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,7 @@ class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
 def run(options: Options) -> int:
     """Look every few seconds; what has not changed between two looks is complete, and is added."""
     from mergestream.report.gates import Gatekeeper
+    from mergestream.tracking.trackers import parse_trackers
 
     directory = on_disk(options.directory)
     if not directory.is_dir():
@@ -63,7 +64,9 @@ def run(options: Options) -> int:
     store = options.open_store()
     _check_apart(directory, store.path)
     Gatekeeper.of(options.gate, options.evaluate, store.manifest)  # now, and not with the first expert
-    watcher = Watcher(store, directory, options.adding, options.interval, EventLines() if is_json() else Printed())
+    parse_trackers(options.log, store)
+    tell = EventLines() if is_json() else Printed()
+    watcher = Watcher(store, directory, options.adding, options.interval, tell, log=options.log)
     watcher.tell.watching(store, directory)
     try:
         while True:
@@ -144,12 +147,13 @@ class Watcher:
         interval: float,
         tell: Printed,
         clock: Callable[[], float] = time.monotonic,
+        log: Sequence[str] = (),
     ) -> None:
-        """``options`` are those of `Store.add`."""
+        """``options`` and ``log`` are those of `Store.add`."""
         self.store = store
         self.directory = directory.resolve()
         self.tell = tell
-        self._options, self._interval, self._clock = options, interval, clock
+        self._options, self._interval, self._clock, self._log = options, interval, clock, log
         self._growing: dict[str, str] = {}
         """By source, as all that follows: the signature at the last look"""
         self._retries: dict[str, Retry] = {}
@@ -209,7 +213,7 @@ class Watcher:
 
     def _add(self, path: Path, source: str, files: str) -> None:
         try:
-            entry = self.store.add(path, **self._options)
+            entry = self.store.add(path, **self._options, log=self._log)
         except StoreBusyError:
             return  # the next look tries again
         except Exception as error:  # whatever it is, the others can still come

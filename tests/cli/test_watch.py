@@ -360,9 +360,20 @@ def test_the_store_and_what_it_is_in_are_not_watched(bench, mergestream, tmp_pat
 
 
 def test_what_add_refuses_is_refused_at_once(bench, mergestream):
-    for options in (("--gate", "kept"), ("--gate", "score>=1"), ("--evaluate", "score.py")):
+    for options in (("--gate", "kept"), ("--gate", "score>=1"), ("--evaluate", "score.py"), ("--log", "x")):
         assert mergestream("watch", bench.store.path, bench.incoming, *options).code == 2
     assert mergestream("watch", bench.store.path, bench.base).code == 1
+
+
+def test_every_step_is_logged(bench, tmp_path):
+    log = [f"jsonl:{tmp_path / 'steps.jsonl'}"]
+    watcher = Watcher(bench.store, bench.incoming, {}, 10.0, Printed(), clock=lambda: 0.0, log=log)
+    for name, seed in (("one", 1), ("two", 2)):
+        bench.bring(name, seed)
+        for _ in range(2):
+            watcher.look()
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["expert"] for line in lines] == ["one", "two"]
 
 
 def test_partial_and_ignore_are_those_of_add(tmp_path, mergestream, looks):

@@ -1,0 +1,1 @@
+"""What a step has done, sent to where people follow their experiments: one file a tracker."""
