@@ -117,6 +117,21 @@ def test_the_weights_come_back_after_an_exception():
     assert all(torch.equal(t, training.record[-1][n]) for n, t in training.model.state_dict().items())
 
 
+def test_a_model_that_has_diverged_is_not_taken_in():
+    training = Training()
+    averaging = Averaging(training.model)
+    for _ in range(2):
+        training.step()
+        averaging.step()
+    before = averaging.state_dict()
+    with torch.no_grad():
+        training.model.body.weight[0, 0] = torch.nan
+    with pytest.raises(MergestreamError, match=r"tensor body.weight in memory .*holds NaN or Inf"):
+        averaging.step()
+    assert averaging.updates == 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in averaging.state_dict().items())
+
+
 def test_before_the_first_update_there_is_nothing_to_swap():
     training = Training()
     averaging = Averaging(training.model, start=5)
