@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.suites.backbones import write_checkpoint
 from benchmarks.suites.fetch import Package, fetch
+from mergestream.checkpoints import open_checkpoint
 from mergestream.evaluation.cache import cache_directory, cached_directory
 from mergestream.evaluation.pretrained import load_pretrained
+from mergestream.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -159,27 +162,11 @@ def perplexity(model: Any, passages: Sequence[list[int]], batch_size: int = 8) -
 def dequantised(gguf: Path, directory: Path) -> None:
     """Write the model of a GGUF file in float32. What rounding has taken is gone: this, not the model that was
     quantised, is the base, and task vectors are exact against it."""
-    import accelerate  # noqa: F401  # transformers needs both for this, and says so less clearly
-    import gguf as _  # noqa: F401
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": gguf.parent,
-        "gguf_file": gguf.name,
-        "local_files_only": True,
-    }
-    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
-    for field in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-        config.pop(field, None)
-    tensors = model.state_dict()
-    if model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    write_checkpoint(directory, tensors, config)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
+    with open_checkpoint(gguf) as model:
+        for path in model.companions():
+            shutil.copyfile(path, directory / path.name)
+        tensors = {name: model.read(name) for name in model.tensors}
+        write_checkpoint(directory, tensors, read_json(directory / "config.json"))
     (directory / "README.md").write_text(
         f"{gguf.name}, dequantised to float32: the weights are those of the quantised model.\n"
     )

@@ -7,29 +7,20 @@ no network.
 from __future__ import annotations
 
 import importlib
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.checkpoints import TensorSpec, dtype_name
+from mergestream.checkpoints.blueprint import few_modules, quiet_and_offline, refuse_large_numbers
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from torch import nn
 
-
-MOST_MODULES = 50_000
-"""Of a model that is built to see what is in it: that takes ten seconds"""
-_MOST = {re.compile("(layers?|depths?|blocks?|stages?)$"): 2_000, re.compile("labels?$"): 1 << 20}
-"""Far more than any model has, by the names of the numbers in its configuration"""
-_MOST_OF_ANYTHING = 1 << 27
 
 Kind = Literal["linear", "embedding", "torch", "custom"]
 """The weight of a linear layer or an embedding, or else who wrote the class that has the tensor."""
@@ -62,10 +53,6 @@ class Architecture:
     slot_of: Callable[[str], str | None]  # the name in ``slots`` that a stored name is loaded into
 
 
-class TooLargeError(Exception):
-    """A model is described that nobody can have."""
-
-
 def load_architecture(directory: Path) -> Architecture | str:
     """The architecture that ``config.json`` describes, or why there is none."""
     try:
@@ -73,7 +60,7 @@ def load_architecture(directory: Path) -> Architecture | str:
     except ImportError:
         return "transformers not installed"
     try:
-        with _quiet_and_offline(transformers):
+        with quiet_and_offline(transformers):
             return _describe(_build(directory, transformers))
     except Exception as error:  # whatever a strange config makes transformers do, the rule still works
         cause = error.__cause__ if isinstance(error, MergestreamError) else error
@@ -92,48 +79,14 @@ def _build(directory: Path, transformers: Any) -> Any:
     else:
         config_class = transformers.CONFIG_MAPPING[raw["model_type"]]
         model_class = transformers.MODEL_MAPPING[config_class]
-    _refuse_large_numbers(raw)
+    refuse_large_numbers(raw)
     config = config_class.from_pretrained(directory, local_files_only=True)
     if getattr(config, "use_pretrained_backbone", False):
         config.use_pretrained_backbone = False  # would download the backbone's weights
-    with torch.device("meta"), _few_modules():
+    with torch.device("meta"), few_modules():
         model = model_class(config)
         model.tie_weights()
     return model
-
-
-def _refuse_large_numbers(config: Any) -> None:
-    """Configurations and models go through loops as long as their numbers say."""
-    waiting = [(config, _MOST_OF_ANYTHING)]
-    while waiting:
-        value, most = waiting.pop()
-        if isinstance(value, Mapping):
-            waiting += [(part, _limit(key)) for key, part in value.items()]
-        elif isinstance(value, list):
-            waiting += [(part, most) for part in value]
-        elif isinstance(value, int) and abs(value) > most:
-            raise TooLargeError
-
-
-def _limit(name: str) -> int:
-    return next((most for names, most in _MOST.items() if names.search(name)), _MOST_OF_ANYTHING)
-
-
-@contextmanager
-def _few_modules() -> Iterator[None]:
-    from torch.nn.modules.module import register_module_module_registration_hook as watch
-
-    made = count(1)
-
-    def refuse_many(*_: Any) -> None:
-        if next(made) > MOST_MODULES:
-            raise TooLargeError
-
-    watching = watch(refuse_many)
-    try:
-        yield
-    finally:
-        watching.remove()
 
 
 def _is_model_class(candidate: Any, transformers: Any) -> bool:
@@ -199,19 +152,3 @@ def _modern_names(model: Any) -> Callable[[str], str]:
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     return lambda name: rename_source_key(name, renamings, converters)[0]
-
-
-@contextmanager
-def _quiet_and_offline(transformers: Any) -> Iterator[None]:
-    from huggingface_hub import constants
-
-    verbosity, offline = transformers.logging.get_verbosity(), constants.HF_HUB_OFFLINE
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    constants.HF_HUB_OFFLINE = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        constants.HF_HUB_OFFLINE = offline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
@@ -50,7 +50,10 @@ class Renamed(Checkpoint):
         self._checkpoint, self._stored = checkpoint, stored
         self.source, self.directory = checkpoint.source, checkpoint.directory
         self.tensors = MappingProxyType({name: checkpoint.tensors[old] for name, old in stored.items()})
-        self.fingerprint = checkpoint.fingerprint
+        self.fingerprint, self.remark = checkpoint.fingerprint, checkpoint.remark
+
+    def companions(self) -> Iterator[Path]:
+        return self._checkpoint.companions()
 
     def read(self, name: str) -> Tensor:
         return self._checkpoint.read(self._stored[name])

@@ -97,6 +97,8 @@ class Checkpoint(ABC):
     tensors: Mapping[str, TensorInfo]
     aliases: Mapping[str, str] = MappingProxyType({})
     fingerprint: str | None = None
+    remark: str | None = None
+    """What a user should know of it when it is merged"""
     has_weights: ClassVar[bool] = True
     """Whether there is anything to read: of some bases only the configuration is known."""
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf")
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 """What diffusers calls the weights of a component, as transformers calls them ``model``"""
 CARD = "README.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard
-from mergestream.checkpoints.layout import WEIGHT_SUFFIXES, find_weights, is_index, read_index
+from mergestream.checkpoints.layout import TORCH_SUFFIXES, WEIGHT_SUFFIXES, find_weights, is_index, read_index
 from mergestream.checkpoints.location import Location, locate, system_errors_explained
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.checkpoints.strangers import METADATA, no_weights, what_file
@@ -71,6 +71,10 @@ def find_distributed(directory: Path) -> Path | None:
 
 
 def _open_alone(path: Path, source: str, directory: Path | None) -> Checkpoint:
+    if path.suffix == ".gguf":
+        from mergestream.checkpoints.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(source, _checked(path))
     return FileCheckpoint(source, directory, [_open_file(path)])
 
 
@@ -95,15 +99,10 @@ def _check_index(index: Path, weight_map: Mapping[str, str], shards: list[Shard]
 
 
 def _open_file(path: Path) -> Shard:
-    if not path.is_file():
-        raise MergestreamError(f"{path} is no regular file")
-    if not is_text(path.name):
-        raise MergestreamError(f"{path} is not valid UTF-8; rename it")
-    if _is_lfs_pointer(path):
-        raise MergestreamError(f"{path} is only Git LFS's pointer to the file; fetch the file with `git lfs pull`")
+    path = _checked(path)
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
-    if path.suffix in WEIGHT_SUFFIXES:
+    if path.suffix in TORCH_SUFFIXES:
         from mergestream.checkpoints.torch_file import TorchFile
 
         return TorchFile(path)
@@ -112,6 +111,17 @@ def _open_file(path: Path) -> Shard:
         what_file(path)
         or f"{path} is no checkpoint: give a directory, or a file that ends in {', '.join(suffixes)} or {last}"
     )
+
+
+def _checked(path: Path) -> Path:
+    """A file that can be read: no pipe, and not what a clone without Git LFS leaves in its place."""
+    if not path.is_file():
+        raise MergestreamError(f"{path} is no regular file")
+    if not is_text(path.name):
+        raise MergestreamError(f"{path} is not valid UTF-8; rename it")
+    if _is_lfs_pointer(path):
+        raise MergestreamError(f"{path} is only Git LFS's pointer to the file; fetch the file with `git lfs pull`")
+    return path
 
 
 def _is_lfs_pointer(path: Path) -> bool:

@@ -17,8 +17,6 @@ PACKAGES = {  # module: package, extra that brings it
     "huggingface_hub": ("huggingface_hub", "clip"),
     "onnx": ("onnx", "suites"),
     "peft": ("peft", "suites"),
-    "gguf": ("gguf", "suites"),
-    "accelerate": ("accelerate", "suites"),
 }
 
 

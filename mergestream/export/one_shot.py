@@ -92,6 +92,9 @@ def merge(
             vectors.append(task_vector(model, opened, found, partial=partial, ignore=ignore))
             if vectors[-1].renaming:
                 progress.note(vectors[-1].renaming)
+        for remark in (opened.remark, *(vector.expert.remark for vector in vectors)):
+            if remark:
+                progress.note(remark)
         called = list(names or ())
         for vector in vectors[len(called) :]:
             called.append(expert_name(vector.expert.source, called))

@@ -318,9 +318,11 @@ class Arrival:
         self.store.progress.note(self.notes[-1])
 
     def note_oddities(self) -> None:
-        """Tell of a model whose base is another one, or not known, and of one that outweighs all others."""
-        if self.origin.told:
-            self.note(self.origin.told)
+        """Tell of a model that is not what it was, whose base is another one, or not known, or that outweighs all
+        others."""
+        for remark in (self.vector.expert.remark, self.origin.told):
+            if remark:
+                self.note(remark)
         mean = self.mean_norm_before
         if mean and self.totals.norm >= LARGE * mean:
             self.note(

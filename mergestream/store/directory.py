@@ -106,6 +106,8 @@ class StoreDirectory:
                 engine=engine,
                 progress=progress,
             )
+            if checkpoint.remark:
+                (progress or Progress()).note(checkpoint.remark)
         model = dataclasses.replace(model, given=str(base))
         manifest = Manifest(method.name, method.parameters, model, keep, max_rank)
         try:

@@ -29,6 +29,7 @@ from benchmarks.suites.causal import (
     writes_answers,
 )
 from mergestream import Store
+from tests.gguf_files import write_gguf
 
 WIDTH, HIDDEN, LAYERS, HEADS, KV_HEADS, POSITIONS = 16, 24, 2, 4, 2, 32
 PIECES = ["▁", "a", "b", "c", "▁a", "ab", "▁ab", "bc", "▁abc", "cab"]
@@ -128,48 +129,7 @@ def test_its_tokenizer_merges_by_score(stories):
 
 
 def test_a_gguf_model_is_dequantised(tmp_path):
-    gguf = pytest.importorskip("gguf")
-    from gguf.quants import dequantize, quantize
-
-    width, vocabulary, generator = 32, 64, torch.Generator().manual_seed(0)
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(width)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(width)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e5)
-    writer.add_vocab_size(vocabulary)
-    writer.add_tokenizer_model("gpt2")
-    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "ab", *(chr(60 + n) for n in range(vocabulary - 4))]
-    writer.add_token_list(words)
-    writer.add_token_types([3] * 3 + [1] * (vocabulary - 3))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    kept = {}
-
-    def add(name: str, *shape: int, quantised: bool = True) -> None:
-        weight = torch.randn(shape, generator=generator).numpy()
-        kind = gguf.GGMLQuantizationType.Q8_0 if quantised else gguf.GGMLQuantizationType.F32
-        data = quantize(weight, kind)
-        kept[name] = torch.from_numpy(dequantize(data, kind).reshape(shape))
-        writer.add_tensor(name, data, raw_dtype=kind)
-
-    add("token_embd.weight", vocabulary, width)
-    for name, rows in (("attn_q", width), ("attn_k", 16), ("attn_v", 16), ("attn_output", width)):
-        add(f"blk.0.{name}.weight", rows, width)
-    for name in ("ffn_gate", "ffn_up", "ffn_down"):
-        add(f"blk.0.{name}.weight", width, width)
-    for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight"):
-        add(name, width, quantised=False)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
+    kept = write_gguf(tmp_path / "tiny.gguf")
     base = tmp_path / "base"
     base.mkdir()
     dequantised(tmp_path / "tiny.gguf", base)

@@ -1,0 +1,111 @@
+"""GGUF files: dequantised, under the names that transformers has, with the config and tokenizer that are in them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mergestream import Average, MergestreamWarning, Store, merge
+from mergestream.checkpoints import open_checkpoint
+from mergestream.errors import MergestreamError
+from tests.gguf_files import WIDTH, write_gguf
+
+NOTE = r"is quantised \(Q8_0\) and was dequantised to float32: differences contain what its rounding has changed"
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(MergestreamError, match=message) as error:
+        open_checkpoint(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_it_is_what_transformers_makes_of_it(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    write_gguf(tmp_path / "tiny.gguf")
+    expected = LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).state_dict()
+    with open_checkpoint(tmp_path / "tiny.gguf") as checkpoint:
+        assert set(checkpoint.tensors) == set(expected) - {"lm_head.weight"}, "which is tied"
+        for name, info in checkpoint.tensors.items():
+            assert torch.equal(checkpoint.read(name), expected[name]) and info.shape == tuple(expected[name].shape)
+        assert checkpoint.remark and checkpoint.fingerprint and (checkpoint.directory / "config.json").is_file()
+    assert not checkpoint.directory.exists()
+
+
+def test_the_only_one_of_a_directory_is_taken(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    assert open_checkpoint(tmp_path).tensors["model.norm.weight"].shape == (WIDTH,)
+    write_gguf(tmp_path / "other.gguf")
+    refused(tmp_path, r"2 \.gguf files and no index; name the one you mean \(other\.gguf, tiny\.gguf\)")
+
+
+def test_quantised_models_are_merged_with_a_note_and_transformers_loads_the_result(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, expert = tmp_path / "base.gguf", tmp_path / "expert.gguf"
+    write_gguf(base)
+    kept = write_gguf(expert, 1)
+    with pytest.warns(MergestreamWarning, match=rf"base\.gguf {NOTE}"):
+        store = Store.create(tmp_path / "store", base=base, method=Average())
+    with pytest.warns(MergestreamWarning, match=rf"expert\.gguf {NOTE}"):
+        entry = store.add(expert)
+    assert entry.name == "expert" and any("quantised" in note for note in entry.notes)
+    out = AutoModelForCausalLM.from_pretrained(store.export(tmp_path / "out", pictures=False))
+    torch.testing.assert_close(out.model.norm.weight.data, kept["output_norm.weight"])
+    assert out.lm_head.weight is out.model.embed_tokens.weight
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").convert_tokens_to_ids("ab") == 3
+    with pytest.warns(MergestreamWarning, match=NOTE):
+        merge(base, [expert], tmp_path / "merged", Average())
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(
+        torch.equal(tensor, merged[name]) for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items()
+    )
+
+
+def test_one_that_is_not_quantised_needs_no_note(tmp_path):
+    kept = write_gguf(tmp_path / "tiny.gguf", kind="F16")
+    checkpoint = open_checkpoint(tmp_path / "tiny.gguf")
+    assert checkpoint.remark is None
+    assert torch.equal(checkpoint.read("model.layers.0.mlp.up_proj.weight"), kept["blk.0.ffn_up.weight"])
+
+
+def test_what_cannot_be_read_is_a_sentence(tmp_path, monkeypatch):
+    path = tmp_path / "x.gguf"
+    write_gguf(path, architecture="flux")
+    refused(
+        path, "of the architecture flux, whose tensors transformers cannot name .*; give the model that it was made"
+    )
+    write_gguf(path, without="blk.0.ffn_up.weight")
+    refused(
+        path, r"has nothing for model\.layers\.0\.mlp\.up_proj\.weight of LlamaForCausalLM, and for 0 other tensors"
+    )
+    write_gguf(path, split_count=3)
+    refused(path, "one of 3 parts of a GGUF file: run `llama-gguf-split --merge`")
+    write_gguf(path, block_count=10**6)
+    refused(path, "TooLargeError")
+    path.write_bytes(b"GGUF")
+    refused(path, "is corrupt or no GGUF file; download it again")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(path, r"packages gguf and transformers are needed: pip install 'mergestream\[gguf\]'")
+
+
+def test_damage_is_a_sentence_or_harmless(tmp_path):
+    path = tmp_path / "x.gguf"
+    write_gguf(path)
+    whole, rng = path.read_bytes(), random.Random(0)
+    for _ in range(40):
+        damaged = bytearray(whole[: rng.choice((len(whole), rng.randrange(8, len(whole))))])
+        for _ in range(rng.randint(0, 6)):
+            damaged[rng.randrange(min(3000, len(damaged)))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            with open_checkpoint(path) as checkpoint:
+                for name, info in checkpoint.tensors.items():
+                    assert tuple(checkpoint.read(name).shape) == info.shape
+        except MergestreamError as error:
+            assert "\n" not in str(error)
