@@ -43,6 +43,7 @@ _HOMES = {
     "MagMax": "mergestream.methods.magmax",
     "DARE": "mergestream.methods.dare",
     "ModelStock": "mergestream.methods.model_stock",
+    "Weighted": "mergestream.methods.weighted",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -75,4 +76,5 @@ if TYPE_CHECKING:
     from mergestream.methods.opcm import OPCM
     from mergestream.methods.task_arithmetic import TaskArithmetic
     from mergestream.methods.ties import TIES
+    from mergestream.methods.weighted import Weighted
     from mergestream.store.manifest import Expert

@@ -30,9 +30,9 @@ A store keeps the merged state of all models absorbed so far, at a size that doe
 
 COMMANDS = (
     *("init", "add", "inspect", "status", "log", "verify", "undo", "keep", "remove", "report", "diff"),
-    *("export", "merge", "replay", "watch", "bench", "methods"),
+    *("export", "merge", "replay", "from-mergekit", "watch", "bench", "methods"),
 )
-"""In the order of the help; each is the module of its name beside this one."""
+"""In the order of the help; each is the module of its name beside this one, with _ for -."""
 
 
 class Command(Protocol):
@@ -49,7 +49,7 @@ class Command(Protocol):
 
 
 def load(name: str) -> Command:
-    return cast(Command, import_module(f"mergestream.cli.{name}"))
+    return cast(Command, import_module(f"mergestream.cli.{name.replace('-', '_')}"))
 
 
 def parse(words: Sequence[str]) -> tuple[Command, Any]:

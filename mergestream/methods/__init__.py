@@ -34,6 +34,7 @@ METHODS: Registry[type[Method]] = Registry(
         "lawa": "mergestream.methods.lawa:LAWA",
         "magmax": "mergestream.methods.magmax:MagMax",
         "dare": "mergestream.methods.dare:DARE",
+        "weighted": "mergestream.methods.weighted:Weighted",
         "model_stock": "mergestream.methods.model_stock:ModelStock",
     },
     _check_method,

@@ -79,6 +79,8 @@ class Ranking:
     density: float
     over: Literal["model", "tensor"]
     """Whether entries compete with those of the whole model, or of their own tensor."""
+    fewest: int = 0
+    """So many are kept, even where that is more than their share."""
 
 
 @dataclass(frozen=True)

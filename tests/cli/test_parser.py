@@ -51,7 +51,7 @@ def test_no_command_is_a_question_for_help(mergestream):
     asked, alone = mergestream("--help"), mergestream()
     assert alone == asked and alone.code == 0 and alone.err == ""
     for name in COMMANDS:
-        assert f"\n    {name} " in alone.out
+        assert f"\n    {name}" in alone.out
 
 
 @pytest.mark.parametrize(

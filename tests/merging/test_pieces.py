@@ -26,6 +26,7 @@ from mergestream import (
     Method,
     ModelStock,
     TaskArithmetic,
+    Weighted,
 )
 from mergestream.algebra import pieces, selection
 from mergestream.base.model import BaseModel
@@ -63,6 +64,10 @@ METHOD_CASES = [
     MagMax(),
     DARE(),
     ModelStock(),
+    Weighted(),
+    Weighted(weights="0.5,-0.3,0.9", densities="0.3,1,0.01", elect=True, normalize=True, scale=0.7),
+    Weighted(weights="0.5,0.3", densities="0.5", thin="random", normalize=True, rescale=True, seed=3),
+    Weighted(weights="0.5", densities="0.4", thin="random", elect=True),
 ]
 
 

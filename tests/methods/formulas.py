@@ -59,16 +59,60 @@ def magmax(base, experts, scale=0.5):
 
 
 def dare(base, experts, density=0.5, seed=0, scale=0.3):
+    vectors = [_drawn(vector, density, seed, number) for number, vector in enumerate(deltas(base, experts), 1)]
+    return {name: scale / density * sum(vector[name] for vector in vectors) for name in base}
+
+
+def _drawn(delta: Model, density: float, seed: int, number: int) -> Model:
     """The masks as one stream of random numbers from the first element of a tensor to the last."""
+    drawn = {}
+    for name, x in delta.items():
+        key = xxhash.xxh3_128_intdigest(json.dumps([seed, f"expert{number}", name]).encode())
+        numbers = np.random.Philox(key=key).random_raw(x.numel() // 2 + 1).view(np.uint32)[: x.numel()]
+        drawn[name] = x * torch.from_numpy(numbers / 2**32 < density).reshape(x.shape)
+    return drawn
+
+
+def weighted(
+    base,
+    experts,
+    weights="1",
+    densities="1",
+    thin="largest",
+    elect=False,
+    normalize=False,
+    rescale=False,
+    scale=1.0,
+    seed=0,
+):
+    """mergekit's task arithmetic and its kin, entry by entry in Python's own arithmetic."""
+    w, d = (
+        [*map(float, text.split(","))] + [float(text.split(",")[-1])] * len(experts) for text in (weights, densities)
+    )
     merged = {}
+    vectors = deltas(base, experts)
+    for number, vector in enumerate(vectors):
+        if thin == "random":
+            vector = _drawn(vector, d[number], seed, number + 1)
+        else:
+            vector = {name: _largest(x, d[number]) for name, x in vector.items()}
+        factor = 1 / d[number] if rescale else 1.0
+        vectors[number] = {name: x * factor for name, x in vector.items()}
     for name in base:
-        merged[name] = torch.zeros_like(base[name], dtype=torch.float64)
-        for number, vector in enumerate(deltas(base, experts), 1):
-            key = xxhash.xxh3_128_intdigest(json.dumps([seed, f"expert{number}", name]).encode())
-            draws = np.random.Philox(key=key).random_raw(vector[name].numel() // 2 + 1).view(np.uint32)
-            mask = torch.from_numpy(draws[: vector[name].numel()] / 2**32 < density).reshape(vector[name].shape)
-            merged[name] += scale * vector[name] * mask / density
+        merged[name] = torch.zeros(base[name].numel(), dtype=torch.float64)
+        for place, entries in enumerate(zip(*(v[name].reshape(-1).tolist() for v in vectors), strict=True)):
+            parts = [(weight * entry, weight) for weight, entry in zip(w, entries, strict=False)]
+            if elect:
+                sign = 1 if sum(part for part, _ in parts) >= 0 else -1
+                parts = [(part, weight) for part, weight in parts if part * sign > 0]
+            divisor = sum(weight for _, weight in parts) if normalize else 1
+            merged[name][place] = scale * sum(part for part, _ in parts) / (divisor or 1)
+        merged[name] = merged[name].reshape(base[name].shape)
     return merged
+
+
+def _largest(x: Tensor, density: float) -> Tensor:
+    return x * (x.abs() >= x.abs().flatten().sort(descending=True).values[max(1, int(density * x.numel())) - 1])
 
 
 def model_stock(base, experts):

@@ -19,6 +19,7 @@ from mergestream import (
     Method,
     ModelStock,
     TaskArithmetic,
+    Weighted,
 )
 from mergestream.testing import Check, make_models, merged_in_memory, method_checks
 from tests.methods import formulas
@@ -46,6 +47,10 @@ METHOD_CASES: list[Method] = [
     DARE(),
     DARE(density=0.1, seed=7, scale=1.0),
     ModelStock(),
+    Weighted(),
+    Weighted(weights="0.5,-0.3,0.9", densities="0.3,1,0.01", elect=True, normalize=True, scale=0.7),
+    Weighted(weights="0.5,0.3", densities="0.5", thin="random", normalize=True, rescale=True, seed=3),
+    Weighted(weights="0.5", densities="0.4", thin="random", elect=True),
 ]
 every_method = pytest.mark.parametrize("method", METHOD_CASES, ids=str)
 

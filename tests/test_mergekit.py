@@ -1,0 +1,187 @@
+"""What is read of a recipe, and what is refused with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.mergekit import Recipe, read_recipe
+from mergestream.methods.model_stock import ModelStock
+from mergestream.methods.weighted import Weighted
+
+
+def recipe(method: str = "ties", **changes: Any) -> dict[str, Any]:
+    models = [
+        {"model": "org/one", "parameters": {"weight": 0.5, "density": 0.3}},
+        {"model": "org/two", "parameters": {"weight": 0.25}},
+    ]
+    content = {"merge_method": method, "base_model": "org/base", "models": models, **changes}
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def models(*names: str, **parameters: Any) -> list[dict[str, Any]]:
+    return [{"model": name, "parameters": parameters} for name in names]
+
+
+def read(path: Path, content: object) -> Recipe:
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
+    return read_recipe(path, seed=3)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "recipe.yaml"
+
+
+def test_a_models_own_parameters_come_before_those_of_all(path: Path) -> None:
+    found = read(path, recipe(parameters={"density": 0.8, "weight": 2, "lambda": "1e-1", "normalize": False}))
+    assert found.method == Weighted("0.5,0.25", "0.3,0.8", elect=True, scale=0.1)
+    assert (found.base, [given.source for given in found.inputs]) == ("org/base", ["org/one", "org/two"])
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("task_arithmetic", Weighted("0.5,0.25")),
+        ("ties", Weighted("0.5,0.25", "0.3,1.0", elect=True, normalize=True)),
+        ("dare_linear", Weighted("0.5,0.25", "0.3,1.0", "random", rescale=True, seed=3)),
+        ("dare_ties", Weighted("0.5,0.25", "0.3,1.0", "random", elect=True, rescale=True, seed=3)),
+    ],
+)
+def test_what_is_not_said_is_as_mergekit_has_it(path: Path, name: str, method: Weighted) -> None:
+    assert read(path, recipe(name)).method == method
+
+
+def test_the_base_may_be_among_the_models(path: Path) -> None:
+    found = read(path, recipe(models=[{"model": "org/base"}, *models("org/one", weight=1)]))
+    assert [given.source for given in found.inputs] == ["org/one"]
+
+
+def test_model_stock_has_no_weights(path: Path) -> None:
+    found = read(path, recipe("model_stock", models=models("org/one", "org/two"), parameters={"filter_wise": False}))
+    assert found.method == ModelStock()
+
+
+def test_linear_is_the_same_from_any_of_the_models(path: Path) -> None:
+    """Without a base_model it is the first, whose weight counts; a base_model is one of the models."""
+    listed = [*models("org/one", weight=1), *models("org/two", weight=3)]
+    found = read(path, recipe("linear", base_model=None, models=listed))
+    assert (found.base, found.method) == ("org/one", Weighted("0.75"))
+    found = read(path, recipe("linear", models=models("org/one", "org/two"), parameters={"weight": 1}))
+    assert (found.base, found.method) == ("org/base", Weighted(f"{1 / 3},{1 / 3}"))
+    found = read(path, recipe("linear", base_model=None, models=models("org/base+org/lora", "org/two", weight=1)))
+    assert (found.base, found.method) == ("org/base", Weighted("0.5,0.5"))
+    assert [given.source for given in found.inputs] == ["org/lora", "org/two"]
+
+
+def test_of_a_model_with_an_adapter_the_adapter_is_merged(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "a+b").mkdir()
+    listed = [f"{tmp_path}/./base+org/lora", f"{tmp_path}/a+b"]
+    found = read(path, recipe(base_model=f"{tmp_path}/base", models=models(*listed, weight=1)))
+    assert [given.source for given in found.inputs] == ["org/lora", f"{tmp_path}/a+b"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"tokenizer_source": "base"},
+        {"tokenizer_source": "org/base"},
+        {"tokenizer": {"source": "base"}},
+        {"dtype": "bfloat16", "out_dtype": "torch.float32"},
+    ],
+)
+def test_what_needs_nothing_is_taken(path: Path, content: dict[str, Any]) -> None:
+    assert read(path, recipe(**content)).dtype == ("float32" if "dtype" in content else None)
+
+
+def test_what_is_otherwise_is_noted(path: Path) -> None:
+    assert not read(path, recipe()).notes
+    (note,) = read(path, recipe(parameters={"int8_mask": True})).notes
+    assert "int8_mask makes no difference" in note
+    assert "density makes no difference" in read(path, recipe("task_arithmetic")).notes[0]
+    assert "chosen by --seed" in read(path, recipe("dare_ties")).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("merge_method: [", "is not valid YAML (line 1)"),
+        ("merge_method: ties\n---\nmerge_method: ties\n", "has 2 recipes (mergekit-multi)"),
+        ("", "is no recipe"),
+        ("- 1", "is no recipe"),
+        ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
+        (recipe(slices=[]), "puts layers of models on top of each other (slices)"),
+        (recipe(modules={}), "has a recipe for every module"),
+        (recipe(chat_template="auto"), "sets a chat_template"),
+        ({"experts": [], "gate_mode": "hidden"}, "mixture of experts (mergekit-moe)"),
+        ({"genome": {}}, "searches for weights (mergekit-evolve)"),
+        (recipe(merge_methd="ties"), "has an unknown key: merge_methd; did you mean merge_method?"),
+        (recipe("tie"), "merges by tie; did you mean ties?"),
+        (recipe(None), "has no merge_method"),
+        (recipe("slerp"), "merges by slerp, along an arc"),
+        (recipe("della"), "merges by della (of mergekit's there are: linear, task_arithmetic"),
+        (recipe(base_model=None), "has no base_model, which ties needs"),
+        (recipe(base_model="org/base+org/lora"), "has an adapter in its base_model"),
+        (recipe(models=None), "has no list of models"),
+        (recipe(models=[]), "has no list of models"),
+        (recipe(models=["org/one"]), "has an entry of models that is no table"),
+        (recipe(models=[{"model": 3}]), "has a model, 3, that is no path or hub id"),
+        (recipe(models=[{"model": "org/base"}], parameters={"weight": 1}), "merges nothing into its base"),
+        (recipe(models=models("org/one", "org/one", weight=1)), "names org/one twice"),
+        (recipe(models=models("org/one", wieght=1)), "in the parameters of org/one: wieght; did you mean weight?"),
+        (recipe(models=models("org/one", **{"lambda": 1})), "in the parameters of org/one: lambda (there are: weight"),
+        (recipe("model_stock"), "unknown key for model_stock in the parameters of org/one: density"),
+        (recipe("model_stock", models=models("org/one"), parameters={"filter_wise": True}), "has filter_wise: true"),
+        (recipe(models=models("org/one")), "gives org/one no weight, which ties needs"),
+        (recipe("linear", models=models("org/one", weight=1)), "gives org/base no weight, which linear needs"),
+        (recipe(models=models("org/one", weight=[0, 1])), "has a weight of org/one that changes from layer to layer"),
+        (
+            recipe(models=models("org/one", weight=[{"filter": "mlp", "value": 1}, {"value": 0}])),
+            "has a weight of org/one for some tensors only (filter)",
+        ),
+        (recipe(models=models("org/one", weight="much")), "has a weight of org/one, much, that is no number"),
+        (recipe(models=models("org/one", weight=True)), "that is no number"),
+        (recipe(models=models("org/one", weight=float("nan"))), "that is no number"),
+        (recipe(models=models("org/one", weight=1, density=0)), "density of org/one, 0, that is not above 0"),
+        (recipe(parameters={"normalize": "maybe"}), "has normalize: maybe, which is neither true nor false"),
+        (recipe(parameters={"rescale": True}), "has rescale: true"),
+        (recipe(parameters={"gamma": 0.1}), "has an unknown key for ties in its parameters: gamma"),
+        (recipe("linear", base_model=None, parameters={"density": 1}), "unknown key for linear in its parameters"),
+        (
+            recipe("linear", base_model=None, models=models("a", "b", weight=1), parameters={"normalize": False}),
+            "weights whose sum is 2",
+        ),
+        (
+            recipe("linear", base_model=None, models=[*models("a", weight=1), *models("b", weight=-1)]),
+            "has weights whose sum is 0",
+        ),
+        (recipe(models=models("org/other+org/lora", weight=1)), "has an adapter of org/other in org/other+org/lora"),
+        (recipe(models=models("org/base+a+b", weight=1)), "with more than one adapter"),
+        (recipe(tokenizer_source="union"), "takes the tokenizer of union; here it is the base's"),
+        (recipe(tokenizer={"source": "base", "pad_to_multiple_of": 8}), "sets pad_to_multiple_of of the tokenizer"),
+        (recipe(tokenizer={}), "takes the tokenizer of union"),
+        (recipe(dtype="float23"), "has the dtype float23; did you mean float32?"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_cannot_be_done_is_named(path: Path, content: object, told: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read(path, content)
+    assert str(error.value).startswith(f"{path} ") and told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_recipe(path)
+
+
+def test_without_pyyaml_the_extra_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    with pytest.raises(MergestreamError, match=r"pip install 'mergestream\[mergekit\]'"):
+        read_recipe(path)
