@@ -131,13 +131,14 @@ def _candidates(base: Mapping[str, Shape], expert: Mapping[str, Shape]) -> set[P
 
 
 def _before_common_end(theirs: str, ours: str) -> tuple[str, str] | None:
-    """What two names have before the end that they share; None where that is all, or the number of a layer is in it:
-    another layer is another tensor."""
-    one, other = theirs.split("."), ours.split(".")
+    """What two names have before the end that they share. None where they share too little (what both call ``weight``
+    may be anything), or the number of a layer is in it: another layer is another tensor."""
+    one, other, shared = theirs.split("."), ours.split("."), 0
     while one and other and one[-1] == other[-1]:
         one.pop()
         other.pop()
-    if len(one) == theirs.count(".") + 1 or any(piece.isdigit() for piece in (*one, *other)):
+        shared += 1
+    if shared < (2 if one and other else 1) or any(piece.isdigit() for piece in (*one, *other)):
         return None
     return "".join(f"{piece}." for piece in one), "".join(f"{piece}." for piece in other)
 

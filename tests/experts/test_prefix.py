@@ -108,6 +108,11 @@ def test_the_number_of_a_layer_is_no_prefix():
         vector(put_before("layers.0.", block), block)
 
 
+def test_another_module_of_the_same_shape_is_no_prefix():
+    with pytest.raises(MergestreamError, match=r"lacks tensor query\.weight"):
+        vector({"key.weight": torch.ones(4, 4)}, {"query.weight": torch.zeros(4, 4)})
+
+
 def test_what_is_left_out_may_be_named_as_the_file_does():
     for glob in ("bert.half.*", "half.*"):
         found = vector(put_before("bert.", toy_expert(1)), ignore=[glob])

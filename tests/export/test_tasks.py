@@ -8,6 +8,7 @@ import shlex
 import shutil
 import warnings
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from mergestream import Merger, Store
 from mergestream.errors import MergestreamError, MergestreamWarning
+from mergestream.merging.step import Step
 from mergestream.methods import make_method
 from tests.workshop import TEXT, VISION, gpt2, llama, peft, transformers
 
@@ -71,9 +73,9 @@ def make_place(family: Family, place: Path) -> Place:
         base.config.pad_token_id = 0
     base.save_pretrained(place / "base")
     experts = {}
-    for name, count in LABELS.items():
-        labels = {number: f"{name}-{number}" for number in range(count)}
-        model = family.auto.from_pretrained(place / "base", num_labels=count, id2label=labels)
+    for name, classes in LABELS.items():
+        labels = {number: f"{name}-{number}" for number in range(classes)}
+        model = family.auto.from_pretrained(place / "base", num_labels=classes, id2label=labels)
         for parameter in model.parameters():
             parameter.data += 0.004 * torch.randn_like(parameter)
         model.save_pretrained(place / name)
@@ -211,6 +213,25 @@ def test_the_bare_encoder_is_the_same_expert(classifiers, done, tmp_path):
     assert json.loads(done("diff", store.path, bare, classifiers.experts["spam"], "--json"))["total"]["distance"] == 0
     store.remove("news", classifiers.experts["news"])
     assert [entry.name for entry in store.history] == ["spam"]
+
+
+def test_a_step_that_was_cut_short_goes_on(classifiers, tmp_path, monkeypatch):
+    whole, cut = classifiers.store(tmp_path / "whole"), classifiers.store(tmp_path / "cut")
+    absorb, calls = Step.absorb, count(1)
+
+    def interrupted(step: Step, *arguments: Any) -> Any:
+        if next(calls) == 9:
+            raise KeyboardInterrupt
+        return absorb(step, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Step, "absorb", interrupted)
+        cut.add(classifiers.experts["spam"])
+    assert (cut.path / "steps" / "0001" / "journal").read_text().count("\n") > 0
+    monkeypatch.setattr(Step, "absorb", lambda *arguments: next(calls) and absorb(*arguments))
+    entries = [store.add(classifiers.experts["spam"]) for store in (cut, whole)]
+    assert entries[0].digest == entries[1].digest and entries[0].state == entries[1].state
+    assert next(calls) - 10 < 2 * len(weights(classifiers.base)), "what was done is not done again"
 
 
 @pytest.mark.parametrize("form", ["bare", "task"])
