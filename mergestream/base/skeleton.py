@@ -50,7 +50,7 @@ class Renamed(Checkpoint):
         self._checkpoint, self._stored = checkpoint, stored
         self.source, self.directory = checkpoint.source, checkpoint.directory
         self.tensors = MappingProxyType({name: checkpoint.tensors[old] for name, old in stored.items()})
-        self.fingerprint, self.remark = checkpoint.fingerprint, checkpoint.remark
+        self.fingerprint, self.remark, self.copies = checkpoint.fingerprint, checkpoint.remark, checkpoint.copies
 
     def companions(self) -> Iterator[Path]:
         return self._checkpoint.companions()

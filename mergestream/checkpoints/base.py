@@ -99,6 +99,8 @@ class Checkpoint(ABC):
     fingerprint: str | None = None
     remark: str | None = None
     """What a user should know of it when it is merged"""
+    copies: int = 0
+    """How often a tensor is in memory while it is read: not at all where it is a view of the file"""
     has_weights: ClassVar[bool] = True
     """Whether there is anything to read: of some bases only the configuration is known."""
 
@@ -128,6 +130,7 @@ class Shard(ABC):
     """One file of a checkpoint."""
 
     path: Path
+    copies: ClassVar[int] = 0
     tensors: Mapping[str, TensorInfo]
     aliases: Mapping[str, str] = MappingProxyType({})
 
@@ -162,6 +165,7 @@ class FileCheckpoint(Checkpoint):
             raise MergestreamError(f"{source} holds no tensors")
         self.tensors = MappingProxyType(tensors)
         self.aliases = MappingProxyType(aliases)
+        self.copies = max(shard.copies for shard in self._shards)
         self.fingerprint = _fingerprint(self._shards)
 
     def read(self, name: str) -> Tensor:

@@ -45,6 +45,8 @@ class Chunk(NamedTuple):
 class DistributedFiles(Shard):
     """Reading a tensor puts its chunks together; no other is in memory."""
 
+    copies = 2
+
     def __init__(self, directory: Path) -> None:
         self.path = directory / METADATA
         content = _read_metadata(self.path)

@@ -29,6 +29,8 @@ _FORGOTTEN = ("quantization_config", "_name_or_path", "_model_name_or_path")
 class GgufFile(Shard):
     """Every tensor becomes float32 as it is read; no other is in memory."""
 
+    copies = 2
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:

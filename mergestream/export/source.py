@@ -39,8 +39,12 @@ class StateSource:
     @property
     def memory(self) -> Mapping[str, int]:
         """Bytes that each takes at its peak."""
-        memory = self.reading.memory
-        return {written: memory[name] for written, name in self._names.items() if name in memory}
+        memory, tensors = self.reading.memory, self.reading.model.tensors
+        return {
+            written: memory[name] + self.base.copies * tensors[name].nbytes
+            for written, name in self._names.items()
+            if name in memory
+        }
 
     @property
     def _heads(self) -> Mapping[str, TensorSpec]:

@@ -322,10 +322,14 @@ class Step:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes that each tensor takes at its peak."""
+        copies = sum(file.copies for file in (self.vectors[0].base, *(vector.expert for vector in self.vectors)))
         return {
-            name: self.bounds[name].workspace
-            if name in self.bounds
-            else memory_of(self.method, self.context(name, self.counts[-1]), len(self.vectors))
+            name: (
+                self.bounds[name].workspace
+                if name in self.bounds
+                else memory_of(self.method, self.context(name, self.counts[-1]), len(self.vectors))
+            )
+            + copies * self.vectors[0].numel(name) * self.vectors[0].dtype(name).itemsize
             for name in self.names
         }
 

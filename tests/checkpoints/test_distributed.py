@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
 
+from mergestream import Average, LocalEngine, Store, merge
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
 
@@ -194,3 +195,18 @@ def test_damage_to_the_metadata_is_a_sentence_or_harmless(tmp_path: Path) -> Non
                     assert tuple(checkpoint.read(name).shape) == info.shape
         except MergestreamError:
             pass
+
+
+def test_what_is_put_together_counts_as_memory(tmp_path: Path) -> None:
+    weights = {"w.weight": torch.randn(64, 64)}
+    save({"model": weights}, tmp_path / "base")
+    save({"model": {"w.weight": weights["w.weight"] * 1.01}}, tmp_path / "expert")
+    needed = 4 * 64 * 64 * 4  # two of the base, two of the expert
+    with pytest.raises(MergestreamError, match=r"w\.weight needs .* raise --max-memory"):
+        merge(
+            tmp_path / "base", [tmp_path / "expert"], tmp_path / "out", Average(), engine=LocalEngine(max_memory=needed)
+        )
+    store = Store.create(tmp_path / "store", base=tmp_path / "base", method=Average())
+    store.add(tmp_path / "expert")
+    with open_checkpoint(store.export(tmp_path / "out", pictures=False)) as merged:
+        torch.testing.assert_close(merged.read("w.weight"), weights["w.weight"] * 1.01)
