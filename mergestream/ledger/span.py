@@ -122,11 +122,18 @@ class Span:
     def overlap(self, experts: int) -> Tensor:
         """How much every two of so many experts answer to the same inputs: the cosine of V_i Σ_i² V_iᵀ and
         V_j Σ_j² V_jᵀ; NaN where one of them has moved nothing."""
-        products = (self.sigma[:, None] * self.input_gram * self.sigma).square()
-        energy = products.new_zeros(experts, len(products)).index_add_(0, self.owner, products)
-        energy = energy.new_zeros(experts, experts).index_add_(1, self.owner, energy)
-        norms = energy.diagonal().sqrt()
-        return (energy / torch.outer(norms, norms)).cpu()
+        return self._cosines((self.sigma[:, None] * self.input_gram * self.sigma).square(), experts)
+
+    def cosines(self, experts: int) -> Tensor:
+        """Of Δ_i and Δ_j of every two of so many experts, as their entries have them; NaN likewise."""
+        return self._cosines(self.sigma[:, None] * self.input_gram * self.output_gram * self.sigma, experts)
+
+    def _cosines(self, products: Tensor, experts: int) -> Tensor:
+        """From the products of all directions, those of the experts that own them."""
+        inner = products.new_zeros(experts, len(products)).index_add_(0, self.owner, products)
+        inner = inner.new_zeros(experts, experts).index_add_(1, self.owner, inner)
+        norms = inner.diagonal().sqrt()
+        return (inner / torch.outer(norms, norms)).cpu()
 
 
 @dataclass(frozen=True)

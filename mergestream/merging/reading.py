@@ -209,6 +209,7 @@ class Clash(NamedTuple):
 
     damage: Mapping[int, float]
     overlap: Tensor
+    cosines: Tensor
 
 
 @dataclass(frozen=True)
@@ -302,8 +303,9 @@ class EntriesReading(Reading):
         yield from engine.run(self.linear, of_tensor, self.memory)
 
     def clashes(self, engine: Engine) -> Iterator[tuple[str, list[Clash]]]:
-        """Damage and overlaps of each matrix of every linear weight, from one span: its products are what costs."""
-        return self.measured(engine, lambda span: Clash(self._damage(span), span.overlap(len(self.voices))))
+        """Of each matrix of every linear weight, all from one span: its products are what costs."""
+        count = len(self.voices)
+        return self.measured(engine, lambda span: Clash(self._damage(span), span.overlap(count), span.cosines(count)))
 
     def _damage(self, span: Span) -> dict[int, float]:
         return span.damage(self.readout.coefficients(span))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 24
 """Experts in a figure, or in a table with a column for each: more would be neither read nor affordable."""
-MOST_TOLD = 20
+MOST_TOLD = 5
 """Findings of one kind that are told."""
 
 
@@ -58,6 +58,13 @@ class Similarity:
     def nearest(self) -> tuple[tuple[float, int] | None, ...]:
         """Of each expert: the largest cosine to another one, and which that is."""
         return tuple(largest_other(row, own) for own, row in enumerate(self.cosines))
+
+    def pairs(self) -> Iterator[tuple[float, int, int]]:
+        """The cosine of every two experts, and their places, the earlier first."""
+        for later, row in enumerate(self.cosines):
+            for earlier, value in enumerate(row[:later]):
+                if value is not None:
+                    yield value, earlier, later
 
     def chosen(self, *rankings: Sequence[int]) -> tuple[int, ...]:
         """The experts that are shown where there are too many: the latest, the closest, the most opposed, and the first

@@ -13,6 +13,7 @@ from mergestream.escaping import shell_line
 from mergestream.report.diagnostics import MOST_SHOWN, Similarity, Survival, few, plain, similarity, survival
 from mergestream.report.ledger import LedgerFacts
 from mergestream.report.scores import Scores, attached
+from mergestream.report.verdict import signed, verdict
 from mergestream.store.arrival import LARGE
 
 if TYPE_CHECKING:
@@ -21,13 +22,33 @@ if TYPE_CHECKING:
 
 SIMILAR = 0.5
 """A cosine above this is no coincidence: unrelated task vectors have nearly none."""
+OPPOSED = -0.2
+"""Experts with a cosine below this take away from each other what is added up."""
 FORGOTTEN = 0.05
 """Tasks that have lost more than this share of the mean score are being forgotten."""
 LITTLE = 0.5
 """An expert of which less than this enters the state is hardly merged."""
+MOST_LAYERS = 3
+"""Layers of a conflict that are told"""
 _OF_STATES = ("scale", "direction_norm", "distance", "lost", "rank")
 """What an expert in a ledger has not: it depends on how the ledger is read out, or there is nothing to bound"""
 _OF_TENSORS = ("role", "rule", "dtype", "shape", "norm", "digest")
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two experts that pull against each other."""
+
+    one: str
+    other: str
+    cosine: float
+    layers: dict[str, float]
+    """Where most, and the cosine there; of a ledger, for other stores forget it"""
+
+    def __str__(self) -> str:
+        most = [f"{layer} ({signed(value, '.2f')})" for layer, value in self.layers.items()]
+        where = f", most in {', '.join(most)}" if most else ""
+        return f"{self.one} and {self.other} pull against each other (cosine {signed(self.cosine, '.2f')}){where}."
 
 
 @dataclass(frozen=True)
@@ -104,6 +125,20 @@ class Facts:
         mean = math.fsum(others) / len(others) if others else 0.0
         return self.history[number - 1].norm / mean if mean else 1.0
 
+    @cached_property
+    def conflicts(self) -> tuple[Conflict, ...]:
+        """The experts with strongly negative cosines, the most opposed first."""
+        found = sorted(pair for pair in self.similarity.pairs() if pair[0] <= OPPOSED)
+        return tuple(
+            Conflict(
+                self.history[one].name,
+                self.history[other].name,
+                cosine,
+                dict(list(self.ledger.collisions.opposed(one, other).items())[:MOST_LAYERS]) if self.ledger else {},
+            )
+            for cosine, one, other in found
+        )
+
     def findings(self) -> list[str]:
         """What deserves a look, in sentences."""
         relative = {entry.name: self.relative_norm(number) for number, entry in enumerate(self.history, 1)}
@@ -116,10 +151,9 @@ class Facts:
             little = (entry for entry in self.history if entry.kept < LITTLE)
             found += few(f"Only {entry.kept:.0%} of {entry.name} entered the merged state." for entry in little)
         found += few(
-            f"{entry.name} and {self.history[earlier].name} are similar (cosine {value:.2f})."
-            for number, entry in enumerate(self.history)
-            for earlier, value in enumerate(self.similarity.cosines[number][:number])
-            if value is not None and value >= SIMILAR
+            f"{self.history[later].name} and {self.history[earlier].name} are similar (cosine {value:.2f})."
+            for value, earlier, later in sorted(self.similarity.pairs(), reverse=True)
+            if value >= SIMILAR
         )
         found += few(f"{entry.name}: {note}." for entry in self.history for note in entry.notes)
         found += self.ledger.findings() if self.ledger else ()
@@ -136,7 +170,9 @@ class Facts:
             "method": {"name": method, "parameters": self.manifest.parameters},
             "base": {"source": base.source, "digest": base.digest},
             "experts": [self._expert_json(number, entry) for number, entry in enumerate(self.history, 1)],
+            "verdict": verdict(self),
             "findings": self.findings(),
+            "conflicts": [asdict(conflict) for conflict in self.conflicts],
             "similarity": plain(self.similarity),
             "layers": plain(self.survival.by_layer()),
             "survival": plain(self.survival),

@@ -6,7 +6,7 @@ figures.similarity(store.similarity()).show()
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from mergestream.escaping import one_line
 from mergestream.report.diagnostics import Similarity, Survival
 from mergestream.report.facts import finite
 from mergestream.report.ledger import DAMAGED, LedgerFacts
-from mergestream.report.scores import Scores
+from mergestream.report.scores import Scores, TaskScore
 
 try:
     import plotly.graph_objects as go
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREY = "#2f6fde", "#d9730d", "#8a94a3"
 SEQUENTIAL = ["#eef3fb", "#b9d0f5", "#7ba7ea", "#3f7ad6", "#1d4fa5", "#0c2d6b"]
 DIVERGING = ["#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5"]
-LONGEST_NAME = 40
+LONGEST_NAME = 28
 """Characters of a name in a figure."""
 MOST_LABELLED = 12
 """Cells carry their values up to this many in a row."""
@@ -138,6 +138,7 @@ def damage(facts: LedgerFacts) -> go.Figure:
         marker={"color": [ORANGE if (value or 0) > DAMAGED else BLUE for value in facts.damage], "line": {"width": 0}},
         hovertemplate="%{x}<br>predicted damage %{y:.4f}<extra></extra>",
     )
+    figure.update_layout(meta={"least_width": 80 + 22 * len(names)})
     figure.add_hline(y=DAMAGED, line={"color": GREY, "dash": "dash", "width": 2})
     figure.update_xaxes(type="category", tickangle=-45, automargin=True)
     figure.update_yaxes(title="predicted damage", rangemode="tozero", zeroline=False)
@@ -170,6 +171,46 @@ def layer_overlap(facts: LedgerFacts) -> go.Figure:
     return figure.update_traces(zmin=0, zmax=_largest(facts.layer_overlap), customdata=partners)
 
 
+def against_experts(tasks: Sequence[TaskScore], metric: str) -> go.Figure:
+    """A line for each task, from what the merged model scores to what the task's expert does alone."""
+    names = labels([task.task for task in tasks])
+    merged, experts = [task.merged for task in tasks], [task.expert for task in tasks]
+    base = [task.base for task in tasks]
+    form = _form([merged, experts, base])
+    figure = go.Figure()
+    gaps = [[one, other, None] for one, other in zip(merged, experts, strict=True)]
+    figure.add_scatter(
+        x=[value for gap in gaps for value in gap],
+        y=[name for name in names for _ in range(3)],
+        mode="lines",
+        line={"color": "#a9c4f2", "width": 5},
+        showlegend=False,
+        hoverinfo="skip",
+    )
+    points = {
+        "base": (base, GREY, "circle-open"),
+        "merged": (merged, BLUE, "circle"),
+        "expert alone": (experts, ORANGE, "diamond"),
+    }
+    for name, (values, colour, symbol) in points.items():
+        if any(value is not None for value in values):
+            figure.add_scatter(
+                x=values,
+                y=names,
+                name=name,
+                mode="markers",
+                marker={"color": colour, "symbol": symbol, "size": 11},
+                hovertemplate=f"%{{y}}<br>{name} %{{x:{form}}}<extra></extra>",
+            )
+    figure.update_xaxes(title=label(metric), tickformat=".0%" if form == ".1%" else None, zeroline=False)
+    figure.update_yaxes(type="category", autorange="reversed", automargin=True)
+    return figure.update_layout(
+        height=120 + 22 * max(len(tasks), 3),
+        margin={"l": 16, "r": 16, "t": 36, "b": 48},
+        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+    )
+
+
 def scores(scores: Scores, first: int = 1) -> go.Figure:
     """The accuracy matrix: the score on each task after each step. Below the diagonal are tasks seen before.
 
@@ -180,13 +221,17 @@ def scores(scores: Scores, first: int = 1) -> go.Figure:
         rows = {"base": scores.base, **rows}
     if scores.experts:
         rows["experts alone"] = scores.experts
-    shares = all(value is None or 0 <= value <= 1 for row in rows.values() for value in row)
-    form = ".1%" if shares else ".4g"
+    form = _form(rows.values())
     metric = label(scores.metric)
     hover = f"%{{x}}, %{{y}}<br>{metric.replace('%{', '% {')} %{{z:{form}}}"
-    cells = ".0%" if shares else ".3g"
+    cells = ".0%" if form == ".1%" else ".3g"
     figure = _matrix(list(rows.values()), list(rows), labels(scores.tasks), metric, hover, cells=cells)
-    return figure.update_traces(colorbar={"tickformat": form})
+    return figure.update_traces(colorbar={"tickformat": cells})
+
+
+def _form(rows: Iterable[Sequence[float | None]]) -> str:
+    """How scores are written: as shares where all may be."""
+    return ".1%" if all(value is None or 0 <= value <= 1 for row in rows for value in row) else ".4g"
 
 
 def label(text: str) -> str:
@@ -220,7 +265,7 @@ def _largest(values: Sequence[Sequence[float | None]]) -> float:
 
 def _steps(figure: go.Figure, steps: int, title: str) -> go.Figure:
     figure.update_xaxes(title="experts absorbed, t", range=[0.5, max(steps, 4) + 0.5], zeroline=False)
-    figure.update_xaxes(dtick=1 if steps <= 20 else None)
+    figure.update_xaxes(dtick=1 if steps <= 10 else None)
     figure.update_yaxes(title=title, zeroline=False)
     return figure.update_layout(
         height=360,
@@ -239,9 +284,11 @@ def _matrix(
     cells: str | None = None,
 ) -> go.Figure:
     """A heat map with rows of one height, whatever room the names of the columns take below them; up to some
-    columns, its cells carry their values in the form ``cells``."""
+    columns, its cells carry their values in the form ``cells``. Where the page is too narrow for it, it scrolls."""
     height = 28 * min(max(len(rows), 2), TALLEST)
-    names = 24 + 5.5 * max(map(len, columns), default=0)
+    names = 16 + 5 * max(map(len, columns), default=0)
+    written = cells if len(columns) <= MOST_LABELLED else None
+    column = 36 if written else 14 if len(columns) <= MOST_SEPARATED else 4
     figure = go.Figure(
         go.Heatmap(
             x=list(columns),
@@ -249,8 +296,9 @@ def _matrix(
             z=values,
             colorscale=SEQUENTIAL,
             colorbar={
-                **{"title": {"text": quantity}, "thickness": 12, "outlinewidth": 0, "nticks": 5},
-                **{"lenmode": "pixels", "len": max(height, 130), "y": 1, "yanchor": "top"},
+                **{"title": {"text": quantity, "side": "top"}, "thickness": 10, "outlinewidth": 0, "nticks": 4},
+                **{"orientation": "h", "lenmode": "pixels", "len": 180, "x": 0, "xanchor": "left"},
+                **{"xpad": 0, "y": 1, "yanchor": "bottom"},
             },
             hovertemplate=f"{hover}<extra></extra>",
             hoverongaps=False,
@@ -259,9 +307,13 @@ def _matrix(
             meta="sequential",
         )
     )
-    if cells and len(columns) <= MOST_LABELLED:
-        text = [["" if value is None else format(value, cells) for value in row] for row in values]
+    if written:
+        text = [["" if value is None else format(value, written) for value in row] for row in values]
         figure.update_traces(text=text, texttemplate="%{text}")
     common = {"type": "category", "automargin": True, "showgrid": False, "zeroline": False, "ticks": ""}
     figure.update_xaxes(tickangle=-45, **common).update_yaxes(autorange="reversed", **common)
-    return figure.update_layout(height=max(height, 100) + names + 30, margin={"l": 16, "r": 16, "t": 24, "b": 16})
+    return figure.update_layout(
+        height=height + names + 96,
+        margin={"l": 16, "r": 16, "t": 80, "b": 16},
+        meta={"least_width": 90 + 4 * max(map(len, rows), default=0) + column * len(columns)},
+    )

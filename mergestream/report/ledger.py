@@ -80,26 +80,30 @@ class LedgerFacts:
                 if value is not None:
                     yield value, self.experts[j], self.experts[i]
 
+    def _damages(self) -> Iterator[tuple[float, str]]:
+        return ((damage, name) for damage, name in zip(self.damage, self.experts, strict=True) if damage is not None)
+
     def findings(self) -> Iterator[str]:
         """What deserves a look, in sentences."""
-        held = zip(self.experts, self.held, strict=True)
+        held = sorted(zip(self.held, self.experts, strict=True))
         yield from few(
-            f"The entry of {name} holds only {share:.0%} of it." for name, share in held if share < LITTLE_HELD
+            f"The entry of {name} holds only {share:.0%} of it." for share, name in held if share < LITTLE_HELD
         )
         yield from few(
             f"{name} would be served badly by the merged model (predicted damage {damage:.2f})."
-            for name, damage in zip(self.experts, self.damage, strict=True)
-            if damage is not None and damage > DAMAGED
+            for damage, name in sorted(self._damages(), reverse=True)
+            if damage > DAMAGED
         )
         yield from few(
             f"{one} and {other} answer to the same inputs (overlap {value:.2f})."
-            for value, one, other in self.pairs()
+            for value, one, other in sorted(self.pairs(), reverse=True)
             if value > COLLIDING
         )
 
     def to_json(self) -> dict[str, Any]:
         found = plain(self.collisions)
-        del found["layer_overlap"]  # experts × experts for every layer: what is told of it is the largest of each
+        for key in ("layer_overlap", "layer_cosine"):  # experts × experts for every layer: the largest are told
+            del found[key]
         return {
             **{"room_for": self.room_for, "held": self.held, **found},
             **{"layer_overlap": self.layer_overlap, "layer_partner": self.layer_partner},

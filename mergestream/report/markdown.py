@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.escaping import SENTENCE, code, markdown_text
 from mergestream.methods.scale import told_scale
+from mergestream.report.diagnostics import MOST_SHOWN, few
 from mergestream.report.facts import Facts, shown
 from mergestream.report.harness import told
 from mergestream.report.ledger import LedgerFacts
+from mergestream.report.verdict import bwt_in_words, signed, verdict
 
 if TYPE_CHECKING:
     from mergestream.store import Expert
@@ -24,6 +26,8 @@ def markdown(facts: Facts) -> str:
     lines = [
         f"# {markdown_text(facts.store)}",
         "",
+        markdown_text(verdict(facts), SENTENCE),
+        "",
         f"* Method: {markdown_text(facts.manifest.method)}; parameters: {markdown_text(facts.parameters) or 'none'}",
         f"* Base: {code(base.source)} (digest {code(base.digest)})",
         f"* Experts: {len(facts.history)}",
@@ -31,12 +35,15 @@ def markdown(facts: Facts) -> str:
     ]
     if findings := facts.findings():
         lines += ["## Worth a look", "", *(f"* {markdown_text(sentence, SENTENCE)}" for sentence in findings), ""]
-    if facts.history:
-        few = facts.shown
-        lines += [*_experts(facts), *([facts.selection, ""] if facts.selection else []), *_similarity(few)]
-        lines += _ledger(few.ledger) if few.ledger else _survival(few)
+    if facts.conflicts:
+        told = few(map(str, facts.conflicts))
+        lines += ["## Conflicts", "", *(f"* {markdown_text(sentence, SENTENCE)}" for sentence in told), ""]
     if facts.scores:
         lines += _scores(facts)
+    if facts.history:
+        some = facts.shown
+        lines += [*_experts(facts), *([facts.selection, ""] if facts.selection else []), *_similarity(some)]
+        lines += _ledger(some.ledger) if some.ledger else _survival(some)
     lines += ["## Commands", "", "```sh", *facts.commands, "```", ""]
     return "\n".join(lines)
 
@@ -151,6 +158,15 @@ def _scores(facts: Facts) -> Iterable[str]:
     scores, last = facts.scores, facts.shown.scores
     assert scores is not None and last is not None
     first = len(scores.matrix) - len(last.matrix) + 1
+    found = scores.compared()
+    if any(task.expert is not None for task in found):
+        worst = sorted(found, key=lambda task: -task.lost)[:MOST_SHOWN]
+        against = (
+            (markdown_text(task.task), *map(shown, (task.merged, task.expert, task.base)), f"{task.lost:.1%}")
+            for task in worst
+        )
+        yield from ("## Scores against the experts (the most lost first)", "")
+        yield from (*table(("task", "merged", "expert", "base", "lost"), against), "")
     rows = ((number, *map(shown, row)) for number, row in enumerate(last.matrix, first))
     yield from (
         f"## Scores ({markdown_text(scores.metric)})",
@@ -158,7 +174,8 @@ def _scores(facts: Facts) -> Iterable[str]:
         *table(("after step", *map(markdown_text, last.tasks)), rows),
         "",
     )
-    yield from (f"ACC {shown(scores.acc)}, BWT {shown(scores.bwt)}", "")
+    bwt = "–" if scores.bwt is None else f"{signed(scores.bwt)} ({bwt_in_words(scores.bwt)})"
+    yield from (f"ACC {shown(scores.acc)}, BWT {bwt}", "")
 
 
 def table(headings: Sequence[Any], rows: Iterable[Sequence[Any]]) -> Iterable[str]:

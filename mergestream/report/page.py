@@ -7,7 +7,6 @@ import math
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
@@ -18,11 +17,12 @@ from mergestream import __version__
 from mergestream.base.names import natural
 from mergestream.escaping import SENTENCE, one_line
 from mergestream.methods.scale import told_scale
-from mergestream.report import figures
-from mergestream.report.diagnostics import Survival
+from mergestream.report.diagnostics import MOST_SHOWN, Survival, few
 from mergestream.report.facts import Facts, shown
 from mergestream.report.harness import told
-from mergestream.report.ledger import DAMAGED, LedgerFacts
+from mergestream.report.ledger import LedgerFacts
+from mergestream.report.plots import Plot, against_experts, plots
+from mergestream.report.verdict import bwt_in_words, counted, signed, verdict
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -30,28 +30,16 @@ if TYPE_CHECKING:
     from mergestream.store import Expert
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A figure with what a reader who cannot see it needs: a summary, and the numbers as a table."""
-
-    key: str
-    title: str
-    caption: str
-    figures: dict[str, go.Figure]
-    """By the name of the view; several where there is a choice"""
-    headings: Sequence[str]
-    rows: Iterable[Sequence[Any]]
-    selection: str = ""
-    """Which experts it shows, where they are not all"""
-
-
 def page(facts: Facts) -> str:
     """The whole page."""
     from plotly.offline import get_plotlyjs
 
-    plots = list(_plots(facts))
+    first, others = against_experts(facts), list(plots(facts))
     data = {
-        "figures": {plot.key: {view: _plain(figure) for view, figure in plot.figures.items()} for plot in plots},
+        "figures": {
+            plot.key: {view: _plain(figure) for view, figure in plot.figures.items()}
+            for plot in (*([first] if first else []), *others)
+        },
         "tensors": _tensors(facts),
     }
     plotly, script = get_plotlyjs().replace("</script", "<\\/script"), _asset("script.js")
@@ -62,231 +50,26 @@ def page(facts: Facts) -> str:
             "style": _asset("style.css"),
             "name": _text(Path(facts.store).name or facts.store),
             "subtitle": _subtitle(facts),
+            "verdict": _text(verdict(facts)),
             "tiles": "".join(_tiles(facts)),
-            "findings": _findings(facts),
+            "against": _section(first) if first else "",
+            "findings": _list("findings", "Worth a look", facts.findings()),
+            "conflicts": _list("conflicts", "Conflicts", few(map(str, facts.conflicts))),
             "experts": _experts(facts),
+            "expert_search": _expert_search(facts),
             **_tensor_headings(facts),
-            "plots": "".join(_section(plot) for plot in plots),
+            "plots": "".join(map(_section, others)),
             "expert_options": "".join(
                 f'<option value="{i}">{_text(e.name)}</option>' for i, e in enumerate(facts.shown.history)
             ),
             "facts": "".join(_definitions(facts)),
-            "commands": "\n".join(map(escape, facts.commands)),
+            "commands": _commands(facts),
             "version": _text(__version__),
             "plotly": plotly,
             "data": _embedded(data),
             "script": script,
         },
     )
-
-
-def _plots(facts: Facts) -> Iterator[Plot]:
-    history, few = facts.history, facts.shown
-    if not history:
-        return
-    if facts.manifest.is_opcm:
-        yield _scaling(facts)
-    yield _norms(facts)
-    if len(history) > 1:
-        yield _similarity(facts)
-    if facts.scores:
-        yield _scores(facts)
-    yield from _ledger(facts, facts.ledger, few.ledger) if facts.ledger and few.ledger else _survival(facts)
-
-
-def _scaling(facts: Facts) -> Plot:
-    history = facts.history
-    return Plot(
-        "scaling",
-        "Scaling factor",
-        f"λ is {history[-1].lambda_:.4g} after {_experts_count(facts)}; √t is {len(history) ** 0.5:.4g}. "
-        "Task vectors that are orthogonal and equally long give λ = √t.",
-        {"": figures.scaling(history)},
-        ("step", "expert", "λ", "√t"),
-        [(step, e.name, f"{e.lambda_:.4f}", f"{step**0.5:.4f}") for step, e in enumerate(history, 1)],
-    )
-
-
-def _norms(facts: Facts) -> Plot:
-    history, last = facts.history, facts.history[-1]
-    distance = "" if last.distance is None else f"The merged model is {last.distance:.4g} away from the base. "
-    measured = () if facts.ledger else ("‖merged − base‖",)
-    return Plot(
-        "norms",
-        "Distance to the base",
-        f"{distance}The experts are {last.mean_norm:.4g} away from {'it' if distance else 'the base'} in the mean.",
-        {"": figures.norms(history)},
-        ("step", "expert", "‖Δ‖", "n", *measured),
-        [
-            (step, e.name, f"{e.norm:.5g}", f"{e.mean_norm:.5g}", *(shown(e.distance, ".5g") for _ in measured))
-            for step, e in enumerate(history, 1)
-        ],
-    )
-
-
-def _survival(facts: Facts) -> Iterator[Plot]:
-    few = facts.shown.survival
-    layers, weights = few.by_layer(), few.select(few.projected)
-    yield Plot(
-        "survival",
-        "What survived of each expert",
-        _least(facts.survival.by_layer()),
-        _views(figures.survival, layers, weights),
-        ("layer", *layers.experts),
-        [
-            (layer, *(f"{row[i]:.1%}" for row in layers.kept))
-            for i, layer in enumerate(figures.short_names(layers.parts))
-        ],
-        facts.selection,
-    )
-    if any(layers.projected):
-        projected = layers.select(layers.projected)
-        yield Plot(
-            "protected",
-            "Protected rank",
-            "q is the number of leading directions of the merged state that a new expert may not touch. "
-            "For a layer it is the mean over its linear weights; the first expert meets an empty state.",
-            _views(figures.protected, projected, weights),
-            ("layer", *layers.experts),
-            [
-                (layer, *(shown(row[i], ".1f") for row in projected.protected))
-                for i, layer in enumerate(figures.short_names(projected.parts))
-            ],
-            facts.selection,
-        )
-
-
-def _ledger(facts: Facts, everyone: LedgerFacts, ledger: LedgerFacts) -> Iterator[Plot]:
-    """``ledger`` has the experts that are shown."""
-    layers, found = ledger.holding.by_layer(), ledger.collisions
-    tensors = facts.manifest.base.tensors
-    weights = ledger.holding.select([tensors[name].role == "linear" for name in ledger.holding.parts])
-    yield Plot(
-        "held",
-        "What the entries hold",
-        f"The share of each task vector's squared norm that its entry holds while {_counted(ledger.room_for)} "
-        f"share the room. {_least_held(everyone)}",
-        _views(figures.held, layers, weights),
-        ("layer", *ledger.experts),
-        _rows(layers.parts, layers.kept, ".1%"),
-        facts.selection,
-    )
-    if not found.layers:
-        return
-    yield Plot(
-        "damage",
-        "Predicted damage",
-        "How far the merged model is from doing to each expert's own inputs what that expert does: 0 is exactly "
-        f"that, 1 is as far as doing nothing. Above {DAMAGED} an expert is served badly. {_largest_damage(everyone)}",
-        {"experts": figures.damage(ledger), "layers": figures.layer_damage(ledger)},
-        ("layer", *ledger.experts),
-        [("together", *map(shown, ledger.damage)), *_rows(found.layers, found.layer_damage, ".3f")],
-        facts.selection,
-    )
-    if len(ledger.experts) == 1:
-        return
-    yield Plot(
-        "overlap",
-        "Colliding inputs",
-        "How much two experts answer to the same inputs of the linear weights, from 0 to 1 and in the mean over them. "
-        f"{_largest_overlap(everyone)}",
-        {"": figures.overlap(ledger)},
-        ("overlap", *ledger.experts),
-        [(name, *map(shown, row)) for name, row in zip(ledger.experts, ledger.overlap, strict=True)],
-        facts.selection,
-    )
-    yield Plot(
-        "collisions",
-        "Colliding inputs, by layer",
-        "Of each expert the largest overlap with another one in every layer; hover over a cell to see with which.",
-        {"": figures.layer_overlap(ledger)},
-        ("layer", *ledger.experts),
-        _rows(found.layers, ledger.layer_overlap, ".3f"),
-        facts.selection,
-    )
-
-
-def _rows(parts: Sequence[str], values: Sequence[Sequence[float | None]], form: str) -> list[tuple[str, ...]]:
-    """Layers as rows, experts as columns."""
-    return [(part, *(shown(row[i], form) for row in values)) for i, part in enumerate(figures.short_names(parts))]
-
-
-def _least_held(ledger: LedgerFacts) -> str:
-    share, name = min(zip(ledger.held, ledger.experts, strict=True))
-    return f"The least is {share:.1%}, of {name}."
-
-
-def _largest_damage(ledger: LedgerFacts) -> str:
-    found = ledger.collisions.largest_damage
-    return f"The largest is {found[0]:.3f}, of {found[1]}." if found else ""
-
-
-def _largest_overlap(ledger: LedgerFacts) -> str:
-    found = max(ledger.pairs(), default=None)
-    return f"The largest is {found[0]:.3f}, of {found[1]} and {found[2]}." if found else ""
-
-
-def _views(draw: Any, layers: Survival, weights: Survival) -> dict[str, go.Figure]:
-    views = {"layers": draw(layers)}
-    if weights.parts and weights.parts != layers.parts:
-        views["linear weights"] = draw(weights)
-    return views
-
-
-def _similarity(facts: Facts) -> Plot:
-    found, few = facts.similarity, facts.shown.similarity
-    pairs = [
-        (value, found.experts[i], found.experts[j])
-        for i, row in enumerate(found.cosines)
-        for j, value in enumerate(row[:i])
-        if value is not None
-    ]
-    caption = f"Estimated from sketches, to {found.standard_error:.3f} (standard error)."
-    if pairs:
-        value, one, other = max(pairs)
-        mean = sum(abs(pair[0]) for pair in pairs) / len(pairs)
-        caption = f"The most similar are {other} and {one} ({value:.3f}); the mean magnitude is {mean:.3f}. {caption}"
-    return Plot(
-        "similarity",
-        "Similarity of the experts",
-        caption,
-        {"": figures.similarity(few)},
-        ("cosine", *few.experts),
-        [(name, *map(shown, row)) for name, row in zip(few.experts, few.cosines, strict=True)],
-        facts.selection,
-    )
-
-
-def _scores(facts: Facts) -> Plot:
-    scores, last = facts.scores, facts.shown.scores
-    assert scores is not None and last is not None
-    first = len(scores.matrix) - len(last.matrix) + 1
-    caption = f"The {scores.metric} of the merged model on each task."
-    if scores.acc is not None:
-        caption += f" ACC, the mean after the last step, is {scores.acc:.3f}."
-    if scores.bwt is not None:
-        caption += f" BWT, what tasks gained since their own expert came, is {scores.bwt:+.3f}."
-    return Plot(
-        "scores",
-        "Scores after each step",
-        caption,
-        {"": figures.scores(last, first)},
-        ("after step", *last.tasks),
-        [(number, *map(shown, row)) for number, row in enumerate(last.matrix, first)],
-        "" if last == scores else f"The last {len(last.matrix)} steps and {len(last.tasks)} tasks are shown.",
-    )
-
-
-def _least(layers: Survival) -> str:
-    share, layer, expert = min(
-        (share, layer, expert)
-        for expert, row in zip(layers.experts, layers.kept, strict=True)
-        for layer, share in zip(layers.parts, row, strict=True)
-    )
-    about = "The share of each task vector's squared norm that entered the merged state."
-    if share > 0.9995:
-        return f"{about} Everything did."
-    return f"{about} The least is {share:.1%}, of {expert} in {layer}."
 
 
 def _section(plot: Plot) -> str:
@@ -300,10 +83,11 @@ def _section(plot: Plot) -> str:
         )
         choice = f'<div class="choice" role="group" aria-label="What the columns are">{buttons}</div>'
     return (
-        f'<section class="card plot" id="{plot.key}"><header><h2>{_text(plot.title)}</h2>{choice}</header>'
+        f'<section class="card plot{" wide" if plot.wide else ""}" id="{plot.key}">'
+        f"<header><h2>{_text(plot.title)}</h2>{choice}</header>"
         f'<figure aria-labelledby="{plot.key}-caption">'
-        f'<div class="figure" id="figure-{plot.key}" role="img" aria-label="{_text(plot.title)}: '
-        f'{caption}"></div><figcaption id="{plot.key}-caption">{caption}</figcaption>'
+        f'<div class="scroll"><div class="figure" id="figure-{plot.key}" role="img" aria-label="{_text(plot.title)}: '
+        f'{caption}"></div></div><figcaption id="{plot.key}-caption">{caption}</figcaption>'
         f"</figure><details><summary>The numbers</summary>{_table(plot.headings, plot.rows)}</details></section>"
     )
 
@@ -311,22 +95,15 @@ def _section(plot: Plot) -> str:
 def _subtitle(facts: Facts) -> str:
     base = facts.manifest.base.source
     return (
-        f"{_experts_count(facts)} merged by <strong>{_text(facts.manifest.method)}</strong> "
+        f"{counted(len(facts.history))} merged by <strong>{_text(facts.manifest.method)}</strong> "
         f"({_text(facts.parameters) or 'no parameters'}) on {_text(Path(base).name or base)}"
     )
 
 
-def _experts_count(facts: Facts) -> str:
-    return _counted(len(facts.history))
-
-
-def _counted(experts: int) -> str:
-    return f"{experts} expert{'' if experts == 1 else 's'}"
-
-
 def _tiles(facts: Facts) -> Iterator[str]:
-    def tile(value: str, label: str, hint: str) -> str:
-        return f'<div class="tile"><dt>{_text(label)}</dt><dd>{_text(value)}<p>{_text(hint)}</p></dd></div>'
+    def tile(value: str, label: str, hint: str, tone: str = "") -> str:
+        shown = f"<dt>{_text(label)}</dt><dd{tone}>{_text(value)}<p>{_text(hint)}</p></dd>"
+        return f'<div class="tile">{shown}</div>'
 
     if not facts.history:
         yield tile("0", "experts", "add one: mergestream add")
@@ -354,26 +131,39 @@ def _tiles(facts: Facts) -> Iterator[str]:
     if facts.scores and facts.scores.acc is not None:
         yield tile(shown(facts.scores.acc), "ACC", f"mean {facts.scores.metric} over all tasks")
     if facts.scores and facts.scores.bwt is not None:
-        yield tile(f"{facts.scores.bwt:+.3f}", "BWT", "gained since each expert came")
+        bwt = facts.scores.bwt
+        yield tile(signed(bwt), "BWT", bwt_in_words(bwt), f' class="{"lost" if bwt < 0 else "won"}"')
 
 
-def _findings(facts: Facts) -> str:
-    items = "".join(f"<li>{_text(sentence)}</li>" for sentence in facts.findings())
-    return items and f'<section class="card findings"><h2>Worth a look</h2><ul>{items}</ul></section>'
+def _list(kind: str, title: str, sentences: Sequence[str]) -> str:
+    items = "".join(f"<li>{_text(sentence)}</li>" for sentence in sentences)
+    return items and f'<section class="card {kind}"><h2>{title}</h2><ul>{items}</ul></section>'
 
 
 def _experts(facts: Facts) -> str:
     outcome = ("held", "damage", "collides most") if facts.ledger else ("kept", told_scale(facts.manifest.method, 1)[0])
     headings = ("step", "expert", "added", "‖Δ‖", *outcome, "most similar", "gates", "digest")
-    rows = "".join(_expert(facts, number, entry) for number, entry in enumerate(facts.history, 1))
+    rows = "".join(_expert(facts, number, entry, headings) for number, entry in enumerate(facts.history, 1))
     head = "".join(
         f'<th scope="col" aria-sort="{"ascending" if i == 0 else "none"}"><button type="button">{h}</button></th>'
         for i, h in enumerate(headings)
     )
-    return f'<table class="sortable timeline"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    table = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+    many = " tall" if len(facts.history) > MOST_SHOWN else ""
+    return f'<div class="scroll{many}"><table class="sortable timeline" id="expert-table">{table}</table></div>'
 
 
-def _expert(facts: Facts, number: int, entry: Expert) -> str:
+def _expert_search(facts: Facts) -> str:
+    """Where they are many."""
+    if len(facts.history) <= MOST_SHOWN:
+        return ""
+    box = '<input type="search" id="expert-search" data-table="expert-table" placeholder="name" autocomplete="off">'
+    count = '<output id="expert-count" for="expert-search" aria-live="polite"></output>'
+    return f'<div class="controls"><label>Search {box}</label>{count}</div>'
+
+
+def _expert(facts: Facts, number: int, entry: Expert, headings: Sequence[str]) -> str:
+    """A row; on a small screen it stands on its own, so that every cell knows its heading."""
     nearest = facts.nearest(number)
     outcome = _of_ledger(facts.ledger, number - 1) if facts.ledger else _of_state(facts, entry)
     gates = "".join(
@@ -383,44 +173,61 @@ def _expert(facts: Facts, number: int, entry: Expert) -> str:
     if entry.evaluation:
         gates += f'<span class="badge">score {_text(told(entry.evaluation))}</span>'
     when = entry.added.replace("T", " ").replace("+00:00", "")
+    cells = (
+        (entry.added, f'<time datetime="{_text(entry.added)}">{_text(when)}</time>'),
+        (entry.norm, f"{entry.norm:.4g}"),
+        *outcome,
+        _companion(nearest),
+        (len(entry.gates), gates or "–"),
+        (entry.digest, f'<code title="{_text(entry.digest)}">{_text(entry.digest[:12])}</code>'),
+    )
     return (
-        f'<tr><td data-sort="{number}"><span class="dot">{number}</span></td>'
+        f'<tr data-text="{_text(entry.name.lower())}">'
+        f'<td data-sort="{number}"><span class="dot">{number}</span></td>'
         f'<th scope="row" title="{_text(entry.source)}">{_text(entry.name)}</th>'
-        f'<td data-sort="{_text(entry.added)}"><time datetime="{_text(entry.added)}">{_text(when)}</time></td>'
-        f'<td data-sort="{entry.norm}">{entry.norm:.4g}</td>'
-        f"{outcome}{_companion(nearest)}"
-        f"<td>{gates or '–'}</td>"
-        f'<td><code title="{_text(entry.digest)}">{_text(entry.digest[:12])}</code></td></tr>'
+        + "".join(
+            f'<td data-label="{heading}" data-sort="{_text(str(sort))}">{content}</td>'
+            for heading, (sort, content) in zip(headings[2:], cells, strict=True)
+        )
+        + "</tr>"
     )
 
 
-def _of_state(facts: Facts, entry: Expert) -> str:
+Cell = tuple[float | str, str]
+"""What a cell is sorted by, and what is in it"""
+
+
+def _of_state(facts: Facts, entry: Expert) -> tuple[Cell, ...]:
     _, scale = told_scale(facts.manifest.method, entry.scale)
-    return f'{_share(entry.kept)}<td data-sort="{scale}">{scale:.4g}</td>'
+    return _share(entry.kept), (scale, f"{scale:.4g}")
 
 
-def _of_ledger(ledger: LedgerFacts, expert: int) -> str:
+def _of_ledger(ledger: LedgerFacts, expert: int) -> tuple[Cell, ...]:
     damage, closest = ledger.damage[expert], ledger.collisions.closest(expert)
-    return (
-        f"{_share(ledger.held[expert])}"
-        f'<td data-sort="{-1 if damage is None else damage}">{shown(damage)}</td>'
-        f"{_companion(closest and (closest[1], closest[0]))}"
-    )
+    found = _companion(closest and (closest[1], closest[0]))
+    return _share(ledger.held[expert]), ("" if damage is None else damage, shown(damage)), found
 
 
-def _share(share: float) -> str:
-    return (
-        f'<td data-sort="{share}"><span class="bar" style="--share:{share:.4f}"></span>'
-        f'<span class="share">{share:.1%}</span></td>'
-    )
+def _share(share: float) -> Cell:
+    bar = f'<span class="bar" style="--share:{share:.4f}"></span>'
+    return share, f'{bar}<span class="share">{share:.1%}</span>'
 
 
-def _companion(found: tuple[str, float] | None) -> str:
+def _companion(found: tuple[str, float] | None) -> Cell:
     """Another expert, and how close it is."""
     if found is None:
-        return '<td data-sort="-2">–</td>'
+        return "", "–"
     name, value = found
-    return f'<td data-sort="{value}">{_text(name)} <span class="muted">{value:.3f}</span></td>'
+    return value, f'<span class="name">{_text(name)}</span> <span class="muted">{value:.3f}</span>'
+
+
+def _commands(facts: Facts) -> str:
+    """That make the store again; folded where they are many."""
+    lines = "\n".join(map(escape, facts.commands))
+    block = f'<pre tabindex="0"><code>{lines}</code></pre>'
+    if len(facts.commands) <= MOST_SHOWN:
+        return f"<h3>Commands</h3>{block}"
+    return f"<details><summary>All {len(facts.commands)} commands</summary>{block}</details>"
 
 
 def _definitions(facts: Facts) -> Iterator[str]:

@@ -23,6 +23,23 @@ Row = Sequence[float | None]
 
 
 @dataclass(frozen=True)
+class TaskScore:
+    """What the merged model, the task's expert alone and the base score; None where it was not measured."""
+
+    task: str
+    merged: float | None
+    expert: float | None
+    base: float | None
+
+    @property
+    def lost(self) -> float:
+        """The share of what its expert scores alone; 0 where that is not known."""
+        if self.merged is None or self.expert is None or self.expert <= 0:
+            return 0.0
+        return 1 - self.merged / self.expert
+
+
+@dataclass(frozen=True)
 class Scores:
     """Scores of the merged model after each step; tasks in the order in which their experts came."""
 
@@ -79,6 +96,18 @@ class Scores:
                 return "scores must be finite numbers, or None where they were not measured"
         return None
 
+    def compared(self) -> tuple[TaskScore, ...]:
+        """The tasks whose experts are merged, after the last step."""
+
+        def entry(row: Row | None, task: int) -> float | None:
+            return row[task] if row else None
+
+        last = self.matrix[-1]
+        return tuple(
+            TaskScore(self.tasks[i], last[i], entry(self.experts, i), entry(self.base, i))
+            for i in range(len(self.matrix))
+        )
+
     @property
     def acc(self) -> float | None:
         """ACC: the mean over all tasks after the last step."""
@@ -86,7 +115,7 @@ class Scores:
 
     @property
     def bwt(self) -> float | None:
-        """BWT: what the tasks lost, in the mean, since their own experts came; needs two steps."""
+        """BWT: the mean change of the tasks since their own experts came, below 0 where they are forgotten."""
         return backward_transfer(self.matrix) if len(self.matrix) > 1 else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +18,8 @@ from mergestream.merging.reading import Clash, EntriesReading, Voice, means
 from mergestream.progress import Progress
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mergestream.merging.merger import MemoryState
     from mergestream.store.arrival import Arrival
     from mergestream.store.snapshot import Snapshot
@@ -45,6 +47,8 @@ class Collisions:
     """Expert × expert: the cosine of Δ_iᵀΔ_i and Δ_jᵀΔ_j, how much two answer to the same inputs"""
     layer_overlap: tuple[np.ndarray, ...] = field(compare=False, repr=False)
     """The same by layer; NaN for None: hundreds of experts have millions of pairs"""
+    layer_cosine: tuple[np.ndarray, ...] = field(compare=False, repr=False)
+    """The cosine of Δ_i and Δ_j by layer, of what the entries hold: below zero they pull against each other"""
 
     @classmethod
     def of(cls, reading: EntriesReading, engine: Engine, progress: Progress) -> Collisions:
@@ -65,8 +69,9 @@ class Collisions:
             layers=tuple(names),
             damage=_damage(together, count),
             layer_damage=tuple(tuple(row[expert] for row in by_layer) for expert in range(count)),
-            overlap=_with_none(_mean_overlap(together, count)),
-            layer_overlap=tuple(_mean_overlap(layers[name], count) for name in names),
+            overlap=_with_none(_mean((clash.overlap for clash in together), count)),
+            layer_overlap=tuple(_mean((clash.overlap for clash in layers[name]), count) for name in names),
+            layer_cosine=tuple(_mean((clash.cosines for clash in layers[name]), count) for name in names),
         )
 
     def of_experts(self, experts: Sequence[int]) -> Collisions:
@@ -78,6 +83,7 @@ class Collisions:
             layer_damage=tuple(self.layer_damage[i] for i in experts),
             overlap=tuple(tuple(self.overlap[i][j] for j in experts) for i in experts),
             layer_overlap=tuple(matrix[np.ix_(experts, experts)] for matrix in self.layer_overlap),
+            layer_cosine=tuple(matrix[np.ix_(experts, experts)] for matrix in self.layer_cosine),
         )
 
     @property
@@ -102,12 +108,17 @@ class Collisions:
 
     def of_pair(self, one: int, other: int) -> dict[str, float]:
         """The overlap of two experts by layer, the largest first."""
-        found = {
-            layer: value
-            for layer, matrix in zip(self.layers, self.layer_overlap, strict=True)
-            if not math.isnan(value := float(matrix[one, other]))
-        }
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return dict(sorted(self._by_layer(self.layer_overlap, one, other), key=lambda item: -item[1]))
+
+    def opposed(self, one: int, other: int) -> dict[str, float]:
+        """The layers in which two experts pull against each other and their cosine there, the most opposed first."""
+        found = ((layer, value) for layer, value in self._by_layer(self.layer_cosine, one, other) if value < 0)
+        return dict(sorted(found, key=lambda item: item[1]))
+
+    def _by_layer(self, matrices: Sequence[np.ndarray], one: int, other: int) -> Iterator[tuple[str, float]]:
+        for layer, matrix in zip(self.layers, matrices, strict=True):
+            if not math.isnan(value := float(matrix[one, other])):
+                yield layer, value
 
     def _named(self, found: tuple[float, int] | None) -> tuple[float, str] | None:
         return None if found is None else (found[0], self.experts[found[1]])
@@ -137,13 +148,13 @@ def arriving_collisions(arrival: Arrival, entry: MemoryState) -> Collisions:
         return Collisions.of(reading, store.engine, store.progress)
 
 
-def _mean_overlap(clashes: Sequence[Clash], count: int) -> np.ndarray:
+def _mean(found: Iterable[Tensor], count: int) -> np.ndarray:
     """Expert × expert, in the mean over the matrices in which both have moved."""
     total, known = np.zeros((count, count)), np.zeros((count, count))
-    for clash in clashes:
-        overlap = clash.overlap.double().numpy()
-        total += np.nan_to_num(overlap)
-        known += ~np.isnan(overlap)
+    for one in found:
+        values = one.double().numpy()
+        total += np.nan_to_num(values)
+        known += ~np.isnan(values)
     return np.divide(total, known, out=np.full_like(total, np.nan), where=known > 0)
 
 

@@ -69,6 +69,9 @@ def assert_bounded(text: str, count: int) -> None:
     assert text.count("<td") < 20 * count + 40 * MOST_SHOWN**2
     assert text.count('<span class="dot">') == count
     assert f"Of {count} experts {MOST_SHOWN} are shown" in text
+    assert '<div class="scroll tall"><table class="sortable timeline"' in text and 'id="expert-search"' in text
+    assert f"<details><summary>All {count + 1} commands</summary>" in text
+    assert len(text) < 6_500_000
 
 
 def test_a_page_of_many_experts_is_bounded(many: Store) -> None:

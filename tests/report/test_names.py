@@ -85,7 +85,7 @@ def test_the_page_has_no_tag_and_no_line_of_a_name(hostile: Store) -> None:
 def test_plotly_takes_no_name_for_a_tag_or_a_field(hostile: Store) -> None:
     heat = figures.similarity(hostile.similarity()).data[0]
     assert len(set(heat.x)) == 3 and all("<" not in name and len(name) < 80 for name in heat.x)
-    assert "&lt;script&gt;" in heat.y[1]
+    assert "&lt;/script&gt;" in heat.y[1]
     assert "% {x}&lt;b&gt; %{z" in figures.scores(hostile.scores).data[0].hovertemplate
 
 

@@ -6,16 +6,20 @@ import itertools
 import json
 import re
 import shutil
+from base64 import b64decode
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import pytest
+from pypdf import PdfReader
 
-from mergestream import OPCM, Average, Store
+from mergestream import OPCM, Average, Ledger, Store
 from mergestream.report.facts import Facts
 from mergestream.report.page import page
-from tests.report.conftest import EXPERTS, make_store
+from tests.report.conftest import EXPERTS, SCORES, make_store
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -256,14 +260,61 @@ def test_the_system_chooses_the_colours(report: Page) -> None:
         prefer("light")
 
 
-def test_it_fits_on_paper(report: Page) -> None:
+def printed(report: Page) -> list[str]:
+    """The text of each sheet of paper, without spaces: a PDF knows but where letters are."""
+    found = report.browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
+    sheets = PdfReader(BytesIO(b64decode(found["data"]))).pages
+    return ["".join(normalize("NFKC", sheet.extract_text()).split()) for sheet in sheets]  # a font has ﬂ for fl
+
+
+def test_no_figure_is_cut_by_the_end_of_a_page(report: Page) -> None:
+    sheets = printed(report)
+    assert 3 < len(sheets) < 10
+    for number, sheet in enumerate(sheets, 1):
+        assert f"{number}/{len(sheets)}" in sheet and "mergestreamreport" in sheet
+    assert "3expertsaremergedbyopcm" in sheets[0]
+    for key in ("against", *FIGURES):
+        title, caption = (
+            "".join(normalize("NFKC", report.texts(f"#{key} {part}")[0]).split()) for part in ("h2", "figcaption")
+        )
+        assert any(title in sheet and caption in sheet for sheet in sheets), f"{key} is cut"
+
+
+def test_paper_shows_no_buttons(report: Page) -> None:
     report.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     try:
-        printed = report.browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
-        assert len(printed["data"]) > 20_000
-        assert not report.find("#theme").is_displayed()
+        assert not report.find("#theme").is_displayed() and not report.find("#search").is_displayed()
     finally:
         report.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_a_phone_shows_long_names_without_scrolling_the_page(browser: Any, models: Path, tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "store", models / "base", Ledger())
+    names = [f"{name}-{'a-very-long-name-of-a-run' * 4}" for name in EXPERTS]
+    for name, expert in zip(names, EXPERTS, strict=True):
+        store.add(models / expert, name)
+    store.attach_scores(names, SCORES, experts=[0.95, 0.97, 0.9])
+    metrics = {"width": 360, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        opened = Page(browser, tmp_path / "phone.html", store)
+        beyond = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
+        assert browser.execute_script(beyond) == 0
+        scrolls = (
+            "const box = document.querySelector('#figure-held').parentElement; return box.scrollWidth - box.clientWidth"
+        )
+        opened.click('[data-figure="held"][data-view="linear weights"]')
+        assert browser.execute_script(scrolls) > 0 and browser.execute_script(beyond) == 0
+        label = (
+            "return getComputedStyle(document.querySelector('#expert-table td[data-label=damage]'), '::before').content"
+        )
+        assert browser.execute_script(label) == '"damage"'
+        assert all(len(text) <= 14 for text in opened.texts("#figure-overlap .ytick text"))
+        details = opened.all("details")
+        browser.execute_script("arguments[0].forEach(details => { details.open = true; })", details)
+        assert browser.execute_script(beyond) == 0
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_an_empty_store_has_a_page_too(browser: Any, models: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_markdown_has_the_same_facts(scored: Store, done) -> None:
     for heading in ("## Experts", "## Cosine similarity", "## What survived", "## Scores (accuracy)", "## Commands"):
         assert heading in text
     assert f"| 3 | pets | {scored.history[2].added}" in text
-    assert f"ACC {scored.scores.acc:.3f}, BWT {scored.scores.bwt:.3f}" in text
+    assert f"ACC {scored.scores.acc:.3f}, BWT −{-scored.scores.bwt:.3f} (below 0: forgotten since" in text
     assert scored.history[0].digest in text
 
 
@@ -166,7 +166,7 @@ def test_without_matplotlib_the_card_has_no_pictures_and_a_note_says_so(
 
 
 def test_without_plotly_the_page_says_what_to_install(scored: Store, tmp_path: Path, monkeypatch, mergestream) -> None:
-    for name in ("figures", "page"):
+    for name in ("figures", "plots", "page"):
         monkeypatch.delitem(sys.modules, f"mergestream.report.{name}")
     monkeypatch.delattr("mergestream.report.figures")
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)

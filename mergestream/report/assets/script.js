@@ -5,6 +5,7 @@ const root = document.documentElement;
 // --- colours -------------------------------------------------------------------------------------------------
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
+const narrow = matchMedia("(max-width: 40rem)");
 let chosen = null; // by the button; otherwise the system decides
 let printing = false;
 
@@ -31,8 +32,16 @@ function scale(colours) {
   return colours.map((c, i) => [i / (colours.length - 1), c]);
 }
 
+/** The names on an axis, cut short on a small screen; where there are too many plotly chooses which to show. */
+function named(axis, names) {
+  if (!narrow.matches || printing || axis?.type !== "category" || names.length > 40) return axis;
+  const short = (name) => (name.length > 14 ? `${name.slice(0, 7)}…${name.slice(-6)}` : name);
+  return { ...axis, tickmode: "array", tickvals: names, ticktext: names.map(short) };
+}
+
 /** A figure in the page's colours. */
 function themed(figure) {
+  const names = (along) => [...new Set(figure.data.flatMap((trace) => trace[along]))];
   const ink = colour("--ink"), soft = colour("--soft"), grid = colour("--grid");
   const scales = SCALES[theme()];
   const traces = figure.data.map((trace) =>
@@ -50,8 +59,8 @@ function themed(figure) {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: ink },
-    xaxis: axis(figure.layout.xaxis),
-    yaxis: axis(figure.layout.yaxis),
+    xaxis: axis(named(figure.layout.xaxis, names("x"))),
+    yaxis: axis(named(figure.layout.yaxis, names("y"))),
     legend: { ...figure.layout.legend, font: { color: ink } },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: colour("--accent") },
     hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--accent"), font: { color: ink } },
@@ -62,9 +71,10 @@ function themed(figure) {
 const views = Object.fromEntries(Object.entries(data.figures).map(([key, figures]) => [key, Object.keys(figures)[0]]));
 
 function draw(key) {
+  const place = document.getElementById(`figure-${key}`);
   const [traces, layout] = themed(data.figures[key][views[key]]);
-  return Plotly.react(`figure-${key}`, traces, layout, {
-    responsive: true,
+  place.style.minWidth = printing ? "0" : `${layout.meta?.least_width ?? 0}px`; // a narrower page scrolls the figure
+  return Plotly.react(place, traces, { ...layout, width: place.clientWidth }, {
     displaylogo: false,
     modeBarButtons: [["toImage"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
     toImageButtonOptions: { filename: key, scale: 2 },
@@ -73,6 +83,7 @@ function draw(key) {
 
 function drawAll() {
   root.dataset.theme = theme();
+  root.classList.toggle("printing", printing);
   return Promise.all(Object.keys(data.figures).map(draw));
 }
 
@@ -81,6 +92,13 @@ document.getElementById("theme").addEventListener("click", () => {
   drawAll();
 });
 dark.addEventListener("change", drawAll);
+
+let width = innerWidth;
+addEventListener("resize", () => {
+  if (printing || width === innerWidth) return; // a phone's bars come and go
+  width = innerWidth;
+  drawAll();
+});
 addEventListener("beforeprint", () => { printing = true; drawAll(); });
 addEventListener("afterprint", () => { printing = false; drawAll(); });
 
@@ -141,21 +159,23 @@ function fill() {
   );
   const sorted = table.querySelector('th[aria-sort="ascending"], th[aria-sort="descending"]');
   if (sorted) sort(table, sorted, sorted.getAttribute("aria-sort"));
-  search();
+  search(document.getElementById("search"));
 }
 
-function search() {
-  const words = document.getElementById("search").value.toLowerCase().split(/\s+/).filter(Boolean);
-  let shown = 0;
-  for (const row of table.tBodies[0].rows) {
-    row.hidden = !words.every((word) => row.dataset.text.includes(word));
-    shown += row.hidden ? 0 : 1;
-  }
-  document.getElementById("count").textContent = `${shown} of ${tensors.rows.length} tensors`;
+/** Show the rows that have all the words in a search box, and tell how many these are. */
+function search(box) {
+  const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const rows = [...document.getElementById(box.dataset.table).tBodies[0].rows];
+  for (const row of rows) row.hidden = !words.every((word) => row.dataset.text.includes(word));
+  const shown = rows.filter((row) => !row.hidden).length;
+  const what = box.dataset.table.replace("-table", "s");
+  document.querySelector(`output[for="${box.id}"]`).textContent = `${shown} of ${rows.length} ${what}`;
 }
 
 document.getElementById("expert").addEventListener("change", fill);
-document.getElementById("search").addEventListener("input", search);
+for (const box of document.querySelectorAll("[data-table]")) {
+  box.addEventListener("input", () => search(box));
+}
 
 // --- sorting -----------------------------------------------------------------------------------------------
 
@@ -185,4 +205,5 @@ for (const button of document.querySelectorAll("table.sortable thead button")) {
 }
 
 fill();
+for (const box of document.querySelectorAll("[data-table]")) search(box);
 drawAll().then(() => { root.dataset.ready = "yes"; });
