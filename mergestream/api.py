@@ -16,6 +16,9 @@ from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import TensorRecord, tensor_records
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from mergestream.engine import Engine
     from mergestream.export.directory import Output
     from mergestream.export.model import Illustrate
     from mergestream.export.peft import Energy
@@ -196,12 +199,41 @@ class Store(StoreDirectory):
 
         return self.retried(lambda: survival(self))
 
-    def verify(self) -> None:
+    def push(self, address: str, *, private: bool = False) -> str:
+        """Upload the store as it is now to ``hf://ORG/NAME``, in one commit; returns the address of the repository."""
+        from mergestream.hub.stores import push_store
+
+        return push_store(self, address, private=private)
+
+    @classmethod
+    def pull(
+        cls,
+        address: str,
+        path: str | Path,
+        *,
+        base: str | Path | None = None,
+        engine: Engine | None = None,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Download a store from ``hf://ORG/NAME[@revision]``, and verify it before it takes its place; ``base`` is
+        where its base is here, if it is not where it was, or on the hub."""
+        from mergestream.hub.stores import pull_store
+
+        def check(work: Path) -> None:
+            store = cls(work, engine=engine, progress=progress)
+            if base is not None:
+                store.relocate(base)
+            store.verify(base=False)
+
+        pull_store(address, Path(path), check)
+        return cls(path, engine=engine, progress=progress)
+
+    def verify(self, *, base: bool = True) -> None:
         """Recompute every digest: the base's, the kept steps', the records' and the scores'; raises at the first
-        fault."""
+        fault. Without the ``base`` only those of the store itself."""
         from mergestream.report.scores import attached
 
-        super().verify()
+        super().verify(base=base)
         attached(self)
 
     @property

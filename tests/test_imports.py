@@ -12,7 +12,7 @@ PACKAGE = Path(mergestream.__file__).parent
 ORDER = [
     *("errors", "escaping", "sizes", "digest", "files", "schema", "progress", "interrupts", "registry", "commands"),
     *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "merging", "training"),
-    *("store", "export", "report", "tracking", "mergekit", "api", "replay"),
+    *("store", "export", "hub", "report", "tracking", "mergekit", "api", "replay"),
     *("evaluation", "testing", "cli", "__init__", "__main__"),
 ]
 """The rooms of the package, files and folders, the lowest first; within a folder all is allowed"""

@@ -16,8 +16,9 @@ from mergestream.cli.options import (
     repeated,
     switch,
 )
-from mergestream.cli.printing import answer, say
-from mergestream.errors import UsageError
+from mergestream.cli.printing import add_to_answer, answer, say
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.escaping import shell_line
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ mergestream export store merged --readout tsv --without legal --weight medical=0
 mergestream export store legal-again --readout expert:legal
 mergestream export store merged-adapter --format lora --rank 32
 mergestream export store adapters --format loras --rank 16
+mergestream export store merged --push org/name --private
 """
 
 
@@ -62,6 +64,8 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
         metavar="X",
         help="merged = base + X · readout: a number, or adaptive, sqrt or mean where it adds up (the readout's own)",
     )
+    push: str | None = argument("--push", metavar="ORG/NAME", help="upload it to the Hugging Face hub, with its card")
+    private: bool = switch("--private", "to a repository that only you and your organisation see")
 
     @property
     def selection(self) -> dict[str, Any]:
@@ -77,6 +81,13 @@ def run(options: Options) -> int:
         raise UsageError("--rank is for adapters: add --format lora")
     if options.format != "full" and options.task is not None:
         raise UsageError("--task is for full models: an adapter has no head of its own")
+    if options.private and not options.push:
+        raise UsageError("--private is for the repository that --push ORG/NAME names")
+    if options.push:
+        from mergestream.hub.repository import check_login, repository_name
+
+        repository_name(options.push)
+        check_login()  # before the work
     chosen = options.selection
     if options.format == "loras" and (any(chosen.values()) or options.scale is not None):
         raise UsageError("--format loras writes every expert as it is; --readout, --only and the like go with lora")
@@ -87,6 +98,7 @@ def run(options: Options) -> int:
         each = {name: energy.lost_share for name, energy in energies.items()}
         answer({"out": options.out, "format": options.format, "experts": list(energies), "lost": each})
         say(f"{options.out}: {counted(len(energies), 'adapter')}, {', '.join(energies)}")
+        _push(options)
         return 0
     if options.format == "lora":
         energy = store.export_adapter(options.out, **chosen, rank=options.rank, scale=options.scale, **common)
@@ -104,7 +116,25 @@ def run(options: Options) -> int:
         }
     )
     say(f"{options.out}: {_in_words(readout, experts, store.manifest.method, options.balance)}{exact}")
+    _push(options)
     return 0
+
+
+def _push(options: Options) -> None:
+    """Upload what was written, where that was asked for."""
+    if not options.push:
+        return
+    from mergestream.hub.models import push_model
+
+    try:
+        where = push_model(options.out, options.push, private=options.private)
+    except MergestreamError as error:
+        again = shell_line(["mergestream", "push", options.out, options.push, *(["--private"] * options.private)])
+        raise MergestreamError(
+            f"{options.out} is written, but not pushed: {error}; to push it later: {again}"
+        ) from error
+    add_to_answer({"pushed": where})
+    say(f"{options.out} pushed to {where}")
 
 
 def _what_was_read(store: Store, chosen: dict[str, Any]) -> tuple[str, list[str]]:

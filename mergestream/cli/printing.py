@@ -85,6 +85,12 @@ def answer(data: Any) -> None:
         _reply.data = data
 
 
+def add_to_answer(more: Mapping[str, Any]) -> None:
+    """The same of what is known later."""
+    if _reply:
+        _reply.data = {**_reply.data, **more}
+
+
 def emit(event: Mapping[str, Any]) -> None:
     """An event of a command that goes on, as a line of JSON, at once, for somebody follows."""
     if _reply:

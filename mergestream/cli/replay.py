@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergestream.cli.options import A_MODEL, ComputingOptions, argument, command_line, repeated, switch
-from mergestream.cli.printing import say
+from mergestream.cli.printing import answer, say
 from mergestream.errors import UsageError
+from mergestream.sizes import counted
 
 HELP = "make an export again by its recipe, from the sources"
 EXAMPLES = """
@@ -47,6 +48,8 @@ def run(options: Options) -> int:
         progress=options.make_progress(),
         command=command_line(),
     )
+    experts = [expert.name for expert in made.experts]
+    answer({"out": options.out, "method": made.method, "experts": experts, "same": same})
     same_text = ", the same to the last bit" if same else ""
-    say(f"{options.out}: {len(made.experts)} experts merged by {made.method} once more{same_text}")
+    say(f"{options.out}: {counted(len(made.experts), 'expert')} merged by {made.method} once more{same_text}")
     return 0

@@ -13,8 +13,7 @@ from mergestream.errors import MergestreamError
 from mergestream.escaping import code, markdown_text
 
 if TYPE_CHECKING:
-    from mergestream.store.manifest import Expert
-    from mergestream.store.snapshot import Snapshot
+    from mergestream.store.manifest import Expert, Manifest
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class History:
     departed: Sequence[str] = ()
 
     @classmethod
-    def of(cls, snapshot: Snapshot, heard: Mapping[str, float] | None) -> History:
+    def of(cls, store: Path, manifest: Manifest, heard: Mapping[str, float] | None = None) -> History:
         """Of a store; where experts were chosen, ``heard`` are those."""
         from mergestream.store.watched import recall
 
-        history, departed = snapshot.manifest.history, set[str]()
+        history, departed = manifest.history, set[str]()
         with suppress(MergestreamError):  # what nothing depends on
-            departed = {source for source, left in recall(snapshot.path).items() if left.options is None}
+            departed = {source for source, left in recall(store).items() if left.options is None}
         names = sorted(Path(source).name for source in departed - {entry.source for entry in history})
         return cls([_added(entry, heard is None or entry.name in heard) for entry in history], names)
 

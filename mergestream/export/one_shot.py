@@ -108,7 +108,7 @@ def merge(
         write_companions(draft, output, opened, card)
         options: Options = {"partial": partial, "ignore": list(ignore), "allow_duplicate": allow_duplicate}
         options["allow_other_base"] = allow_other_base
-        form = Form(dtype=dtype, max_shard_size=max_shard_size)
+        form = Form(dtype=output.dtype, max_shard_size=max_shard_size)
         recipe = _recipe(source, card, result, options, form)
         if approve:
             approve(recipe)

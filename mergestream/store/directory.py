@@ -320,12 +320,13 @@ class StoreDirectory:
                 self._commit(dataclasses.replace(rest, history=(*rest.history[:-1], last)))
             self._settle()
 
-    def verify(self) -> None:
-        """Recompute every digest: the base's, the kept steps' and the heads'; raises at the first fault."""
-        self.retried(self._verify)
+    def verify(self, *, base: bool = True) -> None:
+        """Recompute every digest: the base's, the kept steps' and the heads'; raises at the first fault. Without the
+        ``base`` only those of the store itself."""
+        self.retried(lambda: self._verify(base))
 
-    def _verify(self) -> None:
-        if self.manifest.base.measured:
+    def _verify(self, with_base: bool) -> None:
+        if with_base and self.manifest.base.measured:
             with self.open_base() as base:
                 self.manifest.base.check_digest(base, self.engine, self.progress)
         recall(self.path)

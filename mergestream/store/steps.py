@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from mergestream.store.manifest import Expert
 
 _PLAN, _JOURNAL, DIGESTS = "plan.json", "journal", "digests.json"
+UNFINISHED = _PLAN, _JOURNAL
+"""What a step is resumed with"""
 _UNDO = f"go back to before it with undo, or {BACKUP}"
 _ADD_AGAIN = f"remove the expert and add it once more, or {BACKUP}"
 """What helps where a state is damaged, and where an entry of a ledger is"""
@@ -70,7 +72,7 @@ def is_begun(store: Path, number: int) -> bool:
 
 def tidy(store: Path, number: int) -> None:
     """Remove what a step is resumed with: it is real now."""
-    for path in (step_directory(store, number) / name for name in (_PLAN, _JOURNAL)):
+    for path in (step_directory(store, number) / name for name in UNFINISHED):
         if path.exists():
             path.unlink()
 

@@ -1,0 +1,38 @@
+"""The push command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mergestream.cli.options import argument, switch
+from mergestream.cli.printing import answer, make_progress, say
+
+HELP = "upload a store, or an export, to the Hugging Face hub"
+EXAMPLES = """
+mergestream push store hf://org/name --private
+mergestream push merged hf://org/name
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    place: str = argument(metavar="STORE", help="a store, or a directory that export has written")
+    address: str = argument(metavar="hf://ORG/NAME", help="the repository; it is made where there is none")
+    private: bool = switch("--private", "to a repository that only you and your organisation see")
+
+
+def run(options: Options) -> int:
+    from pathlib import Path
+
+    from mergestream.api import Store
+    from mergestream.hub.models import push_model
+    from mergestream.store.manifest import is_store
+
+    if is_store(Path(options.place)):
+        store = Store(options.place, progress=make_progress())
+        where = store.push(options.address, private=options.private)
+    else:
+        where = push_model(options.place, options.address, private=options.private)
+    answer({"place": options.place, "pushed": where})
+    say(f"{options.place} pushed to {where}")
+    return 0
