@@ -51,5 +51,5 @@ def run(options: Options) -> int:
     experts = [expert.name for expert in made.experts]
     answer({"out": options.out, "method": made.method, "experts": experts, "same": same})
     same_text = ", the same to the last bit" if same else ""
-    say(f"{options.out}: {counted(len(made.experts), 'expert')} merged by {made.method} once more{same_text}")
+    say(f"{options.out}: made again of {counted(len(experts), 'expert')} by {made.method}{same_text}")
     return 0
