@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -10,7 +11,7 @@ from gguf.quants import dequantize, quantize
 
 WIDTH, VOCABULARY = 32, 64
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "ab", *(chr(60 + n) for n in range(VOCABULARY - 4))]
-KINDS = {
+SHAPES = {
     **{"token_embd.weight": (VOCABULARY, WIDTH), "output_norm.weight": (WIDTH,)},
     **{"blk.0.attn_q.weight": (WIDTH, WIDTH), "blk.0.attn_k.weight": (16, WIDTH), "blk.0.attn_v.weight": (16, WIDTH)},
     **{f"blk.0.{name}.weight": (WIDTH, WIDTH) for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")},
@@ -19,16 +20,23 @@ KINDS = {
 
 
 def write_gguf(
-    path: Path, seed: int = 0, *, architecture: str = "llama", kind: str = "Q8_0", without: str = "", **numbers: int
+    path: Path,
+    seed: int = 0,
+    *,
+    architecture: str = "llama",
+    kind: str = "Q8_0",
+    blocks: int = 1,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    header: Mapping[str, int] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Write random weights, matrices as ``kind``; returns what they are dequantised to, by the names in the file.
 
-    Files of different seeds are a little apart. ``numbers`` go into the header.
+    Files of different seeds are a little apart.
     """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(WIDTH)
-    writer.add_block_count(numbers.pop("block_count", 1))
+    writer.add_block_count(blocks)
     writer.add_feed_forward_length(WIDTH)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
@@ -41,17 +49,16 @@ def write_gguf(
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for name, number in numbers.items():
-        writer.add_uint32(name.replace("_", "."), number)
+    for name, number in (header or {}).items():
+        writer.add_uint32(name, number)
     start, drift = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     kept = {}
-    for name, shape in KINDS.items():
+    for name, shape in shapes.items():
         weight = torch.randn(shape, generator=start) + 0.1 * seed * torch.randn(shape, generator=drift)
         stored = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
         data = quantize(weight.numpy(), stored)
         kept[name] = torch.from_numpy(dequantize(data, stored).reshape(shape))
-        if name != without:
-            writer.add_tensor(name, data, raw_dtype=stored)
+        writer.add_tensor(name, data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -105,7 +105,10 @@ class GgufFile(Shard):
                 made["tensors"][name] = torch.from_numpy(numpy.array(found.weights, dtype=numpy.float32))
         whole: Tensor | None = made["tensors"].get(name)
         if whole is None or tuple(whole.shape) != self.tensors[name].shape:
-            raise MergestreamError(f"{self.path} holds {name} in another form than its config says; download it again")
+            raise MergestreamError(
+                f"{self.path} holds {name} in another form than transformers expects by its header; give the model "
+                "that it was made from"
+            )
         return whole
 
     def close(self) -> None:
