@@ -49,6 +49,10 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use: torch takes seconds to load, and ``mergestream --help`` does not need it."""
     if name not in _HOMES:

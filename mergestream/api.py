@@ -12,7 +12,7 @@ from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.experts.opening import ExpertSource
 from mergestream.progress import Progress
 from mergestream.store.directory import StoreDirectory
-from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.manifest import Expert, History, Manifest
 from mergestream.store.records import TensorRecord, tensor_records
 
 if TYPE_CHECKING:
@@ -35,6 +35,17 @@ class Store(StoreDirectory):
     store.export("merged")
     """
 
+    def __repr__(self) -> str:
+        return f"<Store {str(self.path)!r}: {self.manifest.told}, base {self.manifest.base.source!r}>"
+
+    def _repr_html_(self) -> str:
+        return self.history.table(repr(self)[1:-1])
+
+    @property
+    def history(self) -> History:
+        """The absorbed models, in order; ``to_frame()`` makes a data frame of them."""
+        return History(self.manifest.history)
+
     def add(
         self,
         expert: ExpertSource,
@@ -49,6 +60,8 @@ class Store(StoreDirectory):
         log: str | Sequence[str] = (),
     ) -> Expert:
         """Absorb a model as one durable step; if it fails or is interrupted, the store is as before.
+
+        ``expert`` is a path, a hub id, a torch module or a state dict.
 
         The same call resumes one that was interrupted. A model that was absorbed already, or that was not made from the
         base, is refused unless it is allowed. ``gates`` are conditions such as ``kept>=0.6``;

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING
 
 from mergestream.errors import MergestreamWarning
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Advance = Callable[[int], None]
+_REDRAWN = 0.1
+"""Seconds between two looks of a bar in a notebook"""
 
 
 class Progress:
@@ -26,6 +31,43 @@ class Progress:
 
     def note(self, message: str) -> None:
         warnings.warn(message, MergestreamWarning, stacklevel=2)
+
+
+class NotebookProgress(Progress):
+    """Bars below the cell that is running, as long as the work takes; a note is a Python warning."""
+
+    @contextmanager
+    def task(self, description: str, total: int) -> Iterator[Advance]:
+        from IPython.display import display
+
+        label, done, shown_at = one_line(description), 0, time.monotonic()
+
+        def shown() -> dict[str, str]:
+            bar = f'<progress value="{done}" max="{max(total, 1)}"></progress> {escape(label)}'
+            return {"text/html": bar, "text/plain": f"{label}: {done / max(total, 1):.0%}"}
+
+        def advance(amount: int) -> None:
+            nonlocal done, shown_at
+            done += amount
+            if time.monotonic() >= shown_at + _REDRAWN:
+                handle.update(shown(), raw=True)
+                shown_at = time.monotonic()
+
+        handle = display(shown(), raw=True, display_id=True)
+        try:
+            yield advance
+        finally:
+            handle.update({"text/html": "", "text/plain": ""}, raw=True)
+
+
+def usual_progress() -> Progress:
+    """That of who asks for none: bars in a notebook."""
+    return NotebookProgress() if _is_notebook() else Progress()
+
+
+def _is_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython.get_ipython(), "kernel", None) is not None if ipython else False
 
 
 class NoProgress(Progress):

@@ -19,8 +19,9 @@ from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import DamagedError, MergestreamError
-from mergestream.progress import Progress
+from mergestream.progress import Progress, usual_progress
 from mergestream.schema import Magnitude, conform, foreign
+from mergestream.sizes import counted
 
 MAX_ELEMENTS = 2**40
 """Of a tensor that a manifest may speak of: what only passes by as zeros takes time, too"""
@@ -68,6 +69,9 @@ class BaseModel:
     given: str = ""
     """How the user has named it; empty where that is not known"""
 
+    def __repr__(self) -> str:
+        return f"<BaseModel {self.source!r}: {counted(len(self.tensors), 'tensor')}>"
+
     @classmethod
     def examine(
         cls,
@@ -86,7 +90,7 @@ class BaseModel:
             raise MergestreamError(f"{checkpoint.source} has no floating-point tensor to merge")
         measured = dict.fromkeys(parts, Measured("", 0.0))
         if measure:
-            measured = measure_tensors(checkpoint, list(parts), engine or LocalEngine(), progress or Progress())
+            measured = measure_tensors(checkpoint, list(parts), engine or LocalEngine(), progress or usual_progress())
         tensors = {
             name: BaseTensor(info.dtype, info.shape, **vars(parts[name]), **measured[name]._asdict())
             for name, info in checkpoint.tensors.items()

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.base import Checkpoint, describe, shared_views
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def state_dict_of(model: Any) -> Mapping[str, Tensor]:
+    """That of a module; a state dict as it is."""
+    if isinstance(model, Mapping):
+        return model
+    if hasattr(model, "peft_config"):
+        raise UsageError(
+            "a PeftModel is a base and an adapter in one: pass the directory where its save_pretrained has put the "
+            "adapter, or model.merge_and_unload()"
+        )
+    if callable(getattr(model, "state_dict", None)):
+        state: Mapping[str, Tensor] = model.state_dict()
+        return state
+    raise UsageError(
+        f"a model is a path, a hub id org/name, a torch module or a state dict, and not of type {type(model).__name__}"
+    )
 
 
 class MemoryCheckpoint(Checkpoint):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard
 from mergestream.checkpoints.layout import TORCH_SUFFIXES, WEIGHT_SUFFIXES, find_weights, is_index, read_index
@@ -17,15 +17,20 @@ from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 
-def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
-    """Open a directory, a file, a hub id ``org/name[@revision]`` or a state dict, and check its headers."""
-    if isinstance(source, Mapping):
-        from mergestream.checkpoints.memory import MemoryCheckpoint
+Source: TypeAlias = "str | Path | Mapping[str, Tensor] | Module"
+"""What names a model, or is one"""
 
-        return MemoryCheckpoint(source)
-    return open_located(locate(source))
+
+def open_checkpoint(source: Source) -> Checkpoint:
+    """Open a directory, a file, a hub id ``org/name[@revision]``, a state dict or a module, and check its headers."""
+    if isinstance(source, str | Path):
+        return open_located(locate(source))
+    from mergestream.checkpoints.memory import MemoryCheckpoint, state_dict_of
+
+    return MemoryCheckpoint(state_dict_of(source))
 
 
 def open_located(location: Location) -> Checkpoint:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mergestream.cli.options import MethodOptions, RunningOptions, argument, at_least, repeated, switch
 from mergestream.cli.printing import answer, say
-from mergestream.cli.status import method_text, roles_text, status_json
+from mergestream.cli.status import roles_text, status_json
 
 HELP = "make an empty store for a base model"
 EXAMPLES = """
@@ -45,6 +45,6 @@ def run(options: Options) -> int:
         progress=options.make_progress(),
     )
     answer(status_json(store))
-    say(f"{store.path}: {method_text(store)} on {store.manifest.base.source}")
+    say(f"{store.path}: {store.manifest.method_text} on {store.manifest.base.source}")
     say(roles_text(store))
     return 0

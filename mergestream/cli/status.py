@@ -39,7 +39,7 @@ def run(options: Options) -> int:
 
 
 def _print_status(store: Store) -> None:
-    say(f"{store.path}: {counted(store.manifest.step, 'expert')} merged by {method_text(store)}")
+    say(f"{store.path}: {store.manifest.told}")
     say(f"base: {store.manifest.base.source}")
     say(f"tensors: {roles_text(store)}")
     if store.history:
@@ -100,12 +100,6 @@ def roles_text(store: Store) -> str:
 
 def _counts(store: Store) -> Counter[str]:
     return Counter(tensor.role for tensor in store.manifest.base.tensors.values())
-
-
-def method_text(store: Store) -> str:
-    """``opcm(alpha=0.5)``"""
-    parameters = ", ".join(f"{key}={value}" for key, value in store.manifest.parameters.items())
-    return f"{store.manifest.method}({parameters})"
 
 
 def status_json(store: Store) -> dict[str, Any]:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.checkpoints.location import locate
-from mergestream.checkpoints.opening import open_located
+from mergestream.checkpoints.opening import Source, open_located
 from mergestream.experts.adapters import Adapter, find_adapter, open_adapter
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mergestream.base.model import BaseModel
     from mergestream.experts.vector import TaskVector
 
-ExpertSource = str | Path | Mapping[str, "Tensor"]
+ExpertSource = Source
 
 
 def open_expert(source: ExpertSource) -> Checkpoint | Adapter:
-    """Open a directory, a file, a hub id or a state dict; a directory with an adapter's config is an adapter, and so
-    are the weights in it."""
-    if isinstance(source, Mapping):
+    """Open a directory, a file, a hub id, a state dict or a module; a directory with an adapter's config is an
+    adapter, and so are the weights in it."""
+    if not isinstance(source, str | Path):
         return open_checkpoint(source)
     location = locate(source)
     adapter = find_adapter(location)

@@ -25,8 +25,9 @@ from mergestream.export.recipe import BaseSource, ExpertSource, Form, Recipe
 from mergestream.export.source import ExpertsSource
 from mergestream.merging.step import Step, carries_through
 from mergestream.merging.thresholds import find_thresholds
+from mergestream.methods import as_method
 from mergestream.methods.base import Method
-from mergestream.progress import Progress
+from mergestream.progress import Progress, usual_progress
 from mergestream.store.directory import StoreDirectory, expert_name
 from mergestream.store.manifest import Options
 
@@ -42,7 +43,7 @@ def merge(
     base: str | Path,
     experts: Sequence[str | Path],
     out: str | Path,
-    method: Method,
+    method: Method | str | None = None,
     *,
     linear: Sequence[str] = (),
     not_linear: Sequence[str] = (),
@@ -59,7 +60,7 @@ def merge(
     names: Sequence[str] | None = None,
     approve: Callable[[Recipe], None] | None = None,
 ) -> None:
-    """Merge ``experts`` in their order and write the result to ``out``.
+    """Merge ``experts`` in their order by a method, or the one of that name, and write the result to ``out``.
 
     They are called by ``names``, or by the last parts of their paths. ``approve`` may refuse what was made, by raising
     an error, before it takes its place.
@@ -67,10 +68,11 @@ def merge(
     Where the method allows it, each tensor is carried through all models and written straight to the
     output, so that every file is read once; otherwise the models pass through a temporary store.
     """
+    method = as_method(method)
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     output.keep_off(base, *experts)
     engine = engine or LocalEngine(usual_workers(method, len(experts)))
-    progress = progress or Progress()
+    progress = progress or usual_progress()
     if not carries_through(method, len(experts)):
         with output.draft() as draft:
             path = draft.with_name("store")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from mergestream.algebra.lowrank import LowRank
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import TensorSpec, open_checkpoint, torch_dtype
+from mergestream.checkpoints.opening import Source
+from mergestream.display import data_frame, html_table
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import UsageError
 from mergestream.experts.opening import task_vector
@@ -20,8 +22,13 @@ from mergestream.ledger.method import Ledger
 from mergestream.ledger.selection import Selection
 from mergestream.merging.reading import EntriesReading, Reading, StateReading, Voice
 from mergestream.merging.step import Step, Totals, no_state, total
+from mergestream.methods import as_method, method_text
 from mergestream.methods.base import Method
-from mergestream.progress import Progress
+from mergestream.progress import Progress, usual_progress
+from mergestream.sizes import counted
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _HISTORY = "history"
 
@@ -54,27 +61,31 @@ class MemoryState(dict[tuple[str, str], Tensor]):
 
 
 class Merger:
-    """Merges state dicts one by one::
+    """Merges models one by one::
 
-    merger = Merger(base.state_dict())
-    merger.add(expert.state_dict())
+    merger = Merger(base)
+    merger.add(expert)
     base.load_state_dict(merger.state_dict())
     """
 
     def __init__(
         self,
-        base: Mapping[str, Tensor],
-        method: Method | None = None,
+        base: Source,
+        method: Method | str | None = None,
         *,
         workers: int | None = None,
         engine: Engine | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        self.method = method or Ledger()
+        """``base`` is a torch module, a state dict, a path or a hub id; what is in memory is not copied, and must stay
+        as it is. ``method`` is one, such as `OPCM`, or its name (the ledger by default)."""
+        self.method = as_method(method)
         self.history: list[Totals] = []
         self.names: list[str] = []
         self._base = open_checkpoint(base)
         self._model = BaseModel.examine(self._base)
         self._engine = engine or (LocalEngine() if workers is None else LocalEngine(workers))
+        self._progress = progress or usual_progress()
         self._states: list[MemoryState] = []
         """That after the last model, or the entry of every one"""
         self._spare: MemoryState | None = None
@@ -85,7 +96,21 @@ class Merger:
         """The base's names, shapes and types."""
         return self._model.tensors
 
-    def add(self, expert: Mapping[str, Tensor], name: str | None = None, *, ignore: Sequence[str] = ()) -> Totals:
+    def __repr__(self) -> str:
+        experts, method = counted(len(self.names), "expert"), method_text(self.method.name, self.method.parameters)
+        return f"<Merger: {experts} merged by {method}, base of {counted(len(self.tensors), 'tensor')}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, step.norm, f"{step.kept:.1%}") for name, step in zip(self.names, self.history, strict=True)]
+        return html_table(repr(self)[1:-1], ("expert", "‖Δ‖", "kept"), rows)
+
+    def to_frame(self) -> DataFrame:
+        """The history as a data frame: a row for each model, by name."""
+        return data_frame(
+            ({"name": name, **vars(step)} for name, step in zip(self.names, self.history, strict=True)), "name"
+        )
+
+    def add(self, expert: Source, name: str | None = None, *, ignore: Sequence[str] = ()) -> Totals:
         """Absorb the next model, called by its number if it has no name; returns the norms and the scale after it.
 
         ``ignore`` are globs of tensors that are left out, such as the head of a task.
@@ -100,7 +125,11 @@ class Merger:
         before, device = len(self.history), self._engine.device
         step = Step(self.method, [vector], before, read_state, device, experts=[name])
         state, self._spare = MemoryState(step, self._spare), None
-        outcomes = dict(step.run(self._engine, state))
+        outcomes = {}
+        with self._progress.task(f"absorbing {name}", sum(map(vector.numel, vector.names))) as advance:
+            for tensor, outcome in step.run(self._engine, state):
+                outcomes[tensor] = outcome
+                advance(vector.numel(tensor))
         mean_norm = self.history[-1].mean_norm if self.history else 0.0
         totals = total(self.method, step.counts[-1], mean_norm, outcomes.values())
         if self.method.remembers_experts:
@@ -191,4 +220,4 @@ class Merger:
             if name in weights
         ]
         reading = EntriesReading(self._model, self.method, readout, voices, self._engine.device)
-        return reading.balanced(self._engine, Progress()) if selection.balance else reading
+        return reading.balanced(self._engine, self._progress) if selection.balance else reading

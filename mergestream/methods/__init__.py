@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mergestream.errors import UsageError
 from mergestream.registry import Registry
 
 if TYPE_CHECKING:
@@ -47,6 +48,25 @@ def make_method(name: str, parameters: Mapping[str, Any] | None = None) -> Metho
 
     method = METHODS.choose(name)
     return method(**parse_parameters(method, parameters or {}))
+
+
+def as_method(given: Method | str | None) -> Method:
+    """The method that a Python user means: one that was made, or its name; by default the ledger."""
+    from mergestream.methods.base import Method
+
+    if isinstance(given, Method):
+        return given
+    if given is None or isinstance(given, str):
+        return make_method(given or "ledger")
+    raise UsageError(
+        f"method={given!r} is none: pass a name such as 'opcm', or a method with its parameters such as "
+        "mergestream.OPCM(alpha=0.4)"
+    )
+
+
+def method_text(name: str, parameters: Mapping[str, Any]) -> str:
+    """``opcm(alpha=0.5)``"""
+    return f"{name}({', '.join(f'{key}={value}' for key, value in parameters.items())})"
 
 
 def register_method(method: type[Method]) -> type[Method]:

@@ -9,11 +9,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of, natural
+from mergestream.display import matrix_frame
 from mergestream.experts.sketch import WIDTH, cosines, error_of
+from mergestream.sizes import counted
 from mergestream.store.collisions import largest_other
 from mergestream.store.records import read_sketch, tensor_records
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from mergestream.store import StoreDirectory
     from mergestream.store.snapshot import Snapshot
 
@@ -53,6 +57,13 @@ class Similarity:
     """None where an expert has no sketch or did not move at all"""
     standard_error: float = error_of(WIDTH)
     """Of a cosine near zero; those of similar experts are better known"""
+
+    def __repr__(self) -> str:
+        return f"<Similarity: cosines of {counted(len(self.experts), 'expert')}>"
+
+    def to_frame(self) -> DataFrame:
+        """Expert × expert."""
+        return matrix_frame(self.experts, self.experts, self.cosines)
 
     @cached_property
     def nearest(self) -> tuple[tuple[float, int] | None, ...]:
@@ -94,6 +105,13 @@ class Survival:
     """The share of ‖Δ‖² that entered the state, or that the entry in a ledger holds now, expert × part"""
     protected: tuple[tuple[float | None, ...], ...]
     """q, expert × part; for a layer the mean over its projected weights; None where nothing is projected"""
+
+    def __repr__(self) -> str:
+        return f"<Survival: what was kept of {counted(len(self.experts), 'expert')} in {len(self.parts)} parts>"
+
+    def to_frame(self) -> DataFrame:
+        """The share that was kept, expert × part."""
+        return matrix_frame(self.experts, self.parts, self.kept)
 
     @cached_property
     def projected(self) -> tuple[bool, ...]:

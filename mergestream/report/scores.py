@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from mergestream.digest import json_digest
+from mergestream.display import matrix_frame
 from mergestream.errors import MergestreamError
 from mergestream.files import cannot_write, put_text, sync_directory, to_json
 from mergestream.report.metrics import average_accuracy, backward_transfer
@@ -16,6 +17,8 @@ from mergestream.schema import conform, damaged, foreign, parse, read_text
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from mergestream.store import Expert, StoreDirectory
 
 NAME = "scores.json"
@@ -51,6 +54,12 @@ class Scores:
     """The base model's own"""
     experts: tuple[float | None, ...] | None = None
     """Each expert's, on its own task"""
+
+    def to_frame(self) -> DataFrame:
+        """Step × task; the base is step 0, where it was scored."""
+        base = {0: self.base} if self.base else {}
+        rows = base | dict(enumerate(self.matrix, 1))
+        return matrix_frame(list(rows), self.tasks, list(rows.values())).rename_axis("step")
 
     @classmethod
     def of(

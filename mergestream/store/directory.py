@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,8 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.opening import ExpertSource
 from mergestream.files import BESIDE, directories_made, on_disk, remove, remove_all_but, sync_directory
 from mergestream.interrupts import uninterrupted
-from mergestream.progress import Progress
+from mergestream.methods import as_method
+from mergestream.progress import Progress, usual_progress
 from mergestream.sizes import counted
 from mergestream.store.lock import NAME as LOCK
 from mergestream.store.lock import writer_lock
@@ -59,14 +60,14 @@ class StoreDirectory:
         self._moved: BaseModel | None = None
         self.manifest = manifest or self._load()
         self.engine: Engine = engine or LocalEngine()
-        self.progress = progress or Progress()
+        self.progress = progress or usual_progress()
 
     @classmethod
     def create(
         cls,
         path: str | Path,
         base: ExpertSource,
-        method: Method | None = None,
+        method: Method | str | None = None,
         *,
         linear: Sequence[str] = (),
         not_linear: Sequence[str] = (),
@@ -77,7 +78,7 @@ class StoreDirectory:
         engine: Engine | None = None,
         progress: Progress | None = None,
     ) -> Self:
-        """Make an empty store for a base model.
+        """Make an empty store for a base model; ``method`` is one, such as `OPCM`, or its name (the ledger by default).
 
         ``linear``, ``not_linear`` and ``heads`` are globs over tensor names: which weights are (not)
         to be projected, and which tensors stay with each expert. ``keep`` is how many earlier steps
@@ -85,10 +86,8 @@ class StoreDirectory:
         without it nothing is cut off. With ``config_only`` the base's weights are neither fetched nor read
         before a full export or a full checkpoint needs them; so it is for a base that has no weights.
         """
-        from mergestream.ledger.method import Ledger
-
-        path, method = on_disk(path), method or Ledger()
-        if isinstance(base, Mapping):
+        path, method = on_disk(path), as_method(method)
+        if not isinstance(base, str | Path):
             raise UsageError("a store refers to its base by path or hub id: save the base first, or use a Merger")
         _check_free(path)
         _check_keep(keep)

@@ -69,6 +69,10 @@ class Inspection:
     collisions: Collisions | None = None
     """Of a ledger, after adding it: the last of the experts is the new one"""
 
+    def __repr__(self) -> str:
+        kept = "held" if self.collisions else "kept"
+        return f"<Inspection of {self.source!r}: step {self.step}, ‖Δ‖ {self.norm:.4g}, {kept} {self.kept:.1%}>"
+
     @classmethod
     def of(cls, arrival: Arrival, seconds: float, collisions: Collisions | None = None) -> Inspection:
         """The facts of an arrival that was absorbed without being written, in so many seconds."""

@@ -13,14 +13,18 @@ from mergestream.base.model import BaseModel
 from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
+from mergestream.display import data_frame, html_table
 from mergestream.errors import MergestreamError, nearest
 from mergestream.files import cannot_write, put_text, read_json, to_json
 from mergestream.ledger.room import sharing
+from mergestream.methods import method_text
 from mergestream.methods.scale import inverse, scale_value
 from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, conform, foreign, parse, read_text
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from mergestream.methods.base import Method
 
 FORMAT = 3
@@ -108,6 +112,43 @@ class Expert:
         """1/scale, which of OPCM is λ_t"""
         return inverse(self.scale)
 
+    @property
+    def score(self) -> float | None:
+        """By the command that evaluated it, if there was one."""
+        return self.evaluation["score"] if self.evaluation else None
+
+    def __repr__(self) -> str:
+        kept = "held" if self.cut else "kept"
+        return f"<Expert {self.name!r}: ‖Δ‖ {self.norm:.4g}, {kept} {self.kept:.1%}, added {self.added}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self)[1:-1], ("", ""), list(vars(self).items()))
+
+
+class History(tuple[Expert, ...]):
+    """The absorbed models, in order."""
+
+    __slots__ = ()
+
+    def to_frame(self) -> DataFrame:
+        """A row for each, by name, with its numbers and when it came."""
+        frame = data_frame(({column: getattr(entry, column) for column in _COLUMNS} for entry in self), "name")
+        return frame.assign(added=frame["added"].astype("datetime64[ns, UTC]")) if len(frame) else frame
+
+    def _repr_html_(self) -> str:
+        return self.table(counted(len(self), "expert"))
+
+    def table(self, caption: str) -> str:
+        """For a notebook."""
+        rows = [(e.name, e.norm, f"{e.kept:.1%}", e.added, e.source) for e in self]
+        return html_table(caption, ("expert", "‖Δ‖", "held" if self and self[0].cut else "kept", "added", "from"), rows)
+
+
+_COLUMNS = (
+    *("name", "added", "norm", "kept", "scale", "mean_norm", "distance", "score", "rank", "lost", "seconds"),
+    *("source", "digest"),
+)
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -120,6 +161,19 @@ class Manifest:
     max_rank: Number | None = None
     """The largest rank of what is kept in factors"""
     history: tuple[Expert, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Manifest: {self.told}, base {self.base.source!r}>"
+
+    @property
+    def told(self) -> str:
+        """``3 experts merged by opcm(alpha=0.5)``"""
+        return f"{counted(self.step, 'expert')} merged by {self.method_text}"
+
+    @property
+    def method_text(self) -> str:
+        """``opcm(alpha=0.5)``"""
+        return method_text(self.method, self.parameters)
 
     @property
     def step(self) -> int:

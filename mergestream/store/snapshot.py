@@ -36,6 +36,9 @@ class Snapshot:
     readers: Mapping[int, StepReader]
     """By the number of the expert: the state after the last, or the entry of every one"""
 
+    def __repr__(self) -> str:
+        return f"<Snapshot of {str(self.path)!r} at step {self.manifest.step}: {self.manifest.told}>"
+
     @classmethod
     def open(cls, path: Path, manifest: Manifest) -> Snapshot:
         entries = manifest.readable

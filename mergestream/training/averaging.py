@@ -17,6 +17,7 @@ from mergestream.files import BESIDE, cannot_write
 from mergestream.merging.merger import Merger
 from mergestream.methods.base import Method
 from mergestream.methods.ema import EMA
+from mergestream.progress import NoProgress
 from mergestream.training.weights import tensors, trained, unwrapped
 
 _ABOUT = "mergestream.averaging"
@@ -79,7 +80,7 @@ class Averaging:
             raise UsageError("the model holds its average now; update it after `swap` has put the weights back")
         weights = trained(self.model)
         if self.merger is None:
-            self.merger = Merger(_copied(weights), self.method, workers=self._workers)
+            self.merger = Merger(_copied(weights), self.method, workers=self._workers, progress=NoProgress())
         elif changed := weights.keys() ^ set(self.merger.tensors):
             raise UsageError(
                 f"{min(changed)} is trained now and was not at the first update, or the other way round; begin to "

@@ -1,0 +1,151 @@
+"""The store as Python users meet it: what it says of itself, what it takes, and what it gives as data frames."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import mergestream
+from mergestream import Merger, MergestreamError, Store
+from mergestream.errors import UsageError
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def small(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+
+
+def tuned(base: nn.Module, seed: int) -> nn.Module:
+    model = small(seed)
+    model.load_state_dict(
+        {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in base.state_dict().items()}
+    )
+    return model
+
+
+@pytest.fixture
+def base() -> nn.Module:
+    return small()
+
+
+@pytest.fixture
+def store(tmp_path: Path, base: nn.Module) -> Store:
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    return Store.create(tmp_path / "store", base=tmp_path / "base.safetensors", method="opcm")
+
+
+def test_the_public_names_are_shown():
+    assert {"Store", "Merger", "merge", "OPCM", "MergestreamError"} <= set(dir(mergestream))
+    assert "import_module" not in dir(mergestream) and set(dir(mergestream)) == set(mergestream.__all__)
+    for name in dir(mergestream):
+        getattr(mergestream, name)
+
+
+def test_a_method_is_chosen_by_its_name(store: Store, base: nn.Module) -> None:
+    assert store.method == mergestream.OPCM() and Merger(base, "average").method == mergestream.Average()
+    assert Merger(base, mergestream.TIES(density=0.3)).method.parameters["density"] == 0.3
+    assert Merger(base).method == mergestream.Ledger()
+    with pytest.raises(UsageError, match="did you mean opcm"):
+        Merger(base, "opmc")
+    for wrong in (3, mergestream.OPCM):
+        with pytest.raises(UsageError, match=r"pass a name such as 'opcm', or a method .*OPCM\(alpha=0.4\)"):
+            Merger(base, wrong)
+
+
+def test_modules_state_dicts_and_paths_are_the_same(store: Store, base: nn.Module, tmp_path: Path) -> None:
+    expert = tuned(base, 1)
+    save_file(expert.state_dict(), tmp_path / "expert.safetensors")
+    digests = set()
+    for source in (expert, expert.state_dict(), tmp_path / "expert.safetensors", str(tmp_path / "expert.safetensors")):
+        digests.add(store.add(source, name="expert").digest)
+        store.undo()
+    assert len(digests) == 1
+    mergers = [Merger(source, "average") for source in (base, base.state_dict(), tmp_path / "base.safetensors")]
+    merged = []
+    for merger, source in zip(mergers, (expert, expert.state_dict(), tmp_path / "expert.safetensors"), strict=True):
+        merger.add(source)
+        merged.append(merger.state_dict())
+    for name, tensor in merged[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in merged[1:])
+
+
+def test_what_is_no_model_is_told_what_one_is(store: Store, base: nn.Module, tmp_path: Path) -> None:
+    for wrong in (3, None, [base], object()):
+        with pytest.raises(UsageError, match="a path, a hub id org/name, a torch module or a state dict, and not"):
+            store.add(wrong)
+    with pytest.raises(UsageError, match="save the base first, or use a Merger"):
+        Store.create(tmp_path / "other", base=base)
+    assert not (tmp_path / "other").exists() and not store.history
+
+
+def test_a_peft_model_is_told_what_to_pass(base: nn.Module) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tuned(base, 1), peft.LoraConfig(target_modules=["0", "1"], r=2))
+    merger = Merger(base, "average")
+    with pytest.raises(UsageError, match=r"save_pretrained .* or model.merge_and_unload\(\)"):
+        merger.add(model)
+    merger.add(model.merge_and_unload())
+
+
+def test_everything_says_what_it_is_on_one_short_line(store: Store, base: nn.Module) -> None:
+    assert repr(store) == (
+        f"<Store '{store.path}': 0 experts merged by opcm(alpha=0.5, projection=reference, scaling=adaptive), "
+        f"base '{store.manifest.base.source}'>"
+    )
+    entry = store.add(tuned(base, 1), name="legal")
+    assert "1 expert merged" in repr(store) and repr(entry).startswith("<Expert 'legal': ‖Δ‖ ")
+    merger = Merger(base, "average")
+    merger.add(tuned(base, 1))
+    assert repr(merger) == "<Merger: 1 expert merged by average(), base of 4 tensors>"
+    with store.snapshot() as snapshot:
+        assert repr(snapshot).startswith(f"<Snapshot of '{store.path}' at step 1: 1 expert")
+    for shown in (store.manifest, store.manifest.base, store.inspect(tuned(base, 2)), store.similarity()):
+        assert repr(shown).startswith(f"<{type(shown).__name__}") and len(repr(shown)) < 400
+        assert "\n" not in repr(shown)
+
+
+def test_notebooks_get_tables_in_which_names_are_no_markup(store: Store, base: nn.Module) -> None:
+    assert "<table>" not in store._repr_html_()
+    entry = store.add(tuned(base, 1), name=HOSTILE)
+    merger = Merger(base)
+    merger.add(tuned(base, 1), name=HOSTILE)
+    for shown in (store, store.history, entry, merger):
+        html = shown._repr_html_()
+        assert html.count("<table>") == 1 and "<script>" not in html and "&lt;script&gt;" in html
+
+
+def test_of_many_experts_the_last_are_shown(base: nn.Module) -> None:
+    merger = Merger(base, "average")
+    for _ in range(60):
+        merger.add(base)
+    assert merger._repr_html_().count("<tr>") == 51 and "the last 50 of 60" in merger._repr_html_()
+
+
+def test_histories_are_data_frames(store: Store, base: nn.Module) -> None:
+    assert len(store.history.to_frame()) == 0
+    for number, name in enumerate(("legal", "medical"), 1):
+        store.add(tuned(base, number), name=name)
+    frame = store.history.to_frame()
+    assert list(frame.index) == ["legal", "medical"] and frame["norm"]["legal"] == store.history[0].norm
+    assert str(frame["added"].dtype).startswith("datetime64") and frame["kept"].between(0, 1).all()
+    similarity, survival = store.similarity().to_frame(), store.survival().to_frame()
+    assert similarity.loc["legal", "medical"] == similarity.loc["medical", "legal"]
+    assert list(survival.columns) == sorted(base.state_dict()) and survival.loc["legal"].eq(1).all()
+    scores = store.attach_scores(["legal", "medical"], [[0.5, None], [0.6, 0.7]], base=[0.1, 0.2]).to_frame()
+    assert list(scores.index) == [0, 1, 2] and scores.loc[2, "medical"] == 0.7 and scores["medical"].isna()[1]
+    merger = Merger(base)
+    merger.add(tuned(base, 1), name="legal")
+    assert merger.to_frame().loc["legal", "norm"] == pytest.approx(frame["norm"]["legal"])
+
+
+def test_without_pandas_the_extra_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MergestreamError, match=r"pip install 'mergestream\[pandas\]'"):
+        store.history.to_frame()

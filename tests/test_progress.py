@@ -1,0 +1,43 @@
+"""Progress in a real kernel: bars without being asked, and tables for what the last line of a cell is."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import save_file
+
+from mergestream.progress import NotebookProgress, Progress, usual_progress
+from tests.conftest import Toys, toy_base
+
+
+def test_outside_of_notebooks_nothing_is_shown():
+    assert type(usual_progress()) is Progress
+
+
+@pytest.mark.slow
+def test_a_kernel_shows_bars_and_tables(tmp_path, toys: Toys) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    save_file(toy_base(), tmp_path / "base.safetensors")
+    cells = [
+        "import mergestream\n"
+        "from mergestream.progress import usual_progress\n"
+        "store = mergestream.Store.create('store', base='base.safetensors')",
+        f"store.add({str(toys.experts[0])!r}, name='legal')\nstore",
+        "print(type(usual_progress()).__name__)",
+        "with usual_progress().task('working <b>', 10) as advance:\n    advance(4)\n    raise KeyError('stop')",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    seen: list[str] = []
+
+    class Client(nbclient.NotebookClient):
+        def process_message(self, msg, cell, cell_index):
+            content = msg["content"]
+            seen.append(content.get("data", {}).get("text/html", ""))
+            return super().process_message(msg, cell, cell_index)
+
+    Client(notebook, resources={"metadata": {"path": tmp_path}}, allow_errors=True, timeout=120).execute()
+    added, kind, failed = (cell["outputs"] for cell in notebook.cells[1:])
+    assert any("reading the base" in html and "<progress" in html for html in seen)
+    assert any("absorbing expert-1" in html for html in seen) and any("working &lt;b&gt;" in html for html in seen)
+    assert "<progress" not in str(notebook), "a bar goes when the work is done, or has failed"
+    assert "1 expert merged by ledger" in added[-1]["data"]["text/html"] and "legal" in added[-1]["data"]["text/html"]
+    assert kind[0]["text"].strip() == NotebookProgress.__name__ and failed[-1]["ename"] == "KeyError"
