@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,3 +36,20 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "docs/digits.ipynb", as_version=4)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+
+def test_the_tour_in_python_runs(tmp_path, monkeypatch):
+    """Every block in turn; a line that ends in a comment <…> shows what its value says of itself, … for anything."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    page = (ROOT / "docs/python.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    shown = 0
+    with warnings.catch_warnings():
+        for block in blocks:
+            exec(block, names)
+            for line, told in re.findall(r"^(\w+)  # (<.*>)$", block, re.MULTILINE):
+                assert re.fullmatch(re.escape(told).replace("…", ".*"), repr(names[line]))
+                shown += 1
+    assert len(blocks) > 8 and shown == 2
+    assert {path.name for path in tmp_path.iterdir()} >= {"store", "merged", "legal-again", "both"}
