@@ -14,6 +14,7 @@ from mergestream.checkpoints.strangers import METADATA, no_weights, what_file
 from mergestream.errors import MergestreamError
 from mergestream.escaping import is_text
 from mergestream.files import read_json
+from mergestream.sizes import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +98,7 @@ def _check_index(index: Path, weight_map: Mapping[str, str], shards: list[Shard]
     for shard, infos in tensors.items():
         if extra := [tensor for tensor in infos if weight_map.get(tensor) != shard]:
             raise MergestreamError(
-                f"{index.parent / shard} holds {len(extra)} tensors that {index.name} does not list there "
+                f"{index.parent / shard} holds {counted(len(extra), 'tensor')} that {index.name} does not list there "
                 f"({', '.join(map(repr, extra[:3]))}{', …' if len(extra) > 3 else ''}); "
                 "the index and the shards are not of one checkpoint"
             )

@@ -13,6 +13,7 @@ from mergestream.escaping import code, markdown_text, one_line
 from mergestream.export.history import History
 from mergestream.merging.reading import EntriesReading, Reading, StateReading
 from mergestream.methods.scale import told_scale
+from mergestream.sizes import counted
 
 if TYPE_CHECKING:
     from mergestream.store.manifest import Expert
@@ -92,7 +93,7 @@ def model_card(
         *origin,
         "---",
         "",
-        f"# {counted(len(facts.experts))} merged with {markdown_text(facts.method)}",
+        f"# {counted(len(facts.experts), 'model')} merged with {markdown_text(facts.method)}",
         "",
         f"Merged one by one by mergestream {__version__}, without data or training.",
         "",
@@ -113,10 +114,6 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
-
-
-def counted(models: int) -> str:
-    return "1 model" if models == 1 else f"{models} models"
 
 
 def _kept_by(facts: CardFacts) -> str:
