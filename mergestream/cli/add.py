@@ -43,32 +43,28 @@ class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
 
 
 def run(options: Options) -> int:
+    told: list[dict[str, Any]] = []
+    answer(told)  # now: those before a failing one are committed
     if options.name is not None and len(options.experts) > 1:
         raise UsageError("--name is for one expert, and several were given")
     store = options.open_store()
-    if options.dry_run:
-        _inspect(store, options)
-    else:
-        _absorb(store, options)
+    for expert in options.experts:
+        told.append(
+            with_notes(_inspect(store, expert, options) if options.dry_run else _absorb(store, expert, options))
+        )
     return 0
 
 
-def _inspect(store: Store, options: Options) -> None:
-    inspected: list[dict[str, Any]] = []
-    answer(inspected)
-    for expert in options.experts:
-        inspection = store.inspect(expert, partial=options.partial, ignore=options.ignore)
-        inspected.append(with_notes(inspection.to_json()))
-        print_inspection(inspection)
+def _inspect(store: Store, expert: str, options: Options) -> dict[str, Any]:
+    inspection = store.inspect(expert, partial=options.partial, ignore=options.ignore)
+    print_inspection(inspection)
+    return inspection.to_json()
 
 
-def _absorb(store: Store, options: Options) -> None:
-    absorbed: list[dict[str, Any]] = []
-    answer(absorbed)  # now: those before a failing one are committed
-    for expert in options.experts:
-        entry = store.add(expert, options.name, **options.adding, log=options.log)
-        absorbed.append(with_notes(entry_json(entry)))
-        print_step(store, entry)
+def _absorb(store: Store, expert: str, options: Options) -> dict[str, Any]:
+    entry = store.add(expert, options.name, **options.adding, log=options.log)
+    print_step(store, entry)
+    return entry_json(entry)
 
 
 def print_step(store: Store, entry: Expert) -> None:

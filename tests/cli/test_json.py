@@ -88,6 +88,11 @@ def test_a_refused_gate_gives_its_reasons(store: Path, toys: Toys, told, mergest
     assert [f"error: {reason}" for reason in refused["reasons"]] == mergestream(*words, "--json").err.splitlines()
 
 
+def test_what_add_says_is_a_list_also_where_there_is_no_store(toys: Toys, tmp_path: Path, told) -> None:
+    code, (failed,) = told("add", tmp_path / "nowhere", toys.experts[0])
+    assert code == 1 and "nowhere" in failed["error"]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
