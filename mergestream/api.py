@@ -12,7 +12,8 @@ from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.experts.opening import ExpertSource
 from mergestream.progress import Progress
 from mergestream.store.directory import StoreDirectory
-from mergestream.store.manifest import Expert, History, Manifest
+from mergestream.store.history import History
+from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import TensorRecord, tensor_records
 
 if TYPE_CHECKING:

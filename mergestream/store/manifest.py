@@ -13,7 +13,7 @@ from mergestream.base.model import BaseModel
 from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
-from mergestream.display import data_frame, html_table
+from mergestream.display import html_table
 from mergestream.errors import MergestreamError, nearest
 from mergestream.files import cannot_write, put_text, read_json, to_json
 from mergestream.ledger.room import sharing
@@ -23,8 +23,6 @@ from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, 
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
-
     from mergestream.methods.base import Method
 
 FORMAT = 3
@@ -123,31 +121,6 @@ class Expert:
 
     def _repr_html_(self) -> str:
         return html_table(repr(self)[1:-1], ("", ""), list(vars(self).items()))
-
-
-class History(tuple[Expert, ...]):
-    """The absorbed models, in order."""
-
-    __slots__ = ()
-
-    def to_frame(self) -> DataFrame:
-        """A row for each, by name, with its numbers and when it came."""
-        frame = data_frame(({column: getattr(entry, column) for column in _COLUMNS} for entry in self), "name")
-        return frame.assign(added=frame["added"].astype("datetime64[ns, UTC]")) if len(frame) else frame
-
-    def _repr_html_(self) -> str:
-        return self.table(counted(len(self), "expert"))
-
-    def table(self, caption: str) -> str:
-        """For a notebook."""
-        rows = [(e.name, e.norm, f"{e.kept:.1%}", e.added, e.source) for e in self]
-        return html_table(caption, ("expert", "‖Δ‖", "held" if self and self[0].cut else "kept", "added", "from"), rows)
-
-
-_COLUMNS = (
-    *("name", "added", "norm", "kept", "scale", "mean_norm", "distance", "score", "rank", "lost", "seconds"),
-    *("source", "digest"),
-)
 
 
 @dataclass(frozen=True)
