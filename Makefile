@@ -7,7 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test docs torture browser lint bench bench-quick peers wheel clean
+.PHONY: demo test docs torture browser lint bench bench-quick peers package clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -52,8 +52,12 @@ bench: .venv/installed .venv-peers/installed
 bench-quick: .venv/installed .venv-peers/installed
 	$(BIN)/python -m benchmarks --quick
 
-wheel: .venv/installed
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+# What is published: built as an index would have it, and looked over.
+package: .venv/installed
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist . > /dev/null
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist
 
 clean:
 	rm -rf .venv .venv-peers build dist *.egg-info
