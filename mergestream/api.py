@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from mergestream.engine import Engine
+    from mergestream.experts.vocabulary import Vocab
     from mergestream.export.directory import Output
     from mergestream.export.model import Illustrate
     from mergestream.export.peft import Energy
@@ -54,6 +55,7 @@ class Store(StoreDirectory):
         *,
         partial: bool = False,
         ignore: Sequence[str] = (),
+        vocab: Vocab | None = None,
         allow_duplicate: bool = False,
         allow_other_base: bool = False,
         gates: Sequence[str] = (),
@@ -65,7 +67,8 @@ class Store(StoreDirectory):
         ``expert`` is a path, a hub id, a torch module or a state dict.
 
         The same call resumes one that was interrupted. A model that was absorbed already, or that was not made from the
-        base, is refused unless it is allowed. ``gates`` are conditions such as ``kept>=0.6``;
+        base, is refused unless it is allowed. ``vocab`` says what becomes of tokens that the base has not (``base``,
+        ``union`` or ``grow``: docs/vocabulary.md). ``gates`` are conditions such as ``kept>=0.6``;
         ``evaluate`` is a command that is run on the merged model before it counts, with ``{model}`` for its
         directory; the last number that it prints is ``score``, or the mean of what it writes to ``{scores}``.
         ``log`` sends the numbers of the step to ``wandb``, ``mlflow``, ``tensorboard`` or ``jsonl``, perhaps with a
@@ -82,6 +85,7 @@ class Store(StoreDirectory):
             ignore,
             allow_duplicate,
             allow_other_base,
+            vocab=vocab,
             measure_distance=gatekeeper.asks_for("distance"),
             review=gatekeeper.review,
         )

@@ -56,7 +56,7 @@ def run(options: Options) -> int:
 
 
 def _inspect(store: Store, expert: str, options: Options) -> dict[str, Any]:
-    inspection = store.inspect(expert, partial=options.partial, ignore=options.ignore)
+    inspection = store.inspect(expert, **options.reading)
     print_inspection(inspection)
     return inspection.to_json()
 

@@ -33,7 +33,7 @@ class Options(WorkingStoreOptions, ComputingOptions, ExpertOptions):
 
 
 def run(options: Options) -> int:
-    inspection = options.open_store().inspect(options.expert, partial=options.partial, ignore=options.ignore)
+    inspection = options.open_store().inspect(options.expert, **options.reading)
     answer(inspection.to_json())
     print_inspection(inspection)
     return 0

@@ -50,6 +50,7 @@ def run(options: Options) -> int:
         not_linear=options.not_linear,
         partial=options.partial,
         ignore=options.ignore,
+        vocab=options.vocab,
         allow_duplicate=options.allow_duplicate,
         allow_other_base=options.allow_other_base,
         dtype=options.dtype,

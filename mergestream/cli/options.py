@@ -20,6 +20,7 @@ from mergestream.sizes import counted, parse_size
 if TYPE_CHECKING:
     from mergestream.api import Store
     from mergestream.engine import Engine
+    from mergestream.experts.vocabulary import Vocab
     from mergestream.methods.base import Method
     from mergestream.progress import Progress
 
@@ -194,6 +195,16 @@ class ExpertOptions:
 
     partial: bool = switch("--partial", "tensors missing from an expert count as unchanged")
     ignore: list[str] = repeated("--ignore", "GLOB", "leave these tensors out")
+    vocab: Vocab | None = argument(
+        "--vocab",
+        choices=("base", "union", "grow"),
+        help="tokens that the base has not: left out, kept with the expert, or added to the merged model",
+    )
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The arguments of ``Store.inspect``."""
+        return {"partial": self.partial, "ignore": self.ignore, "vocab": self.vocab}
 
 
 @dataclass(frozen=True)
@@ -232,8 +243,7 @@ class GatedOptions(AddingOptions):
     def adding(self) -> dict[str, Any]:
         """The arguments of ``Store.add`` that decide what becomes of an expert."""
         return {
-            "partial": self.partial,
-            "ignore": self.ignore,
+            **self.reading,
             "allow_duplicate": self.allow_duplicate,
             "allow_other_base": self.allow_other_base,
             "gates": self.gate,

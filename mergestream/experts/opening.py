@@ -14,6 +14,7 @@ from mergestream.experts.adapters import Adapter, find_adapter, open_adapter
 if TYPE_CHECKING:
     from mergestream.base.model import BaseModel
     from mergestream.experts.vector import TaskVector
+    from mergestream.experts.vocabulary import Vocab
 
 ExpertSource = Source
 
@@ -35,6 +36,7 @@ def task_vector(
     *,
     partial: bool = False,
     ignore: Sequence[str] = (),
+    vocab: Vocab | None = None,
 ) -> TaskVector:
     """The expert's difference from the base, checked against the base's headers, under the base's names."""
     from mergestream.experts.adapters.vector import AdapterVector
@@ -42,6 +44,6 @@ def task_vector(
     from mergestream.experts.vector import TaskVector
 
     if isinstance(expert, Adapter):
-        return AdapterVector(model, base, expert, ignore=ignore)
+        return AdapterVector(model, base, expert, ignore=ignore, vocab=vocab)
     expert, prefix = under_base_names(model, expert, ignore)
-    return TaskVector(model, base, expert, partial=partial, ignore=ignore, prefix=prefix)
+    return TaskVector(model, base, expert, partial=partial, ignore=ignore, prefix=prefix, vocab=vocab)

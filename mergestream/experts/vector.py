@@ -15,6 +15,7 @@ from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.prefix import NEARLY_ALL, Prefix, globs_of
+from mergestream.experts.vocabulary import ROWS, FittedCheckpoint, Vocab, fit
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from mergestream.algebra.lowrank import LowRank
     from mergestream.experts.adapters.config import Told
 
-Fate = Literal["merged", "copied", "head", "tied", "unchanged", "ignored"]
-"""What happens to a tensor; ``unchanged`` ones are missing from the expert."""
+Fate = Literal["merged", "copied", "head", "tokens", "tied", "unchanged", "ignored"]
+"""What happens to a tensor; ``unchanged`` ones are missing from the expert, ``tokens`` are rows that it alone has."""
 MOST_GLOBS = 6
 """That an error has for the user to type"""
 
@@ -65,15 +66,19 @@ class TaskVector:
         partial: bool = False,
         ignore: Sequence[str] = (),
         prefix: Prefix | None = None,
+        vocab: Vocab | None = None,
     ) -> None:
         """``prefix`` is what the expert's own names differ by; here it has the base's."""
         self.model = model
         self.prefix = prefix or Prefix()
         self.base = base
-        self.expert = expert
-        self.fates = account(model, expert, partial=partial, ignore=ignore)
+        self.expert, self.tokens, told = fit(model, base, expert, vocab, (*ignore, *self.in_factors))
+        self.notes = (*((self.renaming,) if self.renaming else ()), *told)
+        """What is to be told of the expert, in sentences"""
+        self.fates = account(model, self.expert, partial=partial, ignore=ignore)
         self.names = model.merged
-        self.heads = tuple(name for name in expert.tensors if self.fates.get(name) == "head")
+        self.heads = tuple(name for name in self.expert.tensors if self.fates.get(name) in ("head", "tokens"))
+        """What stays with the expert"""
         self.digests: dict[str, str] = {}
         """Digests of the expert's tensors that have been read to their end."""
         self.norm2: dict[str, float] = {}
@@ -83,6 +88,11 @@ class TaskVector:
     def renaming(self) -> str | None:
         """A sentence about the expert's names, where they are not the base's."""
         return f"{self.expert.source}: {self.prefix}" if self.prefix else None
+
+    @property
+    def in_factors(self) -> Collection[str]:
+        """The tensors whose Δ comes in factors."""
+        return ()
 
     def numel(self, name: str) -> int:
         return self.model.tensors[name].numel
@@ -234,6 +244,8 @@ def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequ
             continue
         if name in ignored:
             fates[name] = "ignored"
+        elif name.startswith(ROWS) and isinstance(expert, FittedCheckpoint):
+            fates[name] = "tokens"
         elif model.is_head(name):
             fates[name] = "head"
         elif name in aliases:
@@ -261,9 +273,8 @@ def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequ
 def _check_form(model: BaseModel, expert: Checkpoint, name: str, canonical: str) -> None:
     ours, theirs, stored = model.tensors[canonical], expert.tensors[name], expert.stored_name(name)
     if theirs.shape != ours.shape:
-        grown = ours.role == "embedding" and len(ours.shape) == 2 and theirs.shape[1:] == ours.shape[1:]
-        reason = "its vocabulary differs from the base's: " if grown else ""
-        if theirs.shape[1:] == ours.shape[1:] and not grown:
+        reason = ""
+        if theirs.shape[1:] == ours.shape[1:]:
             others = [other for other in model.tensors if layer_of(other) != layer_of(name)]
             reason = f"{_as_heads([name], others)}; else "
         raise MergestreamError(

@@ -125,6 +125,8 @@ class _Content:
             experts = tuple(snapshot.manifest.expert(voice.name) for voice in reading.voices)
         told, notes = agreement(snapshot, experts)
         notes += refusals(adapter_config(list(modules.values()), whole, told))
+        if speaking := [expert.name for expert in experts if snapshot.tokens(expert)]:
+            notes.append(f"an adapter has no place for the new tokens of {', '.join(speaking)}; --format full has")
         return cls(snapshot, reading, modules, whole, told, notes)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from mergestream.checkpoints.layout import CARD, DIFFUSERS_STEM
 from mergestream.checkpoints.location import without_revision
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine
+from mergestream.experts.vocabulary import Token
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.labels import labels
 from mergestream.export.recipe import Form, Recipe
 from mergestream.export.source import Source, StateSource
+from mergestream.export.vocabulary import GrownSource, config_for, spoken
 from mergestream.files import read_json
 from mergestream.ledger.selection import Selection
 from mergestream.progress import Progress
@@ -58,15 +60,18 @@ def write_model(
                 progress.note(f"{task} came without a config.json: the base's is written, which may have other labels")
         factor = reading.scale(scale, engine)
         source = StateSource(reading, base, factor, found)
-        result = write_tensors(source, draft, output, engine, progress)
+        speakers = spoken(snapshot, reading, task, stack, progress)
+        grown = GrownSource(source, list(speakers.values()), base) if speakers else None
+        result = write_tensors(grown or source, draft, output, engine, progress)
         pictures = illustrate(draft) if illustrate else {}
         card = CardFacts.of(snapshot, reading, factor, source.distance, task, output.command, pictures)
-        write_companions(draft, output, base, card, found.config if found else None)
+        own = speakers[task].tokens if task in speakers else ()
+        write_companions(draft, output, base, card, found.config if found else None, grown, own)
         form = Form(dtype=output.dtype, max_shard_size=output.max_shard_size, pictures=bool(illustrate))
         output.mark(draft, Recipe.of(snapshot, form, result, selection, scale, task).to_json())
 
 
-def write_tensors(source: Source, draft: Path, output: Output, engine: Engine, progress: Progress) -> str:
+def write_tensors(source: Source | GrownSource, draft: Path, output: Output, engine: Engine, progress: Progress) -> str:
     """Stream every tensor to its place, several at a time; returns the digest of them all."""
     dtype = FLOATS.get(output.dtype or "")
     layout = {name: written_form(form, dtype) for name, form in source.forms.items()}
@@ -100,34 +105,50 @@ def written_form(form: TensorSpec, dtype: str | None) -> TensorSpec:
 
 
 def write_companions(
-    draft: Path, output: Output, base: Checkpoint, card: CardFacts, config: Mapping[str, Any] | None = None
+    draft: Path,
+    output: Output,
+    base: Checkpoint,
+    card: CardFacts,
+    config: Mapping[str, Any] | None = None,
+    grown: GrownSource | None = None,
+    own: Sequence[Token] = (),
 ) -> None:
     """Copy config, tokenizer and generation files from the base, and write the model card.
 
-    ``config`` is that of the expert whose head is put in place, with labels of its own.
+    ``config`` is that of the expert whose head is put in place, with labels, and perhaps tokens, of its ``own``;
+    ``grown`` tables have tokens that the base's tokenizer has not.
     """
     if base.directory is not None:
         for path in base.companions():
             copy = draft / path.relative_to(base.directory)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-    if config is not None or output.dtype is not None:
-        _put_config(draft / "config.json", config, output.dtype)
+    if config is not None or output.dtype is not None or grown:
+        _put_config(draft / "config.json", config, output.dtype, grown, own)
+    if grown:
+        grown.extend_tokenizer(draft)
     (draft / CARD).write_text(model_card(card, _hub_id(base), *labels(base)), encoding="utf-8")
 
 
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 
 
-def _put_config(path: Path, theirs: Mapping[str, Any] | None, dtype: str | None) -> None:
+def _put_config(
+    path: Path,
+    theirs: Mapping[str, Any] | None,
+    dtype: str | None,
+    grown: GrownSource | None,
+    own: Sequence[Token],
+) -> None:
     """Put an expert's config in place of the base's, where there is one. ``from_pretrained`` is to load the type that
-    was written: the base's, or ``dtype``."""
+    was written, the base's or ``dtype``, and as many tokens."""
     ours = read_json(path) if path.is_file() else {}
     types = {key: dtype or ours[key] for key in sorted(_DTYPE_KEYS & ours.keys())}
+    config = config_for(ours if theirs is None else theirs, ours, grown, own)
     if theirs is not None:
-        ours = {key: value for key, value in theirs.items() if key not in _DTYPE_KEYS}
+        config = {key: value for key, value in config.items() if key not in _DTYPE_KEYS}
     if path.is_file() or theirs is not None:
-        path.write_text(json.dumps(ours | types, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(config | types, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _hub_id(base: Checkpoint) -> str | None:

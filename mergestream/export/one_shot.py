@@ -14,15 +14,17 @@ from mergestream.checkpoints.location import shown
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import combined_digest
 from mergestream.engine import Engine, LocalEngine
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.opening import open_expert, task_vector
 from mergestream.experts.origin import origin
+from mergestream.experts.vocabulary import Vocab
 from mergestream.export.card import CardFacts, CardRow
 from mergestream.export.directory import Output
 from mergestream.export.history import Added, History
 from mergestream.export.model import write_companions, write_model, write_tensors
 from mergestream.export.recipe import BaseSource, ExpertSource, Form, Recipe
 from mergestream.export.source import ExpertsSource
+from mergestream.export.vocabulary import GrownSource, Speaker
 from mergestream.merging.step import Step, carries_through
 from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods import as_method
@@ -49,6 +51,7 @@ def merge(
     not_linear: Sequence[str] = (),
     partial: bool = False,
     ignore: Sequence[str] = (),
+    vocab: Vocab | None = None,
     allow_duplicate: bool = False,
     allow_other_base: bool = False,
     dtype: str | None = None,
@@ -69,6 +72,10 @@ def merge(
     output, so that every file is read once; otherwise the models pass through a temporary store.
     """
     method = as_method(method)
+    if vocab == "union":
+        raise UsageError(
+            "--vocab union keeps new tokens with each expert in a store, and a merge has none: base or grow"
+        )
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     output.keep_off(base, *experts)
     engine = engine or LocalEngine(usual_workers(method, len(experts)))
@@ -80,7 +87,7 @@ def merge(
                 path, base, method, linear=linear, not_linear=not_linear, keep=0, engine=engine, progress=progress
             )
             for expert, name in zip_longest(experts, names or ()):
-                store.absorb(expert, name, partial, ignore, allow_duplicate, allow_other_base)
+                store.absorb(expert, name, partial, ignore, allow_duplicate, allow_other_base, vocab=vocab)
             with store.snapshot() as snapshot:
                 write_model(snapshot, draft, output, engine, progress)
         return
@@ -91,9 +98,11 @@ def merge(
         for expert in experts:
             found = open_expert(expert)
             stack.callback(found.close)
-            vectors.append(task_vector(model, opened, found, partial=partial, ignore=ignore))
-            if vectors[-1].renaming:
-                progress.note(vectors[-1].renaming)
+            vectors.append(task_vector(model, opened, found, partial=partial, ignore=ignore, vocab=vocab))
+            for sentence in vectors[-1].notes:
+                progress.note(sentence)
+            for name in vectors[-1].heads:  # new tokens: to be checked, and to tell duplicates
+                vectors[-1].head(name)
         for remark in (opened.remark, *(vector.expert.remark for vector in vectors)):
             if remark:
                 progress.note(remark)
@@ -102,14 +111,18 @@ def merge(
             called.append(expert_name(vector.expert.source, called))
         step = Step(method, vectors, device=engine.device, experts=called)
         source = ExpertsSource(step, opened, find_thresholds(step, engine))
+        speakers = [Speaker(vector.tokens, vector.expert) for vector in vectors if vector.tokens]
+        grown = GrownSource(source, speakers, opened) if speakers else None
         draft = stack.enter_context(output.draft())
-        result = write_tensors(source, draft, output, engine, progress)
+        result = write_tensors(grown or source, draft, output, engine, progress)
         _check_origins(source, progress, allow_other_base)
         given = [str(base), *map(str, experts)]
         card = _card(source, given, command, allow_duplicate)
-        write_companions(draft, output, opened, card)
+        write_companions(draft, output, opened, card, grown=grown)
         options: Options = {"partial": partial, "ignore": list(ignore), "allow_duplicate": allow_duplicate}
         options["allow_other_base"] = allow_other_base
+        if vocab is not None:
+            options["vocab"] = vocab
         form = Form(dtype=output.dtype, max_shard_size=max_shard_size)
         recipe = _recipe(source, card, result, options, form)
         if approve:

@@ -13,6 +13,7 @@ from mergestream.algebra.pieces import SquaredNorm
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.digest import combined_digest, tensor_digest
+from mergestream.experts.vocabulary import ROWS
 from mergestream.merging.reading import Reading, cast, moved_by
 from mergestream.merging.step import Outcome, Step, Totals, overflow_explained, total
 from mergestream.merging.thresholds import Thresholds
@@ -31,9 +32,13 @@ class StateSource:
     task: Task | None = None
 
     @property
+    def model(self) -> BaseModel:
+        return self.reading.model
+
+    @property
     def forms(self) -> Mapping[str, TensorSpec]:
         """Every tensor that is written, in the types of the base."""
-        tensors = {**self.reading.model.tensors, **self._heads}
+        tensors = {**self.model.tensors, **self._heads}
         return {written: tensors[name] for written, name in self._names.items()}
 
     @property
@@ -48,12 +53,17 @@ class StateSource:
 
     @property
     def _heads(self) -> Mapping[str, TensorSpec]:
-        return self.task.heads.tensors if self.task else {}
+        kept = self.task.heads.tensors if self.task else {}
+        return {name: form for name, form in kept.items() if not name.startswith(ROWS)}
+
+    def original(self, name: str) -> str:
+        """What the base, or the expert whose head it is, calls a tensor that is written."""
+        return self._names[name]
 
     @cached_property
     def _names(self) -> dict[str, str]:
         """What is written, by the name that it gets."""
-        tensors = self.reading.model.tensors
+        tensors = self.model.tensors
         if self.task is None:
             return {name: name for name in tensors}
         # A head of the base has no place in another class.
@@ -67,7 +77,7 @@ class StateSource:
         if self.task and name in self._heads:
             yield 0, cast(self.task.heads.read(name).reshape(-1), dtype, name)
         else:
-            stored = self.reading.model.tensors[name].tied_to or name
+            stored = self.model.tensors[name].tied_to or name
             yield from self.reading.pieces(stored, self.base, self.scale, dtype)
 
     @property
@@ -96,6 +106,9 @@ class ExpertsSource:
     @property
     def forms(self) -> Mapping[str, TensorSpec]:
         return self.model.tensors
+
+    def original(self, name: str) -> str:
+        return name
 
     @property
     def memory(self) -> Mapping[str, int]:

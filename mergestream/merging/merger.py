@@ -119,8 +119,8 @@ class Merger:
         if name in self.names:
             raise UsageError(f"an expert named {name} has been absorbed already; choose another name")
         vector = task_vector(self._model, self._base, open_checkpoint(expert), ignore=ignore)
-        if vector.renaming:
-            Progress().note(vector.renaming)
+        for sentence in vector.notes:
+            Progress().note(sentence)
         read_state = self._states[-1].read if self._states else no_state
         before, device = len(self.history), self._engine.device
         step = Step(self.method, [vector], before, read_state, device, experts=[name])

@@ -106,7 +106,7 @@ def _open(stack: ExitStack, store: StoreDirectory, which: str) -> Model:
     base = stack.enter_context(store.open_base())
     opened = open_expert(which)
     stack.callback(opened.close)
-    vector = task_vector(store.manifest.base, base, opened, partial=True)
+    vector = task_vector(store.manifest.base, base, opened, partial=True, vocab="base")
     return Model(opened.source, vector.elements)
 
 

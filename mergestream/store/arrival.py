@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.experts.vector import TaskVector
+    from mergestream.experts.vocabulary import Vocab
     from mergestream.store.directory import StoreDirectory
 
 LARGE = 5.0
@@ -77,12 +78,15 @@ class Arrival:
         measured: bool,
         name: str | None = None,
         withdrawn: str | None = None,
+        vocab: Vocab | None = None,
     ) -> None:
         """``measured``: the distance to the base is wanted, even where the method's scale does not need it;
         ``withdrawn``: the model is to be taken out of the state, where it has this name."""
         self.store = store
         self._given = "" if isinstance(expert, Mapping) else str(expert)
         self.options: Options = {"partial": partial, "ignore": list(ignore)}
+        if vocab is not None:
+            self.options["vocab"] = vocab
         self.t = store.manifest.step + 1
         self.number = store.manifest.next_number
         self.outcomes: dict[str, Outcome] = {}
@@ -91,7 +95,7 @@ class Arrival:
         self._measured, self._withdrawn = measured, withdrawn is not None
         self._files = ExitStack()
         try:
-            self.vector = self._open(expert, partial, ignore)
+            self.vector = self._open(expert, partial, ignore, vocab)
             self.name = withdrawn or store.free_name(name, self.source)
             absorbs = store.history and not store.method.remembers_experts
             self.before = self._files.enter_context(store.snapshot()) if absorbs else None
@@ -144,7 +148,7 @@ class Arrival:
         """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored."""
         return dict(sorted(Counter(self.vector.fates.values()).items()))
 
-    def _open(self, expert: ExpertSource, partial: bool, ignore: Sequence[str]) -> TaskVector:
+    def _open(self, expert: ExpertSource, partial: bool, ignore: Sequence[str], vocab: Vocab | None) -> TaskVector:
         store, model = self.store, self.store.manifest.base
         opened = open_expert(expert)
         self._files.callback(opened.close)
@@ -157,9 +161,9 @@ class Arrival:
                 model = model.with_weights(base, store.engine, store.progress)
         if isinstance(opened, Adapter) and not store.method.factored:
             self.note(f"{store.method.name} needs dense tensors: the adapter is multiplied out, one by one")
-        vector = task_vector(model, base, opened, partial=partial, ignore=ignore)
-        if vector.renaming:
-            self.note(vector.renaming)
+        vector = task_vector(model, base, opened, partial=partial, ignore=ignore, vocab=vocab)
+        for sentence in vector.notes:
+            self.note(sentence)
         return vector
 
     @cached_property

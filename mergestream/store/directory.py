@@ -36,6 +36,7 @@ from mergestream.store.watched import recall, remember_departed
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from mergestream.experts.vocabulary import Vocab
     from mergestream.methods.base import Method
     from mergestream.store.arrival import Arrival, Review
     from mergestream.store.inspection import Inspection
@@ -163,6 +164,7 @@ class StoreDirectory:
         allow_duplicate: bool = False,
         allow_other_base: bool = False,
         *,
+        vocab: Vocab | None = None,
         measure_distance: bool = False,
         review: Review | None = None,
     ) -> Expert:
@@ -173,7 +175,7 @@ class StoreDirectory:
         from mergestream.store.arrival import Arrival
 
         started = time.monotonic()
-        with self.writing(), Arrival(self, expert, partial, ignore, measure_distance, name) as arrival:
+        with self.writing(), Arrival(self, expert, partial, ignore, measure_distance, name, vocab=vocab) as arrival:
             with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
                 if not allow_duplicate:
@@ -228,18 +230,25 @@ class StoreDirectory:
         if shortened is not before:
             self._settle()
 
-    def inspect(self, expert: ExpertSource, *, partial: bool = False, ignore: Sequence[str] = ()) -> Inspection:
+    def inspect(
+        self,
+        expert: ExpertSource,
+        *,
+        partial: bool = False,
+        ignore: Sequence[str] = (),
+        vocab: Vocab | None = None,
+    ) -> Inspection:
         """What adding a model would do; changes nothing."""
-        return self.retried(lambda: self._inspect(expert, partial, ignore))
+        return self.retried(lambda: self._inspect(expert, partial, ignore, vocab))
 
-    def _inspect(self, expert: ExpertSource, partial: bool, ignore: Sequence[str]) -> Inspection:
+    def _inspect(self, expert: ExpertSource, partial: bool, ignore: Sequence[str], vocab: Vocab | None) -> Inspection:
         from mergestream.merging.merger import MemoryState
         from mergestream.store.arrival import Arrival
         from mergestream.store.collisions import arriving_collisions
         from mergestream.store.inspection import Inspection
 
         started = time.monotonic()
-        with Arrival(self, expert, partial, ignore, measured=True) as arrival:
+        with Arrival(self, expert, partial, ignore, measured=True, vocab=vocab) as arrival:
             if not self.manifest.is_ledger:
                 arrival.absorb()
                 arrival.note_oddities()
@@ -308,8 +317,9 @@ class StoreDirectory:
             )
         if source is None:
             raise UsageError(f"{self.method.name} has only a sum: pass the expert to subtract, with --expert PATH")
-        partial, ignore = removed.options.get("partial", False), removed.options.get("ignore", ())
-        with Arrival(self, source, partial, ignore, measured=False, withdrawn=removed.name) as arrival:
+        options = removed.options
+        partial, ignore, vocab = options.get("partial", False), options.get("ignore", ()), options.get("vocab")
+        with Arrival(self, source, partial, ignore, measured=False, withdrawn=removed.name, vocab=vocab) as arrival:
             with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
                 if arrival.digest != removed.digest:

@@ -15,6 +15,7 @@ from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
 from mergestream.display import html_table
 from mergestream.errors import MergestreamError, nearest
+from mergestream.experts.vocabulary import Vocab
 from mergestream.files import cannot_write, put_text, read_json, to_json
 from mergestream.ledger.room import sharing
 from mergestream.methods import method_text
@@ -37,6 +38,7 @@ class Options(TypedDict, total=False):
 
     partial: bool
     ignore: list[str]
+    vocab: Vocab
     allow_duplicate: bool
     allow_other_base: bool
 

@@ -15,6 +15,7 @@ from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import Told
 from mergestream.experts.prefix import Prefix
 from mergestream.experts.sketch import FORMAT, READABLE, WIDTH, cosines
+from mergestream.experts.vocabulary import ROWS, Token
 from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
 from mergestream.schema import Count, Magnitude, conform, damaged, foreign, parse, read_text
 from mergestream.store.checked import CheckedTensors
@@ -54,6 +55,7 @@ def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
         "config": config,
         "adapter": vector.told,
         "prefix": asdict(vector.prefix),
+        "tokens": [asdict(token) for token in vector.tokens],
         "tensors": {
             name: {"norm": math.sqrt(outcome.norm2), "kept": outcome.kept, "protected": outcome.protected}
             for name, outcome in ((name, arrival.outcomes[name]) for name in vector.names)
@@ -90,6 +92,8 @@ class _Record(TypedDict):
     """Those of the tensors that stay with it"""
     config: dict[str, Any] | None
     """Its own, where such tensors are: the labels are in it"""
+    tokens: list[Token]
+    """Those that it has and the base has not, where their rows stay with it; older records lack it"""
     tensors: dict[str, TensorRecord]
 
 
@@ -118,7 +122,7 @@ def read_record(store: Path, expert: Expert) -> Record:
     text = read_text(path)
     if text_digest(text) != expert.record:
         raise damaged(path, "its digest does not match the manifest")
-    return conform(parse(text, path), Record, path)
+    return conform({"tokens": [], **parse(text, path)}, Record, path)
 
 
 def tensor_records(store: Path, expert: Expert, names: Collection[str]) -> dict[str, TensorRecord]:
@@ -139,7 +143,11 @@ def open_task(store: Path, expert: Expert) -> Task | None:
     record = read_record(store, expert)
     if not record["heads"]:
         return None
-    heads = CheckedTensors(record_directory(store, expert.number) / HEADS, record["heads"])
+    path, count = record_directory(store, expert.number) / HEADS, len(record["tokens"])
+    heads = CheckedTensors(path, record["heads"])
+    for name, info in heads.tensors.items():
+        if name.startswith(ROWS) and info.shape[:1] != (count,):
+            raise foreign(path, f"{name} has the shape {list(info.shape)}, and there are {count} tokens")
     return Task(heads, record["config"], record.get("prefix", Prefix()))
 
 

@@ -14,13 +14,14 @@ from mergestream.files import allow_open_files
 from mergestream.progress import Progress
 from mergestream.schema import foreign
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.records import Task, has_task, open_task
+from mergestream.store.records import Task, has_task, open_task, read_record
 from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mergestream.engine import Engine
+    from mergestream.experts.vocabulary import Token
     from mergestream.ledger.selection import Selection
     from mergestream.merging.reading import Reading
     from mergestream.methods.base import Method
@@ -155,3 +156,9 @@ class Snapshot:
             others = f"these have: {', '.join(self.tasks)}" if self.tasks else "--heads GLOB at init keeps them"
             raise MergestreamError(f"expert {name} has no head of its own; {others}")
         return task
+
+    def tokens(self, expert: Expert) -> list[Token]:
+        """The tokens whose rows were kept for an expert, in the order of these."""
+        if expert.options.get("vocab") not in ("union", "grow"):
+            return []
+        return read_record(self.path, expert)["tokens"]

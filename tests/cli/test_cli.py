@@ -318,7 +318,7 @@ def test_errors_name_file_and_tensor_and_say_what_to_do(junk, store, mergestream
         "missing": ("lacks tensor layers.0.q.weight", "--partial"),
         "extra": ("has tensor classifier.weight that the base has not", "--heads", "--ignore"),
         "misshaped": ("tensor layers.0.q.weight in model.safetensors", "[8, 9]", "[8, 8]", "--ignore"),
-        "grown": ("embed_tokens.weight", "vocabulary", "[26, 8]", "[24, 8]"),
+        "grown": ("embed_tokens.weight in model.safetensors", "vocabulary", "26 rows", "24", "--vocab base"),
         "integers": ("layers.0.q.weight", "I32"),
         "truncated.safetensors": ("truncated", "10 bytes are missing"),
         "code.pt": ("not executed", "safetensors"),

@@ -93,7 +93,7 @@ def test_integers_of_the_expert_do_not_matter():
         ),
         ({"layers.0.q.weight": torch.ones(8, 7)}, r"layers.0.q.weight in memory of memory has shape \[8, 7\]"),
         ({"layers.0.q.weight": torch.ones(64)}, r"has shape \[64\], the base has \[8, 8\]"),
-        ({"embed_tokens.weight": torch.ones(25, 8)}, "its vocabulary differs from the base's: resize it"),
+        ({"embed_tokens.weight": torch.ones(25, 8)}, "25 rows and the base has 24: its vocabulary is another one"),
         ({"layers.0.q.weight": torch.ones(8, 8, dtype=torch.int8)}, "is I8, the base has F32; convert it"),
     ],
 )

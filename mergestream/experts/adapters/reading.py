@@ -119,20 +119,21 @@ class Adapter:
         plain = product == shape and not factors.embedding
         transposed = product[::-1] == shape and len(a) == 2
         if not plain and not transposed:
+            resized = factors.embedding and product[:1] == shape[1:]
+            reason = f"its vocabulary was resized; {WAY_OUT}" if resized else "it was made for another model"
             raise MergestreamError(
                 f"{self.source} changes {module} by a tensor of shape {list(product)}, but the base's weight "
-                f"has the shape {list(shape)}: it was made for another model"
+                f"has the shape {list(shape)}: {reason}"
             )
         return None if plain and transposed else transposed
 
     def _check_whole(self, tensors: Mapping[str, TensorSpec], whole: Mapping[str, str]) -> None:
         for target, key in whole.items():
             theirs, ours = self.weights.tensors[key].shape, tensors[target].shape
-            if theirs != ours:
-                grown = len(ours) == 2 and theirs[1:] == ours[1:]
+            if theirs[1:] != ours[1:]:  # that there are more or fewer rows may be the vocabulary: its vector tells
                 raise MergestreamError(
-                    f"{self.file}: {key} has the shape {list(theirs)}, but {target} of the base has {list(ours)}"
-                    f"{' (the vocabulary was resized)' if grown else ''}: it was made for another model"
+                    f"{self.file}: {key} has the shape {list(theirs)}, but {target} of the base has {list(ours)}: "
+                    "it was made for another model"
                 )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.reading import Adapter, BoundAdapter
 from mergestream.experts.vector import BasePieces, TaskVector
+from mergestream.experts.vocabulary import Vocab
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,19 +45,31 @@ class AdaptedTensors(Checkpoint):
 class AdapterVector(TaskVector):
     """The difference that an adapter makes to the base."""
 
-    def __init__(self, model: BaseModel, base: Checkpoint, adapter: Adapter, *, ignore: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: BaseModel,
+        base: Checkpoint,
+        adapter: Adapter,
+        *,
+        ignore: Sequence[str] = (),
+        vocab: Vocab | None = None,
+    ) -> None:
         self.adapter = adapter.bind(
             {name: tensor for name, tensor in model.tensors.items() if not tensor.tied_to},
             {**model.spellings, **model.ties},
             model.conv1d,
         )
         adapted, prefix = AdaptedTensors(self.adapter), self.adapter.prefix
-        super().__init__(model, base, adapted, partial=True, ignore=ignore, prefix=prefix)
+        super().__init__(model, base, adapted, partial=True, ignore=ignore, prefix=prefix, vocab=vocab)
         self.told = adapter.config.told
 
     @property
     def renaming(self) -> None:
         """The names of adapters are those that PEFT gives: nobody wonders."""
+
+    @property
+    def in_factors(self) -> Collection[str]:
+        return self.adapter.terms
 
     def rank(self, name: str) -> int | None:
         if name in self.adapter.whole and self._reads(name):

@@ -255,18 +255,6 @@ def test_an_adapter_of_another_model_is_refused(workshop):
         bind(adapter, workshop.base(gpt2, "gpt2"))
 
 
-def test_a_resized_vocabulary_is_named(workshop):
-    base = workshop.base(llama)
-    model = workshop.load(base)
-    model.resize_token_embeddings(48)
-    import peft
-
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    adapted.save_pretrained(workshop.directory / "grown", save_embedding_layers=True)
-    with pytest.raises(MergestreamError, match=r"\[48, 16\].*\[40, 16\] \(the vocabulary was resized\)"):
-        bind(workshop.directory / "grown", base)
-
-
 def test_factors_and_whole_tensor_together_are_refused(workshop):
     base = workshop.base(llama)
     adapter = workshop.adapter(base, target_modules=ATTENTION)

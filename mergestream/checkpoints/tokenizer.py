@@ -1,0 +1,93 @@
+"""The tokens of a model, by the files that tokenizers are saved in: they are read and added to, never run."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mergestream.errors import MergestreamError
+from mergestream.files import read_json
+
+_WHOLE, _ADDED, _CONFIG = "tokenizer.json", "added_tokens.json", "tokenizer_config.json"
+_FILES = (_WHOLE, "vocab.json", "vocab.txt", _ADDED, _CONFIG)
+_TOKENS, _DECODER = "added_tokens", "added_tokens_decoder"
+_MATCHING = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+"""How a token is found in a text, where nothing else is said"""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Every token with its number, which is its row in the embedding."""
+
+    ids: Mapping[str, int]
+    added: Mapping[str, Mapping[str, bool]]
+    """Of those that were added to the vocabulary: how they are found in a text"""
+
+    @property
+    def end(self) -> int:
+        """The number that the next token gets; rows from here on are padding."""
+        return max(self.ids.values(), default=-1) + 1
+
+
+def read_tokenizer(directory: Path | None) -> Tokenizer | None:
+    """The tokenizer in a directory; None where there is none that is understood."""
+    if directory is None:
+        return None
+    try:
+        whole, added, config = (_read(directory / name) for name in (_WHOLE, _ADDED, _CONFIG))
+        ids = _vocabulary(directory, whole)
+        flags = {token: dict(_MATCHING) for token in added}
+        for number, token in (*config.get(_DECODER, {}).items(), *((t["id"], t) for t in whole.get(_TOKENS, ()))):
+            added[token["content"]] = int(number)
+            flags[token["content"]] = {flag: bool(token.get(flag, usual)) for flag, usual in _MATCHING.items()}
+        ids |= added
+        known = ids and all(isinstance(number, int) and number >= 0 for number in ids.values())
+        return Tokenizer(ids, flags) if known else None
+    except (MergestreamError, OSError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def same_tokenizer(one: Path | None, other: Path | None) -> bool:
+    """Whether no file tells the tokenizers of two directories apart: then none need be read."""
+    if one is None or other is None:
+        return True
+    pairs = [(one / name, other / name) for name in _FILES if (one / name).is_file() or (other / name).is_file()]
+    return all(a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False) for a, b in pairs)
+
+
+def add_tokens(directory: Path, tokens: Mapping[str, tuple[int, Mapping[str, bool]]]) -> None:
+    """Add tokens to the tokenizer in a directory, each with its number and how it is found in a text."""
+    whole, added, config = (_read(directory / name) for name in (_WHOLE, _ADDED, _CONFIG))
+    if whole:
+        new = [{"id": number, "content": token, **flags} for token, (number, flags) in tokens.items()]
+        _write(directory / _WHOLE, {**whole, _TOKENS: [*whole.get(_TOKENS, ()), *new]})
+    if added or not whole:
+        _write(directory / _ADDED, added | {token: number for token, (number, _) in tokens.items()})
+    if _DECODER in config:
+        decoded = {str(number): {"content": token, **flags} for token, (number, flags) in tokens.items()}
+        _write(directory / _CONFIG, {**config, _DECODER: {**config[_DECODER], **decoded}})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _vocabulary(directory: Path, whole: Mapping[str, Any]) -> dict[str, int]:
+    """All tokens but those that were added."""
+    if whole:
+        vocabulary = whole["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            return dict(vocabulary)
+        return {token: number for number, (token, _) in enumerate(vocabulary)}  # each with its score
+    if (directory / "vocab.txt").is_file():
+        lines = (directory / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        return {line: number for number, line in enumerate(lines)}
+    return _read(directory / "vocab.json")
