@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from inspect import getdoc
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from mergestream.errors import UsageError
@@ -44,7 +43,7 @@ def _described(
     if place:
         try:
             return {**described, **as_written(_lineage(place))}
-        except (LookupError, ValueError, AttributeError, NameError, OSError, StopIteration):
+        except (LookupError, ValueError, AttributeError, OSError, StopIteration):
             pass  # the source is not there, or says it in a way that only Python itself understands
     try:
         return {**described, **as_imported(registry[name])}
@@ -94,7 +93,7 @@ def _method_as_written(lineage: Lineage) -> Described:
                     known = {limit.arg: limit.value for limit in limits}
                     choices = ast.literal_eval(known["choices"]) if "choices" in known else ()
                     parameters[name] = _parameter(name, ast.literal_eval(default), ast.literal_eval(help), choices)
-    usual = SimpleNamespace(**{name: parameter["default"] for name, parameter in parameters.items()})
+    usual = {name: parameter["default"] for name, parameter in parameters.items()}
     return {
         "summary": _summary_as_written(lineage),
         "commutative": _value(lineage, "commutative", usual),
@@ -102,16 +101,37 @@ def _method_as_written(lineage: Lineage) -> Described:
     }
 
 
-def _value(lineage: Lineage, name: str, instance: SimpleNamespace) -> Any:
-    """Of an attribute, or of a property that returns an expression of the parameters."""
+def _value(lineage: Lineage, name: str, usual: Mapping[str, Any]) -> Any:
+    """Of an attribute, or of a property that is an expression of the parameters."""
     for cls in lineage:
         for node in cls.body:
             match node:
-                case ast.Assign([ast.Name(target)], ast.Constant(value)) if target == name:
-                    return value
+                case ast.Assign([ast.Name(called)], result) if called == name:
+                    return _evaluated(result, usual)
                 case ast.FunctionDef(called, body=[*_, ast.Return(ast.expr() as result)]) if called == name:
-                    return eval(compile(ast.Expression(result), cls.name, "eval"), {"self": instance})
+                    return _evaluated(result, usual)
     raise LookupError(name)
+
+
+def _evaluated(node: ast.expr, usual: Mapping[str, Any]) -> Any:
+    """An expression of constants and parameters; nothing is executed, and what is not understood is refused."""
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.Attribute(ast.Name("self"), parameter):
+            return usual[parameter]
+        case ast.BinOp(left, ast.Add(), right):
+            return _evaluated(left, usual) + _evaluated(right, usual)
+        case ast.Compare(left, [comparison], [right]):
+            return _COMPARISONS[type(comparison)](_evaluated(left, usual), _evaluated(right, usual))
+    raise LookupError(ast.dump(node))
+
+
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: lambda left, right: left == right,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
 
 
 def _method_as_imported(method: type[Any]) -> Described:

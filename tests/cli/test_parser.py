@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,8 @@ def test_every_command_has_the_same_shape(name, mergestream):
     assert command.Options.__dataclass_params__.frozen
     assert all(action.help for action in parser._actions), "every argument has a word of help"
     assert "--json" in mergestream(name, "--help").out
+    source = Path(command.__file__).read_text("utf-8")
+    assert "answer(" in source or "emit(" in source, "who asks for JSON is answered"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
