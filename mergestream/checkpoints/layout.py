@@ -94,7 +94,7 @@ def _modules(directory: Path) -> dict[str, str]:
         found = {str(module["path"]): str(module["type"]) for module in json.loads(path.read_text(encoding="utf-8"))}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise MergestreamError(f"{path} is no list of modules; restore it, or download it again") from error
-    if strange := [folder for folder in found if not re.fullmatch(r"[\w-]*", folder)]:
+    if strange := [folder for folder in found if not re.fullmatch(r"[\w-]{0,100}", folder, re.ASCII)]:
         raise MergestreamError(f"{path} names the folder {strange[0]!r}, which is none beside it")
     return {folder: kind for folder, kind in found.items() if folder}
 

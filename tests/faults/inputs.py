@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import struct
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mergestream.base.model import BaseModel
 from mergestream.base.skeleton import open_base
@@ -32,6 +35,7 @@ from mergestream.checkpoints.layout import companions
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError
 from mergestream.experts.opening import open_expert, task_vector
+from tests.gguf_files import write_gguf
 
 SECONDS = 20.0
 """That any input may take, on a machine that does other things as well"""
@@ -196,6 +200,13 @@ def with_pickle(data: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
     return buffer.getvalue()
 
 
+@cache
+def gguf_bytes() -> bytes:
+    with tempfile.TemporaryDirectory() as place:
+        write_gguf(Path(place) / "model.gguf")
+        return (Path(place) / "model.gguf").read_bytes()
+
+
 class Evil:
     """What a pickle calls when it is loaded by one who trusts it."""
 
@@ -320,9 +331,44 @@ def _pickle(draw: random.Random, place: Path) -> Path:
     return _put(place, pytorch_model__bin=torch_file(state))
 
 
+def _distributed(draw: random.Random, place: Path) -> Path:
+    """Chunks and their metadata, of which one or the other is not what torch has written."""
+    outside, key = str(place.parent / "outside"), f"{MODULE}.weight"
+    chunk = torch_file(torch.ones(4, 6))
+    described = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size((4, 6)), [])
+    described.chunks = [metadata.ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((4, 6)))]
+    info = _StorageInfo("__0_0.distcp", 0, len(chunk))
+    whole = metadata.Metadata({key: described}, {key: (key,)}, {metadata.MetadataIndex(key, (0, 0)): info})
+    evil = draw.choice([Evil(os.mkdir, outside), Evil(os.system, f"touch {outside}"), Evil(open, outside, "w")])
+    kind = draw.randrange(5)
+    if kind == 0:
+        chunk = draw.choice([scarred(draw, chunk), torch_file(evil), pickle.dumps(evil).ljust(len(chunk), b"x")])
+        info.length = len(chunk)
+    elif kind == 1:
+        setattr(whole, draw.choice(list(vars(whole))), draw.choice([evil, nasty(draw)]))
+    elif kind == 2:
+        part = draw.choice([info, described, described.chunks[0]])
+        setattr(part, draw.choice(list(vars(part))), draw.choice([evil, nasty(draw), torch.Size((2**40, 6))]))
+    data = pickle.dumps(whole, draw.choice((2, 4)))
+    data = scarred(draw, data) if kind == 3 else pickle.dumps(evil) if kind == 4 else data
+    (place / ".metadata").write_bytes(data)
+    (place / "__0_0.distcp").write_bytes(chunk)
+    return place
+
+
+def _gguf(draw: random.Random, place: Path) -> Path:
+    return _put(place, model__gguf=scarred(draw, gguf_bytes()))
+
+
 def _copied(draw: random.Random, place: Path) -> Path:
     _put(place, model__safetensors=weights())
-    name = place / draw.choice(("config.json", "tokenizer.json", "vocab.txt", "adapter_config.json", "merges.txt"))
+    name = place / draw.choice(
+        ("config.json", "tokenizer.json", "vocab.txt", "adapter_config.json", "merges.txt", "modules.json", "code.py")
+    )
+    if draw.random() < 0.3:
+        modules = [disturbed(draw, {"idx": 0, "name": "0", "path": "1_Pooling", "type": "x.Y"}), nasty(draw)]
+        _put(place, modules__json=to_json(draw, draw.choice([modules, modules[:1]])))
+        name.unlink(missing_ok=True)
     kind = draw.randrange(5)
     if kind == 0:
         name.mkdir()
@@ -344,6 +390,8 @@ KINDS: dict[str, Callable[[random.Random, Path], Path]] = {
     "config": _config,
     "adapter": _adapter,
     "pickle": _pickle,
+    "distributed": _distributed,
+    "gguf": _gguf,
     "copied": _copied,
 }
 
