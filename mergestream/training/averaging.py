@@ -24,7 +24,7 @@ _ABOUT = "mergestream.averaging"
 
 
 class Averaging:
-    """Averages what training changes of a model, every few steps::
+    """Averages what training changes of a model, every few steps:
 
         averaging = Averaging(model, EMA(beta=0.99), every=10)
         for batch in batches:

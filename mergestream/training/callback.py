@@ -22,7 +22,7 @@ STATE = "averaging.safetensors"
 
 
 class AveragingCallback(TrainerCallback):
-    """Keeps an average while a Trainer trains, evaluates it, and saves it at the end::
+    """Keeps an average while a Trainer trains, evaluates it, and saves it at the end:
 
         trainer.add_callback(AveragingCallback(trainer, EMA(beta=0.99), every=10))
 
