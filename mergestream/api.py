@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 
 class Store(StoreDirectory):
-    """A directory that keeps the merged state of all models absorbed so far::
+    """A directory that keeps the merged state of all models absorbed so far.
 
+    ```python
     store = Store.create("store", base="path/or/hub-id")
     store.add("expert-1")
     store.export("merged")
+    ```
     """
 
     def __repr__(self) -> str:

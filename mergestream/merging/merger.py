@@ -61,11 +61,13 @@ class MemoryState(dict[tuple[str, str], Tensor]):
 
 
 class Merger:
-    """Merges models one by one::
+    """Merges models one by one.
 
+    ```python
     merger = Merger(base)
     merger.add(expert)
     base.load_state_dict(merger.state_dict())
+    ```
     """
 
     def __init__(
