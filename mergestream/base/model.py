@@ -18,7 +18,7 @@ from mergestream.checkpoints import DTYPES, Checkpoint, TensorSpec
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine, LocalEngine
-from mergestream.errors import DamagedError, MergestreamError
+from mergestream.errors import DamagedError, MergestreamError, UsageError
 from mergestream.progress import Progress, usual_progress
 from mergestream.schema import Magnitude, conform, foreign
 from mergestream.sizes import counted
@@ -130,6 +130,17 @@ class BaseModel:
 
     def is_head(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.heads)
+
+    def with_heads(self, globs: Sequence[str]) -> BaseModel:
+        """The same base, of whose experts more is kept: only what it has not itself, for that is merged."""
+        for glob in globs:
+            for name, tensor in self.tensors.items():
+                if tensor.role != "head" and fnmatchcase(name, glob):
+                    raise UsageError(
+                        f"--heads {glob} matches {name}, which is merged in this store; only a new one, made with it, "
+                        "keeps that with each expert"
+                    )
+        return dataclasses.replace(self, heads=tuple(dict.fromkeys((*self.heads, *globs))))
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint that, by its headers, is not this base."""

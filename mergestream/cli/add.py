@@ -28,6 +28,7 @@ EXAMPLES = """
 mergestream add store path/to/expert
 mergestream add store experts/* --workers 4 --max-memory 8GB
 mergestream add store path/to/expert --dry-run
+mergestream add store path/to/classifier --heads 'classifier.*'
 mergestream add store path/to/expert --gate 'kept>=0.6' --gate 'max_cosine<=0.5'
 mergestream add store path/to/expert --gate 'damage<=0.3'    # of a ledger: predicted for every expert in it
 mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate 'score>=0.8'

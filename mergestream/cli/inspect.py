@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mergestream.cli.options import A_MODEL, ComputingOptions, ExpertOptions, WorkingStoreOptions, argument
+from mergestream.cli.options import A_MODEL, ComputingOptions, StoredExpertOptions, WorkingStoreOptions, argument
 from mergestream.cli.printing import answer, counts_text, print_table, say
 from mergestream.methods.scale import told_scale
 from mergestream.sizes import format_size
@@ -28,7 +28,7 @@ MOST_EXPERTS = 20
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, ComputingOptions, ExpertOptions):
+class Options(WorkingStoreOptions, ComputingOptions, StoredExpertOptions):
     expert: str = argument(metavar="EXPERT", help=A_MODEL)
 
 

@@ -208,6 +208,17 @@ class ExpertOptions:
 
 
 @dataclass(frozen=True)
+class StoredExpertOptions(ExpertOptions):
+    """The same where there is a store: also which tensors it keeps with each expert."""
+
+    heads: list[str] = repeated("--heads", "GLOB", "tensors that the base has not: kept per expert, for export --task")
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        return {**super().reading, "heads": self.heads}
+
+
+@dataclass(frozen=True)
 class AddingOptions(ExpertOptions):
     """The same for experts that are merged: also whether one may come twice, or from elsewhere."""
 
@@ -216,7 +227,7 @@ class AddingOptions(ExpertOptions):
 
 
 @dataclass(frozen=True)
-class GatedOptions(AddingOptions):
+class GatedOptions(AddingOptions, StoredExpertOptions):
     """The same for experts that a store absorbs: also what is asked of them before they count."""
 
     gate: list[str] = repeated(

@@ -254,7 +254,7 @@ def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequ
             extra.append(name)
     if missing:
         few = len(missing) <= (1 - NEARLY_ALL) * len(model.merged)
-        as_heads = f"; {_as_heads([*missing, *extra], fates)}" if few else ""
+        as_heads = f"; {_as_heads([*missing, *extra], fates, 'when the store is made')}" if few else ""
         raise MergestreamError(
             f"{expert.source} lacks {_some(missing)} of the base; if they are meant to be unchanged, pass --partial"
             f"{as_heads}"
@@ -276,7 +276,7 @@ def _check_form(model: BaseModel, expert: Checkpoint, name: str, canonical: str)
         reason = ""
         if theirs.shape[1:] == ours.shape[1:]:
             others = [other for other in model.tensors if layer_of(other) != layer_of(name)]
-            reason = f"{_as_heads([name], others)}; else "
+            reason = f"{_as_heads([name], others, 'when the store is made')}; else "
         raise MergestreamError(
             f"tensor {stored} in {theirs.file} of {expert.source} has shape {list(theirs.shape)}, the base has "
             f"{list(ours.shape)}; {reason}resize it to the base's shape, or leave it out with --ignore {name}"
@@ -288,8 +288,8 @@ def _check_form(model: BaseModel, expert: Checkpoint, name: str, canonical: str)
         )
 
 
-def _as_heads(names: Sequence[str], others: Collection[str]) -> str:
-    return f"{_options('--heads', names, others)} when the store is made keeps what is a head with its expert"
+def _as_heads(names: Sequence[str], others: Collection[str], where: str = "in a store") -> str:
+    return f"{_options('--heads', names, others)} {where} keeps what is a head with its expert"
 
 
 def _options(option: str, names: Sequence[str], others: Collection[str]) -> str:

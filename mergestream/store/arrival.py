@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mergestream.algebra.bounds import FactorBounds
 from mergestream.base.skeleton import Skeleton
@@ -34,6 +34,7 @@ from mergestream.store.steps import StepWriter, slot_name
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mergestream.base.model import BaseModel
     from mergestream.experts.vector import TaskVector
     from mergestream.experts.vocabulary import Vocab
     from mergestream.store.directory import StoreDirectory
@@ -79,9 +80,11 @@ class Arrival:
         name: str | None = None,
         withdrawn: str | None = None,
         vocab: Vocab | None = None,
+        heads: Sequence[str] = (),
     ) -> None:
         """``measured``: the distance to the base is wanted, even where the method's scale does not need it;
-        ``withdrawn``: the model is to be taken out of the state, where it has this name."""
+        ``withdrawn``: the model is to be taken out of the state, where it has this name; ``heads``: what is kept with
+        each expert from now on."""
         self.store = store
         self._given = "" if isinstance(expert, Mapping) else str(expert)
         self.options: Options = {"partial": partial, "ignore": list(ignore)}
@@ -95,7 +98,8 @@ class Arrival:
         self._measured, self._withdrawn = measured, withdrawn is not None
         self._files = ExitStack()
         try:
-            self.vector = self._open(expert, partial, ignore, vocab)
+            model = store.manifest.base.with_heads(heads)
+            self.vector = self._open(expert, model, partial=partial, ignore=ignore, vocab=vocab)
             self.name = withdrawn or store.free_name(name, self.source)
             absorbs = store.history and not store.method.remembers_experts
             self.before = self._files.enter_context(store.snapshot()) if absorbs else None
@@ -148,9 +152,8 @@ class Arrival:
         """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored."""
         return dict(sorted(Counter(self.vector.fates.values()).items()))
 
-    def _open(self, expert: ExpertSource, partial: bool, ignore: Sequence[str], vocab: Vocab | None) -> TaskVector:
-        store, model = self.store, self.store.manifest.base
-        opened = open_expert(expert)
+    def _open(self, expert: ExpertSource, model: BaseModel, **options: Any) -> TaskVector:
+        store, opened = self.store, open_expert(expert)
         self._files.callback(opened.close)
         base: Checkpoint
         if not model.measured and isinstance(opened, Adapter) and not opened.whole:
@@ -161,7 +164,7 @@ class Arrival:
                 model = model.with_weights(base, store.engine, store.progress)
         if isinstance(opened, Adapter) and not store.method.factored:
             self.note(f"{store.method.name} needs dense tensors: the adapter is multiplied out, one by one")
-        vector = task_vector(model, base, opened, partial=partial, ignore=ignore, vocab=vocab)
+        vector = task_vector(model, base, opened, **options)
         for sentence in vector.notes:
             self.note(sentence)
         return vector

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergestream.base.model import BaseModel
 from mergestream.base.skeleton import open_base as open_base_model
@@ -165,6 +165,7 @@ class StoreDirectory:
         allow_other_base: bool = False,
         *,
         vocab: Vocab | None = None,
+        heads: Sequence[str] = (),
         measure_distance: bool = False,
         review: Review | None = None,
     ) -> Expert:
@@ -175,7 +176,8 @@ class StoreDirectory:
         from mergestream.store.arrival import Arrival
 
         started = time.monotonic()
-        with self.writing(), Arrival(self, expert, partial, ignore, measure_distance, name, vocab=vocab) as arrival:
+        options: dict[str, Any] = {"vocab": vocab, "heads": heads}
+        with self.writing(), Arrival(self, expert, partial, ignore, measure_distance, name, **options) as arrival:
             with self._in_the_making(arrival) as writer:
                 arrival.absorb(writer)
                 if not allow_duplicate:
@@ -237,18 +239,20 @@ class StoreDirectory:
         partial: bool = False,
         ignore: Sequence[str] = (),
         vocab: Vocab | None = None,
+        heads: Sequence[str] = (),
     ) -> Inspection:
         """What adding a model would do; changes nothing."""
-        return self.retried(lambda: self._inspect(expert, partial, ignore, vocab))
+        options = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}
+        return self.retried(lambda: self._inspect(expert, options))
 
-    def _inspect(self, expert: ExpertSource, partial: bool, ignore: Sequence[str], vocab: Vocab | None) -> Inspection:
+    def _inspect(self, expert: ExpertSource, options: Mapping[str, Any]) -> Inspection:
         from mergestream.merging.merger import MemoryState
         from mergestream.store.arrival import Arrival
         from mergestream.store.collisions import arriving_collisions
         from mergestream.store.inspection import Inspection
 
         started = time.monotonic()
-        with Arrival(self, expert, partial, ignore, measured=True, vocab=vocab) as arrival:
+        with Arrival(self, expert, measured=True, **options) as arrival:
             if not self.manifest.is_ledger:
                 arrival.absorb()
                 arrival.note_oddities()

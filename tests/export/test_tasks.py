@@ -189,6 +189,30 @@ def test_what_a_classifier_has_more_is_offered_as_a_head(classifiers, mergestrea
     assert "--ignore 'classifier.*'" in refused.err and "103 tensors" not in refused.err
 
 
+def test_a_store_begins_to_keep_heads_when_an_expert_has_one(classifiers, mergestream, done, tmp_path):
+    store = tmp_path / "store"
+    done("init", store, "--base", classifiers.base, "--method", "average")
+    transformers.AutoModel.from_pretrained(classifiers.experts["mood"]).save_pretrained(tmp_path / "bare")
+    done("add", store, tmp_path / "bare")
+    before = Store(store).manifest
+    done("inspect", store, classifiers.experts["spam"], "--heads", "classifier.*")
+    assert Store(store).manifest == before
+    done("add", store, classifiers.experts["spam"], "--heads", "classifier.*")
+    done("add", store, classifiers.experts["news"])
+    done("verify", store)
+    with_heads = classifiers.store(tmp_path / "other")
+    for path in (tmp_path / "bare", classifiers.experts["spam"], classifiers.experts["news"]):
+        with_heads.add(path)
+    assert Store(store).manifest.base == with_heads.manifest.base
+    news = [
+        weights(export(found, found.path.with_name(f"{found.path.name}-news"), task="news"))
+        for found in (Store(store), with_heads)
+    ]
+    assert all(torch.equal(tensor, news[1][name]) for name, tensor in news[0].items())
+    refused = mergestream("add", store, classifiers.experts["mood"], "--heads", "pooler.*")
+    assert refused.code == 2 and "--heads pooler.* matches pooler.dense.bias, which is merged" in refused.err
+
+
 def test_it_is_said_once_and_kept(classifiers, mergestream, tmp_path):
     store = classifiers.store(tmp_path / "store").path
     expert = classifiers.experts["spam"]
