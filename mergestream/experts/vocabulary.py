@@ -295,16 +295,16 @@ def _told(expert: Checkpoint, rows: Rows, vocab: Vocab | None) -> tuple[str, ...
         )
     if rows.new:
         taken = sum(token.id < rows.ours for token in rows.new)
-        padding = f"; {taken} of them are in rows that are padding or other tokens in the base" if taken else ""
+        padding = f" ({taken} in rows that are padding or other tokens in the base)" if taken else ""
         becomes = {
-            "union": "are kept with it: --task or --readout expert:NAME at export brings them back",
-            "grow": "are added to the merged model",
-        }.get(vocab or "", "are left out")
-        told.append(f"{some_tokens(rows.new)} of {expert.source} that the base has not {becomes}{padding}")
+            "union": "they are kept with it, for --task or --readout expert:NAME at export",
+            "grow": "they are added to the merged model",
+        }.get(vocab or "", "they are left out")
+        told.append(f"{expert.source} has {some_tokens(rows.new)} that the base has not: {becomes}{padding}")
     if rows.moved:
-        told.append(f"{some(rows.moved)} of the base are in other rows of {expert.source}: merged by token, not by row")
+        told.append(f"{expert.source} has {some(rows.moved)} of the base in other rows: merged by token, not by row")
     if rows.lacking:
-        told.append(f"{expert.source} has not {some(rows.lacking)} of the base, which count as unchanged")
+        told.append(f"{expert.source} lacks {some(rows.lacking)} of the base: taken for unchanged")
     if not told:
         told.append(f"{expert.source} has {rows.theirs} rows and the base {rows.ours} for the same tokens and padding")
     return tuple(told)
@@ -314,8 +314,8 @@ def _merged_as_rows(expert: Checkpoint, rows: Rows) -> tuple[str, ...]:
     if not rows.new:
         return ()
     return (
-        f"{some_tokens(rows.new)} of {expert.source} are in rows that are padding or other tokens in the base, and are "
-        "merged as these rows; --vocab base, union or grow goes by token",
+        f"{expert.source} has {some_tokens(rows.new)} in rows that are padding or other tokens in the base, merged as "
+        "these rows; --vocab base, union or grow goes by token",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -112,15 +112,25 @@ class Merger:
             ({"name": name, **vars(step)} for name, step in zip(self.names, self.history, strict=True)), "name"
         )
 
-    def add(self, expert: Source, name: str | None = None, *, ignore: Sequence[str] = ()) -> Totals:
+    def add(
+        self,
+        expert: Source,
+        name: str | None = None,
+        *,
+        ignore: Sequence[str] = (),
+        vocab: Literal["base"] | None = None,
+    ) -> Totals:
         """Absorb the next model, called by its number if it has no name; returns the norms and the scale after it.
 
-        ``ignore`` are globs of tensors that are left out, such as the head of a task.
+        ``ignore`` are globs of tensors that are left out, such as the head of a task; ``vocab="base"`` leaves out the
+        rows of tokens that the base has not.
         """
+        if vocab not in (None, "base"):
+            raise UsageError(f"vocab={vocab}: a Merger keeps no tokens; 'base' leaves them out, and a store keeps them")
         name = name or str(len(self.names) + 1)
         if name in self.names:
             raise UsageError(f"an expert named {name} has been absorbed already; choose another name")
-        vector = task_vector(self._model, self._base, open_checkpoint(expert), ignore=ignore)
+        vector = task_vector(self._model, self._base, open_checkpoint(expert), ignore=ignore, vocab=vocab)
         for sentence in vector.notes:
             Progress().note(sentence)
         read_state = self._states[-1].read if self._states else no_state

@@ -14,6 +14,7 @@ from mergestream.errors import MergestreamError, MergestreamWarning, UsageError
 from mergestream.export.one_shot import merge
 from mergestream.ledger.method import Ledger
 from mergestream.methods import make_method
+from mergestream.store.steps import StepWriter
 from tests.speaking import WORDS, auto, bert, expert_of, gpt2, llama, rows, save, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::mergestream.errors.MergestreamWarning")
@@ -107,7 +108,9 @@ def test_rows_in_common_are_merged_and_biases_are_rows_too(tmp_path):
 def test_base_leaves_new_tokens_out(tied, tmp_path):
     base, one, _ = tied
     store = made(tmp_path / "store", base)
-    with pytest.warns(MergestreamWarning, match=r"2 tokens \(<a>, <b>\) of .*one that the base has not are left out"):
+    with pytest.warns(
+        MergestreamWarning, match=r"one has 2 tokens \(<a>, <b>\) that the base has not: they are left out"
+    ):
         entry = store.add(one, vocab="base")
     assert entry.options["vocab"] == "base"
     assert any("left out" in note for note in entry.notes)
@@ -236,7 +239,7 @@ def test_new_tokens_take_the_padding_first(padded, tmp_path):
     one = expert_of(padded, tmp_path / "one", ["<a>"], rows=16)
     two = expert_of(padded, tmp_path / "two", [f"<{number}>" for number in range(5)], seed=2)
     store = made(tmp_path / "store", padded)
-    with pytest.warns(MergestreamWarning, match="1 of them are in rows that are padding or other tokens in the base"):
+    with pytest.warns(MergestreamWarning, match="merged model .1 in rows that are padding or other tokens in the base"):
         store.add(one, vocab="grow")
     out = store.export(tmp_path / "first", pictures=False)
     assert auto(out).config.vocab_size == 16
@@ -255,7 +258,9 @@ def test_new_tokens_take_the_padding_first(padded, tmp_path):
 def test_a_token_in_a_padding_row_is_told_where_nobody_said_what_becomes_of_it(padded, tmp_path):
     one = expert_of(padded, tmp_path / "one", ["<a>"], rows=16)
     store = made(tmp_path / "store", padded)
-    with pytest.warns(MergestreamWarning, match=r"1 token \(<a>\) of .* padding .* merged as these rows; --vocab base"):
+    with pytest.warns(
+        MergestreamWarning, match=r"1 token \(<a>\) in rows that are padding .* merged as these rows; --vocab base"
+    ):
         store.add(one)
     assert "vocab" not in store.history[0].options
 
@@ -292,7 +297,7 @@ def test_rows_go_by_token_and_not_by_place(tmp_path):
     store = made(tmp_path / "store", base)
     with pytest.raises(MergestreamError, match=r"has 2 tokens \(the, cat\) of the base in other rows .*--vocab base"):
         store.add(expert)
-    with pytest.warns(MergestreamWarning, match=r"has not 1 token \(off\) of the base, which count as unchanged"):
+    with pytest.warns(MergestreamWarning, match=r"lacks 1 token \(off\) of the base: taken for unchanged"):
         store.add(expert, vocab="base")
     out = store.export(tmp_path / "out", pictures=False)
     for output in (False, True):
@@ -371,6 +376,21 @@ def test_a_head_over_the_vocabulary_has_rows_for_its_tokens(tmp_path):
         torch.testing.assert_close(rows(out, [*WORDS, "<4>"], output), rows(expert, [*WORDS, "<4>"], output))
 
 
+def test_a_head_that_the_base_has_not_has_rows_for_its_tokens(tmp_path):
+    torch.manual_seed(0)
+    whole = save(tmp_path / "whole", llama(), tokenizer())
+    base = save(tmp_path / "base", auto(whole).model, tokenizer())
+    expert = expert_of(whole, tmp_path / "expert", ["<a>", "<b>"])
+    store = Store.create(tmp_path / "store", base, make_method("average", {}), heads=["lm_head*"])
+    store.add(expert_of(base, tmp_path / "other", ["<c>"], seed=2), vocab="grow")
+    store.add(expert, vocab="grow")
+    out = store.export(tmp_path / "out", task="expert", pictures=False)
+    words = transformers.AutoTokenizer.from_pretrained(out)
+    assert words.convert_tokens_to_ids(["<c>", "<a>", "<b>"]) == [12, 13, 14]
+    torch.testing.assert_close(rows(out, [*WORDS, "<b>"], output=True), rows(expert, [*WORDS, "<b>"], output=True))
+    torch.testing.assert_close(rows(out, ["<c>"]), rows(tmp_path / "other", ["<c>"]))
+
+
 # --- what is kept -----------------------------------------------------------------------------------------
 
 
@@ -386,6 +406,37 @@ def test_what_is_kept_of_tokens_is_checked(tied, tmp_path):
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, kept)
     with pytest.raises(MergestreamError, match=r"the digest of tokens:.* does not match"):
         store.verify()
+
+
+def test_an_add_that_was_cut_short_goes_on_with_the_same_tokens_only(untied, tmp_path, monkeypatch):
+    base, one, _ = untied
+    store = made(tmp_path / "store", base)
+    record = StepWriter.record
+
+    def cut_short(self, name, *rest):
+        record(self, name, *rest)
+        raise KeyboardInterrupt
+
+    def resumed(vocab):
+        monkeypatch.setattr(StepWriter, "record", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            store.add(one, vocab="grow")
+        monkeypatch.setattr(StepWriter, "record", record)
+        done = []
+        begin = StepWriter._begin
+        monkeypatch.setattr(StepWriter, "_begin", lambda self, *rest: (begin(self, *rest), done.extend(self.done))[0])
+        store.add(one, vocab=vocab)
+        monkeypatch.setattr(StepWriter, "_begin", begin)
+        return done
+
+    assert resumed("grow")
+    expected = tables(store.export(tmp_path / "resumed", pictures=False))
+    store.undo()
+    assert not resumed("base")
+    store.undo()
+    store.add(one, vocab="grow")
+    found = tables(store.export(tmp_path / "whole", pictures=False))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_tokenizer_that_has_gone_is_told(tied, tmp_path):
