@@ -42,8 +42,8 @@ def read_tokenizer(directory: Path | None) -> Tokenizer | None:
         ids = _vocabulary(directory, whole)
         flags = {token: dict(_MATCHING) for token in added}
         for number, token in (*config.get(_DECODER, {}).items(), *((t["id"], t) for t in whole.get(_TOKENS, ()))):
-            added[token["content"]] = int(number)
-            flags[token["content"]] = {flag: bool(token.get(flag, usual)) for flag, usual in _MATCHING.items()}
+            added[str(token["content"])] = int(number)
+            flags[str(token["content"])] = {flag: bool(token.get(flag, usual)) for flag, usual in _MATCHING.items()}
         ids |= added
         known = ids and all(isinstance(number, int) and number >= 0 for number in ids.values())
         return Tokenizer(ids, flags) if known else None
@@ -56,7 +56,10 @@ def same_tokenizer(one: Path | None, other: Path | None) -> bool:
     if one is None or other is None:
         return True
     pairs = [(one / name, other / name) for name in _FILES if (one / name).is_file() or (other / name).is_file()]
-    return all(a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False) for a, b in pairs)
+    try:
+        return all(a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False) for a, b in pairs)
+    except OSError:  # one cannot be read
+        return False
 
 
 def add_tokens(directory: Path, tokens: Mapping[str, tuple[int, Mapping[str, bool]]]) -> None:

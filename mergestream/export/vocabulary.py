@@ -19,6 +19,7 @@ from mergestream.experts.vocabulary import ROWS, Token, rows_of, with_rows
 from mergestream.export.source import Source
 from mergestream.merging.reading import EntriesReading, Reading, cast
 from mergestream.progress import Progress
+from mergestream.schema import foreign
 from mergestream.store.snapshot import Snapshot
 
 
@@ -54,7 +55,16 @@ class GrownSource:
         kept = {key for speaker in self.speakers for key in speaker.kept.tensors if key.startswith(ROWS)}
         names = {name: self.source.original(name) for name in self.source.forms}
         found = {name: f"{ROWS}{ties.get(original, original)}" for name, original in names.items()}
-        return {name: key for name, key in found.items() if key in kept}
+        tables = {name: key for name, key in found.items() if key in kept}
+        for tokens, rows, _ in self.speakers:
+            for name, key in tables.items():
+                form = self.source.forms[name]
+                width = form.numel // max(rows_of(form.shape), 1)
+                if key in rows.tensors and rows.tensors[key].shape != (len(tokens), width):
+                    raise foreign(Path(rows.source), f"{key} is not as wide as {name} of the base")
+        if not tables:
+            raise foreign(Path(self.speakers[0].kept.source), "it has no rows for the tokens that it is for")
+        return tables
 
     @cached_property
     def size(self) -> int:

@@ -1,5 +1,6 @@
 """Experts with tokens of their own, through stores and one-shot merges, as transformers loads what comes out."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,8 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mergestream import Store
+from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError, MergestreamWarning, UsageError
 from mergestream.export.one_shot import merge
+from mergestream.files import write_json
 from mergestream.ledger.method import Ledger
 from mergestream.methods import make_method
 from mergestream.store.steps import StepWriter
@@ -389,6 +392,7 @@ def test_a_head_that_the_base_has_not_has_rows_for_its_tokens(tmp_path):
     assert words.convert_tokens_to_ids(["<c>", "<a>", "<b>"]) == [12, 13, 14]
     torch.testing.assert_close(rows(out, [*WORDS, "<b>"], output=True), rows(expert, [*WORDS, "<b>"], output=True))
     torch.testing.assert_close(rows(out, ["<c>"]), rows(tmp_path / "other", ["<c>"]))
+    assert auto(store.export(tmp_path / "headless", pictures=False)).config.vocab_size == 15
 
 
 # --- what is kept -----------------------------------------------------------------------------------------
@@ -406,6 +410,23 @@ def test_what_is_kept_of_tokens_is_checked(tied, tmp_path):
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, kept)
     with pytest.raises(MergestreamError, match=r"the digest of tokens:.* does not match"):
         store.verify()
+
+
+@pytest.mark.parametrize("forge", [lambda rows: rows[:, :3], lambda rows: rows[:1]], ids=["narrow", "few"])
+def test_rows_that_do_not_fit_are_told(forge, tied, tmp_path):
+    base, one, _ = tied
+    store = made(tmp_path / "store", base)
+    store.add(one, vocab="grow")
+    place = store.path / "experts" / "0001"
+    record = json.loads((place / "tensors.json").read_text())
+    forged = {name: forge(tensor).contiguous() for name, tensor in load_file(place / "heads.safetensors").items()}
+    save_file(forged, place / "heads.safetensors")
+    record["heads"] = {name: tensor_digest(tensor) for name, tensor in forged.items()}
+    write_json(place / "tensors.json", record)
+    entry = dataclasses.replace(store.history[0], record=text_digest((place / "tensors.json").read_text()))
+    store.manifest.replacing(store.history[0], entry).save(store.path)
+    with pytest.raises(MergestreamError, match="is not one of ours"):
+        store.export(tmp_path / "out", pictures=False)
 
 
 def test_an_add_that_was_cut_short_goes_on_with_the_same_tokens_only(untied, tmp_path, monkeypatch):
