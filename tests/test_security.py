@@ -59,9 +59,8 @@ def test_what_the_user_has_named_is_run_in_two_places_and_without_a_shell():
 
 def test_remote_code_is_never_trusted_and_pickles_are_never_executed():
     for file, name, call in calls():
-        assert "trust_remote_code" not in keywords(call), file
+        assert keywords(call).get("trust_remote_code", "False") == "False", file
         assert name != "torch.load" or keywords(call)["weights_only"] == "True", file
-    assert not [path for path in PACKAGE.rglob("*.py") if "trust_remote_code" in path.read_text("utf-8")]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from mergestream.report.facts import Facts, shown
 from mergestream.report.harness import told
 from mergestream.report.ledger import LedgerFacts
 from mergestream.report.plots import Plot, against_experts, plots
-from mergestream.report.verdict import bwt_in_words, counted, signed, verdict
+from mergestream.report.verdict import bwt_in_words, signed, verdict
+from mergestream.sizes import counted
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -95,7 +96,7 @@ def _section(plot: Plot) -> str:
 def _subtitle(facts: Facts) -> str:
     base = facts.manifest.base.source
     return (
-        f"{counted(len(facts.history))} merged by <strong>{_text(facts.manifest.method)}</strong> "
+        f"{counted(len(facts.history), 'expert')} merged by <strong>{_text(facts.manifest.method)}</strong> "
         f"({_text(facts.parameters) or 'no parameters'}) on {_text(Path(base).name or base)}"
     )
 

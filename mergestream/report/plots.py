@@ -10,7 +10,8 @@ from mergestream.report import figures
 from mergestream.report.diagnostics import MOST_SHOWN, Survival
 from mergestream.report.facts import Facts, shown
 from mergestream.report.ledger import DAMAGED, LedgerFacts
-from mergestream.report.verdict import bwt_in_words, counted, signed
+from mergestream.report.verdict import bwt_in_words, signed
+from mergestream.sizes import counted
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -56,7 +57,7 @@ def _scaling(facts: Facts) -> Plot:
     return Plot(
         "scaling",
         "Scaling factor",
-        f"λ is {history[-1].lambda_:.4g} after {counted(len(facts.history))}; √t is {len(history) ** 0.5:.4g}. "
+        f"λ is {history[-1].lambda_:.4g} after {counted(len(history), 'expert')}; √t is {len(history) ** 0.5:.4g}. "
         "Task vectors that are orthogonal and equally long give λ = √t.",
         {"": figures.scaling(history)},
         ("step", "expert", "λ", "√t"),
@@ -121,7 +122,7 @@ def _ledger(facts: Facts, everyone: LedgerFacts, ledger: LedgerFacts) -> Iterato
     yield Plot(
         "held",
         "What the entries hold",
-        f"The share of each task vector's squared norm that its entry holds while {counted(ledger.room_for)} "
+        f"The share of each task vector's squared norm that its entry holds while {counted(ledger.room_for, 'expert')} "
         f"share the room. {_least_held(everyone)}",
         _views(figures.held, layers, weights),
         ("layer", *ledger.experts),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.report.ledger import DAMAGED
 from mergestream.report.metrics import mean
+from mergestream.sizes import counted
 
 if TYPE_CHECKING:
     from mergestream.report.facts import Facts
@@ -20,12 +21,8 @@ def verdict(facts: Facts) -> str:
     if not facts.history:
         return "Nothing is merged yet: add the first expert (mergestream add)."
     count = len(facts.history)
-    merged = f"{counted(count)} {'is' if count == 1 else 'are'} merged by {facts.manifest.method}"
+    merged = f"{counted(count, 'expert')} {'is' if count == 1 else 'are'} merged by {facts.manifest.method}"
     return f"{merged}: {_quality(facts)}; {_attention(facts)}."
-
-
-def counted(experts: int) -> str:
-    return f"{experts} expert{'' if experts == 1 else 's'}"
 
 
 def signed(value: float, form: str = ".3f") -> str:

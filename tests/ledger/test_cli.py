@@ -62,7 +62,9 @@ def test_experts_are_chosen_and_weighted(done, ledger, tmp_path):
     for other in others:
         assert all(torch.equal(one[name], other[name]) for name in one)
     card = (tmp_path / "only" / "README.md").read_text()
-    assert "# 2 models merged with ledger" in card and "expert-2" not in card
+    assert "# 2 models merged with ledger" in card
+    absent = [line for line in card.splitlines() if "left out of this model" in line]
+    assert [line.split(" | ")[1] for line in absent] == ["expert-2", "expert-4"]
     done("export", ledger, tmp_path / "balanced", "--balance")
     done("export", ledger, tmp_path / "scaled", "--scale", "0.5")
 
