@@ -71,7 +71,7 @@ def companions(directory: Path) -> Iterator[Path]:
 
 def _companions(directory: Path) -> Iterator[Path]:
     yield from (path for path in directory.iterdir() if is_companion(path.name))
-    for folder in (_TEMPLATES, *_modules(directory)):
+    for folder in (_TEMPLATES, *module_folders(directory)):
         yield from (path for path in (directory / folder).rglob("*") if path.name.endswith(_IN_FOLDERS))
     if names_code(directory):
         code = directory.rglob(f"*{CODE}")
@@ -81,11 +81,11 @@ def _companions(directory: Path) -> Iterator[Path]:
 def names_code(directory: Path) -> bool:
     """Whether a config asks for Python files of the model's own."""
     configs = (directory / name for name in _MAY_NAME_CODE)
-    strange = (kind for kind in _modules(directory).values() if not kind.startswith("sentence_transformers."))
+    strange = (kind for kind in module_folders(directory).values() if not kind.startswith("sentence_transformers."))
     return any(strange) or any(config.is_file() and read_json(config).get("auto_map") for config in configs)
 
 
-def _modules(directory: Path) -> dict[str, str]:
+def module_folders(directory: Path) -> dict[str, str]:
     """The folders of a sentence-transformers model that hold its modules after the first, and the class of each."""
     path = directory / MODULES
     if not path.is_file():

@@ -18,8 +18,10 @@ class Labels(NamedTuple):
     pipeline: str | None
 
 
-def labels(base: Checkpoint) -> Labels:
-    """By the card of the base, or else by what is in its directory."""
+def labels(base: Checkpoint, of_other_class: bool = False) -> Labels:
+    """By the card of the base, or else by what is in its directory; a task's model ``of_other_class`` is for others."""
+    if of_other_class:
+        return Labels("transformers", None)
     inferred = _inferred(base.directory)
     front = front_matter(base.directory / CARD) if base.directory else []
     return Labels(_field("library_name", front) or inferred.library, _field("pipeline_tag", front) or inferred.pipeline)

@@ -401,6 +401,21 @@ def test_older_names_are_those_of_the_model(classifiers, tmp_path):
     torch.testing.assert_close(logits(loaded(SEQUENCES, tmp_path / "out")), logits(spam))
 
 
+def test_a_classifier_is_no_encoder_of_sentences(classifiers, tmp_path):
+    base = shutil.copytree(classifiers.base, tmp_path / "base")
+    kind = "sentence_transformers.models.Pooling"
+    (base / "modules.json").write_text(json.dumps([{"idx": 1, "name": "1", "path": "1_Pooling", "type": kind}]))
+    (base / "1_Pooling").mkdir()
+    (base / "1_Pooling" / "config.json").write_text("{}")
+    store = classifiers.store(tmp_path / "store", base)
+    store.add(classifiers.experts["news"])
+    encoder, task = export(store, tmp_path / "encoder"), export(store, tmp_path / "task", task="news")
+    assert (encoder / "1_Pooling" / "config.json").is_file() and (encoder / "modules.json").is_file()
+    assert not (task / "1_Pooling").exists() and not (task / "modules.json").exists()
+    libraries = [(model / "README.md").read_text().splitlines()[1] for model in (encoder, task)]
+    assert libraries == ["library_name: sentence-transformers", "library_name: transformers"]
+
+
 def test_an_export_without_a_task_says_whose_head_it_has(classifiers, mergestream, tmp_path):
     bare = classifiers.store(tmp_path / "bare")
     headed = classifiers.store(tmp_path / "headed", classifiers.experts["mood"])
