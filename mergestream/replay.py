@@ -19,6 +19,7 @@ from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError, UsageError, nearest
 from mergestream.export.adapter import write_each, write_merged
 from mergestream.export.directory import Output
+from mergestream.export.history import undated
 from mergestream.export.model import write_model
 from mergestream.export.one_shot import merge, usual_workers
 from mergestream.export.places import MARKER
@@ -135,7 +136,7 @@ def _write(store: Store, recipe: Recipe, draft: Path, output: Output) -> None:
     draw = bind(draw_pictures, store.progress, store.manifest, similar) if similar else None
     chosen, rank = recipe.readout, recipe.form.rank
     with store.snapshot() as snapshot:
-        place = snapshot, draft, output, store.engine, store.progress
+        place = undated(snapshot), draft, output, store.engine, store.progress
         if recipe.form.format == "loras":
             write_each(*place, rank)
         elif recipe.form.format == "lora":

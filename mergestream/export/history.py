@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from mergestream.escaping import code, markdown_text
 
 if TYPE_CHECKING:
     from mergestream.store.manifest import Expert, Manifest
+    from mergestream.store.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,13 @@ class History:
             *(_row(expert) for expert in self.experts),
             *(["", f"Taken back since: {markdown_text(', '.join(self.departed))}."] if self.departed else []),
         ]
+
+
+def undated(snapshot: Snapshot) -> Snapshot:
+    """Of a store that is there for one export only: its card tells what was made, and not when, so that it is the same
+    whenever it is made."""
+    history = tuple(dataclasses.replace(entry, added="") for entry in snapshot.manifest.history)
+    return dataclasses.replace(snapshot, manifest=dataclasses.replace(snapshot.manifest, history=history))
 
 
 def _added(entry: Expert, heard: bool) -> Added:

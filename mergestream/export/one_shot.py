@@ -20,7 +20,7 @@ from mergestream.experts.origin import origin
 from mergestream.experts.vocabulary import Vocab
 from mergestream.export.card import CardFacts, CardRow
 from mergestream.export.directory import Output
-from mergestream.export.history import Added, History
+from mergestream.export.history import Added, History, undated
 from mergestream.export.model import write_companions, write_model, write_tensors
 from mergestream.export.recipe import BaseSource, ExpertSource, Form, Recipe
 from mergestream.export.source import ExpertsSource
@@ -89,7 +89,7 @@ def merge(
             for expert, name in zip_longest(experts, names or ()):
                 store.absorb(expert, name, partial, ignore, allow_duplicate, allow_other_base, vocab=vocab)
             with store.snapshot() as snapshot:
-                write_model(snapshot, draft, output, engine, progress)
+                write_model(undated(snapshot), draft, output, engine, progress)
         return
     with ExitStack() as stack:
         opened = stack.enter_context(open_checkpoint(base))

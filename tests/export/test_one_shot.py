@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -149,3 +151,15 @@ def test_ties_where_only_a_sample_is_sorted(over, large, tmp_path):
     a = trimmed({name: 0.5 * tensor for name, tensor in first.items()}, over)
     for name, merged in weights(tmp_path / "continual").items():
         assert torch.allclose(merged, base[name] + 0.5 * agreeing(a[name], b[name]).sum(0), atol=1e-6), name
+
+
+def test_a_merge_gives_the_same_card_whenever_it_is_made(tmp_path, toys, monkeypatch):
+    for name, time in (("one", "2026-01-01"), ("two", "2027-01-01")):
+        monkeypatch.setattr("mergestream.store.arrival.datetime", SimpleNamespace(now=lambda _, t=time: Clock(t)))
+        mergestream.merge(toys.base, toys.experts[:2], tmp_path / name, OPCM())
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+class Clock(str):
+    def isoformat(self, **_: object) -> str:
+        return str(self)
