@@ -517,7 +517,7 @@ def test_more_can_be_kept_later(store, toys, mergestream):
 def test_fewer_are_kept_at_once(store):
     store.keep(0)
     assert names(store, "steps") == ["0002"] and Store(store.path).manifest.keep == 0
-    with pytest.raises(MergestreamError, match="keeps 0 earlier"):
+    with pytest.raises(MergestreamError, match="keeps, 0 earlier steps, is used up"):
         store.undo()
     with pytest.raises(
         MergestreamError, match=r"no longer keeps step 1; to go back further in future: mergestream keep"
