@@ -18,7 +18,7 @@ demo: .venv/installed
 	$(BIN)/python -m benchmarks.demo
 
 test: .venv/installed lint
-	$(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 docs: .venv/installed
 	$(BIN)/mkdocs build --quiet --strict

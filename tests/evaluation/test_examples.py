@@ -12,7 +12,6 @@ import pytest
 
 from mergestream.evaluation.suites.catalogue import open_suite
 
-pytestmark = pytest.mark.xdist_group("own_suite")  # its models are made once
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_suite"
 
 

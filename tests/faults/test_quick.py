@@ -15,7 +15,6 @@ from tests.faults.families import FAMILIES
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("quick"),  # one run serves all
     pytest.mark.skipif(sys.platform != "linux" or sys.version_info < (3, 11), reason="the shim is for Linux"),
 ]
 QUICK = [family.name for family in FAMILIES if family.quick]

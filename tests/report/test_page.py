@@ -27,7 +27,6 @@ from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("browser")  # one browser serves all
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
