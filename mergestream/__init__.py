@@ -26,6 +26,7 @@ _HOMES = {
     "MergestreamError": "mergestream.errors",
     "MergestreamWarning": "mergestream.errors",
     "LocalEngine": "mergestream.engine",
+    "RayEngine": "mergestream.engine.ray",
     "ENGINES": "mergestream.engine",
     "METHODS": "mergestream.methods",
     "READOUTS": "mergestream.ledger.readouts",
@@ -63,6 +64,7 @@ def __getattr__(name: str) -> Any:
 if TYPE_CHECKING:
     from mergestream.api import Store
     from mergestream.engine import ENGINES, LocalEngine
+    from mergestream.engine.ray import RayEngine
     from mergestream.errors import MergestreamError, MergestreamWarning
     from mergestream.export.one_shot import merge
     from mergestream.ledger.method import Ledger

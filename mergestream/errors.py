@@ -29,6 +29,10 @@ class StoreBusyError(MergestreamError):
     exit_code: ClassVar[int] = 3
 
 
+class EngineError(MergestreamError):
+    """Who runs the work is not there, or is lost: nothing is at fault with the models, and what is done stays done."""
+
+
 class DamagedError(MergestreamError):
     """The store or its base is not what it was, whatever is to be done with it."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mergestream.checkpoints.layout import companions
 from mergestream.digest import text_digest
@@ -140,6 +140,10 @@ class Shard(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It travels as a place: who gets it opens the file again."""
+        return type(self), (self.path,)
+
 
 class FileCheckpoint(Checkpoint):
     """A checkpoint of one or several files."""
@@ -174,6 +178,13 @@ class FileCheckpoint(Checkpoint):
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened_again, (self.fingerprint, type(self), *self._arguments())
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """What it was made of."""
+        return self.source, self.directory, self._shards
 
 
 def item_size(dtype: str) -> int:
@@ -230,6 +241,15 @@ def shared_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _torch_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _opened_again(fingerprint: str, kind: type[FileCheckpoint], *arguments: Any) -> FileCheckpoint:
+    """A checkpoint that was opened elsewhere, if it is the same here."""
+    checkpoint = kind(*arguments)
+    if checkpoint.fingerprint != fingerprint:
+        checkpoint.close()
+        raise MergestreamError(f"{checkpoint.source} is not the same files everywhere")
+    return checkpoint
 
 
 def _fingerprint(shards: Iterable[Shard]) -> str:

@@ -75,6 +75,9 @@ class DistributedFiles(Shard):
     def close(self) -> None:
         """No file is open."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DistributedFiles, (self.path.parent,)
+
     def read(self, name: str) -> Tensor:
         import torch
         from torch.distributed.checkpoint import FileSystemReader

@@ -142,6 +142,9 @@ class GgufCheckpoint(FileCheckpoint):
             tokenizer.save_pretrained(self._made.name)
         return super().companions()
 
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.source, self._file.path
+
     def close(self) -> None:
         super().close()
         self._made.cleanup()

@@ -49,3 +49,6 @@ class MemoryCheckpoint(Checkpoint):
 
     def close(self) -> None:
         self._tensors = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError("a model in memory is seen by this process only: save it first, or use the local engine")

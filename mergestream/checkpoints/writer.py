@@ -10,10 +10,11 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
 from mergestream.checkpoints.safetensors import SafetensorsFile
+from mergestream.engine import Gathers
 from mergestream.errors import MergestreamError
 from mergestream.files import cannot_write, replace_text, sync_directory
 from mergestream.sizes import CACHE_LINE
@@ -34,13 +35,15 @@ class _Plan:
     size: int
 
 
-class SafetensorsWriter:
+class SafetensorsWriter(Gathers):
     """Writes the tensors of ``layout`` in any order and from any thread, none of them buffered.
 
     The same layout always gives the same files: shards are filled in the order of the layout up to
     ``max_shard_size`` bytes, and a tensor is never split. The index appears with ``close()`` only.
     With ``resume=True`` files of an earlier, interrupted writer with the same plan are continued
     (``resumed`` says whether); ``read`` shows what they hold, and ``keep`` counts a tensor as written.
+
+    A copy in another process, on this machine or another that shares the file system, writes to the same files.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class SafetensorsWriter:
         self._place = {name: i for i, plan in enumerate(self._plans) for name in plan.begin}
         self._written = {name for name, spec in self._layout.items() if spec.numel == 0}
         self._views: dict[int, SafetensorsFile] = {}
-        self._files: list[int] = []
+        self._files: list[BinaryIO] = []
         self.resumed = resume and all(_is_begun(plan) for plan in self._plans)
         try:
             if not self.resumed:
@@ -99,7 +102,7 @@ class SafetensorsWriter:
         plan = self._plans[self._place[name]]
         position = plan.begin[name] + start * item_size(spec.dtype)
         try:
-            _write_at(self._files[self._place[name]], data, position)
+            _write_at(self._files[self._place[name]].fileno(), data, position)
         except OSError as error:
             raise _write_error(plan.path, error, spec.nbytes) from error
         if end == spec.numel:
@@ -127,8 +130,7 @@ class SafetensorsWriter:
             self.abandon()
             raise RuntimeError(f"{len(missing)} tensors were never written, among them {missing[0]!r}")
         try:
-            for file in self._files:
-                os.fsync(file)
+            self._sync()
             sync_directory(self.directory)
             if len(self._plans) > 1:
                 self._write_index()
@@ -141,7 +143,37 @@ class SafetensorsWriter:
         """Let go of the files as they are."""
         files, self._files = self._files, []
         for file in files:
-            os.close(file)
+            file.close()
+
+    def _sync(self) -> None:
+        for file in self._files:
+            os.fsync(file.fileno())
+
+    def gathered(self) -> set[str]:
+        """What has been written: it is on the disk before anybody hears of it, for nobody else could bring it there."""
+        try:
+            self._sync()
+        except OSError as error:
+            raise _write_error(self.directory, error, self.nbytes) from error
+        written, self._written = self._written, set()
+        return written
+
+    def gather(self, more: set[str]) -> None:
+        self._written |= more
+
+    def __getstate__(self) -> dict[str, Any]:
+        places = [os.fstat(file.fileno()).st_ino for file in self._files]
+        return {**vars(self), "_files": places, "_views": {}, "_written": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _files=[])
+        for plan, place in zip(self._plans, state["_files"], strict=True):
+            try:
+                self._files.append(_reopen(plan))
+            except OSError as error:
+                raise cannot_write(plan.path, error) from error
+            if os.fstat(self._files[-1].fileno()).st_ino != place:
+                raise MergestreamError(f"{plan.path} is not the same file everywhere")
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -200,9 +232,10 @@ def _plan_file(path: Path, layout: Mapping[str, TensorSpec], metadata: Mapping[s
     )
 
 
-def _create(plan: _Plan) -> int:
+def _create(plan: _Plan) -> BinaryIO:
     """The file with its header and all its space, so that a full disk shows before the work, not after."""
-    file = os.open(plan.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    opened = _opened(plan, os.O_CREAT | os.O_EXCL)
+    file = opened.fileno()
     try:
         try:
             os.posix_fallocate(file, 0, plan.size)
@@ -212,13 +245,17 @@ def _create(plan: _Plan) -> int:
             os.ftruncate(file, plan.size)
         _write_at(file, memoryview(plan.header), 0)
     except OSError:
-        os.close(file)
+        opened.close()
         raise
-    return file
+    return opened
 
 
-def _reopen(plan: _Plan) -> int:
-    return os.open(plan.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _reopen(plan: _Plan) -> BinaryIO:
+    return _opened(plan, os.O_NOFOLLOW)
+
+
+def _opened(plan: _Plan, flags: int) -> BinaryIO:
+    return os.fdopen(os.open(plan.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666), "r+b", buffering=0)
 
 
 def _is_begun(plan: _Plan) -> bool:

@@ -83,12 +83,26 @@ class RunningOptions:
         "--workers", type=at_least(1), metavar="N", help="tensors worked on at a time (all cores)"
     )
     quiet: bool = switch("--quiet", "no progress bars and no notes")
+    engine: str = argument(
+        "--engine",
+        default="local",
+        metavar="NAME",
+        help="who runs the work: local, ray (by RAY_ADDRESS, or on this machine), ray://HOST:PORT (local)",
+    )
 
     def make_engine(self, usual_workers: int | None = None) -> Engine:
-        """``usual_workers`` is how many there are if the user does not say; else it is the engine's own choice."""
-        from mergestream.engine import LocalEngine
+        """``usual_workers`` is how many there are on this machine if the user does not say; else it is the engine's own
+        choice."""
+        from mergestream.engine import ENGINES
 
-        return LocalEngine(**_given(workers=self.workers or usual_workers))
+        name, has_address, _ = self.engine.partition("://")
+        workers = self.workers or (usual_workers if name == "local" else None)
+        address = self.engine if has_address else None
+        return ENGINES.choose(name)(**_given(workers=workers, address=address, **self._limits))
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return {}
 
     def make_progress(self) -> Progress:
         return make_progress(self.quiet)
@@ -102,15 +116,11 @@ class ComputingOptions(RunningOptions):
         "--max-memory", type=size, metavar="SIZE", help="budget for tensors in RAM, such as 4GB"
     )
     device: str = argument("--device", default="cpu", help="where the arithmetic runs: cpu, cuda or cuda:N (cpu)")
-    engine: str = argument("--engine", default="local", metavar="NAME", help="who runs the work (local)")
 
-    def make_engine(self, usual_workers: int | None = None) -> Engine:
-        from mergestream.engine import ENGINES
-
-        options = _given(
-            workers=self.workers or usual_workers, max_memory=self.max_memory, device=_checked_device(self.device)
-        )
-        return ENGINES.choose(self.engine)(**options)
+    @property
+    def _limits(self) -> dict[str, Any]:
+        device = _checked_device(self.device) if self.engine == "local" else self.device
+        return {"max_memory": self.max_memory, "device": device}
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mergestream.registry import Registry
 
 Result = TypeVar("Result")
+Finding = TypeVar("Finding")
 
 
 class Engine(Protocol):
@@ -33,7 +35,37 @@ class Engine(Protocol):
         """
 
 
+class Gathers(ABC):
+    """What jobs leave something in beside their results. An engine whose jobs work on copies elsewhere asks these, once
+    some jobs are done, and tells the original before it yields their results."""
+
+    @abstractmethod
+    def gathered(self) -> Any:
+        """All that has been left here since this was last asked."""
+
+    @abstractmethod
+    def gather(self, more: Any) -> None:
+        """Take what a copy has gathered."""
+
+
+class Findings(dict[str, Finding], Gathers):
+    """What is found out of each tensor on the way; a copy begins without."""
+
+    def gathered(self) -> dict[str, Finding]:
+        found = dict(self)
+        self.clear()
+        return found
+
+    def gather(self, more: Mapping[str, Finding]) -> None:
+        self.update(more)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Findings, ()
+
+
 ENGINES: Registry[Callable[..., Engine]] = Registry(
-    "engine", "mergestream.engines", {"local": "mergestream.engine.local:LocalEngine"}
+    "engine",
+    "mergestream.engines",
+    {"local": "mergestream.engine.local:LocalEngine", "ray": "mergestream.engine.ray:RayEngine"},
 )
-"""Made with ``workers``, ``max_memory`` and ``device``, each only where the user gave it."""
+"""Made with ``workers``, ``max_memory``, ``device`` and ``address``, each only where the user gave it."""

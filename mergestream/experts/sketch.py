@@ -26,11 +26,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from mergestream.algebra.pieces import Elements, is_finite
+from mergestream.engine import Gathers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +67,7 @@ def error_of(width: int) -> float:
     return 1 / math.sqrt(width)
 
 
-class Sketch:
+class Sketch(Gathers):
     """The sketch of a whole task vector. The tensors may be added in any order, by any number of threads.
 
     What a tensor adds to a bucket is rounded to a grid of 2⁻⁴⁴ times the norm of the base, on which float64 sums are
@@ -111,6 +112,17 @@ class Sketch:
         for start, stop in tensor.ranges():
             tensor.update(start, elements(start, stop))
         self.add(tensor)
+
+    def gathered(self) -> Tensor:
+        found = self._buckets.clone()
+        self._buckets.zero_()
+        return found
+
+    def gather(self, more: Tensor) -> None:
+        self._buckets += more
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Sketch, (self._tensors,)
 
     def values(self) -> Tensor:
         """The buckets as they are kept: folded, in float16, scaled to a mean square of one."""

@@ -56,6 +56,9 @@ class MemoryState(dict[tuple[str, str], Tensor]):
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
         self[slot, name].view(-1)[start : start + piece.numel()] = piece
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError("what is merged in memory is seen by this process only: use the local engine, or a store")
+
     def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
         raise NotImplementedError("state dicts are dense")
 

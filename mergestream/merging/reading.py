@@ -18,7 +18,7 @@ from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
 from mergestream.algebra.pieces import Elements, SquaredNorm, exact_sum, is_finite, ranges
 from mergestream.base.model import BaseModel, base_changed
 from mergestream.checkpoints import Checkpoint, torch_dtype
-from mergestream.engine import Engine
+from mergestream.engine import Engine, Findings
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.vector import BasePieces
 from mergestream.ledger.merge import merge_entries
@@ -42,7 +42,7 @@ class Reading(ABC):
     """What is remembered, ready to be read out."""
 
     model: BaseModel
-    norm2: dict[str, float] = field(default_factory=dict, kw_only=True)
+    norm2: Findings[float] = field(default_factory=Findings, kw_only=True)
     """‖direction‖² of the tensors that have been read out to their end"""
 
     @abstractmethod

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import tensor_digest
+from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.schema import BACKUP, damaged
 
@@ -44,11 +45,13 @@ class CheckedTensors(Checkpoint):
             raise damaged(file, f"the digest of {name} does not match", self._remedy)
         return tensor
 
-    def verify(self) -> Iterator[int]:
+    def verify(self, engine: Engine) -> Iterator[int]:
         """Read all tensors; yields the bytes of each."""
-        for name, info in self.tensors.items():
-            self.read(name)
-            yield info.nbytes
+        sizes = {name: info.nbytes for name, info in self.tensors.items()}
+        yield from (sizes[name] for name, _ in engine.run(sizes, self._check))
+
+    def _check(self, name: str) -> None:
+        self.read(name)
 
     @property
     def nbytes(self) -> int:

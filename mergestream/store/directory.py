@@ -17,7 +17,7 @@ from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import WEIGHT_SUFFIXES, Checkpoint, open_checkpoint
 from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine, LocalEngine
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import EngineError, MergestreamError, UsageError
 from mergestream.experts.opening import ExpertSource
 from mergestream.files import BESIDE, directories_made, on_disk, remove, remove_all_but, sync_directory
 from mergestream.interrupts import uninterrupted
@@ -200,6 +200,9 @@ class StoreDirectory:
         writer = arrival.writer()
         try:
             yield writer
+        except EngineError:
+            writer.pause()
+            raise
         except (MergestreamError, OSError):
             writer.abandon()
             with suppress(OSError):
@@ -349,11 +352,11 @@ class StoreDirectory:
             if entry.state and directory.is_dir():
                 reader = StepReader(self.path, entry)
                 with closing(reader), self.progress.task(f"verifying {entry.name}", reader.nbytes) as advance:
-                    for size in reader.verify():
+                    for size in reader.verify(self.engine):
                         advance(size)
             elif entry in needed:
                 raise MergestreamError(f"{directory} is missing; restore the store from a backup")
-            verify_record(self.path, entry)
+            verify_record(self.path, entry, self.engine)
 
     def relocate(self, base: str | Path) -> None:
         """Refer to the base at another place, after its digest was checked; only from here, where the store may not be

@@ -146,6 +146,9 @@ class FactorReader:
             self.origin[id(block)] = [step, rows]
         return self._blocks[name, step]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_blocks": {}, "origin": {}}
+
     def close(self) -> None:
         for file in self.files.values():
             file.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec
 from mergestream.digest import tensor_digest, text_digest
+from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import Told
 from mergestream.experts.prefix import Prefix
@@ -151,12 +152,12 @@ def open_task(store: Path, expert: Expert) -> Task | None:
     return Task(heads, record["config"], record.get("prefix", Prefix()))
 
 
-def verify_record(store: Path, expert: Expert) -> None:
+def verify_record(store: Path, expert: Expert, engine: Engine) -> None:
     """Recompute the digests of the record, the sketch and the heads."""
     read_sketch(store, expert)
     if task := open_task(store, expert):
         with task.heads:
-            list(task.heads.verify())
+            list(task.heads.verify(engine))
 
 
 def write_sketch(directory: Path, values: Tensor) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.algebra.lowrank import LowRank
+    from mergestream.engine import Engine
     from mergestream.merging.step import Outcome
     from mergestream.store.manifest import Expert
 
@@ -144,10 +144,10 @@ class StepReader:
     def _files(self) -> list[CheckedTensors]:
         return [*((self._dense,) if self._dense else ()), *self.factors.files.values()]
 
-    def verify(self) -> Iterator[int]:
+    def verify(self, engine: Engine) -> Iterator[int]:
         """Read all that is there; yields the bytes done, raises at the first digest that does not match."""
         for files in self._files():
-            yield from files.verify()
+            yield from files.verify(engine)
 
     def close(self) -> None:
         for files in self._files():
@@ -174,7 +174,6 @@ class StepWriter:
         self._layout, self._number = layout, number
         self.done: dict[str, tuple[Outcome, str | None]] = {}
         """Tensors that an earlier, interrupted run has written, with the digest of the expert's."""
-        self._lock = Lock()
         self._open = ExitStack()
         """Lets go of the files as they are"""
         try:
@@ -241,11 +240,14 @@ class StepWriter:
     def record(self, name: str, outcome: Outcome, expert_digest: str | None) -> None:
         """Note a finished tensor, so that it need not be done again."""
         text = json.dumps({"tensor": name, "outcome": dataclasses.asdict(outcome), "expert": expert_digest})
-        with self._lock:
-            try:
-                self._journal.write(f"\n{text_digest(text)} {text}".encode())
-            except OSError as error:
-                raise cannot_write(self.directory / _JOURNAL, error) from error
+        try:
+            self._journal.write(f"\n{text_digest(text)} {text}".encode())
+        except OSError as error:
+            raise cannot_write(self.directory / _JOURNAL, error) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy writes tensors; the plan and the journal stay here."""
+        return {key: value for key, value in vars(self).items() if key not in ("done", "_open", "_journal")}
 
     def finish(self, outcomes: Mapping[str, Outcome]) -> str:
         """Bring all to the disk; returns the digest of the state."""

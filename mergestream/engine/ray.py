@@ -1,0 +1,287 @@
+"""Tasks on a Ray cluster, whose nodes share a file system: weights go between files and workers, never through here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from mergestream.engine.base import Result
+from mergestream.engine.travelling import Arrived, pack, unpack
+from mergestream.errors import EngineError, MergestreamError, UsageError
+from mergestream.sizes import format_size
+
+SHARES = 8
+"""Batches for each worker, where tensors are small enough: few to be cheap, many so that all end at about one time"""
+GPU_SHARE = 0.25
+"""Of a task with --device cuda: while one computes, others read"""
+SMALLEST_MEMORY = 1 << 26
+"""That a task asks for"""
+REACHABLE = 10.0
+"""Seconds in which a cluster must answer"""
+LOOKING = 120.0
+"""Seconds in which every node must have looked at what it is to work with"""
+WAITING = 5.0
+"""Seconds after which it is asked whether what is waited for can still come"""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors that are worked on one after another in one task."""
+
+    names: tuple[str, ...]
+    memory: int
+
+
+class Node(NamedTuple):
+    id: str
+    address: str
+    memory: int
+
+
+class RayEngine:
+    """Runs work on a Ray cluster: by its ``address``, by ``RAY_ADDRESS``, or one of this machine alone.
+
+    Each task is on one thread, so that results are the same, bit for bit, as those of the local engine.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        workers: int | None = None,
+        max_memory: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """``workers`` is how many tasks run at a time (as many as the cluster has cores), ``max_memory`` what all of
+        them take together."""
+        if device not in ("cpu", "cuda"):
+            raise UsageError(f"--device {device}: Ray gives each task its GPU; use --device cuda")
+        self.address, self.max_memory, self.device = address, max_memory, device
+        self._workers = workers
+
+    @property
+    def workers(self) -> int:
+        return self._workers or int(connected(self.address).cluster_resources().get("CPU", 1))
+
+    def run(
+        self,
+        costs: Mapping[str, int],
+        work: Callable[[str], Result],
+        memory: Mapping[str, int] | None = None,
+    ) -> Iterator[tuple[str, Result]]:
+        """A batch is run again elsewhere where its worker or its node is lost. The first error cancels the others."""
+        if not costs:
+            return
+        memory = memory or {}
+        packed, gatherers = pack(work)
+        ray = connected(self.address)
+        _check_room(_nodes(ray), {name: memory.get(name, 0) for name in costs}, self.max_memory)
+        run, content = uuid4().hex, ray.put(packed)
+        _check_nodes(ray, _nodes(ray), run, content)
+        workers = self.workers
+        waiting = batches(costs, memory, workers)
+        running: dict[Any, Batch] = {}
+        try:
+            while waiting or running:
+                for batch in list(waiting):
+                    if len(running) >= workers:
+                        break
+                    used = sum(other.memory for other in running.values())
+                    if self.max_memory is None or used + batch.memory <= self.max_memory:
+                        waiting.remove(batch)
+                        running[self._task(ray, batch).remote(run, content, batch.names)] = batch
+                done, _ = ray.wait(list(running), timeout=WAITING)
+                if not done:
+                    _check_room(_nodes(ray), {batch.names[0]: batch.memory for batch in running.values()}, None)
+                for ref in done:
+                    results, left = _result(ray, ref, running.pop(ref))
+                    for gatherer, more in zip(gatherers, left, strict=True):
+                        gatherer.gather(more)
+                    yield from results
+        finally:
+            for ref in running:
+                ray.cancel(ref, force=True)
+
+    def _task(self, ray: Any, batch: Batch) -> Any:
+        options: dict[str, Any] = {"num_cpus": 1, "memory": _rounded(batch.memory, _nodes(ray))}
+        if self.device == "cuda":
+            options["num_gpus"] = GPU_SHARE
+        return ray.remote(run_batch).options(**options)
+
+
+def batches(costs: Mapping[str, int], memory: Mapping[str, int], workers: int) -> list[Batch]:
+    """The most costly tensors first, each alone; small ones together, up to a share of the whole."""
+    share = sum(costs.values()) / (workers * SHARES)
+    found: list[Batch] = []
+    names: list[str] = []
+    cost = 0
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        if names and cost + costs[name] > share:
+            found.append(_batch(names, memory))
+            names, cost = [], 0
+        names.append(name)
+        cost += costs[name]
+    return [*found, _batch(names, memory)]
+
+
+def _batch(names: Sequence[str], memory: Mapping[str, int]) -> Batch:
+    return Batch(tuple(names), max(memory.get(name, 0) for name in names))
+
+
+def _rounded(memory: int, nodes: Sequence[Node]) -> int:
+    """What is asked for: a power of two where a node has that, for Ray hands a worker on to tasks that ask for the
+    same."""
+    wanted = max(SMALLEST_MEMORY, 1 << (max(memory, 1) - 1).bit_length())
+    return min(wanted, max((node.memory for node in nodes), default=wanted))
+
+
+# --- the cluster ---------------------------------------------------------------------------------------------
+
+
+def connected(address: str | None) -> Any:
+    """The module ray, connected: to what it is connected to already, or to the cluster at the address."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError("--engine ray needs the package ray: pip install 'mergestream[ray]'") from error
+    if ray.is_initialized():
+        return ray
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    _check_reachable(address)
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start tells nobody of it
+    try:
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **options)
+    except Exception as error:  # of many types, for each way in which a cluster may not be one
+        raise EngineError(f"the Ray cluster at {address} cannot be used: {_first_line(error)}") from error
+    return ray
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon:  # local, auto
+        return
+    if not port.isdigit():
+        raise UsageError(f"{address} is no address of a Ray cluster; ray://HOST:PORT is one")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACHABLE).close()
+    except (OSError, OverflowError) as error:
+        raise EngineError(f"there is no Ray cluster at {address}: {_first_line(error)}") from error
+
+
+def _nodes(ray: Any) -> list[Node]:
+    """Those that have cores to work with."""
+    return [
+        Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("memory", 0)))
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU")
+    ]
+
+
+def _check_room(nodes: Sequence[Node], memory: Mapping[str, int], most: int | None) -> None:
+    largest = max(memory, key=lambda name: memory[name])
+    if most is not None and memory[largest] > most:
+        raise MergestreamError(
+            f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, more than the "
+            f"{format_size(most)} allowed; raise --max-memory"
+        )
+    if not nodes:
+        raise EngineError("the Ray cluster has no node with a core to work with")
+    room = max(node.memory for node in nodes)
+    if memory[largest] > room:
+        raise EngineError(
+            f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, and no node of the Ray "
+            f"cluster has more than {format_size(room)}"
+        )
+
+
+def _check_nodes(ray: Any, nodes: Sequence[Node], run: str, content: Any) -> None:
+    """Have every node open what it is to work with, by the same versions as here."""
+    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def looking(node: Node) -> Any:
+        placed = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        return ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=placed).remote(run, content)
+
+    here = versions()
+    for node, ref in [(node, looking(node)) for node in nodes]:
+        try:
+            there, fault = ray.get(ref, timeout=LOOKING)
+        except GetTimeoutError as error:
+            raise EngineError(f"the node {node.address} of the Ray cluster does not answer") from error
+        except RayTaskError as error:
+            raise EngineError(
+                f"the node {node.address} of the Ray cluster cannot run mergestream {here['mergestream']}: "
+                f"{_first_line(error.cause)}"
+            ) from error
+        except RayError:  # it is gone: nothing will run there
+            continue
+        for package, version in here.items():
+            if there.get(package) != version:
+                raise EngineError(
+                    f"the node {node.address} of the Ray cluster has {package} {there.get(package)}, and here it is "
+                    f"{version}: results could differ"
+                )
+        if fault:
+            raise EngineError(f"the node {node.address} of the Ray cluster does not see what is needed: {fault}")
+
+
+def _result(ray: Any, ref: Any, batch: Batch) -> Any:
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        raise error.cause or error from error
+    except RayError as error:
+        others = f" and {len(batch.names) - 1} more" if len(batch.names) > 1 else ""
+        raise EngineError(
+            f"Ray gave up on the tensor {batch.names[0]}{others}, whose workers were lost again and again "
+            f"({type(error).__name__}); what is done stays, run it again"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# --- on a worker ---------------------------------------------------------------------------------------------
+
+_arrived: dict[str, Arrived[Any]] = {}
+"""What this process is at work on, by the run: files are opened once"""
+
+
+def _unpacked(run: str, packed: bytes) -> Arrived[Any]:
+    if run not in _arrived:
+        _arrived.clear()
+        _arrived[run] = unpack(packed)
+    return _arrived[run]
+
+
+def run_batch(run: str, packed: bytes, names: Sequence[str]) -> tuple[list[tuple[str, Any]], list[Any]]:
+    return _unpacked(run, packed).run(names)
+
+
+def look(run: str, packed: bytes) -> tuple[dict[str, str], str | None]:
+    """The versions on this node, and what it lacks of the work, in words."""
+    try:
+        _unpacked(run, packed)
+    except (MergestreamError, OSError) as error:
+        return versions(), str(error)
+    return versions(), None
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the results."""
+    import torch
+
+    from mergestream import __version__
+
+    return {"mergestream": __version__, "torch": torch.__version__}

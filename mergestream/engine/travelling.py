@@ -1,0 +1,61 @@
+"""Work that travels to another process: packed once with what it needs, and with what must come back named.
+
+cloudpickle takes closures. The objects in them that hold files open travel as places, and are opened again where they
+arrive: work that was unpacked sees all that it needs.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic
+
+from mergestream.engine.base import Gathers, Result
+from mergestream.engine.local import keep_freed_memory, single_threaded
+
+
+@dataclass(frozen=True)
+class Arrived(Generic[Result]):
+    """Work that was unpacked, and the copies that gather what it leaves in them."""
+
+    work: Callable[[str], Result]
+    gatherers: Sequence[Gathers]
+
+    def run(self, names: Iterable[str]) -> tuple[list[tuple[str, Result]], list[Any]]:
+        """The results, and what was gathered on the way."""
+        keep_freed_memory()
+        with single_threaded():
+            results = [(name, self.work(name)) for name in names]
+        return results, [gatherer.gathered() for gatherer in self.gatherers]
+
+
+def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Gathers]]:
+    """The work as bytes, and the originals of what gathers in it, in the order in which `unpack` gives the copies."""
+    from ray.cloudpickle import Pickler
+
+    gatherers: list[Gathers] = []
+
+    class Packer(Pickler):
+        def reducer_override(self, item: Any) -> Any:
+            if isinstance(item, Gathers):
+                gatherers.append(item)
+            return super().reducer_override(item)
+
+    packed = io.BytesIO()
+    packer = Packer(packed)
+    packer.dump(Path.cwd())
+    packer.dump(work)
+    packer.dump(list(gatherers))  # by reference: one packer dumps each object once
+    return packed.getvalue(), gatherers
+
+
+def unpack(packed: bytes) -> Arrived[Any]:
+    unpickler = pickle.Unpickler(io.BytesIO(packed))
+    with suppress(OSError):  # where it is not there, paths that are relative to it are not either
+        os.chdir(unpickler.load())
+    return Arrived(unpickler.load(), unpickler.load())
