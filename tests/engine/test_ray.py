@@ -27,7 +27,8 @@ QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "h
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def cluster() -> Iterator[Any]:
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # elsewhere Ray listens on the loopback only by this
     import ray
     from ray.cluster_utils import Cluster
 
@@ -36,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     )
     try:
         cluster.add_node(**NODE)
-        ray.init(cluster.address, log_to_driver=False, _node_ip_address="127.0.0.1")
+        ray.init(cluster.address, log_to_driver=False)
         yield cluster
     finally:
         ray.shutdown()
@@ -133,7 +134,7 @@ def test_what_a_lost_node_was_at_is_done_by_others(cluster: Any, toys: Toys, tmp
 def add_and_stop(address: str, store: Path, expert: Path, begun: Path) -> None:
     import ray
 
-    ray.init(address, log_to_driver=False, _node_ip_address="127.0.0.1")
+    ray.init(address, log_to_driver=False)
     Store(store, engine=Disturbed(begun, name="temperature")).add(expert)
 
 
