@@ -166,8 +166,8 @@ class SafetensorsWriter(Gathers):
         return {**vars(self), "_files": places, "_views": {}, "_written": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _files=[])
-        for plan, place in zip(self._plans, state["_files"], strict=True):
+        vars(self).update(state, _files=[])  # and stays so where the original is closed
+        for plan, place in zip(self._plans, state["_files"], strict=False):
             try:
                 self._files.append(_reopen(plan))
             except OSError as error:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from mergestream.merging.merger import MemoryState
     from mergestream.store.arrival import Arrival
+    from mergestream.store.scratch import Scratch
     from mergestream.store.snapshot import Snapshot
 
 Row = tuple[float | None, ...]
@@ -135,8 +136,8 @@ def entries_reading(snapshot: Snapshot, engine: Engine) -> EntriesReading:
     return reading
 
 
-def arriving_collisions(arrival: Arrival, entry: MemoryState) -> Collisions:
-    """Of all experts in a ledger and one that has been absorbed into memory only, which is the last."""
+def arriving_collisions(arrival: Arrival, entry: MemoryState | Scratch) -> Collisions:
+    """Of all experts in a ledger and one that has been absorbed only to know of it, which is the last."""
     store, name = arrival.store, arrival.name
     new = Voice(name, 1.0, arrival.cut, arrival.totals.norm, entry.entry)
     assert isinstance(store.method, Ledger)

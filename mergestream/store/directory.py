@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -253,6 +253,7 @@ class StoreDirectory:
         from mergestream.store.arrival import Arrival
         from mergestream.store.collisions import arriving_collisions
         from mergestream.store.inspection import Inspection
+        from mergestream.store.scratch import scratch
 
         started = time.monotonic()
         with Arrival(self, expert, measured=True, **options) as arrival:
@@ -260,11 +261,17 @@ class StoreDirectory:
                 arrival.absorb()
                 arrival.note_oddities()
                 return Inspection.of(arrival, time.monotonic() - started)
-            entry = MemoryState(arrival.step)
-            arrival.absorb(memory=entry)
-            seconds = time.monotonic() - started
-            arrival.note_oddities()
-            return Inspection.of(arrival, seconds, arriving_collisions(arrival, entry))
+            with ExitStack() as stack:
+                # What is in the memory of this process is seen by its threads only.
+                here = isinstance(self.engine, LocalEngine)
+                files = None if here else stack.enter_context(scratch(self.path, arrival.layout))
+                entry = files or MemoryState(arrival.step)
+                arrival.absorb(memory=entry)
+                if files:
+                    files.close()
+                seconds = time.monotonic() - started
+                arrival.note_oddities()
+                return Inspection.of(arrival, seconds, arriving_collisions(arrival, entry))
 
     def undo(self) -> Expert:
         """Go back to before the last model; returns the entry that was taken back."""

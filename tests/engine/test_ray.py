@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mergestream import LocalEngine, MergestreamError, RayEngine, Store, merge
 from mergestream.engine import Findings
 from mergestream.engine import ray as engine
 from mergestream.engine.travelling import pack, unpack
 from mergestream.errors import EngineError, UsageError
+from mergestream.testing import save_adapter
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
 WEIGHTS = ".safetensors", "digests.json", "factors.json"
@@ -73,6 +77,29 @@ def test_a_merge_has_the_same_bytes_as_by_the_local_engine(cluster: Any, toys: T
             merge(toys.base, toys.experts, tmp_path / f"{method}-{name}", method, engine=by)
         one, other = (files(tmp_path / f"{method}-{name}") for name in ("local", "ray"))
         assert one == other
+
+
+@pytest.mark.parametrize("method", ["opcm", "ledger"])
+def test_an_inspection_is_the_same_and_leaves_nothing(method: str, cluster: Any, toys: Toys, tmp_path: Path):
+    place = grown(tmp_path / "place" / "store", toys, method, LocalEngine(1), 2).path
+    before = files(place.parent)
+    local, ray = (Store(place, engine=by).inspect(toys.experts[2]) for by in (LocalEngine(2), RayEngine(workers=2)))
+    assert dataclasses.replace(ray, seconds=local.seconds) == local
+    assert files(place.parent) == before and list(place.parent.iterdir()) == [place]
+
+
+def test_adapters_have_the_same_bytes_as_by_the_local_engine(cluster: Any, toys: Toys, tmp_path: Path):
+    experts = []
+    for number in range(2):
+        generator = torch.Generator().manual_seed(number)
+        a, b = torch.randn(2, 8, generator=generator), torch.randn(16, 2, generator=generator)
+        experts.append(save_adapter(tmp_path / f"adapter-{number}", {"layers.0.up": (b, a)}))
+    found = []
+    for name, by in {"local": LocalEngine(2), "ray": RayEngine()}.items():
+        store = grown(tmp_path / name, Toys(toys.base, experts), "opcm", by)
+        assert "factors-0002.safetensors" in files(store.path / "steps" / "0002")
+        found.append(files(store.path / "steps", *WEIGHTS))
+    assert found[0] == found[1]
 
 
 # --- what is lost on the way ---------------------------------------------------------------------------------
@@ -138,8 +165,7 @@ def add_and_stop(address: str, store: Path, expert: Path, begun: Path) -> None:
     Store(store, engine=Disturbed(begun, name="temperature")).add(expert)
 
 
-@pytest.mark.parametrize("resumed_by", ["local", "ray"])
-def test_a_killed_driver_leaves_a_step_that_resumes(resumed_by: str, cluster: Any, toys: Toys, tmp_path: Path):
+def test_a_killed_driver_leaves_a_step_that_resumes_here_and_there(cluster: Any, toys: Toys, tmp_path: Path):
     expected = grown(tmp_path / "expected", toys, "opcm", LocalEngine(1), 2)
     store = grown(tmp_path / "store", toys, "opcm", LocalEngine(1), 1)
     begun, journal = tmp_path / "begun", store.path / "steps" / "0002" / "journal"
@@ -149,9 +175,27 @@ def test_a_killed_driver_leaves_a_step_that_resumes(resumed_by: str, cluster: An
     until(lambda: begun.exists() and journal.exists() and journal.read_text().count("\n") > 2)
     os.kill(child.pid or 0, signal.SIGKILL)
     child.join()
-    Store(store.path, engine=RayEngine() if resumed_by == "ray" else LocalEngine(1)).add(toys.experts[1])
-    assert files(store.path / "steps", *WEIGHTS) == files(expected.path / "steps", *WEIGHTS)
-    assert files(store.path / "experts") == files(expected.path / "experts")
+    shutil.copytree(store.path, tmp_path / "copy")
+    for path, by in {store.path: RayEngine(), tmp_path / "copy": LocalEngine(1)}.items():
+        Store(path, engine=by).add(toys.experts[1])
+        assert files(path / "steps", *WEIGHTS) == files(expected.path / "steps", *WEIGHTS)
+        assert files(path / "experts") == files(expected.path / "experts")
+
+
+def test_an_interrupt_cancels_the_tasks(cluster: Any, tmp_path: Path):
+    import ray
+
+    begun = tmp_path / "begun"
+
+    def interrupt() -> None:
+        until(begun.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(Disturbed(begun, name="a").run({"a": 1}, str.upper))
+    cores = ray.cluster_resources()["CPU"]
+    until(lambda: ray.available_resources().get("CPU") == cores)
 
 
 def test_an_error_is_raised_as_it_is_and_ends_all(cluster: Any, toys: Toys, tmp_path: Path):
