@@ -144,10 +144,10 @@ class Objects(Protocol):
         """All objects below a folder in it, by their names from here; all of them for ``""``."""
 
     def read(self, found: Object, begin: int, end: int) -> bytes:
-        """Once; a `PassingFault` where it may be tried again."""
+        """Once; a `PassingError` where it may be tried again."""
 
 
-class PassingFault(OSError):
+class PassingError(OSError):
     """Something that may be better next time: a connection that broke off, a service that is busy. Tells what."""
 
 
@@ -240,7 +240,7 @@ def fault(what: str, status: int | None) -> Exception:
     """What an answer means by which nothing was got, by its number in HTTP; None where there was no answer."""
     match status:
         case None:
-            return PassingFault("no answer, or one that broke off")
+            return PassingError("no answer, or one that broke off")
         case 404:
             return MergestreamError(f"{what} does not exist")
         case 401 | 403:
@@ -248,7 +248,7 @@ def fault(what: str, status: int | None) -> Exception:
                 f"{what} may not be read with the credentials in the environment; check them, and its permissions"
             )
         case _ if status >= 500 or status in (408, 429):
-            return PassingFault(f"the service is not able to (HTTP {status})")
+            return PassingError(f"the service is not able to (HTTP {status})")
     return MergestreamError(f"{what} cannot be read: the service refuses it (HTTP {status})")
 
 
@@ -258,12 +258,12 @@ def _tried(what: str, ask: Callable[[], Result]) -> Result:
     for _ in range(_TRIES - 1):
         try:
             return ask()
-        except PassingFault:
+        except PassingError:
             time.sleep(pause)
             pause *= 2
     try:
         return ask()
-    except PassingFault as last:
+    except PassingError as last:
         raise MergestreamError(f"{what} cannot be read, after {_TRIES} attempts: {last}; try again later") from last
 
 
