@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.objects import url_of
 
 _OTHER_FILES = 512
 """That a process has open: the base's shards, an expert's, libraries"""
@@ -29,16 +30,13 @@ _REMEDIES = {
 }
 LARGEST_DESCRIPTION = 1 << 28
 """No index is near a tenth of it; what is larger fills the memory."""
-_OBJECT_STORAGE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
 def on_disk(place: str | Path) -> Path:
     """The path that is meant; what is in object storage has none, and nothing is to be made under its name."""
-    scheme, separator, rest = str(place).partition(":/")
-    if separator and scheme.lower() in _OBJECT_STORAGE:
+    if url := url_of(place):
         raise UsageError(
-            f"{scheme}://{rest.lstrip('/')} is in object storage, which is not read from or written to yet; "
-            "name a path on a disk, and copy from or to there"
+            f"{url} is in object storage, from where models are read, and nothing else yet; name a path on a disk"
         )
     return Path(place)
 

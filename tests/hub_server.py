@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -98,13 +99,16 @@ def _handler_for(repositories: Repositories, gated: Collection[str]) -> type[Bas
                 ]
                 return self.reply(200, json.dumps(listing).encode())
             if api:
-                info = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+                siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
+                info = {"id": repo, "sha": commit, "siblings": siblings}
                 return self.reply(200, json.dumps(info).encode())
             if repo in gated:
                 return self.reply(403, X_Error_Code="GatedRepo")
             data = files.get("/".join(name))
             if data is None:
                 return self.reply(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+            if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+                return self.reply(206, data[int(asked[1]) : int(asked[2]) + 1])
             return self.reply(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=commit)
 
         do_HEAD = do_GET  # noqa: N815

@@ -10,8 +10,8 @@ import mergestream
 
 PACKAGE = Path(mergestream.__file__).parent
 ORDER = [
-    *("errors", "escaping", "display", "sizes", "digest", "files", "schema", "progress", "interrupts", "registry"),
-    *("commands",),
+    *("errors", "escaping", "display", "sizes", "objects", "digest", "files", "schema", "progress", "interrupts"),
+    *("registry", "commands"),
     *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "merging", "training"),
     *("store", "export", "hub", "report", "tracking", "mergekit", "api", "replay"),
     *("evaluation", "testing", "cli", "__init__", "__main__"),

@@ -11,7 +11,7 @@ from mergestream.base.anatomy import model_names
 from mergestream.base.architecture import Architecture, load_architecture
 from mergestream.checkpoints import FLOATS, Checkpoint, TensorInfo, TensorSpec
 from mergestream.checkpoints.layout import is_weight_file
-from mergestream.checkpoints.location import locate
+from mergestream.checkpoints.location import Location, locate
 from mergestream.checkpoints.opening import find_distributed, open_located
 from mergestream.checkpoints.strangers import what_else
 from mergestream.errors import MergestreamError
@@ -79,13 +79,16 @@ def open_base(source: str | Path, *, config_only: bool) -> Checkpoint:
     location = locate(source, weights=not config_only)
     # Weights that an earlier run has left in the hub's cache are not asked for either.
     not_fetched = config_only and not location.is_local
-    return _from_config(*location) if not_fetched or _has_only_config(location.path) else open_located(location)
+    if not_fetched or _has_only_config(location):
+        return _from_config(location.path, location.source)
+    return open_located(location)
 
 
-def _has_only_config(directory: Path) -> bool:
+def _has_only_config(location: Location) -> bool:
+    directory = location.path
     if not (directory / _CONFIG).is_file() or find_distributed(directory):
         return False
-    names = [path.name for path in directory.iterdir()]
+    names = location.names
     return not any(map(is_weight_file, names)) and what_else(names, str(directory), directory) is None
 
 

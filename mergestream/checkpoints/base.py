@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mergestream.checkpoints.layout import companions
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, UsageError, nearest
+from mergestream.objects import Object
 from mergestream.schema import Count
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Checkpoint(ABC):
 class Shard(ABC):
     """One file of a checkpoint."""
 
-    path: Path
+    path: Path | Object
     copies: ClassVar[int] = 0
     tensors: Mapping[str, TensorInfo]
     aliases: Mapping[str, str] = MappingProxyType({})
@@ -255,7 +256,14 @@ def _opened_again(fingerprint: str, kind: type[FileCheckpoint], *arguments: Any)
 def _fingerprint(shards: Iterable[Shard]) -> str:
     lines = []
     for shard in shards:
-        stat = shard.path.stat()
-        lines.append(f"{shard.path.name} {stat.st_size} {stat.st_mtime_ns}")
+        lines.append(f"{shard.path.name} {_version(shard.path)}")
         lines += [f"{name} {info.dtype} {info.shape}" for name, info in shard.tensors.items()]
     return text_digest("\n".join(lines))
+
+
+def _version(file: Path | Object) -> str:
+    """Another one for a file that was changed."""
+    if isinstance(file, Object):
+        return f"{file.size} {file.tag}"
+    stat = file.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns}"

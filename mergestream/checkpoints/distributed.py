@@ -45,6 +45,7 @@ class Chunk(NamedTuple):
 class DistributedFiles(Shard):
     """Reading a tensor puts its chunks together; no other is in memory."""
 
+    path: Path
     copies = 2
 
     def __init__(self, directory: Path) -> None:

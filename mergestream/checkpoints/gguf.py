@@ -29,6 +29,7 @@ _FORGOTTEN = ("quantization_config", "_name_or_path", "_model_name_or_path")
 class GgufFile(Shard):
     """Every tensor becomes float32 as it is read; no other is in memory."""
 
+    path: Path
     copies = 2
 
     def __init__(self, path: Path) -> None:

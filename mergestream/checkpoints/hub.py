@@ -1,12 +1,20 @@
-"""Checkpoints from the Hugging Face hub, through huggingface_hub and its cache."""
+"""Checkpoints from the Hugging Face hub, through huggingface_hub: into its cache, or read there by range."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from mergestream.checkpoints.layout import CODE, find_weights, is_index, may_go_along, names_code, read_index
 from mergestream.checkpoints.strangers import no_weights
 from mergestream.errors import MergestreamError
+from mergestream.objects import Listing, Object, Url, fault
+
+_PATIENCE = 30
+"""Seconds for an answer"""
 
 
 def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
@@ -16,7 +24,36 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
     """
     repo, _, revision = hub_id.partition("@")
     try:
-        import huggingface_hub as hub
+        with _hub_errors_explained(hub_id):
+            import huggingface_hub as hub
+
+            info = hub.model_info(repo, revision=revision or None)
+            files = [sibling.rfilename for sibling in info.siblings or []]
+            beside = [name for name in files if "/" not in name]
+            wanted = (_weights(hub_id, beside) if weights else []) + [name for name in files if may_go_along(name)]
+            snapshot = Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=wanted))
+            code = [name for name in files if name.endswith(CODE)]
+            if code and names_code(snapshot):
+                hub.snapshot_download(repo, revision=revision or None, allow_patterns=code)
+    except _OutOfReachError as error:
+        found = cached(hub_id)
+        if found is None:
+            raise MergestreamError(
+                f"{hub_id} is no local path, is not in the hub's cache, and cannot be downloaded from the hub ({error})"
+            ) from error
+        snapshot = found
+    return snapshot, f"{repo}@{snapshot.name}"
+
+
+class _OutOfReachError(Exception):
+    """No network, a proxy, offline mode; tells which."""
+
+
+@contextmanager
+def _hub_errors_explained(hub_id: str) -> Iterator[None]:
+    """What the hub has against it, in a sentence."""
+    repo, _, revision = hub_id.partition("@")
+    try:
         from huggingface_hub import utils
     except ImportError as error:
         raise MergestreamError(
@@ -24,14 +61,7 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
             "pip install 'mergestream[hub]'"
         ) from error
     try:
-        info = hub.model_info(repo, revision=revision or None)
-        files = [sibling.rfilename for sibling in info.siblings or []]
-        beside = [name for name in files if "/" not in name]
-        wanted = (_weights(hub_id, beside) if weights else []) + [name for name in files if may_go_along(name)]
-        snapshot = Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=wanted))
-        code = [name for name in files if name.endswith(CODE)]
-        if code and names_code(snapshot):
-            hub.snapshot_download(repo, revision=revision or None, allow_patterns=code)
+        yield
     except MergestreamError:
         raise
     except utils.GatedRepoError as error:
@@ -45,15 +75,59 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
             f"{hub_id} is neither a local path nor a repository that the hub shows you; "
             "check the spelling, or log in with `hf auth login` if it is private"
         ) from error
-    except Exception as error:  # no network, a proxy, offline mode: each client library has its own types
-        found = cached(hub_id)
-        if found is None:
-            raise MergestreamError(
-                f"{hub_id} is no local path, is not in the hub's cache, and cannot be downloaded from the hub "
-                f"({(str(error).splitlines() or [''])[0] or type(error).__name__})"
-            ) from error
-        snapshot = found
-    return snapshot, f"{repo}@{snapshot.name}"
+    except Exception as error:  # each client library has its own types
+        raise _OutOfReachError((str(error).splitlines() or [""])[0] or type(error).__name__) from error
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A commit of a repository, whose files stay on the hub and are read by range."""
+
+    url: Url
+    """``hf://org/name@commit``"""
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def at(cls, hub_id: str) -> Repository:
+        """``org/name[@revision]`` as it is now."""
+        repo, _, revision = hub_id.partition("@")
+        try:
+            with _hub_errors_explained(hub_id):
+                import huggingface_hub as hub
+
+                info = hub.model_info(repo, revision=revision or None, files_metadata=True)
+        except _OutOfReachError as error:
+            raise MergestreamError(f"hf://{hub_id} cannot be read from the hub ({error})") from error
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+        owner, _, name = repo.partition("/")
+        return cls(Url("hf", owner, f"{name}@{info.sha}"), sizes)
+
+    def listing(self) -> Listing:
+        folders = {name.partition("/")[0] for name in self._objects if "/" in name}
+        return Listing({name: found for name, found in self._objects.items() if "/" not in name}, tuple(folders))
+
+    def below(self, folder: str) -> Mapping[str, Object]:
+        return {name: found for name, found in self._objects.items() if not folder or name.startswith(f"{folder}/")}
+
+    def read(self, found: Object, begin: int, end: int) -> bytes:
+        import huggingface_hub as hub
+        from huggingface_hub import utils
+
+        name, _, commit = self.url.key.partition("@")
+        address = hub.hf_hub_url(f"{self.url.bucket}/{name}", found.name, revision=commit)
+        headers = {**utils.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}"}
+        try:
+            answer = utils.get_session().get(address, headers=headers, timeout=_PATIENCE)
+        except Exception:  # each client library has its own types
+            raise fault(str(found), None) from None
+        if answer.status_code not in (200, 206):
+            raise fault(str(found), answer.status_code)
+        return bytes(answer.content)
+
+    @cached_property
+    def _objects(self) -> dict[str, Object]:
+        commit = self.url.key.partition("@")[2]
+        return {name: Object(self, name, size, commit) for name, size in self.sizes.items()}
 
 
 def _weights(hub_id: str, files: list[str]) -> list[str]:

@@ -1,28 +1,42 @@
-"""From what a user names to files on this machine: a local path, or else a hub id that is downloaded."""
+"""From what a user names to files: a local path, an address in object storage, or else a hub id that is downloaded."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
-from mergestream.checkpoints.hub import cached, download
+from mergestream.checkpoints.hub import Repository, cached, download
 from mergestream.checkpoints.layout import is_weight_file
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import is_text
 from mergestream.files import on_disk
+from mergestream.objects import Bucket, Object, Url, url_of
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_HUB_ID = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _CREDENTIALS = re.compile(r"://[^/]*@")
 
 
 class Location(NamedTuple):
-    """A file or directory, and how people know it: by its path, or as ``org/name@commit``."""
+    """A file or directory, and how people know it: by its path, its address, or as ``org/name@commit``."""
 
     path: Path
     source: str
+    objects: Mapping[str, Object] = MappingProxyType({})
+    """Files of the directory that are not on this machine, by their names: weights in object storage"""
+
+    @property
+    def directory(self) -> Location:
+        """Where a file is."""
+        return Location(self.path.parent, self.source.rpartition("/")[0], self.objects)
+
+    @property
+    def names(self) -> set[str]:
+        """Of what is in a directory."""
+        return {entry.name for entry in self.path.iterdir()} | self.objects.keys()
 
     @property
     def is_local(self) -> bool:
@@ -30,11 +44,14 @@ class Location(NamedTuple):
 
 
 def locate(source: str | Path, *, weights: bool = True) -> Location:
-    """Find a local file or directory, or download a hub id ``org/name[@revision]``.
+    """Find a local file or directory, or what is in object storage, or download a hub id ``org/name[@revision]``.
 
     Without ``weights`` only the configuration and what goes with it are downloaded.
     """
+    url = url_of(source)
     with system_errors_explained(source):
+        if url:
+            return _in_storage(url)
         path = _resolved(source)
         if path.exists():
             if not is_text(str(path)):  # it is kept in JSON, and goes into model cards
@@ -43,6 +60,26 @@ def locate(source: str | Path, *, weights: bool = True) -> Location:
         if _is_hub_id(source):
             return Location(*download(str(source), weights=weights))
     raise MergestreamError(f"{source} does not exist: give a directory, a file, or a hub id org/name[@revision]")
+
+
+def _in_storage(url: Url) -> Location:
+    from mergestream.checkpoints.remote import fetch_companions
+
+    if url.scheme == "hf":
+        if not _is_hub_id(str(url)):
+            raise UsageError(f"{url} is no address on the hub: give hf://org/name[@revision]")
+        repository = Repository.at(f"{url.bucket}/{url.key}")
+        path, objects = fetch_companions(repository)
+        return Location(path, str(repository.url), objects)
+    folder = url.parent if is_weight_file(url.key) else url
+    path, objects = fetch_companions(Bucket(folder))
+    if folder is url:
+        if not objects and not any(path.iterdir()):
+            raise MergestreamError(f"{url} holds neither a model nor its configuration; check the address")
+        return Location(path, str(url), objects)
+    if url.name not in objects:
+        raise MergestreamError(f"{url} does not exist")
+    return Location(path / url.name, str(url), objects)
 
 
 def locate_here(source: str) -> Path | None:
@@ -63,8 +100,8 @@ def _resolved(source: str | Path) -> Path:
 
 
 def without_revision(source: str) -> str:
-    """A hub id without its ``@commit``; a path as it is, whatever is in it."""
-    return source.partition("@")[0] if _HUB_ID.fullmatch(source) else source
+    """A hub id without ``hf://`` and ``@commit``; a path as it is, whatever is in it."""
+    return source.removeprefix("hf://").partition("@")[0] if _HUB_ID.fullmatch(source) else source
 
 
 def is_commit(source: str) -> bool:
@@ -74,7 +111,8 @@ def is_commit(source: str) -> bool:
 
 def hub_name(source: str) -> str | None:
     """The id without its ``@commit`` of what is no local path, but may be on the hub; else None."""
-    return without_revision(source) if _is_hub_id(source) and not _resolved(source).exists() else None
+    is_id = _is_hub_id(source) and (url_of(source) is not None or not _resolved(source).exists())
+    return without_revision(source) if is_id else None
 
 
 def shown(source: str, given: str) -> str:

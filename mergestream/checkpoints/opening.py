@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard
 from mergestream.checkpoints.layout import TORCH_SUFFIXES, WEIGHT_SUFFIXES, find_weights, is_index, read_index
 from mergestream.checkpoints.location import Location, locate, system_errors_explained
-from mergestream.checkpoints.safetensors import SafetensorsFile
+from mergestream.checkpoints.safetensors import SafetensorsFile, SafetensorsObject
 from mergestream.checkpoints.strangers import METADATA, no_weights, what_file
 from mergestream.errors import MergestreamError
 from mergestream.escaping import is_text
 from mergestream.files import read_json
+from mergestream.objects import Object
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
@@ -38,12 +39,12 @@ def open_located(location: Location) -> Checkpoint:
     """Open the file or the Hugging Face directory that has been found."""
     with system_errors_explained(location.source):
         if location.path.is_dir():
-            return _open_directory(location.path, location.source)
-        return _open_alone(location.path, location.source, None)
+            return _open_directory(location)
+        return _open_alone(location.directory, location.path.name, location.source, None)
 
 
-def _open_directory(directory: Path, source: str) -> Checkpoint:
-    names = {entry.name for entry in directory.iterdir()}
+def _open_directory(location: Location) -> Checkpoint:
+    directory, source, names = location.path, location.source, location.names
     if "adapter_config.json" in names:
         raise MergestreamError(f"{source} is an adapter, and a full checkpoint is needed here")
     if "config.json" in names and read_json(directory / "config.json").get("quantization_config"):
@@ -59,13 +60,13 @@ def _open_directory(directory: Path, source: str) -> Checkpoint:
             return FileCheckpoint(source, directory, [DistributedFiles(place)])
         raise no_weights(names, source, directory)
     if not is_index(entry):
-        return _open_alone(directory / entry, source, directory)
+        return _open_alone(location, entry, source, directory)
     index = directory / entry
     weight_map = read_index(index)
     single = entry.partition(".index.")[0]
     if single in names and single not in weight_map.values():
         raise MergestreamError(f"{source} holds both {single} and {entry}; remove the one that is out of date")
-    shards = [_open_shard(directory, name, index) for name in sorted(set(weight_map.values()))]
+    shards = [_open_shard(location, name, index) for name in sorted(set(weight_map.values()))]
     _check_index(index, weight_map, shards)
     return FileCheckpoint(source, directory, shards)
 
@@ -76,18 +77,21 @@ def find_distributed(directory: Path) -> Path | None:
     return next((place for place in places if (place / METADATA).is_file()), None)
 
 
-def _open_alone(path: Path, source: str, directory: Path | None) -> Checkpoint:
-    if path.suffix == ".gguf":
+def _open_alone(location: Location, name: str, source: str, directory: Path | None) -> Checkpoint:
+    path = location.path / name
+    if path.suffix == ".gguf" and name not in location.objects:
         from mergestream.checkpoints.gguf import GgufCheckpoint
 
         return GgufCheckpoint(source, _checked(path))
-    return FileCheckpoint(source, directory, [_open_file(path)])
+    return FileCheckpoint(source, directory, [_open_file(location, name)])
 
 
-def _open_shard(directory: Path, name: str, index: Path) -> Shard:
-    if not (directory / name).is_file():
-        raise MergestreamError(f"{directory / name} is missing, although {index.name} names it; download it again")
-    return _open_file(directory / name)
+def _open_shard(location: Location, name: str, index: Path) -> Shard:
+    if name not in location.names:
+        raise MergestreamError(
+            f"{location.source}/{name} is missing, although {index.name} names it; download it again"
+        )
+    return _open_file(location, name)
 
 
 def _check_index(index: Path, weight_map: Mapping[str, str], shards: list[Shard]) -> None:
@@ -104,8 +108,10 @@ def _check_index(index: Path, weight_map: Mapping[str, str], shards: list[Shard]
             )
 
 
-def _open_file(path: Path) -> Shard:
-    path = _checked(path)
+def _open_file(location: Location, name: str) -> Shard:
+    if name in location.objects:
+        return _open_object(location.objects[name])
+    path = _checked(location.path / name)
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in TORCH_SUFFIXES:
@@ -117,6 +123,14 @@ def _open_file(path: Path) -> Shard:
         what_file(path)
         or f"{path} is no checkpoint: give a directory, or a file that ends in {', '.join(suffixes)} or {last}"
     )
+
+
+def _open_object(found: Object) -> Shard:
+    if not found.name.endswith(".safetensors"):
+        raise MergestreamError(
+            f"{found} is in object storage, where only .safetensors is read by range; copy it to a disk"
+        )
+    return SafetensorsObject(found)
 
 
 def _checked(path: Path) -> Path:

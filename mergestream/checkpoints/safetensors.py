@@ -1,4 +1,4 @@
-"""Reading a ``.safetensors`` file: 8 bytes of header length, a JSON header, and the tensors' bytes.
+"""Reading a ``.safetensors`` file, or an object: 8 bytes of header length, a JSON header, and the tensors' bytes.
 
 The header is parsed here, not by the safetensors package, so that nothing heavy is imported, every
 fault is told in a sentence, and a tensor is a view of the memory-mapped file instead of a copy.
@@ -7,24 +7,29 @@ fault is told in a sentence, and a tensor is a view of the memory-mapped file in
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import mmap
 import os
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.base import Shard, TensorInfo, check_dtype, item_size, torch_dtype
 from mergestream.errors import MergestreamError
+from mergestream.objects import Object
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_HEADER = 100_000_000  # the format's own limit
 MAX_DIMENSIONS = 64  # torch's limit
+_USUAL_HEADER = 1 << 17
+"""Bytes that are fetched first of an object: most headers fit in, and cost one request"""
 _AGAIN = "download or copy it again"
 # Python names this flag from 3.12 on only; without it a map larger than the RAM may be refused.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -33,12 +38,14 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" el
 class SafetensorsFile(Shard):
     """A validated ``.safetensors`` file; reading a tensor copies nothing."""
 
+    path: Path
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                data_start, header = _read_header(path, file, size)
+                data_start, header = _read_header(path, file.read, size)
                 self.tensors, self._begin = _check_header(path, header, data_start, size)
                 # Private and writable: a stray write stays in memory, where a read-only map would crash.
                 self._map: mmap.mmap | None = mmap.mmap(
@@ -70,6 +77,34 @@ class SafetensorsFile(Shard):
         self._map = None  # tensors that look into the map hold on to it; torch would let it close under them
 
 
+class SafetensorsObject(Shard):
+    """The same in object storage: the header is read by range, and so is each tensor when it is asked for."""
+
+    copies = 1
+
+    def __init__(self, found: Object) -> None:
+        self.path = self._object = found
+        start = io.BytesIO(found.read(0, min(_USUAL_HEADER, found.size)))
+
+        def read(count: int) -> bytes:
+            data = start.read(count)
+            return data + found.read(start.tell(), start.tell() + count - len(data))
+
+        data_start, header = _read_header(found, read, found.size)
+        self.tensors, self._begin = _check_header(found, header, data_start, found.size)
+
+    def read(self, name: str) -> Tensor:
+        import torch
+
+        info = self.tensors[name]
+        tensor = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+        self._object.read_into(tensor.view(-1).view(torch.uint8).numpy().data, self._begin[name])
+        return tensor
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def _read_ahead(file: mmap.mmap, begin: int, size: int) -> None:
     """Have the kernel fetch the tensor as a whole: faster from a cold disk than one page fault after another."""
     page = begin - begin % mmap.PAGESIZE
@@ -77,11 +112,11 @@ def _read_ahead(file: mmap.mmap, begin: int, size: int) -> None:
         file.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
 
 
-def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
-    """Where the data starts, and the header."""
+def _read_header(path: Path | Object, read: Callable[[int], bytes], size: int) -> tuple[int, dict[str, Any]]:
+    """Where the data starts, and the header; ``read`` gives the next so many bytes of the file."""
     if size < 8:
         raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {_AGAIN}")
-    (length,) = struct.unpack("<Q", file.read(8))
+    (length,) = struct.unpack("<Q", read(8))
     if length > MAX_HEADER:
         raise MergestreamError(f"{path} is no safetensors file: its header would have {length} bytes")
     if length > size - 8:
@@ -89,7 +124,7 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, 
             f"{path} is truncated within its header, {length + 8 - size} bytes of it are missing; {_AGAIN}"
         )
     try:
-        header = json.loads(file.read(length).decode(), object_pairs_hook=_no_duplicates)
+        header = json.loads(read(length).decode(), object_pairs_hook=_no_duplicates)
         "".join(header).encode()  # half a surrogate pair is valid JSON, but no text
     except KeyError as error:
         raise MergestreamError(f"{path} has a corrupt header: {error.args[0]!r} is in it twice") from error
@@ -101,7 +136,7 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, 
 
 
 def _check_header(
-    path: Path, header: dict[str, Any], data_start: int, size: int
+    path: Path | Object, header: dict[str, Any], data_start: int, size: int
 ) -> tuple[MappingProxyType[str, TensorInfo], dict[str, int]]:
     """The tensors, and where in the file each begins; they must fill the file without gap or overlap."""
     metadata = header.pop("__metadata__", {})
@@ -134,7 +169,7 @@ def _check_header(
     return MappingProxyType(tensors), {name: data_start + begin for name, (begin, _) in spans.items()}
 
 
-def _check_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
+def _check_entry(path: Path | Object, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
     where = f"the tensor {name!r} in {path}"
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -75,6 +75,7 @@ class Hub:
                 }
             },
             "org/pipeline": {COMMIT: {"model_index.json": b"{}", "unet/diffusion_pytorch_model.safetensors": b""}},
+            "org/upwards": {COMMIT: {"model.safetensors": save(weights), "1_Dense/../../../up.json": b"{}"}},
             "org/evil": {
                 COMMIT: {
                     "model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}',
@@ -142,6 +143,30 @@ def test_what_goes_along_is_fetched_too(hub: Hub, tmp_path: Path) -> None:
     (answer,) = run(["org/along"], hub.endpoint, tmp_path, PROGRAM.replace(".iterdir()", ".rglob('*.*')"))
     along = ["README.md", "config.json", "config.json", "fast.py", "model.safetensors", "model.safetensors"]
     assert answer["files"] == [*along, "modeling.py", "modules.json"]
+
+
+def test_what_is_read_there_by_range_is_not_downloaded(hub: Hub, tmp_path: Path) -> None:
+    program = PROGRAM.replace('"shapes": shapes', '"shapes": {n: list(checkpoint.read(n).shape) for n in shapes}')
+    sources = ["hf://org/both", "hf://org/both@other", "hf://org/sharded", "hf://org/torch", "hf://org/gated"]
+    both, other, sharded, pickled, gated = run(sources, hub.endpoint, tmp_path, program)
+    assert both["source"] == f"hf://org/both@{COMMIT}" and both["shapes"] == {"a": [2]}
+    assert both["files"] == ["config.json", "source.spm", "tf_model.h5.index.json", "tokenizer.json"]
+    assert other["source"] == f"hf://org/both@{OTHER}" and other["shapes"] == {"a": [5]}
+    assert sharded["shapes"] == {"w1": [1], "w2": [2]}
+    assert "pytorch_model.bin is in object storage, where only .safetensors" in pickled["error"]
+    assert "model.safetensors may not be read with the credentials" in gated["error"]
+    assert not list(tmp_path.rglob("*.safetensors")), "nothing in the hub's cache"
+
+
+def test_what_cannot_be_read_there_is_told(hub: Hub, tmp_path: Path) -> None:
+    sources = ["hf://org/missing", "hf://org/both@gone", "hf://org/both/config.json", "hf://org/upwards"]
+    missing, gone, file, upwards = run(sources, hub.endpoint, tmp_path)
+    assert "a repository that the hub shows you" in missing["error"]
+    assert "but not the revision gone" in gone["error"]
+    assert "is no address on the hub: give hf://org/name" in file["error"]
+    assert "'1_Dense/../../../up.json', which is no name of a file in it" in upwards["error"]
+    (away,) = run(["hf://org/both"], unused_endpoint(), tmp_path)
+    assert away["error"].startswith("hf://org/both cannot be read from the hub (")
 
 
 def test_a_revision_is_a_branch_or_a_commit(hub: Hub, tmp_path: Path) -> None:

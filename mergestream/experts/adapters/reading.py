@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.algebra.pieces import is_finite, squared_norm
-from mergestream.checkpoints import Checkpoint, TensorSpec, open_checkpoint
+from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.checkpoints.location import Location
+from mergestream.checkpoints.opening import open_located
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, AdapterConfig, read_config
 from mergestream.experts.adapters.naming import translator
 from mergestream.experts.prefix import Prefix, between
+from mergestream.objects import Object
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +139,8 @@ class Adapter:
                 )
 
     @property
-    def file(self) -> Path:
-        return self.directory / next(iter(self.weights.tensors.values())).file
+    def file(self) -> str:
+        return self.weights.source
 
     @property
     def fingerprint(self) -> str:
@@ -211,21 +213,23 @@ class BoundAdapter:
 def find_adapter(location: Location) -> Location | None:
     """The directory of the adapter at a place, which may be that of its weights; None where there is none."""
     if location.path.name in _WEIGHTS:
-        location = Location(location.path.parent, str(location.path.parent))
+        location = location.directory
     return location if (location.path / CONFIG_NAME).is_file() else None
 
 
-def open_adapter(directory: Path, source: str | None = None) -> Adapter:
-    """Open the adapter in a directory, which the user may know by another name (``source``).
+def open_adapter(directory: Path, source: str | None = None, objects: Mapping[str, Object] | None = None) -> Adapter:
+    """Open the adapter in a directory, which the user may know by another name (``source``), and whose weights may be
+    in object storage.
 
     Configuration and headers are checked, no weight is read.
     """
-    source = source or str(directory)
+    source, objects = source or str(directory), objects or {}
     config = read_config(directory)
-    file = next((directory / name for name in _WEIGHTS if (directory / name).is_file()), None)
-    if file is None:
+    name = next((name for name in _WEIGHTS if name in objects or (directory / name).is_file()), None)
+    if name is None:
         raise MergestreamError(f"{source} has {CONFIG_NAME}, but neither {' nor '.join(_WEIGHTS)}; {_AGAIN}")
-    weights = open_checkpoint(file)
+    file = f"{source}/{name}"
+    weights = open_located(Location(directory / name, file, objects))
     factors: dict[str, Factors] = {}
     whole: dict[str, str] = {}
     copies: dict[str, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ class AdaptedTensors(Checkpoint):
         self.source = adapter.adapter.source
         self.directory = adapter.adapter.directory
         self.fingerprint = adapter.adapter.fingerprint
-        file = adapter.adapter.file.name
+        file = Path(adapter.adapter.file).name
         stored = adapter.adapter.weights.tensors
         self._keys = {**adapter.whole, **{name: adapter.adapter.whole[name] for name in adapter.extra}}
         tensors = {name: TensorInfo("F32", adapter.tensors[name].shape, file) for name in adapter.terms}

@@ -1,0 +1,64 @@
+"""Models in object storage: the small files are fetched, the weights stay where they are and are read by range."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from mergestream.checkpoints.layout import CODE, is_index, is_weight_file, may_go_along, names_code
+from mergestream.digest import text_digest
+from mergestream.errors import MergestreamError
+from mergestream.files import LARGEST_DESCRIPTION
+from mergestream.objects import Object, Objects, in_background, wait_for
+
+
+def fetch_companions(folder: Objects) -> tuple[Path, dict[str, Object]]:
+    """A directory with all of a model but its weights, and these, by their names.
+
+    It is this process's own, and gone with it. What has not changed is not fetched again.
+    """
+    listing = folder.listing()
+    objects = dict(listing.objects)
+    for name in listing.folders:
+        if may_go_along(f"{name}/{CODE}.json"):
+            objects |= folder.below(name)
+    if strange := [name for name in objects if not {"", ".", ".."}.isdisjoint(name.split("/"))]:
+        raise MergestreamError(f"{folder.url} holds {strange[0]!r}, which is no name of a file in it; remove it")
+    weights = {name: found for name, found in listing.objects.items() if is_weight_file(name)}
+    small = {name: found for name, found in objects.items() if may_go_along(name) or is_index(name)}
+    directory = _fetched(folder, small)
+    if names_code(directory):
+        everything = folder.below("")
+        directory = _fetched(folder, small | {name: everything[name] for name in everything if name.endswith(CODE)})
+    return directory, weights
+
+
+def _fetched(folder: Objects, wanted: Mapping[str, Object]) -> Path:
+    """The directory that holds them; it ends in the folder's name, by which messages speak of it."""
+    lines = [str(folder.url), *(f"{name} {found.size} {found.tag}" for name, found in sorted(wanted.items()))]
+    directory = _root() / text_digest("\n".join(lines)) / folder.url.name
+    if not directory.exists():
+        draft = Path(tempfile.mkdtemp(dir=_root())) / folder.url.name
+        draft.mkdir()
+        wait_for([in_background(_fetch, found, draft / name) for name, found in wanted.items()])
+        directory.parent.mkdir(exist_ok=True)
+        draft.rename(directory)
+    return directory
+
+
+def _fetch(found: Object, path: Path) -> None:
+    if found.size > LARGEST_DESCRIPTION:
+        raise MergestreamError(f"{found} is too large to be what goes with a model; move it elsewhere")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(found.read())
+
+
+@cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="mergestream-")
+
+
+def _root() -> Path:
+    return Path(_temporary().name)

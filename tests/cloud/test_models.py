@@ -1,0 +1,210 @@
+"""Models in object storage: read where they are, by range, as if they were on a disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import obstore
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mergestream.checkpoints import open_checkpoint
+from mergestream.cli.watch import may_pass
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.objects import Url, url_of
+from tests.cloud.server import BUCKET, SECRET, upload
+from tests.conftest import save_model, toy_base
+
+BASE = f"s3://{BUCKET}/base"
+
+
+def assert_same(source: str | Path, tensors: dict[str, torch.Tensor]) -> None:
+    with open_checkpoint(source) as checkpoint:
+        assert checkpoint.tensors.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            found = checkpoint.read(name)
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found, tensor), name
+
+
+# --- addresses -----------------------------------------------------------------------------------------------
+
+
+def test_an_address_is_known_however_it_is_written():
+    for written in ("s3://bucket/a/b", "S3://bucket/a/b/", "s3a://bucket/a/b", Path("s3://bucket/a/b")):
+        assert url_of(written) == Url("s3", "bucket", "a/b")
+    assert str(url_of("gcs://bucket/a")) == "gs://bucket/a"
+    assert str(url_of("az://container")) == "az://container"
+    for elsewhere in ("a/b", "/a/b", "org/name@main", "c:/a", "https://host/a", Path("a")):
+        assert url_of(elsewhere) is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"s3://key:{SECRET}@bucket/a",
+        f"s3://key:{SECRET[:4]}/{SECRET[4:]}@bucket/a",
+        f"az://container/a?sig={SECRET}",
+        f"hf://{SECRET}@org/name",
+        f"gs://bucket/a?token={SECRET}",
+    ],
+)
+def test_an_address_with_credentials_is_refused_and_not_repeated(address):
+    with pytest.raises(UsageError, match="refused") as refused:
+        open_checkpoint(address)
+    assert SECRET not in str(refused.value)
+    assert SECRET[4:] not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["s3://", "s3://bucket/../a", "s3://bucket/a//b", "s3://bucket/a\nb", "abfss://c/a"]
+)
+def test_no_address_is_said_to_be_none(address):
+    with pytest.raises(UsageError, match="object storage") as refused:
+        open_checkpoint(address)
+    assert "\n" not in str(refused.value)
+
+
+def test_without_credentials_nothing_is_asked(monkeypatch, troubled):
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(MergestreamError, match="no credentials in the environment: set AWS_ACCESS_KEY_ID and AWS_SEC"):
+        open_checkpoint(BASE)
+    assert not troubled.requests
+
+
+def test_without_the_library_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
+    with pytest.raises(MergestreamError, match=r"pip install 'mergestream\[cloud\]'"):
+        open_checkpoint(BASE)
+
+
+# --- reading -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_read_as_from_a_disk(bucket):
+    assert_same(BASE, toy_base())
+    assert_same(f"{BASE}/model.safetensors", toy_base())
+    with open_checkpoint(BASE) as checkpoint:
+        assert checkpoint.source == BASE
+        assert checkpoint.copies == 1
+
+
+def test_shards_and_what_goes_with_a_model(bucket, tmp_path):
+    tensors = toy_base()
+    names = list(tensors)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text('{"model_type": "toy"}')
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text("{}")
+    (tmp_path / "modules.json").write_text('[{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]')
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5" / "config.json").write_text("{}")
+    url = upload(bucket, tmp_path, "deep/er/sharded")
+    assert_same(url, tensors)
+    with open_checkpoint(url) as checkpoint:
+        assert checkpoint.directory is not None
+        along = {str(path.relative_to(checkpoint.directory)) for path in checkpoint.companions()}
+    assert along == {"config.json", "modules.json", "1_Pooling/config.json"}
+    obstore.delete(bucket, "deep/er/sharded/b.safetensors")
+    with pytest.raises(MergestreamError, match=f"{url}/b.safetensors is missing, although"):
+        open_checkpoint(url)
+
+
+def test_only_what_is_needed_is_fetched(bucket, tmp_path, troubled):
+    large = {"small.weight": torch.randn(8, 8), "large.weight": torch.randn(2048, 1300)}
+    url = upload(bucket, save_model(tmp_path, large), "large")
+    with open_checkpoint(url) as checkpoint:
+        assert checkpoint.read("small.weight").equal(large["small.weight"])
+        opened = len(troubled.requests)
+        assert troubled.received < 200_000, "a listing, a header and a small tensor"
+        assert checkpoint.read("large.weight").equal(large["large.weight"])
+    ranges = [asked for _, asked in troubled.requests[opened:]]
+    assert len(ranges) == 3, "in ranges of 4 MiB"
+
+
+def test_a_long_header_takes_two_requests(bucket, tmp_path, troubled):
+    many = {f"layers.{n}.weight": torch.full((2,), float(n)) for n in range(2000)}
+    url = upload(bucket, save_model(tmp_path, many), "many")
+    with open_checkpoint(url) as checkpoint:
+        assert len([path for path, _ in troubled.requests if "model.safetensors" in path]) == 2
+        assert checkpoint.read("layers.1999.weight").tolist() == [1999, 1999]
+
+
+def test_the_fingerprint_is_that_of_the_objects(bucket, tmp_path):
+    url = upload(bucket, save_model(tmp_path, toy_base()), "printed")
+    first, again = open_checkpoint(url).fingerprint, open_checkpoint(url).fingerprint
+    assert first == again
+    upload(bucket, save_model(tmp_path, {**toy_base(), "temperature": torch.tensor(3.0)}), "printed")
+    assert open_checkpoint(url).fingerprint != first
+
+
+# --- what is not there, and what is no model -----------------------------------------------------------------
+
+
+def test_what_is_not_there_is_named(bucket):
+    for url, words in {
+        f"s3://{BUCKET}/nothing": "holds neither a model",
+        f"s3://{BUCKET}/base/other.safetensors": "does not exist",
+        "s3://no-such-bucket/base": "does not exist",
+    }.items():
+        with pytest.raises(MergestreamError, match=words) as error:
+            open_checkpoint(url)
+        assert url in str(error.value)
+
+
+def test_damaged_and_foreign_objects_are_named(bucket, toys):
+    whole = (toys.base / "model.safetensors").read_bytes()
+    obstore.put(bucket, "cut/model.safetensors", whole[:-10])
+    obstore.put(bucket, "tiny/model.safetensors", b"abc")
+    obstore.put(bucket, "none/model.safetensors", b"")
+    obstore.put(bucket, "torch/pytorch_model.bin", b"abc")
+    for name, words in {
+        "cut": "cut/model.safetensors is truncated: 10 bytes",
+        "tiny": "has only 3 bytes",
+        "none": "has only 0 bytes",
+        "torch": "only .safetensors is read by range",
+    }.items():
+        with pytest.raises(MergestreamError, match=words):
+            open_checkpoint(f"s3://{BUCKET}/{name}")
+
+
+def test_an_object_that_changes_is_not_read_on(bucket, tmp_path):
+    url = upload(bucket, save_model(tmp_path, toy_base()), "changing")
+    with open_checkpoint(url) as checkpoint:
+        checkpoint.read("half.weight")
+        upload(bucket, save_model(tmp_path, {**toy_base(), "temperature": torch.tensor(3.0)}), "changing")
+        with pytest.raises(MergestreamError, match=r"changing/model.safetensors has changed since it was opened"):
+            checkpoint.read("half.weight")
+
+
+# --- a network that is none of the best ----------------------------------------------------------------------
+
+
+def test_requests_that_fail_are_made_again(troubled):
+    troubled.refused = lambda number: number % 3 == 0
+    assert_same(BASE, toy_base())
+
+
+def test_answers_that_break_off_are_asked_for_again(troubled):
+    troubled.cut = lambda number: number % 2 == 0
+    assert_same(BASE, toy_base())
+
+
+def test_a_slow_server_is_waited_for(troubled):
+    troubled.seconds = 0.02
+    assert_same(BASE, toy_base())
+
+
+def test_a_server_that_is_gone_is_told_in_a_sentence(troubled, monkeypatch):
+    troubled.cut = lambda number: True
+    with pytest.raises(MergestreamError, match=r"cannot be read, after 9 attempts: no answer, or one") as error:
+        open_checkpoint(BASE)
+    assert may_pass(error.value), "so that watch tries it again"
+    assert SECRET not in str(error.value)
+    assert "127.0.0.1" not in str(error.value)
