@@ -71,6 +71,17 @@ class Proof:
     def mean(self, known: dict[str, float]) -> float:
         return sum(known[task] for task in self.results.tasks) / self.tasks
 
+    @property
+    def with_choices(self) -> list[str]:
+        """Tasks whose answer is one of a few; that of the others is written out."""
+        told = self.results.settings.get("protocol", {}).get("choices", {})
+        return [task for task in self.results.tasks if task in told]
+
+    def narrowed(self, tasks: Sequence[str]) -> Proof:
+        """The same streams, looked at by some of the tasks."""
+        runs = [replace(run, order=[task for task in run.order if task in tasks]) for run in self.results.runs]
+        return replace(self, tasks=len(tasks), results=replace(self.results, tasks=list(tasks), runs=runs))
+
 
 def find(directory: Path) -> list[Proof]:
     """What was run, suite by suite, by the number of tasks."""
@@ -234,6 +245,11 @@ def main(arguments: list[str] | None = None) -> int:
         "Experts read back from the ledger (%), each on its own task": read_back(proofs),
         "What it takes": costs(proofs),
     }
+    if chosen := [proof for proof in proofs if proof.with_choices]:
+        choices = [proof.narrowed(proof.with_choices) for proof in chosen]
+        others = [proof.narrowed([t for t in proof.results.tasks if t not in proof.with_choices]) for proof in chosen]
+        sections["ACC of the tasks with choices (%)"] = over_suites(choices, accuracy, known)
+        sections["ACC of the tasks that are written out (%)"] = over_suites(others, accuracy, known)
     read = [proof for proof in proofs if PERPLEXITY in proof.results.beside]
     if read:
         base: Line = ("base", lambda proof: f"{proof.results.beside[PERPLEXITY]:.2f}")

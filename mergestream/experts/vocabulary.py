@@ -16,6 +16,7 @@ from mergestream.digest import json_digest
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.files import read_json
 from mergestream.schema import Count
+from mergestream.sizes import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -326,4 +327,4 @@ def some_tokens(tokens: Sequence[Token]) -> str:
 def some(names: Sequence[str]) -> str:
     """How many tokens, and the first of them."""
     shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-    return f"{len(names)} token{'s' if len(names) > 1 else ''} ({shown})"
+    return f"{counted(len(names), 'token')} ({shown})"

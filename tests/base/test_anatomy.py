@@ -466,9 +466,9 @@ def test_a_large_model_is_examined_at_once(tmp_path):
     tensors = {name: torch.zeros(()).expand(tensor.shape) for name, tensor in model.state_dict().items()}
     base = open_checkpoint(tensors)
     base.directory = tmp_path
-    start = time.perf_counter()
+    start = time.process_time()
     parts = anatomy(base)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert Counter(part.role for part in parts.values())["linear"] == 7 * 32 + 1
     assert all("LlamaForCausalLM" in part.rule for part in parts.values())
 
