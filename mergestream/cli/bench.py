@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from mergestream.cli.options import argument, at_least, command_line, switch
+from mergestream.cli.options import argument, at_least, command_line, engine_argument, make_engine, switch
 from mergestream.cli.printing import answer, print_text, say
 from mergestream.errors import UsageError
 from mergestream.files import on_disk
@@ -69,6 +69,7 @@ class Options:
     workers: int | None = argument(
         "--workers", type=at_least(1), metavar="N", help="processes side by side (all cores)"
     )
+    engine: str = engine_argument()
 
 
 def run(options: Options) -> int:
@@ -100,6 +101,7 @@ def _bench(options: Options) -> int:
         finetune_orders=options.finetune_orders,
         workers=options.workers or available_cores(),
         last_only=options.last_only,
+        engine=make_engine(options.engine, workers=1 if options.engine == "local" else None),
     )
     output = on_disk(options.output)
     if output.exists() and not output.is_dir():

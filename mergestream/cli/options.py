@@ -75,6 +75,24 @@ def size(text: str) -> int:
         raise ArgumentTypeError(str(error)) from None
 
 
+def engine_argument() -> Any:
+    return argument(
+        "--engine",
+        default="local",
+        metavar="NAME",
+        help="who runs the work: local, ray (by RAY_ADDRESS, or on this machine), ray://HOST:PORT (local)",
+    )
+
+
+def make_engine(named: str, **options: Any) -> Engine:
+    """The engine of that name, or by its address, NAME://…, with those of the options that are known."""
+    from mergestream.engine import ENGINES
+
+    name, has_address, _ = named.partition("://")
+    known = {key: value for key, value in options.items() if value is not None}
+    return ENGINES.choose(name)(**known, **({"address": named} if has_address else {}))
+
+
 @dataclass(frozen=True)
 class RunningOptions:
     """How many tensors are worked on at a time, and whether progress is shown."""
@@ -83,22 +101,13 @@ class RunningOptions:
         "--workers", type=at_least(1), metavar="N", help="tensors worked on at a time (all cores)"
     )
     quiet: bool = switch("--quiet", "no progress bars and no notes")
-    engine: str = argument(
-        "--engine",
-        default="local",
-        metavar="NAME",
-        help="who runs the work: local, ray (by RAY_ADDRESS, or on this machine), ray://HOST:PORT (local)",
-    )
+    engine: str = engine_argument()
 
     def make_engine(self, usual_workers: int | None = None) -> Engine:
         """``usual_workers`` is how many there are on this machine if the user does not say; else it is the engine's own
         choice."""
-        from mergestream.engine import ENGINES
-
-        name, has_address, _ = self.engine.partition("://")
-        workers = self.workers or (usual_workers if name == "local" else None)
-        address = self.engine if has_address else None
-        return ENGINES.choose(name)(**_given(workers=workers, address=address, **self._limits))
+        workers = self.workers or (usual_workers if self.engine == "local" else None)
+        return make_engine(self.engine, workers=workers, **self._limits)
 
     @property
     def _limits(self) -> dict[str, Any]:
@@ -121,10 +130,6 @@ class ComputingOptions(RunningOptions):
     def _limits(self) -> dict[str, Any]:
         device = _checked_device(self.device) if self.engine == "local" else self.device
         return {"max_memory": self.max_memory, "device": device}
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if value is not None}
 
 
 def _checked_device(device: str) -> str:

@@ -8,11 +8,12 @@ import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mergestream import __version__
+from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import UsageError
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row, Sweep
@@ -40,6 +41,8 @@ class Plan:
     finetune_orders: int = 1
     workers: int = 2
     last_only: bool = False
+    engine: Engine = field(default_factory=lambda: LocalEngine(1))
+    """Who merges, in each of the workers"""
 
     def check(self, suite: Suite) -> None:
         """Whatever is wrong with the plan is told before any work."""
@@ -78,7 +81,7 @@ def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, c
     """Run the plan, write the results to ``output``; what is there already is not computed again."""
     _prepare(suite, plan, output, on_progress)
     pretrained, fine_tuned = score_individuals(suite, plan.workers, on_progress)
-    runs = run_streams(suite, plan.streams(suite.tasks), output / "streams", plan.workers, on_progress)
+    runs = run_streams(suite, plan.streams(suite.tasks), output / "streams", plan, on_progress)
     results = Results(
         suite=suite.name,
         model=suite.model_name,
@@ -126,7 +129,7 @@ def run_sweep(
         for row in swept
         for index in range(plan.orders)
     ]
-    runs = run_streams(suite, streams, output / "streams", plan.workers, on_progress)
+    runs = run_streams(suite, streams, output / "streams", plan, on_progress)
     for row in swept:
         spread = Spread.of([average_accuracy(run.matrix) for run in runs if run.method == row.key])
         parameters = {key: value for key, value in row.parameters.items() if key != sweep.parameter}
@@ -164,13 +167,13 @@ def score_individuals(suite: Suite, workers: int, on_progress: OnProgress) -> tu
 
 
 def run_streams(
-    suite: Suite, streams: Sequence[Stream], directory: Path, workers: int, on_progress: OnProgress
+    suite: Suite, streams: Sequence[Stream], directory: Path, plan: Plan, on_progress: OnProgress
 ) -> list[Run]:
     """All streams, side by side; the result is in the order of ``streams``. Seeds may give the same order."""
-    calls = {_outcome(stream): (suite, stream, directory / stream.key(suite)) for stream in streams}
+    calls = {_outcome(stream): (suite, stream, directory / stream.key(suite), plan.engine) for stream in streams}
     found = {}
     with counted("streams", sum(call[1].measurements for call in calls.values()), on_progress) as count:
-        for result in run_parallel(run_stream, list(calls.values()), workers, count):
+        for result in run_parallel(run_stream, list(calls.values()), plan.workers, count):
             found[result["method"], tuple(result["order"]), result["entries"]] = result["steps"]
     return [Run(stream.row.key, stream.seed, list(stream.order), found[_outcome(stream)]) for stream in streams]
 

@@ -23,6 +23,7 @@ from mergestream.files import write_json, write_text
 
 if TYPE_CHECKING:
     from mergestream.api import Store
+    from mergestream.engine import Engine
     from mergestream.evaluation.suites.base import Suite
     from mergestream.ledger.selection import Selection
 
@@ -88,16 +89,18 @@ def _score_path(suite: Suite, digest: str, task: str) -> Path:
     return cache_directory() / "evaluations" / suite.name / digest / f"{suite.evaluation_key(task)}.json"
 
 
-def run_stream(suite: Suite, stream: Stream, directory: Path) -> dict[str, Any]:
-    """Run (or go on with) a stream in ``directory``; returns its steps."""
+def run_stream(suite: Suite, stream: Stream, directory: Path, engine: Engine) -> dict[str, Any]:
+    """Run (or go on with) a stream in ``directory``; returns its steps. The ``engine`` merges."""
     finished, work = directory / "stream.json", directory / "work"
     if finished.is_file():
         report("done", stream.measurements)
         kept: dict[str, Any] = json.loads(finished.read_text("utf-8"))
         return kept
     work.mkdir(parents=True, exist_ok=True)
-    run = _fine_tuned if stream.row.name == CONTINUAL_FINE_TUNING else _merged
-    steps = run(suite, stream, directory)
+    if stream.row.name == CONTINUAL_FINE_TUNING:
+        steps = _fine_tuned(suite, stream, directory)
+    else:
+        steps = _merged(suite, stream, directory, engine)
     result = {"method": stream.row.key, "order": list(stream.order), "entries": stream.entries, "steps": steps}
     write_json(finished, result)
     shutil.rmtree(work, ignore_errors=True)
@@ -117,13 +120,12 @@ def _steps(stream: Stream, work: Path, make: Callable[[int, str], dict[str, Any]
     return steps
 
 
-def _merged(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any]]:
+def _merged(suite: Suite, stream: Stream, directory: Path, engine: Engine) -> list[dict[str, Any]]:
     from mergestream.api import Store
-    from mergestream.engine import LocalEngine
     from mergestream.report.facts import Facts, finite
     from mergestream.report.markdown import markdown
 
-    method, engine = stream.row.method(), LocalEngine(1)
+    method = stream.row.method()
     path = directory / "work" / "store"
     if (path / "manifest.json").is_file():
         store = Store(path, engine=engine)

@@ -14,6 +14,7 @@ import pytest
 from mergestream import Store
 from mergestream.cli import main
 from mergestream.cli.parser import parse
+from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation import progress, streams
 from mergestream.evaluation.bench import Plan, run_bench, run_sweep
@@ -138,7 +139,7 @@ def test_the_last_model_alone_is_enough_for_acc(tiny_suite, tmp_path):
 def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeypatch):
     suite = load_suite(tiny_suite)
     stream = Stream(Row.parse("opcm"), ("red", "green", "blue"), 0, "all")
-    whole = run_stream(suite, stream, tmp_path / "whole")
+    whole = run_stream(suite, stream, tmp_path / "whole", LocalEngine(1))
     monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / "second-cache"))
     calls = []
     original = streams.score
@@ -151,8 +152,8 @@ def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeyp
 
     monkeypatch.setattr(streams, "score", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_stream(suite, stream, tmp_path / "cut")
-    resumed = run_stream(suite, stream, tmp_path / "cut")
+        run_stream(suite, stream, tmp_path / "cut", LocalEngine(1))
+    resumed = run_stream(suite, stream, tmp_path / "cut", LocalEngine(1))
     assert [step["accuracies"] for step in resumed["steps"]] == [step["accuracies"] for step in whole["steps"]]
     assert [step["lambda"] for step in resumed["steps"]] == [step["lambda"] for step in whole["steps"]]
     assert len(calls) == 5 + 6  # the first step's three scores were kept; steps two and three have six
