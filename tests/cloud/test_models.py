@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import obstore
@@ -89,6 +90,13 @@ def test_a_model_is_read_as_from_a_disk(bucket):
     with open_checkpoint(BASE) as checkpoint:
         assert checkpoint.source == BASE
         assert checkpoint.copies == 1
+
+
+def test_a_model_travels_as_an_address(bucket):
+    """To the nodes of a cluster, where it is opened again."""
+    with open_checkpoint(BASE) as here, pickle.loads(pickle.dumps(here)) as there:
+        assert there.tensors == here.tensors
+        assert all(torch.equal(there.read(name), here.read(name)) for name in here.tensors)
 
 
 def test_shards_and_what_goes_with_a_model(bucket, tmp_path):
