@@ -102,6 +102,15 @@ def test_adapters_have_the_same_bytes_as_by_the_local_engine(cluster: Any, toys:
     assert found[0] == found[1]
 
 
+def test_commands_take_it_by_name(cluster: Any, toys: Toys, tmp_path: Path, done: Callable[..., str]):
+    store, out = tmp_path / "store", tmp_path / "out"
+    done("init", store, "--base", toys.base, "--method", "average", "--engine", "ray")
+    done("add", store, *toys.experts[:2], "--engine", "ray", "--max-memory", "1GB", "--workers", "2")
+    done("verify", store, "--engine", "ray")
+    done("export", store, out, "--engine", "ray")
+    assert (out / "model.safetensors").is_file()
+
+
 # --- what is lost on the way ---------------------------------------------------------------------------------
 
 
