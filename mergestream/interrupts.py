@@ -31,6 +31,19 @@ def terminated_like_interrupted() -> Iterator[None]:
 
 
 @contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Keep what SIGTERM does here, whatever a library makes of it meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier or signal.SIG_DFL)
+
+
+@contextmanager
 def uninterrupted() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM wait until this is done."""
     if threading.current_thread() is not threading.main_thread():  # no other is ever interrupted

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from mergestream.engine.base import Result
+from mergestream.engine.base import Result, check_budget
 from mergestream.engine.travelling import Arrived, pack, unpack
-from mergestream.errors import EngineError, MergestreamError, UsageError
+from mergestream.errors import EngineError, MergestreamError, UsageError, first_line
+from mergestream.interrupts import own_sigterm
 from mergestream.sizes import format_size
 
 SHARES = 8
@@ -80,9 +81,11 @@ class RayEngine:
         memory = memory or {}
         packed, gatherers = pack(work)
         ray = connected(self.address)
-        _check_room(_nodes(ray), {name: memory.get(name, 0) for name in costs}, self.max_memory)
+        check_budget(memory, self.max_memory)
+        nodes = _nodes(ray)
+        _check_room(nodes, {name: memory.get(name, 0) for name in costs})
         run, content = uuid4().hex, ray.put(packed)
-        _check_nodes(ray, _nodes(ray), run, content)
+        _check_nodes(ray, nodes, run, content)
         workers = self.workers
         waiting = batches(costs, memory, workers)
         running: dict[Any, Batch] = {}
@@ -97,7 +100,7 @@ class RayEngine:
                         running[self._task(ray, batch).remote(run, content, batch.names)] = batch
                 done, _ = ray.wait(list(running), timeout=WAITING)
                 if not done:
-                    _check_room(_nodes(ray), {batch.names[0]: batch.memory for batch in running.values()}, None)
+                    _check_room(_nodes(ray), {batch.names[0]: batch.memory for batch in running.values()})
                 for ref in done:
                     results, left = _result(ray, ref, running.pop(ref))
                     for gatherer, more in zip(gatherers, left, strict=True):
@@ -156,9 +159,10 @@ def connected(address: str | None) -> Any:
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start tells nobody of it
     try:
-        ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **options)
+        with own_sigterm():  # Ray's would end the process without our clean-up
+            ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **options)
     except Exception as error:  # of many types, for each way in which a cluster may not be one
-        raise EngineError(f"the Ray cluster at {address} cannot be used: {_first_line(error)}") from error
+        raise EngineError(f"the Ray cluster at {address} cannot be used: {first_line(error)}") from error
     return ray
 
 
@@ -172,7 +176,7 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=REACHABLE).close()
     except (OSError, OverflowError) as error:
-        raise EngineError(f"there is no Ray cluster at {address}: {_first_line(error)}") from error
+        raise EngineError(f"there is no Ray cluster at {address}: {first_line(error)}") from error
 
 
 def _nodes(ray: Any) -> list[Node]:
@@ -184,13 +188,8 @@ def _nodes(ray: Any) -> list[Node]:
     ]
 
 
-def _check_room(nodes: Sequence[Node], memory: Mapping[str, int], most: int | None) -> None:
+def _check_room(nodes: Sequence[Node], memory: Mapping[str, int]) -> None:
     largest = max(memory, key=lambda name: memory[name])
-    if most is not None and memory[largest] > most:
-        raise MergestreamError(
-            f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, more than the "
-            f"{format_size(most)} allowed; raise --max-memory"
-        )
     if not nodes:
         raise EngineError("the Ray cluster has no node with a core to work with")
     room = max(node.memory for node in nodes)
@@ -219,7 +218,7 @@ def _check_nodes(ray: Any, nodes: Sequence[Node], run: str, content: Any) -> Non
         except RayTaskError as error:
             raise EngineError(
                 f"the node {node.address} of the Ray cluster cannot run mergestream {here['mergestream']}: "
-                f"{_first_line(error.cause)}"
+                f"{first_line(error.cause)}"
             ) from error
         except RayError:  # it is gone: nothing will run there
             continue
@@ -246,10 +245,6 @@ def _result(ray: Any, ref: Any, batch: Batch) -> Any:
             f"Ray gave up on the tensor {batch.names[0]}{others}, whose workers were lost again and again "
             f"({type(error).__name__}); what is done stays, run it again"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # --- on a worker ---------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from mergestream.engine import Findings
 from mergestream.engine import ray as engine
 from mergestream.engine.travelling import pack, unpack
 from mergestream.errors import EngineError, UsageError
+from mergestream.interrupts import own_sigterm
 from mergestream.testing import save_adapter
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
@@ -36,12 +37,13 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": QUICK}
-    )
-    try:
+    with own_sigterm():
+        cluster = Cluster(
+            initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": QUICK}
+        )
         cluster.add_node(**NODE)
-        ray.init(cluster.address, log_to_driver=False)
+    try:
+        engine.connected(cluster.address)
         yield cluster
     finally:
         ray.shutdown()
@@ -189,6 +191,10 @@ def test_a_killed_driver_leaves_a_step_that_resumes_here_and_there(cluster: Any,
         Store(path, engine=by).add(toys.experts[1])
         assert files(path / "steps", *WEIGHTS) == files(expected.path / "steps", *WEIGHTS)
         assert files(path / "experts") == files(expected.path / "experts")
+
+
+def test_sigterm_is_not_taken_over(cluster: Any):
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_an_interrupt_cancels_the_tasks(cluster: Any, tmp_path: Path):
