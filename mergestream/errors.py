@@ -47,3 +47,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     close = get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says of it, as far as that fits into a sentence; what it is where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

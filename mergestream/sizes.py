@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from mergestream.errors import UsageError
 
@@ -45,3 +46,8 @@ def format_size(size: float) -> str:
 def counted(number: int, what: str) -> str:
     """``1 expert``, ``3 experts``"""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def few(names: Collection[str], most: int = 3) -> str:
+    """``a, b, c, …``: the first of them, and whether there are more."""
+    return ", ".join(list(names)[:most]) + (", …" if len(names) > most else "")

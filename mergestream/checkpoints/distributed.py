@@ -20,7 +20,7 @@ from mergestream.checkpoints.base import Shard, TensorInfo, TensorSpec, check_dt
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
 from mergestream.checkpoints.strangers import METADATA
 from mergestream.checkpoints.torch_file import WRAPPERS, check_pickle
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, first_line
 from mergestream.escaping import is_text
 from mergestream.files import LARGEST_DESCRIPTION
 
@@ -94,10 +94,9 @@ class DistributedFiles(Shard):
         try:
             reader.read_data(planner.create_local_plan(), planner).wait()
         except Exception as error:  # a pickle that asks for more, a damaged archive: torch has a type for each
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise MergestreamError(
                 f"the tensor {name!r} in {self.path.with_name(info.file)} cannot be read, and no pickle in it was "
-                f"executed ({reason}); copy the checkpoint again"
+                f"executed ({first_line(error)}); copy the checkpoint again"
             ) from error
         return target[key]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mergestream.checkpoints.layout import CODE, find_weights, is_index, may_go_along, names_code, read_index
 from mergestream.checkpoints.strangers import no_weights
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, first_line
 from mergestream.objects import Listing, Object, Url, fault
 
 _PATIENCE = 30
@@ -76,7 +76,7 @@ def _hub_errors_explained(hub_id: str) -> Iterator[None]:
             "check the spelling, or log in with `hf auth login` if it is private"
         ) from error
     except Exception as error:  # each client library has its own types
-        raise _OutOfReachError((str(error).splitlines() or [""])[0] or type(error).__name__) from error
+        raise _OutOfReachError(first_line(error)) from error
 
 
 @dataclass(frozen=True)

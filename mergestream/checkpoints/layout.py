@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
+from mergestream.sizes import few
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf")
@@ -125,8 +127,7 @@ def _only_one(names: Collection[str], suffix: str, source: str) -> str | None:
     found = sorted(name for name in names if name.endswith(suffix))
     if len(found) > 1:
         raise MergestreamError(
-            f"{source} holds {len(found)} {suffix} files and no index; "
-            f"name the one you mean ({', '.join(found[:3])}{', …' if len(found) > 3 else ''})"
+            f"{source} holds {len(found)} {suffix} files and no index; name the one you mean ({few(found)})"
         )
     return found[0] if found else None
 
@@ -142,3 +143,9 @@ def read_index(path: Path) -> dict[str, str]:
                 f"{path} sends the tensor {tensor!r} to {shard!r}, which is no weight file beside it"
             )
     return weight_map
+
+
+def model_config(directory: Path | None) -> dict[str, Any]:
+    """What ``config.json`` says; nothing where there is none."""
+    path = directory / "config.json" if directory else None
+    return read_json(path) if path and path.is_file() else {}

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.base import Shard, describe, shared_views
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, first_line
 from mergestream.escaping import is_text
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ def _load(path: Path) -> Any:
             + "; it was not executed: convert it to safetensors where you trust its origin"
         ) from error
     except Exception as error:  # torch tells a corrupt archive by whatever its reader stumbles over
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MergestreamError(f"{path} is corrupt or no checkpoint ({reason})") from error
+        raise MergestreamError(f"{path} is corrupt or no checkpoint ({first_line(error)})") from error
 
 
 def _stored_bytes(tensor: Tensor) -> float:

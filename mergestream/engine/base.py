@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
+from mergestream.errors import MergestreamError
 from mergestream.registry import Registry
+from mergestream.sizes import format_size
 
 Result = TypeVar("Result")
 Finding = TypeVar("Finding")
@@ -33,6 +35,16 @@ class Engine(Protocol):
 
         ``memory`` gives the bytes of each job at its peak: within a budget a job waits until there is room for it.
         """
+
+
+def check_budget(memory: Mapping[str, int], most: int | None) -> None:
+    """Refuse a job that needs more memory than all of them may have."""
+    largest = max(memory, key=lambda name: memory[name], default=None)
+    if largest is not None and most is not None and memory[largest] > most:
+        raise MergestreamError(
+            f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, more than the "
+            f"{format_size(most)} allowed; raise --max-memory"
+        )
 
 
 class Gathers(ABC):

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
-from mergestream.engine.base import Result
+from mergestream.engine.base import Result, check_budget
 from mergestream.errors import MergestreamError
-from mergestream.sizes import format_size
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -69,7 +68,7 @@ class LocalEngine:
         """A job is admitted when the memory of all running jobs, itself included, is within the budget. The first error
         stops the admission of further jobs and is raised."""
         memory = memory or {}
-        self._check_budget(memory)
+        check_budget(memory, self.max_memory)
         keep_freed_memory()
         waiting = sorted(costs, key=lambda name: (-costs[name], name))
         if self.workers == 1:  # a second thread would only share the interpreter's lock
@@ -95,16 +94,6 @@ class LocalEngine:
                         yield name, future.result()
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
-
-    def _check_budget(self, memory: Mapping[str, int]) -> None:
-        if self.max_memory is None or not memory:
-            return
-        largest = max(memory, key=lambda name: memory[name])
-        if memory[largest] > self.max_memory:
-            raise MergestreamError(
-                f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, more than the "
-                f"{format_size(self.max_memory)} allowed; raise --max-memory"
-            )
 
 
 def _submit(pool: ThreadPoolExecutor, work: Callable[[str], Result], name: str) -> Future[Result]:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from mergestream.base.model import BaseModel
 from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import Checkpoint
+from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.location import Location, locate_here, without_revision
 from mergestream.checkpoints.opening import open_located
 from mergestream.digest import tensor_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.vector import AdapterVector
 from mergestream.experts.vector import TaskVector
-from mergestream.files import read_json
 
 OTHER_BASE = 0.7
 """Two unrelated models are about 1.4 apart, relative to their norm; fine-tuning moves 0.1 at most."""
@@ -127,8 +127,7 @@ def _dtype(model: Checkpoint | BaseModel, name: str) -> str:
 
 
 def _config(directory: Path | None) -> dict[str, Any]:
-    path = directory / "config.json" if directory else None
     try:
-        return read_json(path) if path and path.is_file() else {}
+        return model_config(directory)
     except MergestreamError:
         return {}

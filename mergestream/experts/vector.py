@@ -17,6 +17,7 @@ from mergestream.engine import Findings
 from mergestream.errors import MergestreamError
 from mergestream.experts.prefix import NEARLY_ALL, Prefix, globs_of
 from mergestream.experts.vocabulary import ROWS, FittedCheckpoint, Vocab, fit
+from mergestream.sizes import few
 
 if TYPE_CHECKING:
     import torch
@@ -302,4 +303,4 @@ def _options(option: str, names: Sequence[str], others: Collection[str]) -> str:
 def _some(names: Sequence[str]) -> str:
     if len(names) == 1:
         return f"tensor {names[0]}"
-    return f"{len(names)} tensors ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+    return f"{len(names)} tensors ({few(names)})"

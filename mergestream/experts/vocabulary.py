@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from mergestream.checkpoints import Checkpoint, TensorInfo, dtype_name, torch_dtype
+from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.tokenizer import read_tokenizer, same_tokenizer
 from mergestream.digest import json_digest
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.files import read_json
 from mergestream.schema import Count
-from mergestream.sizes import counted
+from mergestream.sizes import counted, few
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,9 +192,8 @@ def _vocabulary_size(model: BaseModel, base: Checkpoint) -> int:
         for name, tensor in model.tensors.items()
         if tensor.role == "embedding" and len(tensor.shape) == 2 and not _OTHER_TABLE.search(name)
     ]
-    config = base.directory / "config.json" if base.directory else None
     try:
-        content = read_json(config) if config and config.is_file() else {}
+        content = model_config(base.directory)
         said = {**(content.get("text_config") or {}), **content}.get("vocab_size")
     except (MergestreamError, TypeError):  # its text_config is no object
         said = None
@@ -326,5 +325,4 @@ def some_tokens(tokens: Sequence[Token]) -> str:
 
 def some(names: Sequence[str]) -> str:
     """How many tokens, and the first of them."""
-    shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-    return f"{counted(len(names), 'token')} ({shown})"
+    return f"{counted(len(names), 'token')} ({few(names)})"

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mergestream.checkpoints import Checkpoint
-from mergestream.checkpoints.layout import CARD, MODULES
-from mergestream.files import read_json
+from mergestream.checkpoints.layout import CARD, MODULES, model_config
 
 _LONGEST_FRONT = 10_000
 
@@ -39,8 +38,7 @@ def front_matter(card: Path) -> list[str]:
 def _inferred(directory: Path | None) -> Labels:
     if directory and (directory / MODULES).is_file():
         return Labels("sentence-transformers", "sentence-similarity")
-    config = directory / "config.json" if directory else None
-    if config and config.is_file() and "_diffusers_version" in read_json(config):
+    if "_diffusers_version" in model_config(directory):
         return Labels("diffusers", None)
     return Labels("transformers", None)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec, torch_dtype
-from mergestream.checkpoints.layout import CARD, DIFFUSERS_STEM, MODULES, module_folders
+from mergestream.checkpoints.layout import CARD, DIFFUSERS_STEM, MODULES, model_config, module_folders
 from mergestream.checkpoints.location import without_revision
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine
@@ -118,7 +118,9 @@ def write_companions(
     ``config`` is that of the expert whose head is put in place, with labels, and perhaps tokens, of its ``own``;
     ``grown`` tables have tokens that the base's tokenizer has not.
     """
-    of_other_class = config is not None and config.get("architectures") != _config(base).get("architectures")
+    of_other_class = config is not None and config.get("architectures") != model_config(base.directory).get(
+        "architectures"
+    )
     if base.directory is not None:
         # What makes an encoder of sentences of the base does not go with a classifier.
         left_out = {MODULES, *module_folders(base.directory)} if of_other_class else set()
@@ -156,16 +158,10 @@ def _put_config(
         path.write_text(json.dumps(config | types, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _config(base: Checkpoint) -> dict[str, Any]:
-    """What the base's says; nothing where it has none."""
-    path = base.directory / "config.json" if base.directory else None
-    return read_json(path) if path and path.is_file() else {}
-
-
 def _hub_id(base: Checkpoint) -> str | None:
     """The base's id on the hub: as it was given, or as its config remembers it."""
     source = without_revision(base.source)
     if not Path(base.source).exists() and source.count("/") == 1:
         return source
-    remembered = str(_config(base).get("_name_or_path"))
+    remembered = str(model_config(base.directory).get("_name_or_path"))
     return remembered if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", remembered, re.ASCII) else None

@@ -20,6 +20,7 @@ from mergestream.export.source import Source
 from mergestream.merging.reading import EntriesReading, Reading, cast
 from mergestream.progress import Progress
 from mergestream.schema import foreign
+from mergestream.sizes import few
 from mergestream.store.snapshot import Snapshot
 
 
@@ -168,8 +169,7 @@ def spoken(
         else:
             silent.append(entry.name)
     if silent:
-        shown = f"{', '.join(silent[:3])}{', …' if len(silent) > 3 else ''}"
-        progress.note(f"tokens that were kept with {shown} are not in the model; --task {silent[0]} puts them in")
+        progress.note(f"tokens that were kept with {few(silent)} are not in the model; --task {silent[0]} puts them in")
     return speakers
 
 

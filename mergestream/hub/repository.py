@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import MergestreamError, UsageError, first_line
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -122,6 +122,5 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _reason(error: BaseException) -> str:
-    line = (str(error).splitlines() or [""])[0] or type(error).__name__
     status = _status(error)
-    return f"the hub answered {status}" if status else _SECRETS.sub("…", line)
+    return f"the hub answered {status}" if status else _SECRETS.sub("…", first_line(error))

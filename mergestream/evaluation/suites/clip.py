@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import MergestreamError, UsageError, first_line
 from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
 from mergestream.evaluation.heads import Head
 from mergestream.evaluation.pretrained import load_pretrained
@@ -283,8 +283,9 @@ def parquet_files(task: ClipTask) -> list[Path]:
             task.dataset, repo_type="dataset", revision=PARQUET_REVISION, allow_patterns=f"{folder}*.parquet"
         )
     except Exception as error:  # each client library has its own types
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise MergestreamError(f"the data set {task.dataset} cannot be had from the hub ({reason})") from error
+        raise MergestreamError(
+            f"the data set {task.dataset} cannot be had from the hub ({first_line(error)})"
+        ) from error
     files = sorted((Path(snapshot) / folder).glob("*.parquet"))
     if not files:
         raise MergestreamError(f"the data set {task.dataset} has no Parquet files for {folder.rstrip('/')} on the hub")
