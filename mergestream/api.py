@@ -142,7 +142,7 @@ class Store(StoreDirectory):
             )
             if task is None and (tasks := snapshot.tasks):
                 base = "the base's head" if snapshot.manifest.base.has_head else "no head, as the base"
-                self.progress.note(f"{output.path} has {base}; --task puts that of an expert there: {', '.join(tasks)}")
+                self.progress.note(f"{output} has {base}; --task puts that of an expert there: {', '.join(tasks)}")
         return output.path
 
     def export_adapter(

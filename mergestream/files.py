@@ -35,9 +35,7 @@ LARGEST_DESCRIPTION = 1 << 28
 def on_disk(place: str | Path) -> Path:
     """The path that is meant; what is in object storage has none, and nothing is to be made under its name."""
     if url := url_of(place):
-        raise UsageError(
-            f"{url} is in object storage, from where models are read, and nothing else yet; name a path on a disk"
-        )
+        raise UsageError(f"{url} is in object storage, from and to where only models go; name a path on a disk")
     return Path(place)
 
 

@@ -1,19 +1,21 @@
-"""Objects in a bucket: where files are that no path leads to, read by range through obstore.
+"""Objects in a bucket: where files are that no path leads to, read by range and put whole through obstore.
 
 What a service says when it fails is never shown: an error of the library may quote an address with a token in it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from uuid import uuid4
 
 from mergestream.errors import MergestreamError, UsageError
 
@@ -45,8 +47,12 @@ _CREDENTIALS = {
 """Variables of the environment, one way to be let in each: the first is the usual one, the second for what is public"""
 _RANGE = 4 << 20
 """Bytes that are asked for at once: a request costs about as much as so many take on a fast network"""
+_PART, _PARTS_AT_ONCE = 16 << 20, 4
+"""The same for what is put"""
 _AT_ONCE = 8
 """Requests under way in this process, and so, times ``_RANGE``, what is read ahead"""
+_MARK = "mergestream"
+"""Metadata of an object that is put where another may be"""
 _TRIES = 9
 _FIRST_PAUSE = 0.1
 """Seconds; each pause is twice the one before, so that a service has half a minute to come back"""
@@ -103,6 +109,8 @@ class Object:
     size: int
     tag: str
     """Changes when the object does"""
+    version: str | None = None
+    """By which some services know it besides"""
 
     def __str__(self) -> str:
         return f"{self.folder.url}/{self.name}"
@@ -157,6 +165,9 @@ class Bucket:
 
     url: Url
 
+    def __post_init__(self) -> None:
+        _bucket(self.url.scheme, self.url.bucket)  # where the library or credentials are missing, it is told now
+
     def listing(self) -> Listing:
         import obstore
 
@@ -173,20 +184,69 @@ class Bucket:
     def read(self, found: Object, begin: int, end: int) -> bytes:
         import obstore
 
-        path = f"{self.url.key}/{found.name}".lstrip("/")
-        with_tag: GetOptions = {"range": (begin, end), "if_match": found.tag}
-        return self._explained(str(found), lambda: bytes(obstore.get(self._store, path, options=with_tag).bytes()))
+        with_tag: GetOptions = {"range": (begin, end)}
+        if found.tag:
+            with_tag["if_match"] = found.tag
+        get = partial(obstore.get, self._store, self._path(found.name), options=with_tag)
+        return self._explained(str(found), lambda: bytes(get().bytes()))
+
+    def put(self, name: str, data: bytes, before: Object | None) -> Object:
+        """Put an object in the place of the one ``before``, or where there is none; FileExistsError where another is.
+
+        It bears a mark, by which one whose answer was lost is told from another writer's.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        known = {"e_tag": before.tag, "version": before.version} if before else {}
+        mode: Any = {key: value for key, value in known.items() if value} or "create"
+        path, mark = self._path(name), {_MARK: uuid4().hex}
+
+        def once() -> Object:
+            try:
+                done = obstore.put(self._store, path, data, mode=mode, attributes=mark, use_multipart=False)
+                return Object(self, name, len(data), done["e_tag"] or "", done["version"])
+            except (AlreadyExistsError, PreconditionError):
+                there = obstore.get(self._store, path)
+                if there.attributes.get(_MARK) != mark[_MARK]:
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{name}") from None
+                return Object(self, name, len(data), there.meta["e_tag"] or "", there.meta["version"])
+
+        return _tried(f"{self.url}/{name}", lambda: self._explained(f"{self.url}/{name}", once), "written")
+
+    def upload(self, name: str, file: Path) -> None:
+        """Put a file, however large: in parts, which are removed again where one of them cannot be put."""
+        import obstore
+
+        store = _bucket(self.url.scheme, self.url.bucket, _TRIES)
+        path, what = self._path(name), f"{self.url}/{name}"
+        put = partial(obstore.put, store, path, file, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
+        try:
+            self._explained(what, put)
+        except PassingError as error:  # here the library has tried again, for one part does not cost all of them
+            raise _given_up(what, "written", error) from error
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Also where they are gone already."""
+        import obstore
+
+        paths = [self._path(name) for name in names]
+        if paths:
+            self._tried(lambda: obstore.delete(self._store, paths), "deleted from")
+
+    def _path(self, name: str) -> str:
+        return f"{self.url.key}/{name}".lstrip("/")
 
     def _objects(self, listed: Iterable[Mapping[str, Any]]) -> dict[str, Object]:
         start = f"{self.url.key}/" if self.url.key else ""
         return {
-            name: Object(self, name, entry["size"], entry["e_tag"] or str(entry["last_modified"]))
+            name: Object(self, name, entry["size"], entry["e_tag"] or "", entry["version"])
             for entry in listed
             if (name := entry["path"].removeprefix(start))
         }
 
-    def _tried(self, ask: Callable[[], Result]) -> Result:
-        return _tried(str(self.url), lambda: self._explained(str(self.url), ask))
+    def _tried(self, ask: Callable[[], Result], done: str = "read") -> Result:
+        return _tried(str(self.url), lambda: self._explained(str(self.url), ask), done)
 
     def _explained(self, what: str, ask: Callable[[], Result]) -> Result:
         from obstore import exceptions
@@ -203,7 +263,7 @@ class Bucket:
             status = _STATUS.search(str(error))
             raise fault(what, int(status[1]) if status else None) from None
         except exceptions.BaseError:
-            raise MergestreamError(f"{what} cannot be read") from None
+            raise MergestreamError(f"{what}: the service refuses this") from None
 
     @property
     def _store(self) -> ObjectStore:
@@ -211,7 +271,7 @@ class Bucket:
 
 
 @cache
-def _bucket(scheme: str, bucket: str) -> ObjectStore:
+def _bucket(scheme: str, bucket: str, retries: int = 0) -> ObjectStore:
     """The library's own; whatever it needs to know besides is in the environment."""
     try:
         from obstore.store import from_url
@@ -229,7 +289,7 @@ def _bucket(scheme: str, bucket: str) -> ObjectStore:
         )
     # Plain HTTP is spoken only where an endpoint in the environment says so.
     options: ClientConfig = {"allow_http": True}
-    return from_url(f"{scheme}://{bucket}", client_options=options, retry_config={"max_retries": 0})
+    return from_url(f"{scheme}://{bucket}", client_options=options, retry_config={"max_retries": retries})
 
 
 def _is_set(variable: str) -> bool:
@@ -245,14 +305,14 @@ def fault(what: str, status: int | None) -> Exception:
             return MergestreamError(f"{what} does not exist")
         case 401 | 403:
             return MergestreamError(
-                f"{what} may not be read with the credentials in the environment; check them, and its permissions"
+                f"{what} may not be read or written with the credentials in the environment; check them"
             )
         case _ if status >= 500 or status in (408, 429):
             return PassingError(f"the service is not able to (HTTP {status})")
-    return MergestreamError(f"{what} cannot be read: the service refuses it (HTTP {status})")
+    return MergestreamError(f"{what}: the service refuses this (HTTP {status})")
 
 
-def _tried(what: str, ask: Callable[[], Result]) -> Result:
+def _tried(what: str, ask: Callable[[], Result], done: str = "read") -> Result:
     """What comes of it at the first time that nothing breaks."""
     pause = _FIRST_PAUSE
     for _ in range(_TRIES - 1):
@@ -263,8 +323,12 @@ def _tried(what: str, ask: Callable[[], Result]) -> Result:
             pause *= 2
     try:
         return ask()
-    except PassingError as last:
-        raise MergestreamError(f"{what} cannot be read, after {_TRIES} attempts: {last}; try again later") from last
+    except PassingError as error:
+        raise _given_up(what, done, error) from error
+
+
+def _given_up(what: str, done: str, error: PassingError) -> MergestreamError:
+    return MergestreamError(f"{what} cannot be {done}, after {_TRIES} attempts: {error}; try again later")
 
 
 @cache

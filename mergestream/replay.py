@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mergestream.api import Store, draw_pictures
+from mergestream.checkpoints.layout import MARKER
 from mergestream.checkpoints.location import is_commit
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import Engine, LocalEngine
@@ -22,8 +23,8 @@ from mergestream.export.directory import Output
 from mergestream.export.history import undated
 from mergestream.export.model import write_model
 from mergestream.export.one_shot import merge, usual_workers
-from mergestream.export.places import MARKER
 from mergestream.export.recipe import ExpertSource, Recipe, read_recipe
+from mergestream.files import on_disk
 from mergestream.methods import make_method
 from mergestream.progress import Progress
 
@@ -57,7 +58,7 @@ def replay(
     followed, progress = read_recipe(path), progress or Progress()
     places = _places(followed, path, base, sources or {})
     form = followed.form
-    output = Output(Path(out), form.dtype, form.max_shard_size or DEFAULT_SHARD_SIZE, overwrite, command)
+    output = Output(on_disk(out), form.dtype, form.max_shard_size or DEFAULT_SHARD_SIZE, overwrite, command)
     output.keep_off(*places.values())
     engine = engine or LocalEngine(usual_workers(make_method(followed.method, followed.parameters), len(places) - 1))
     (_merge if followed.made_by == "merge" else _by_steps)(followed, places, output, engine, progress)

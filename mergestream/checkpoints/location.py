@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from mergestream.checkpoints.hub import Repository, cached, download
-from mergestream.checkpoints.layout import is_weight_file
+from mergestream.checkpoints.layout import MARKER, UNFINISHED, is_weight_file
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import is_text
-from mergestream.files import on_disk
+from mergestream.files import on_disk, read_json
 from mergestream.objects import Bucket, Object, Url, url_of
 
 _HUB_ID = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -73,6 +73,9 @@ def _in_storage(url: Url) -> Location:
         return Location(path, str(repository.url), objects)
     folder = url.parent if is_weight_file(url.key) else url
     path, objects = fetch_companions(Bucket(folder))
+    marker = path / MARKER
+    if marker.exists() and UNFINISHED in read_json(marker):
+        raise MergestreamError(f"{folder} is being written by an export, or one was cut short there; export it again")
     if folder is url:
         if not objects and not any(path.iterdir()):
             raise MergestreamError(f"{url} holds neither a model nor its configuration; check the address")

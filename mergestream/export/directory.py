@@ -10,21 +10,28 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mergestream import __version__
 from mergestream.checkpoints import float_name
+from mergestream.checkpoints.layout import MARKER
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
-from mergestream.errors import MergestreamError, StoreBusyError
-from mergestream.export.places import MARKER, is_export, refuse_around, refuse_within, store_within
-from mergestream.files import directories_made, exchange, on_disk, sync_directory, sync_file, to_json
+from mergestream.errors import MergestreamError, StoreBusyError, UsageError
+from mergestream.export.bucket import BucketOutput
+from mergestream.export.places import is_export, refuse_around, refuse_within, store_within
+from mergestream.files import directories_made, exchange, sync_directory, sync_file, to_json
+from mergestream.objects import Bucket, url_of
 
 _LOCK = "lock"
 
 
 @dataclass(frozen=True)
 class Output:
-    """A directory to be; all is written beside it and renamed, so there is never half a model, nor an old file."""
+    """A directory to be; all is written beside it and renamed, so there is never half a model, nor an old file.
+
+    In object storage it is a folder of objects: all is written on this machine and uploaded.
+    """
 
     path: Path
     dtype: str | None = None
@@ -37,13 +44,18 @@ class Output:
     def __post_init__(self) -> None:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", float_name(self.dtype))
-        on_disk(self.path)
         self._refuse_to_destroy()
+
+    def __str__(self) -> str:
+        return str(self._bucket.folder.url if self._bucket else self.path)
 
     def keep_off(self, *sources: str | Path) -> None:
         """Refuse an output that is, lies in or holds one of the sources, or lies in any store."""
-        refuse_within(self.path, *sources)
-        refuse_around(self.path, *sources)
+        if self._bucket:
+            self._bucket.keep_off(*sources)
+        else:
+            refuse_within(self.path, *sources)
+            refuse_around(self.path, *sources)
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
@@ -55,15 +67,25 @@ class Output:
                 yield draft
                 if not (draft / MARKER).exists():
                     self.mark(draft, {})
-                self._put_in_place(draft)
+                if self._bucket:
+                    self._bucket.publish(draft)
+                else:
+                    self._put_in_place(draft)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            raise MergestreamError(f"{self.path} was not written: {error.strerror or error}{where}") from error
+            raise MergestreamError(f"{self} was not written: {error.strerror or error}{where}") from error
 
     def mark(self, draft: Path, recipe: Mapping[str, Any]) -> None:
         """Say in the draft what it is, and how to make it again."""
         marker = {"mergestream": __version__, "command": self.command, **recipe}
         (draft / MARKER).write_text(to_json(marker), encoding="utf-8")
+
+    @cached_property
+    def _bucket(self) -> BucketOutput | None:
+        url = url_of(self.path)
+        if url and url.scheme == "hf":
+            raise UsageError(f"{url} is on the hub: write to a disk, and add --push {url.bucket}/{url.key}")
+        return BucketOutput(Bucket(url), self.overwrite) if url else None
 
     @cached_property
     def _place(self) -> Path:
@@ -72,6 +94,8 @@ class Output:
 
     def _refuse_to_destroy(self) -> None:
         """Refuse a place where there is anything but an earlier export, which may be replaced."""
+        if self._bucket:
+            return self._bucket.refuse_to_destroy()
         place = self._place
         try:
             if place.exists() and not place.is_dir():
@@ -90,6 +114,10 @@ class Output:
     @contextmanager
     def _workplace(self) -> Iterator[Path]:
         """A directory beside the output, for one export at a time; what a killed one has left is settled first."""
+        if self._bucket:
+            with TemporaryDirectory(prefix="mergestream-") as temporary:
+                yield Path(temporary)
+            return
         work = self._place.with_name(f".{self._place.name}.mergestream")
         with directories_made(work.parent), _held(work, self.path):
             self._settle(work)

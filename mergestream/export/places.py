@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from mergestream.checkpoints.layout import CARD
+from mergestream.checkpoints.layout import CARD, MARKER
 from mergestream.errors import MergestreamError
 from mergestream.export.labels import front_matter
 from mergestream.files import on_disk, read_json
 from mergestream.store.manifest import is_store
-
-MARKER = "mergestream.json"
-"""Beside every export: what made it"""
 
 
 def refuse_within(path: Path, *sources: str | Path) -> None:

@@ -154,7 +154,7 @@ def test_what_is_read_there_by_range_is_not_downloaded(hub: Hub, tmp_path: Path)
     assert other["source"] == f"hf://org/both@{OTHER}" and other["shapes"] == {"a": [5]}
     assert sharded["shapes"] == {"w1": [1], "w2": [2]}
     assert "pytorch_model.bin is in object storage, where only .safetensors" in pickled["error"]
-    assert "model.safetensors may not be read with the credentials" in gated["error"]
+    assert "model.safetensors may not be read or written with the credentials" in gated["error"]
     assert not list(tmp_path.rglob("*.safetensors")), "nothing in the hub's cache"
 
 

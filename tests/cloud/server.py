@@ -59,6 +59,8 @@ class Trouble:
     """Answered by an error of the server"""
     cut: Callable[[int], bool] = lambda number: False
     """Half of the answer's body, then nothing"""
+    lost: Callable[[int], bool] = lambda number: False
+    """Done, and not answered"""
     seconds: float = 0
     """Before an answer"""
     requests: list[tuple[str, str]] = field(default_factory=list)
@@ -93,6 +95,9 @@ def disturbed(endpoint: str, trouble: Trouble) -> Iterator[str]:
             answer = connection.getresponse()
             content = answer.read()
             connection.close()
+            if trouble.lost(number):
+                self.close_connection = True
+                return None
             self.send_response(answer.status, answer.reason)
             for name, value in answer.getheaders():
                 if name.lower() not in ("transfer-encoding", "connection", "content-length", "server", "date"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import obstore
@@ -76,7 +77,8 @@ def test_without_credentials_nothing_is_asked(monkeypatch, troubled):
 
 
 def test_without_the_library_one_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
+    for module in ("obstore", "obstore.store"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MergestreamError, match=r"pip install 'mergestream\[cloud\]'"):
         open_checkpoint(BASE)
 
