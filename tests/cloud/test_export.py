@@ -135,7 +135,7 @@ def test_an_answer_that_is_lost_is_no_other_export(bucket, troubled):
 
 
 def test_what_fails_leaves_nothing_that_is_new(bucket, troubled, monkeypatch):
-    monkeypatch.setattr("mergestream.objects._TRIES", 2)
+    monkeypatch.setattr("mergestream.objects.bucket.TRIES", 2)
     troubled.refused = lambda number: troubled.requests[number - 1][0] == f"PUT /{BUCKET}/failed/folder/file.txt"
     with pytest.raises(MergestreamError, match=f"s3://{BUCKET}/failed/folder/file.txt cannot be written, ") as error:
         drafted(Output(Path(f"s3://{BUCKET}/failed")))

@@ -1,0 +1,8 @@
+"""Objects in a bucket: where files are that no path leads to, read by range and put whole."""
+
+from mergestream.objects.address import Url, url_of
+from mergestream.objects.bucket import Bucket
+from mergestream.objects.folder import Listing, Object, Objects
+from mergestream.objects.trying import fault, in_background, wait_for
+
+__all__ = ["Bucket", "Listing", "Object", "Objects", "Url", "fault", "in_background", "url_of", "wait_for"]
