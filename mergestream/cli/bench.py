@@ -67,7 +67,7 @@ class Options:
         "as in 'python score.py {model} {task}'",
     )
     workers: int | None = argument(
-        "--workers", type=at_least(1), metavar="N", help="processes side by side (all cores)"
+        "--workers", type=at_least(1), metavar="N", help="processes side by side (all cores; on a cluster 1)"
     )
     engine: str = engine_argument()
 
@@ -93,15 +93,16 @@ def _bench(options: Options) -> int:
         model=options.model,
         evaluate=options.evaluate,
     )
+    on_cluster = options.engine != "local"  # each process would start one where there is none yet
     plan = Plan(
         parse_rows(options.methods, trains=suite.can_fine_tune),
         orders=options.orders,
         seed=options.seed,
         full_orders=options.full_orders,
         finetune_orders=options.finetune_orders,
-        workers=options.workers or available_cores(),
+        workers=options.workers or (1 if on_cluster else available_cores()),
         last_only=options.last_only,
-        engine=make_engine(options.engine, workers=1 if options.engine == "local" else None),
+        engine=make_engine(options.engine, workers=None if on_cluster else 1),
     )
     output = on_disk(options.output)
     if output.exists() and not output.is_dir():

@@ -24,6 +24,10 @@ SMALLEST_MEMORY = 1 << 26
 """That a task asks for"""
 REACHABLE = 10.0
 """Seconds in which a cluster must answer"""
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""How HTTP/2 begins, which Ray speaks, with settings that are empty"""
+_SETTINGS = 4
+"""The kind of what is answered, by the fourth byte"""
 LOOKING = 120.0
 """Seconds in which every node must have looked at what it is to work with"""
 WAITING = 5.0
@@ -174,9 +178,18 @@ def _check_reachable(address: str) -> None:
     if not port.isdigit():
         raise UsageError(f"{address} is no address of a Ray cluster; ray://HOST:PORT is one")
     try:
-        socket.create_connection((host, int(port)), timeout=REACHABLE).close()
+        with socket.create_connection((host, int(port)), timeout=REACHABLE) as connection:
+            known = os.environ.get("RAY_USE_TLS", "0") != "0" or _greets(connection)
     except (OSError, OverflowError) as error:
         raise EngineError(f"there is no Ray cluster at {address}: {first_line(error)}") from error
+    if not known:
+        raise EngineError(f"there is no Ray cluster at {address}: what listens there is something else")
+
+
+def _greets(connection: socket.socket) -> bool:
+    connection.sendall(_GREETING)
+    with connection.makefile("rb") as answer:
+        return answer.read(4)[3:] == bytes([_SETTINGS])
 
 
 def _nodes(ray: Any) -> list[Node]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +26,7 @@ from mergestream.engine.travelling import pack, unpack
 from mergestream.errors import EngineError, UsageError
 from mergestream.interrupts import own_sigterm
 from mergestream.testing import save_adapter
+from tests import hub_server
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
 WEIGHTS = ".safetensors", "digests.json", "factors.json"
@@ -111,6 +114,17 @@ def test_commands_take_it_by_name(cluster: Any, toys: Toys, tmp_path: Path, done
     done("verify", store, "--engine", "ray")
     done("export", store, out, "--engine", "ray")
     assert (out / "model.safetensors").is_file()
+
+
+def test_a_benchmark_merges_on_it(
+    cluster: Any, toys: Toys, tmp_path: Path, done: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / "cache"))
+    tasks = {f"task-{number}": {"expert": str(expert)} for number, expert in enumerate(toys.experts[:2])}
+    suite = {"name": "toys", "base": str(toys.base), "tasks": tasks, "evaluate": "echo {model} 0.5"}
+    (tmp_path / "suite.yaml").write_text(json.dumps(suite))
+    options = ("--methods", "average", "--orders", "1", "--last-only", "-o", tmp_path / "out")
+    assert "50.0" in done("bench", tmp_path / "suite.yaml", *options, "--engine", "ray")
 
 
 # --- what is lost on the way ---------------------------------------------------------------------------------
@@ -266,6 +280,21 @@ def test_a_cluster_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatc
         RayEngine("ray://127.0.0.1:1").workers  # noqa: B018
     with pytest.raises(UsageError, match="ray://here:now is no address of a Ray cluster"):
         RayEngine("ray://here:now").workers  # noqa: B018
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_what_listens_and_is_no_cluster_is_told_soon(scheme: str, monkeypatch: pytest.MonkeyPatch):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(engine, "REACHABLE", 0.2)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(EngineError, match=r"no Ray cluster .* timed out"),
+    ):
+        engine.connected(f"{scheme}127.0.0.1:{silent.getsockname()[1]}")
+    with hub_server.serve({}) as url, pytest.raises(EngineError, match="what listens there is something else"):
+        engine.connected(url.replace("http://", scheme))
 
 
 def test_ray_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
