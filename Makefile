@@ -24,7 +24,7 @@ docs: .venv/installed
 	$(BIN)/mkdocs build --quiet --strict
 
 torture: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.torture
+	$(BIN)/python -m tests.faults.torture
 
 # The report is tested in a real Chromium, where there is one (as root, on Debian).
 browser:

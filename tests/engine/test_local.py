@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -85,14 +86,22 @@ def test_stopping_early_stops_the_workers():
     assert len(ran) == seen < 100
 
 
-def test_torch_runs_on_one_thread_inside_and_as_before_outside():
+@pytest.fixture
+def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_torch_runs_on_one_thread_inside_and_as_before_outside(workers, two_threads):
     with single_threaded():
         assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
-    inside = {threads for _, threads in LocalEngine(2).run({"a": 1, "b": 1}, lambda name: torch.get_num_threads())}
-    assert inside == {1}
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == 2
+    jobs = LocalEngine(workers).run({"a": 1, "b": 1}, lambda name: torch.get_num_threads())
+    assert {threads for _, threads in jobs} == {1}
+    assert torch.get_num_threads() == 2
 
 
 def test_a_system_without_threads_is_told_of(monkeypatch):

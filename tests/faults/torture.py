@@ -193,5 +193,4 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())
