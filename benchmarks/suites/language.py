@@ -64,11 +64,14 @@ class LanguageSuite(ExpertSuite):
         return fine_tune(self.load(start), len(train), loss, self.recipe, on_step)
 
     def accuracy(self, model: Path, task: str) -> float:
+        return self.score(self.loaded(model), task)
+
+    def score(self, model: torch.nn.Module, task: str) -> float:
         if task == PERPLEXITY:
-            return perplexity(self.loaded(model), self.passages())
+            return perplexity(model, self.passages())
         test = self.data(task)[1][: self.test_limit]
         choices = [self.encoded(task, "", choice).answer[0] for choice in self._tasks[task].choices]
-        return share_right(self.loaded(model), [self.encoded(task, *example) for example in test], choices)
+        return share_right(model, [self.encoded(task, *example) for example in test], choices)
 
     def passages(self) -> list[list[int]]:
         encoded = self.backbone.tokenizer.encode_batch(neutral_texts())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import serving
 from benchmarks.suites import language, language_tiny, text, text_base
 from benchmarks.suites.backbones import MPNET, MPNet, unpack_joined
 from benchmarks.suites.causal import SMOLLM2, STORIES, CausalBase, llama_tokenizer
@@ -161,3 +162,13 @@ def test_a_task_the_suite_has_not_is_told(suite):
 
     with pytest.raises(UsageError, match="the suite tiny has no task 'other'"):
         replace(suite).data("other")
+
+
+@pytest.mark.slow
+def test_all_experts_are_served_from_one_store(suite, tmp_path):
+    recipe = LoRARecipe(samples=48, epochs=16, batch_size=16, learning_rate=1e-2)
+    found = serving.serving(replace(suite, recipe=recipe), tmp_path)
+    for scores in found["scores"].values():
+        assert scores["served"] == pytest.approx(scores["expert"], abs=1 / 16), "but for one answer of 16"
+    assert found["bytes"]["one store"] < found["bytes"]["2 full models"]
+    assert "| mean |" in serving.described(found)
