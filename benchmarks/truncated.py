@@ -44,7 +44,7 @@ COLUMNS = ["exact", "bare eigenvectors", "randomised", "bare products", "torch.s
 def directions(matrix: Tensor) -> tuple[int, int]:
     """How many are kept, and how many columns the randomised way works on."""
     rank = min(matrix.shape) // SHARE
-    return rank, rank + max(rank // truncated._OVERSAMPLING, truncated._LEAST_OVERSAMPLING)
+    return rank, truncated.block_width(rank)
 
 
 def bare_eigenvectors(matrix: Tensor) -> None:

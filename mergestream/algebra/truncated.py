@@ -32,7 +32,7 @@ MISSED_ENERGY = 5e-4
 _OVERSAMPLING = 4
 _LEAST_OVERSAMPLING = 8
 _MOST_FILTERS = 10  # Gaussian matrices, the slowest to converge, need 3 (square) to 7 (16 times as long as wide)
-_USUAL_PRODUCTS = 4  # with SᵀS, on task vectors
+USUAL_PRODUCTS = 4  # with SᵀS, on task vectors
 
 # From this size on, and up to this share of the directions, the randomised way is the faster one whatever the spectrum
 # (`python -m benchmarks.truncated`): 1.5 to 3 times as fast on task vectors, 1 to 1.6 times on Gaussian matrices.
@@ -59,12 +59,20 @@ def truncated_svd(matrix: Tensor, rank: int, method: Method = "auto") -> ThinSVD
     return svd.times(2.0**exponent)
 
 
-def _tall_svd(matrix: Tensor, rank: int, method: Method) -> ThinSVD:
-    n = matrix.shape[1]
-    width = rank + max(rank // _OVERSAMPLING, _LEAST_OVERSAMPLING)
+def is_randomised(n: int, rank: int, method: Method) -> bool:
+    """Which way is taken for so many triplets of a matrix with n columns, and no fewer rows."""
     randomised = n >= _LEAST_SIZE and rank <= _LARGEST_SHARE * n if method == "auto" else method == "randomised"
-    if randomised and rank > 0 and width < n:
-        return _randomised_svd(matrix, rank, width)
+    return randomised and rank > 0 and block_width(rank) < n
+
+
+def block_width(rank: int) -> int:
+    """Columns of the block that is filtered."""
+    return rank + max(rank // _OVERSAMPLING, _LEAST_OVERSAMPLING)
+
+
+def _tall_svd(matrix: Tensor, rank: int, method: Method) -> ThinSVD:
+    if is_randomised(matrix.shape[1], rank, method):
+        return _randomised_svd(matrix, rank, block_width(rank))
     svd = thin_svd(matrix, leading=lambda s: min(rank, len(s)))
     return ThinSVD(svd.u, svd.s[:rank], svd.v)
 
@@ -112,10 +120,16 @@ def _chebyshev_2(x: float) -> float:
     return 2 * x * x - 1
 
 
+def uses_gram(m: int, n: int, width: int) -> bool:
+    """Whether multiplying by the Gram matrix takes fewer operations than by S and Sᵀ, as for an eighth of the
+    directions it does."""
+    return m * n + 2 * USUAL_PRODUCTS * n * width <= 4 * USUAL_PRODUCTS * m * width
+
+
 def _multiply_by_gram(matrix: Tensor, width: int) -> Callable[[Tensor], Tensor]:
-    """x ↦ SᵀS x: with the Gram matrix where that pays, as it does for an eighth of the directions."""
+    """x ↦ SᵀS x"""
     m, n = matrix.shape
-    if m * n + 2 * _USUAL_PRODUCTS * n * width > 4 * _USUAL_PRODUCTS * m * width:
+    if not uses_gram(m, n, width):
         return lambda x: matrix.T @ (matrix @ x)
     squared = gram(matrix, matrix.dtype)
     return lambda x: squared @ x

@@ -94,8 +94,11 @@ class Sketch(Gathers):
 
     def tensor(self, name: str) -> TensorSketch:
         """An empty sketch of one tensor."""
-        tensor = self._tensors[name]
-        return TensorSketch(self._starts[name], tensor.numel, self._share if tensor.role == "linear" else 1.0)
+        return TensorSketch(self._starts[name], self._tensors[name].numel, self.share(name))
+
+    def share(self, name: str) -> float:
+        """What of a tensor is sampled."""
+        return self._share if self._tensors[name].role == "linear" else 1.0
 
     def add(self, tensor: TensorSketch) -> None:
         if not is_finite(tensor.buckets):

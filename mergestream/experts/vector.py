@@ -106,6 +106,11 @@ class TaskVector:
         """A bound of the rank of Δ where it comes in factors; None where it is dense."""
         return None
 
+    def stored(self, name: str) -> int:
+        """Bytes of base and expert that Δ is made of."""
+        read = (self.base.tensors[name], self.expert.tensors[self._stored(name)]) if self._reads(name) else ()
+        return sum(info.nbytes for info in read)
+
     def factors(self, name: str) -> LowRank:
         """Δ in factors, where ``rank`` is known."""
         raise NotImplementedError

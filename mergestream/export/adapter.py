@@ -29,7 +29,8 @@ from mergestream.export.model import Illustrate, written_form
 from mergestream.export.peft import AdaptedModule, Energy, Kind, adapter_config, modules_saved, write_adapter
 from mergestream.export.recipe import Form, Recipe
 from mergestream.ledger.selection import ONE_EXPERT, Selection
-from mergestream.merging.reading import EntriesReading, Reading
+from mergestream.merging.entries import EntriesReading
+from mergestream.merging.reading import Reading
 from mergestream.merging.step import overflow_explained, refuse_overflow
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot

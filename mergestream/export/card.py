@@ -11,7 +11,8 @@ from mergestream import __version__
 from mergestream.checkpoints.location import shown
 from mergestream.escaping import code, markdown_text, one_line
 from mergestream.export.history import History
-from mergestream.merging.reading import EntriesReading, Reading, StateReading
+from mergestream.merging.entries import EntriesReading
+from mergestream.merging.reading import Reading, StateReading
 from mergestream.methods.scale import told_scale
 from mergestream.sizes import counted
 

@@ -17,7 +17,8 @@ from mergestream.checkpoints.tokenizer import add_tokens, read_tokenizer
 from mergestream.errors import MergestreamError
 from mergestream.experts.vocabulary import ROWS, Token, rows_of, with_rows
 from mergestream.export.source import Source
-from mergestream.merging.reading import EntriesReading, Reading, cast
+from mergestream.merging.entries import EntriesReading
+from mergestream.merging.reading import Reading, cast
 from mergestream.progress import Progress
 from mergestream.schema import foreign
 from mergestream.sizes import few

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mergestream.algebra.bounds import matrix_shape
+from mergestream.algebra import work
+from mergestream.algebra.bounds import FactorBounds, matrix_shape
 from mergestream.algebra.lowrank import Basis, LowRank, Value, dense, squared_norm
 from mergestream.algebra.svd import ThinSVD, thin_svd
 from mergestream.algebra.truncated import truncated_svd
@@ -106,6 +107,16 @@ class Ledger(Method):
             for slot, form in layout.items()
         }
         return Absorbed(entry, self.direction(entry, context))
+
+    def operations(self, context: Context) -> Sequence[work.Work]:
+        most = self.directions(context, FEWEST)
+        if most is None:
+            return ()
+        count, m, n = stack_of(context)
+        if context.rank is not None and not count:
+            rank = min(context.rank, m, n)
+            return work.factored(FactorBounds((m, n), (rank, rank), (rank, rank)))
+        return work.truncated_svd(m, n, most, self.svd) * (count or 1)
 
     def direction(self, state: State, context: Context) -> Value:
         """The expert's task vector as its entry has it."""

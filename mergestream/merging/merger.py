@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mergestream.algebra.lowrank import LowRank
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import TensorSpec, open_checkpoint, torch_dtype
+from mergestream.checkpoints import TensorSpec, dtype_name, open_checkpoint, torch_dtype
 from mergestream.checkpoints.opening import Source
 from mergestream.display import data_frame, html_table
 from mergestream.engine import Engine, LocalEngine
@@ -20,7 +20,8 @@ from mergestream.errors import UsageError
 from mergestream.experts.opening import task_vector
 from mergestream.ledger.method import Ledger
 from mergestream.ledger.selection import Selection
-from mergestream.merging.reading import EntriesReading, Reading, StateReading, Voice
+from mergestream.merging.entries import EntriesReading, Voice
+from mergestream.merging.reading import Reading, StateReading
 from mergestream.merging.step import Step, Totals, no_state, total
 from mergestream.methods import as_method, method_text
 from mergestream.methods.base import Method
@@ -52,6 +53,9 @@ class MemoryState(dict[tuple[str, str], Tensor]):
     def entry(self, name: str) -> dict[str, Tensor]:
         """All slots of a tensor."""
         return {slot: self[slot, name] for slot in self._slots[name]}
+
+    def forms(self, name: str) -> dict[str, TensorSpec]:
+        return {slot: TensorSpec(dtype_name(form.dtype), form.shape) for slot, form in self._slots[name].items()}
 
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
         self[slot, name].view(-1)[start : start + piece.numel()] = piece
@@ -230,7 +234,7 @@ class Merger:
             )
         readout, weights = selection.of_entries(self.names)
         voices = [
-            Voice(name, weights[name], totals.t, totals.norm, state.entry)
+            Voice(name, weights[name], totals.t, totals.norm, state)
             for name, totals, state in zip(self.names, self.history, self._states, strict=True)
             if name in weights
         ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,22 +16,14 @@ from mergestream.algebra.pieces import Elements, SquaredNorm, exact_sum, is_fini
 from mergestream.base.model import BaseModel, base_changed
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.engine import Engine, Findings
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import MergestreamError
 from mergestream.experts.vector import BasePieces
-from mergestream.ledger.merge import merge_entries
-from mergestream.ledger.method import Ledger, cut_entry, stack_of
-from mergestream.ledger.readouts.base import EntriesReadout, StateReadout
+from mergestream.ledger.readouts.base import StateReadout
 from mergestream.ledger.readouts.plain import Plain
-from mergestream.ledger.room import sharing
-from mergestream.ledger.span import Entry, Span
-from mergestream.merging.step import ReadState, memory_of, overflow_explained, streamed_memory, tensor_context
+from mergestream.merging.cost import Cost, memory_of, nbytes, reading_state, streamed_memory
+from mergestream.merging.step import ReadState, overflow_explained, tensor_context
 from mergestream.methods.base import Context, Method, State
-from mergestream.methods.scale import NAMED, Scale, parse_scale, scale_value
-from mergestream.progress import Progress
-
-BALANCING_ROUNDS = 3
-Measured = TypeVar("Measured")
-Key = TypeVar("Key", bound=Hashable)
+from mergestream.methods.scale import parse_scale, scale_value
 
 
 @dataclass(frozen=True)
@@ -64,6 +53,10 @@ class Reading(ABC):
     @abstractmethod
     def scale(self, given: str | float | None, engine: Engine) -> float:
         """By a user's rule or its own; ‖direction‖ is measured where the rule needs it and nobody has yet."""
+
+    @abstractmethod
+    def cost(self, name: str) -> Cost:
+        """Of reading out one tensor, but for what is written."""
 
     @property
     @abstractmethod
@@ -160,6 +153,16 @@ class StateReading(Reading):
             return squared_norm(self._direction(state, self._context(name)))
         return super()._norm2(name)
 
+    def cost(self, name: str) -> Cost:
+        tensor, context = self.model.tensors[name], self._context(name)
+        if not tensor.merges:
+            return Cost(tensor.nbytes, elements=tensor.numel)
+        size, rank = nbytes(self.method.layout(context)), self.rank_bound(name)
+        if rank is not None:
+            m, n = matrix_shape(context.shape)
+            size = sum(4 * (left * m + right * n) + 8 * left * right for left, right in self.ranks[name])
+        return reading_state(self.readout, context, tensor.nbytes, size, rank)
+
     @property
     def memory(self) -> dict[str, int]:
         sizes = {}
@@ -191,160 +194,6 @@ class StateReading(Reading):
         if direction.ndim != 3:
             return self.readout.linear(direction)
         return torch.stack([dense(self.readout.linear(matrix)) for matrix in dense(direction)])
-
-
-@dataclass(frozen=True)
-class Voice:
-    """An expert that is heard: its weight, how far its entry is cut, its norm, and the entry of each tensor."""
-
-    name: str
-    weight: float
-    cut: int
-    norm: float
-    read: Callable[[str], Mapping[str, Tensor]]
-
-
-class Clash(NamedTuple):
-    """What experts do to each other in one matrix, by their numbers among the voices."""
-
-    damage: Mapping[int, float]
-    overlap: Tensor
-    cosines: Tensor
-
-
-@dataclass(frozen=True)
-class EntriesReading(Reading):
-    """The entries of the experts that are heard."""
-
-    method: Ledger
-    readout: EntriesReadout
-    voices: Sequence[Voice]
-    device: str = "cpu"
-
-    @property
-    def cut(self) -> int:
-        """Entries are read as if so many experts shared the room."""
-        return sharing([voice.cut for voice in self.voices])
-
-    def entries(self, name: str) -> list[Entry]:
-        kept = self.method.directions(self.context(name), self.cut)
-        return [Entry(cut_entry(voice.read(name), kept), voice.weight) for voice in self.voices]
-
-    def elements(self, name: str) -> Elements | None:
-        direction = merge_entries(self.readout, self.entries(name), self.context(name), device=self.device)
-        if isinstance(direction, LowRank):
-            return None
-        whole = direction.reshape(-1)
-        return lambda start, stop: whole[start:stop]
-
-    def direction(self, name: str) -> Value:
-        context = self.context(name)
-        return merge_entries(self.readout, self.entries(name), context, in_factors=True, device=self.device)
-
-    def rank_bound(self, name: str) -> int | None:
-        entries = [entry for entry in self.entries(name) if entry.slots]
-        context = self.context(name)
-        if not entries:
-            return 0
-        if len(context.shape) < 2 or stack_of(context)[0] or ("delta" in entries[0].slots and not context.linear):
-            return None
-        most = min(matrix_shape(context.shape))
-        return min(most, sum(len(entry.slots.get("sigma", range(most))) for entry in entries))
-
-    def is_zero(self, name: str) -> bool:
-        return not any(
-            bool(entry.slots["delta" if "delta" in entry.slots else "sigma"].any())
-            for entry in self.entries(name)
-            if entry.slots
-        )
-
-    def scale(self, given: str | float | None, engine: Engine) -> float:
-        rule: Scale = self.readout.scale if given is None else parse_scale(given)
-        if rule in NAMED and not self.readout.additive:
-            raise UsageError(
-                f"{self.readout.name} does not add up task vectors, so {rule} is no scale of its own; pass a number"
-            )
-        mean_norm = math.fsum(voice.norm for voice in self.voices) / len(self.voices)
-        return scale_value(rule, len(self.voices), mean_norm, lambda: self.norm(engine))
-
-    @property
-    def memory(self) -> dict[str, int]:
-        """The merged matrix, all directions of both sides twice, and a dozen matrices of coefficients."""
-        sizes = {}
-        for name, tensor in self.model.tensors.items():
-            context = self.context(name)
-            _, m, n = stack_of(context)
-            kept = self.method.directions(context, self.cut) or 1
-            together = min(kept * len(self.voices), 8 * min(m, n))
-            elements = 2 * math.prod(context.shape) + 2 * together * (m + n)
-            whole = context.dtype.itemsize * elements + 12 * 8 * together**2
-            sizes[name] = whole if tensor.merges else streamed_memory(context)
-        return sizes
-
-    def context(self, name: str) -> Context:
-        return tensor_context(self.model, name, len(self.voices))
-
-    @cached_property
-    def linear(self) -> dict[str, int]:
-        """The linear weights, with their sizes."""
-        return {name: tensor.numel for name, tensor in self.model.tensors.items() if tensor.role == "linear"}
-
-    def spans(self, name: str) -> Iterator[Span]:
-        context = self.context(name)
-        yield from Span.of(self.entries(name), context.dtype, context.transposed, self.device)
-
-    def measured(self, engine: Engine, measure: Callable[[Span], Measured]) -> Iterator[tuple[str, list[Measured]]]:
-        """What is measured of each matrix of every linear weight, as they finish."""
-
-        def of_tensor(name: str) -> list[Measured]:
-            with overflow_explained(name):
-                return [measure(span) for span in self.spans(name) if len(span.sigma)]
-
-        yield from engine.run(self.linear, of_tensor, self.memory)
-
-    def clashes(self, engine: Engine) -> Iterator[tuple[str, list[Clash]]]:
-        """Of each matrix of every linear weight, all from one span: its products are what costs."""
-        count = len(self.voices)
-        return self.measured(engine, lambda span: Clash(self._damage(span), span.overlap(count), span.cosines(count)))
-
-    def _damage(self, span: Span) -> dict[int, float]:
-        return span.damage(self.readout.coefficients(span))
-
-    def damage(self, engine: Engine, advance: Callable[[int], None] = lambda done: None) -> dict[str, float]:
-        """What is done to each expert's own inputs, in the mean over all linear weights, by name; nothing of an expert
-        that has moved none of them. ``advance`` is told how many elements are done."""
-        found = []
-        for name, matrices in self.measured(engine, self._damage):
-            found += matrices
-            advance(self.linear[name])
-        return {self.voices[number].name: damage for number, damage in means(found).items()}
-
-    def balanced(self, engine: Engine, progress: Progress) -> EntriesReading:
-        """With weights by which every expert's own directions are served alike: c_i ← c_i · damage_i / mean."""
-        reading = self
-        for number in range(1, BALANCING_ROUNDS + 1):
-            with progress.task(
-                f"balancing, round {number} of {BALANCING_ROUNDS}", sum(self.linear.values())
-            ) as advance:
-                damage = reading.damage(engine, advance)
-            mean = math.fsum(damage.values()) / max(len(damage), 1)
-            if not mean:
-                break
-            voices = [
-                dataclasses.replace(voice, weight=voice.weight * damage.get(voice.name, mean) / mean)
-                for voice in reading.voices
-            ]
-            reading = dataclasses.replace(reading, voices=voices)
-        return reading
-
-
-def means(found: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
-    """The mean of each key over those that have it, exactly, so that their order makes no difference."""
-    values: dict[Key, list[float]] = {}
-    for one in found:
-        for key, value in one.items():
-            values.setdefault(key, []).append(value)
-    return {key: math.fsum(known) / len(known) for key, known in values.items()}
 
 
 def _in_factors(state: State) -> bool:

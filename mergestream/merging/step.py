@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mergestream.algebra import pieces
 from mergestream.algebra.bounds import FactorBounds
 from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
 from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, exact_sum, is_finite, ranges
@@ -32,14 +31,13 @@ from mergestream.experts.vector import BasePieces, TaskVector
 from mergestream.ledger.merge import merge_entries
 from mergestream.ledger.readouts.agree import Agree
 from mergestream.ledger.span import Entry
+from mergestream.merging.cost import Cost, absorbing, absorbing_factors, carrying, memory_of
 from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods.base import Absorbed, Context, Method, State, absorb_in_turn
 from mergestream.methods.scale import scale_value
 
 ReadState = Callable[[str, str], Value]
 """Slot and tensor name to the state before a step."""
-WORKSPACE = 6
-"""Copies of a matrix that live at the same time while it is projected."""
 
 
 class StateWriter(Protocol):
@@ -190,7 +188,7 @@ class Step:
 
     def run(self, engine: Engine, writer: StateWriter, *, done: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
         """Absorb the one task vector, all tensors but those that are done; yields the outcomes as they come."""
-        waiting = {name: self.vectors[0].numel(name) for name in self.names if name not in done}
+        waiting = {name: self.cost(name).weight for name in self.names if name not in done}
         if waiting:
             found = find_thresholds(self, engine)
             yield from engine.run(waiting, lambda name: self.absorb(name, found(name)[0], writer), self.memory)
@@ -319,6 +317,28 @@ class Step:
         wanted = self.measured or self.method.scale_rule == "adaptive" or self.max_rank is not None
         return wanted and not self.method.remembers_experts  # whose direction is decided when it is read out
 
+    def cost(self, name: str) -> Cost:
+        """Of absorbing one tensor of the one task vector."""
+        (vector,), context = self.vectors, self.context(name, self.counts[-1])
+        if name not in self.bounds and context.rank is None:
+            return absorbing(self.method, context, vector.stored(name), vector.numel(name))
+        multiplied = round(vector.numel(name) * self.sketch.share(name)) if self.sketch and vector.rank(name) else 0
+        if name not in self.bounds:
+            return absorbing(self.method, context, vector.stored(name), multiplied)
+        slots = len(self.method.layout(context))
+        return absorbing_factors(self.bounds[name], slots, vector.stored(name), multiplied)
+
+    def carrying_cost(self, name: str) -> Cost:
+        """Of carrying one tensor of the base through all task vectors and writing it."""
+        model, base = self.vectors[0].model, self.vectors[0].base
+        stored = model.tensors[name].tied_to or name
+        size, written = base.tensors[stored].nbytes, model.tensors[name].nbytes
+        if not model.tensors[stored].merges:
+            return Cost(size, written, model.tensors[name].numel)
+        contexts = [self.context(stored, t, vector=number) for number, t in enumerate(self.counts)]
+        experts = sum(vector.stored(stored) for vector in self.vectors) - len(self.vectors) * size
+        return carrying(self.method, contexts, size, experts, written)
+
     @property
     def memory(self) -> dict[str, int]:
         """Bytes that each tensor takes at its peak."""
@@ -360,20 +380,6 @@ def _in_pieces(direction: Tensor, kept2: list[float | None]) -> Iterator[tuple[i
     for start, stop in ranges(flat.numel()):
         yield start, flat[start:stop], kept2
         kept2 = [None if part is None else 0.0 for part in kept2]
-
-
-def memory_of(method: Method, context: Context, vectors: int = 1) -> int:
-    """Bytes that a tensor takes at its peak: a whole one is held with workspace for its decomposition, else pieces of
-    all task vectors are."""
-    if method.is_whole(context):
-        forms = (context.like, *method.layout(context).values())
-        return WORKSPACE * max(math.prod(form.shape) * form.dtype.itemsize for form in forms)
-    return streamed_memory(context, vectors)
-
-
-def streamed_memory(context: Context, vectors: int = 1) -> int:
-    """Bytes of a tensor that goes by in pieces."""
-    return (WORKSPACE + vectors - 1) * min(pieces.PIECE, math.prod(context.shape)) * context.dtype.itemsize
 
 
 def carries_through(method: Method, count: int) -> bool:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mergestream.algebra.lowrank import Value, dense, squared_norm
+from mergestream.algebra.work import Work
 from mergestream.errors import UsageError, nearest
 from mergestream.methods.scale import NAMED, Scale
 
@@ -172,6 +173,10 @@ class Method(ABC):
         The deltas may be written to.
         """
         return absorb_in_turn(self, deltas, contexts)
+
+    def operations(self, context: Context) -> Sequence[Work]:
+        """The linear algebra of absorbing a tensor, by which time is predicted (docs/scale.md): none by default."""
+        return ()
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mergestream.base.names import layer_of, natural
 from mergestream.engine import Engine
 from mergestream.ledger.method import Ledger
 from mergestream.ledger.selection import Selection
-from mergestream.merging.reading import Clash, EntriesReading, Voice, means
+from mergestream.merging.entries import Clash, EntriesReading, Voice, means
 from mergestream.progress import Progress
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def entries_reading(snapshot: Snapshot, engine: Engine) -> EntriesReading:
 def arriving_collisions(arrival: Arrival, entry: MemoryState | Scratch) -> Collisions:
     """Of all experts in a ledger and one that has been absorbed only to know of it, which is the last."""
     store, name = arrival.store, arrival.name
-    new = Voice(name, 1.0, arrival.cut, arrival.totals.norm, entry.entry)
+    new = Voice(name, 1.0, arrival.cut, arrival.totals.norm, entry)
     assert isinstance(store.method, Ledger)
     with ExitStack() as opened:
         known = entries_reading(opened.enter_context(store.snapshot()), store.engine).voices if store.history else ()

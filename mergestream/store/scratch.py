@@ -22,7 +22,7 @@ class Scratch:
     """Whoever shares the file system can write the entry, and read it once it is closed."""
 
     def __init__(self, directory: Path, layout: Mapping[str, TensorSpec]) -> None:
-        self._directory = directory
+        self._directory, self._layout = directory, layout
         self._writer = SafetensorsWriter(directory, layout)
         self._slots: dict[str, list[str]] = {}
         for key in layout:
@@ -38,6 +38,9 @@ class Scratch:
     def close(self) -> None:
         self._writer.close()
         self._files = open_checkpoint(self._directory)
+
+    def forms(self, name: str) -> dict[str, TensorSpec]:
+        return {slot: self._layout[slot_name(slot, name)] for slot in self._slots.get(name, ())}
 
     def entry(self, name: str) -> dict[str, Tensor]:
         """All slots of a tensor."""

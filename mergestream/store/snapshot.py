@@ -99,7 +99,8 @@ class Snapshot:
         """All that is remembered, or what was chosen of it, ready to be read out."""
         from mergestream.ledger.method import Ledger
         from mergestream.ledger.selection import Selection
-        from mergestream.merging.reading import EntriesReading, StateReading, Voice
+        from mergestream.merging.entries import EntriesReading, Voice
+        from mergestream.merging.reading import StateReading
 
         model, method, selection = self.manifest.base, self.method, selection or Selection()
         if not isinstance(method, Ledger):
@@ -111,7 +112,7 @@ class Snapshot:
             )
         chosen, weights = selection.of_entries(self.manifest.names, self.manifest.adapters)
         voices = [
-            Voice(entry.name, weights[entry.name], entry.cut, entry.norm, self.readers[entry.number].entry)
+            Voice(entry.name, weights[entry.name], entry.cut, entry.norm, self.readers[entry.number])
             for entry in self.manifest.history
             if entry.name in weights
         ]

@@ -185,7 +185,7 @@ def test_the_matrix_is_not_changed():
 def test_with_the_gram_matrix_or_without_the_energy_is_the_same(monkeypatch):
     S = SPECTRA["j^-0.7"](384, 384)
     with_gram = truncated_svd(S, 48, "randomised")
-    monkeypatch.setattr(truncated, "_USUAL_PRODUCTS", 1)
+    monkeypatch.setattr(truncated, "USUAL_PRODUCTS", 1)
     monkeypatch.setattr(truncated, "gram", None)
     without = truncated_svd(S, 48, "randomised")
     assert energy(without.s) == pytest.approx(energy(with_gram.s), rel=1e-4)

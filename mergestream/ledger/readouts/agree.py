@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from mergestream.algebra import work
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.ledger.span import Span
@@ -38,6 +40,16 @@ class Agree(EntriesReadout):
         inside = span.input_gram @ F  # VᵀP
         agreed = (answer * span.sigma)[:, None] * inside / values  # D P Λ⁻¹ = U · this
         return torch.diag(span.weighted).addmm_(agreed.sub_(span.weighted[:, None] * inside), F.T)
+
+    def operations(self, outputs: int, inputs: int, directions: int) -> Sequence[work.Work]:
+        agreed = directions // 2  # K of task vectors
+        inside = work.product(directions, directions, agreed, "product64")
+        return [
+            work.gram(inputs, directions),
+            work.eigenvectors(directions),
+            *[inside] * 2,
+            work.product(directions, directions, min(outputs, inputs)),
+        ]
 
 
 def _effective_rank(values: Tensor) -> int:

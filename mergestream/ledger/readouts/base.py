@@ -8,11 +8,13 @@ It is a pure function of tensors: it knows nothing of files, devices or threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
 from mergestream.algebra.lowrank import Value
+from mergestream.algebra.work import Work
 from mergestream.ledger.span import Span
 from mergestream.methods.base import Method
 
@@ -35,6 +37,11 @@ class EntriesReadout(Readout):
     def coefficients(self, span: Span) -> Tensor:
         """Z of M = U Z Vᵀ, for a linear weight: κ×κ, or κ numbers that are its diagonal."""
 
+    def operations(self, outputs: int, inputs: int, directions: int) -> Sequence[Work]:
+        """The linear algebra of the coefficients, and of Z Vᵀ where they are a matrix, by which time is predicted
+        (docs/scale.md): none by default."""
+        return ()
+
     def share(self, weight: float, total: float) -> float:
         """What of an expert with this weight goes into a tensor that is no linear weight; ``total`` is all weights'."""
         return weight / total
@@ -50,6 +57,10 @@ class StateReadout(Readout):
     @abstractmethod
     def linear(self, direction: Value) -> Value:
         """Of the method's direction for a linear weight, a matrix."""
+
+    def linear_operations(self, m: int, n: int) -> Sequence[Work]:
+        """The linear algebra of `linear`, by which time is predicted: none by default."""
+        return ()
 
     @abstractmethod
     def other(self, direction: Value, t: int) -> Value:

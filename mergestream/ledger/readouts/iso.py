@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from mergestream.algebra import work
 from mergestream.algebra.lowrank import LowRank, Value
 from mergestream.algebra.svd import FactoredSVD, thin_svd
 from mergestream.algebra.symmetric import leading_eigenvectors, power
@@ -35,6 +38,14 @@ class Iso(EntriesReadout, StateReadout):
         mean = sigma.sum() / max(len(sigma), 1)
         return mean * half @ (vectors / sigma) @ (vectors.T @ inverse)
 
+    def operations(self, outputs: int, inputs: int, directions: int) -> Sequence[work.Work]:
+        return [
+            *[work.gram(side, directions) for side in (outputs, inputs)],
+            *[work.eigenvectors(directions)] * 3,
+            *[work.product(directions, directions, directions, "product64")] * 7,
+            work.product(directions, directions, min(outputs, inputs)),
+        ]
+
     def scale_of(self, method: Method) -> float:
         return self.scale
 
@@ -47,6 +58,9 @@ class Iso(EntriesReadout, StateReadout):
             core = mean * svd.coordinates.u @ svd.coordinates.v.T
             return LowRank(direction.shape, svd.left, core, svd.right)
         return mean * svd.u @ svd.v.T
+
+    def linear_operations(self, m: int, n: int) -> Sequence[work.Work]:
+        return [*work.thin_svd(m, n), work.product(m, min(m, n), n)]
 
     def other(self, direction: Value, t: int) -> Value:
         return direction / t

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from mergestream.algebra import work
 from mergestream.ledger.readouts.tsv import Tsv
 from mergestream.ledger.span import Span
 
@@ -24,3 +27,7 @@ class Tempered(Tsv):
         Z = super().coefficients(span)
         length2 = (Z * (span.output_gram @ Z @ span.input_gram)).sum()
         return Z * (span.mean_norm / length2.sqrt())
+
+    def operations(self, outputs: int, inputs: int, directions: int) -> Sequence[work.Work]:
+        length = work.product(directions, directions, directions, "product64")
+        return [*super().operations(outputs, inputs, directions), *[length] * 2]
