@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from mergestream.cli.add import print_step
 from mergestream.cli.log import entry_json
@@ -18,16 +17,20 @@ from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStore
 from mergestream.cli.printing import emit, is_json, print_error, say
 from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
 from mergestream.escaping import SENTENCE, one_line
-from mergestream.files import on_disk
 
 if TYPE_CHECKING:
     from mergestream.api import Store
+    from mergestream.objects import Url
     from mergestream.store import Expert
+    from mergestream.store.incoming import Incoming, Sight
     from mergestream.store.watched import LeftAlone
 
-HELP = "absorb experts as they appear in a directory, until interrupted"
+    Place: TypeAlias = Path | Url
+
+HELP = "absorb experts as they appear in a directory or a bucket, until interrupted"
 EXAMPLES = """
 mergestream watch store incoming/
+mergestream watch store s3://models/incoming --interval 60
 mergestream watch store incoming/ --gate 'damage<=0.3' --evaluate 'python score.py {model}' --json
 """
 
@@ -49,25 +52,27 @@ def seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
-    directory: str = argument(metavar="DIR", help="each file or directory in it is an expert")
+    directory: str = argument(
+        metavar="DIR", help="each file or directory in it is an expert; or s3://…, gs://…, az://…"
+    )
     interval: float = argument("--interval", type=seconds, default=10.0, metavar="SECONDS", help="between looks (10)")
 
 
 def run(options: Options) -> int:
     """Look every few seconds; what has not changed between two looks is complete, and is added."""
     from mergestream.report.gates import Gatekeeper
+    from mergestream.store.incoming import incoming_at
     from mergestream.tracking.trackers import parse_trackers
 
-    directory = on_disk(options.directory)
-    if not directory.is_dir():
-        raise MergestreamError(f"{directory} is not a directory")
+    incoming = incoming_at(options.directory)
     store = options.open_store()
-    _check_apart(directory, store.path)
-    Gatekeeper.of(options.gate, options.evaluate, store.manifest)  # now, and not with the first expert
+    _check_apart(incoming.place, store.path)
+    dict(incoming.look())  # what is wrong is told now, and not with the first expert
+    Gatekeeper.of(options.gate, options.evaluate, store.manifest)
     parse_trackers(options.log, store)
     tell = EventLines() if is_json() else Printed()
-    watcher = Watcher(store, directory, options.adding, options.interval, tell, log=options.log)
-    watcher.tell.watching(store, directory)
+    watcher = Watcher(store, incoming, options.adding, options.interval, tell, log=options.log)
+    watcher.tell.watching(store, incoming.place)
     try:
         while True:
             watcher.look()
@@ -76,7 +81,9 @@ def run(options: Options) -> int:
         return 0
 
 
-def _check_apart(directory: Path, store: Path) -> None:
+def _check_apart(directory: Place, store: Path) -> None:
+    if not isinstance(directory, Path):
+        return
     watched, own = directory.resolve(), store.resolve()
     if own.is_relative_to(watched) or watched.is_relative_to(own):
         raise UsageError(f"{directory} and the store {store} are one within the other; watch a directory of its own")
@@ -85,36 +92,36 @@ def _check_apart(directory: Path, store: Path) -> None:
 class Printed:
     """What happens, for people."""
 
-    def watching(self, store: Store, directory: Path) -> None:
+    def watching(self, store: Store, directory: Place) -> None:
         say(f"watching {directory} for {store.path}; stop with Ctrl-C")
 
-    def absorbed(self, store: Store, path: Path, entry: Expert) -> None:
+    def absorbed(self, store: Store, path: Place, entry: Expert) -> None:
         print_step(store, entry)
 
-    def not_added(self, path: Path, error: Exception, pause: float | None) -> None:
+    def not_added(self, path: Place, error: Exception, pause: float | None) -> None:
         """``pause``: until it is tried again, where it is without its files having changed."""
         again = "" if pause is None else f"; it is tried again in {pause:.0f} s"
         print_error(*(f"{path.name}: {sentence}{again}" for sentence in reasons(error)))
 
-    def skipped(self, store: Store, path: Path, reason: str) -> None:
+    def skipped(self, store: Store, path: Place, reason: str) -> None:
         store.progress.note(f"{path} is skipped for now: {reason}")
 
 
 class EventLines(Printed):
     """The same for machines."""
 
-    def watching(self, store: Store, directory: Path) -> None:
+    def watching(self, store: Store, directory: Place) -> None:
         emit({"event": "watching", "store": str(store.path), "directory": str(directory)})
 
-    def absorbed(self, store: Store, path: Path, entry: Expert) -> None:
+    def absorbed(self, store: Store, path: Place, entry: Expert) -> None:
         event = {"event": "absorbed", "path": str(path), "step": store.manifest.step, "expert": entry_json(entry)}
         emit(event)
 
-    def not_added(self, path: Path, error: Exception, pause: float | None) -> None:
+    def not_added(self, path: Place, error: Exception, pause: float | None) -> None:
         event = "refused" if pause is None else "failed"
         emit({"event": event, "path": str(path), "reasons": reasons(error), "seconds_to_retry": pause})
 
-    def skipped(self, store: Store, path: Path, reason: str) -> None:
+    def skipped(self, store: Store, path: Place, reason: str) -> None:
         emit({"event": "skipped", "path": str(path), "reasons": [reason]})
 
 
@@ -136,13 +143,13 @@ class Retry(NamedTuple):
 
 
 class Watcher:
-    """Looks into a directory, and remembers what it has seen there: each version of an expert is tried until it is
+    """Looks where experts come in, and remembers what it has seen there: each version of an expert is tried until it is
     absorbed or refused. What was refused, or was taken out of the store, is remembered in the store."""
 
     def __init__(
         self,
         store: Store,
-        directory: Path,
+        incoming: Incoming,
         options: Mapping[str, Any],
         interval: float,
         tell: Printed,
@@ -150,18 +157,17 @@ class Watcher:
         log: Sequence[str] = (),
     ) -> None:
         """``options`` and ``log`` are those of `Store.add`."""
-        self.store = store
-        self.directory = directory.resolve()
-        self.tell = tell
+        self.store, self.incoming, self.tell = store, incoming, tell
         self._options, self._interval, self._clock, self._log = options, interval, clock, log
         self._growing: dict[str, str] = {}
         """By source, as all that follows: the signature at the last look"""
         self._retries: dict[str, Retry] = {}
-        self._unexpected: dict[str, str] = {}
-        """What has failed in a way that nobody has thought of: not tried again, but by the next watch"""
+        self._put_off: dict[str, str] = {}
+        """What is not all there, or has failed in a way that nobody has thought of: not tried again as it is, but by
+        the next watch"""
         self._refused: dict[str, LeftAlone] = {}
         """Not in the store's memory yet"""
-        self._told: dict[Path, str] = {}
+        self._told: dict[Place, str] = {}
 
     def look(self) -> None:
         """Add what was there at the last look and has not changed since, oldest first."""
@@ -171,11 +177,11 @@ class Watcher:
         try:
             self.store.refresh()  # first: who takes an expert back has it remembered before it leaves
             left_alone = recall(self.store.path)
-            found = list(self.directory.iterdir())
+            found = dict(self.incoming.look())
         except (MergestreamError, OSError) as error:
-            self._skip(self.directory, error)
+            self._skip(self.incoming.place, *reasons(error))
             return
-        self._told.pop(self.directory, None)
+        self._told.pop(self.incoming.place, None)
         done = {entry.source for entry in self.store.history}
         for path, source, files in self._complete(found):
             left = self._refused.get(source) or left_alone.get(source)
@@ -184,36 +190,32 @@ class Watcher:
                 self._add(path, source, files)
                 done.add(source)  # a second link may lead to it
 
-    def _complete(self, found: list[Path]) -> Iterator[tuple[Path, str, str]]:
+    def _complete(self, found: Mapping[Place, Sight | Exception]) -> Iterator[tuple[Place, str, str]]:
         """What has not changed since the last look: its path, the source that it is absorbed as, its signature."""
-        from mergestream.checkpoints.location import locate
-        from mergestream.store.watched import signature
-
-        seen: dict[Path, tuple[int, str, str]] = {}
-        for path in found:
-            if path.name.startswith("."):
-                continue
-            try:
-                changed, source = path.stat().st_mtime_ns, locate(path).source
-                seen[path] = changed, source, signature(path)
-            except (MergestreamError, OSError) as error:
-                if os.path.lexists(path):  # else it has gone meanwhile
-                    self._skip(path, error)
+        seen: dict[Place, Sight] = {}
+        for path, sight in found.items():
+            if isinstance(sight, Exception):
+                self._skip(path, *reasons(sight))
             else:
+                seen[path] = sight
                 self._told.pop(path, None)
-        before, self._growing = self._growing, {source: files for _, source, files in seen.values()}
-        for path, (_, source, files) in sorted(seen.items(), key=lambda item: (item[1][0], item[0].name)):
+        before, self._growing = self._growing, {sight.source: sight.files for sight in seen.values()}
+        for path, (source, files, _) in sorted(seen.items(), key=lambda item: (item[1].changed, item[0].name)):
             if files and before.get(source) == files:
                 yield path, source, files
 
     def _is_due(self, source: str, files: str) -> bool:
         retry = self._retries.get(source)
         waits = retry is not None and retry.files == files and self._clock() < retry.due
-        return not waits and self._unexpected.get(source) != files
+        return not waits and self._put_off.get(source) != files
 
-    def _add(self, path: Path, source: str, files: str) -> None:
+    def _add(self, path: Place, source: str, files: str) -> None:
         try:
-            entry = self.store.add(path, **self._options, log=self._log)
+            if awaited := self.incoming.awaited(path):
+                self._put_off[source] = files
+                self._skip(path, awaited)
+                return
+            entry = self.store.add(str(path), **self._options, log=self._log)
         except StoreBusyError:
             return  # the next look tries again
         except Exception as error:  # whatever it is, the others can still come
@@ -235,7 +237,7 @@ class Watcher:
             self._refused[source] = LeftAlone(files, one_line(str(error), SENTENCE), dict(self._options))
             self._remember()
         else:
-            self._unexpected[source] = files
+            self._put_off[source] = files
         return None
 
     def _remember(self) -> None:
@@ -258,9 +260,9 @@ class Watcher:
             return False
         return True
 
-    def _skip(self, path: Path, error: Exception) -> None:
+    def _skip(self, path: Place, *reasons: str) -> None:
         """Say what is the matter with it, once."""
-        reason = "; ".join(reasons(error))
+        reason = "; ".join(reasons)
         if self._told.get(path) != reason:
             self._told[path] = reason
             self.tell.skipped(self.store, path, reason)

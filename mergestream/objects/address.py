@@ -32,6 +32,9 @@ class Url(NamedTuple):
     def parent(self) -> Url:
         return self._replace(key=self.key.rpartition("/")[0])
 
+    def child(self, name: str) -> Url:
+        return self._replace(key=f"{self.key}/{name}".lstrip("/"))
+
 
 def url_of(place: str | Path) -> Url | None:
     """What is meant where it is in object storage, also where a `Path` was made of it; None where it is on a disk."""

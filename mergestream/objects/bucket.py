@@ -128,8 +128,11 @@ class Bucket:
     def _objects(self, listed: Iterable[Mapping[str, Any]]) -> dict[str, Object]:
         start = f"{self.url.key}/" if self.url.key else ""
         return {
-            name: Object(self, name, entry["size"], entry["e_tag"] or "", entry["version"])
+            name: Object(
+                self, name, entry["size"], entry["e_tag"] or "", entry["version"], entry["last_modified"].timestamp()
+            )
             for entry in listed
+            if entry["path"].startswith(start)  # else it marks the folder itself
             if (name := entry["path"].removeprefix(start))
         }
 

@@ -26,6 +26,8 @@ class Object:
     """Changes when the object does"""
     version: str | None = None
     """By which some services know it besides"""
+    changed: float = 0.0
+    """When, in seconds since 1970, where that is told"""
 
     def __str__(self) -> str:
         return f"{self.folder.url}/{self.name}"

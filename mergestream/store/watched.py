@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mergestream.checkpoints.layout import is_weight_file
 from mergestream.digest import json_digest, text_digest
 from mergestream.files import write_json
+from mergestream.objects import Bucket, Object, Url, url_of
 from mergestream.schema import BACKUP, conform, damaged, parse, read_text
 
 NAME = "watched.json"
@@ -49,19 +51,40 @@ def remember(store: Path, experts: Mapping[str, LeftAlone]) -> None:
 
 
 def remember_departed(store: Path, source: str) -> None:
-    """The same for an expert that is taken out of the store, where it is a file or a directory of this machine."""
+    """The same for an expert that is taken out of the store, where it is still where it came from."""
+    url = url_of(source)
     try:
-        files = signature(Path(source))
+        files = _signature_there(url) if url else signature(Path(source))
     except OSError:
         return
-    remember(store, {source: LeftAlone(files, "it was taken back")})
+    if files:
+        remember(store, {source: LeftAlone(files, "it was taken back")})
 
 
 def signature(path: Path) -> str:
     """Changes with the names, sizes and times of a file or of all files in a directory; empty where there is none."""
     found = _stats(path) if path.is_dir() else [(path.name, path.stat())]
-    lines = [f"{name!a} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found]
-    return text_digest("\n".join(lines)) if lines else ""
+    return _digest(f"{name!a} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found)
+
+
+def objects_signature(objects: Mapping[str, Object]) -> str:
+    """The same of objects, by their names in the folder: it changes with what is in them, where the service tells."""
+    return _digest(f"{name!a} {found.size} {found.tag or found.changed}" for name, found in sorted(objects.items()))
+
+
+def _signature_there(url: Url) -> str:
+    """Of what is in object storage; a commit on the hub is nothing that appears."""
+    if url.scheme == "hf":
+        return ""
+    if is_weight_file(url.name):
+        beside = Bucket(url.parent).listing().objects
+        return objects_signature({name: found for name, found in beside.items() if name == url.name})
+    return objects_signature({name: found for name, found in Bucket(url).below("").items() if found.size})
+
+
+def _digest(lines: Iterable[str]) -> str:
+    text = "\n".join(lines)
+    return text_digest(text) if text else ""
 
 
 def _stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:

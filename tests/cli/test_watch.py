@@ -20,6 +20,7 @@ from mergestream.cli.watch import LONGEST_PAUSE, EventLines, Printed, Watcher, m
 from mergestream.commands import CommandError
 from mergestream.errors import DamagedError, StoreBusyError
 from mergestream.progress import TerminalProgress
+from mergestream.store.incoming import Directory
 from mergestream.store.lock import writer_lock
 from mergestream.store.watched import NAME
 
@@ -48,12 +49,13 @@ class Bench:
         store = Store(self.store.path, progress=TerminalProgress(bars=False))
         add = store.add
 
-        def trying(path: Path, **options: Any) -> Any:
-            self.tried.append(path.name)
+        def trying(path: str, **options: Any) -> Any:
+            self.tried.append(Path(path).name)
             return add(path, **options)
 
         store.add = trying  # type: ignore[method-assign, assignment]
-        self.watcher = Watcher(store, self.incoming, options, 10.0, tell or Printed(), clock=lambda: self.now)
+        watched = Directory(self.incoming)
+        self.watcher = Watcher(store, watched, options, 10.0, tell or Printed(), clock=lambda: self.now)
         return self.watcher
 
     def look(self, times: int = 3) -> list[str]:
@@ -134,9 +136,9 @@ def test_an_expert_that_breaks_something_does_not_stop_the_others(bench, capsys,
     bench.bring("good", 2)
     add = bench.watcher.store.add
 
-    def breaking(path: Path, **options: Any) -> Any:
-        if path.name.startswith("bad"):
-            bench.tried.append(path.name)
+    def breaking(path: str, **options: Any) -> Any:
+        if Path(path).name.startswith("bad"):
+            bench.tried.append(Path(path).name)
             raise KeyError("surprise")
         return add(path, **options)
 
@@ -151,9 +153,9 @@ def test_what_may_pass_is_tried_again_after_a_pause_that_grows(bench, capsys, mo
     bench.bring("one", 1)
     add, failing = bench.watcher.store.add, True
 
-    def full(path: Path, **options: Any) -> Any:
+    def full(path: str, **options: Any) -> Any:
         if failing:
-            bench.tried.append(path.name)
+            bench.tried.append(Path(path).name)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return add(path, **options)
 
@@ -367,7 +369,7 @@ def test_what_add_refuses_is_refused_at_once(bench, mergestream):
 
 def test_every_step_is_logged(bench, tmp_path):
     log = [f"jsonl:{tmp_path / 'steps.jsonl'}"]
-    watcher = Watcher(bench.store, bench.incoming, {}, 10.0, Printed(), clock=lambda: 0.0, log=log)
+    watcher = Watcher(bench.store, Directory(bench.incoming), {}, 10.0, Printed(), clock=lambda: 0.0, log=log)
     for name, seed in (("one", 1), ("two", 2)):
         bench.bring(name, seed)
         for _ in range(2):
