@@ -28,6 +28,7 @@ _HOMES = {
     "LocalEngine": "mergestream.engine",
     "RayEngine": "mergestream.engine.ray",
     "ENGINES": "mergestream.engine",
+    "cache_objects": "mergestream.objects",
     "METHODS": "mergestream.methods",
     "READOUTS": "mergestream.ledger.readouts",
     "register_readout": "mergestream.ledger.readouts",
@@ -83,4 +84,5 @@ if TYPE_CHECKING:
     from mergestream.methods.task_arithmetic import TaskArithmetic
     from mergestream.methods.ties import TIES
     from mergestream.methods.weighted import Weighted
+    from mergestream.objects import cache_objects
     from mergestream.store.manifest import Expert

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 
+from mergestream.cli.options import RunningOptions
 from mergestream.cli.parser import asks_for_json, parse
 from mergestream.cli.printing import finish, print_error, replying
 from mergestream.errors import MergestreamError
@@ -39,6 +40,8 @@ def _main(words: Sequence[str]) -> int:
         command, options = parse(words)
         for word in words:
             check_utf8(word)
+        if isinstance(options, RunningOptions):
+            options.use_cache()
         code = command.run(options)
         finish()
         return code

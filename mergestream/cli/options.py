@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.cli.printing import make_progress
 from mergestream.errors import UsageError
 from mergestream.escaping import shell_line
+from mergestream.objects import USUAL_SIZE, cache_objects
 from mergestream.sizes import counted, parse_size
 
 if TYPE_CHECKING:
@@ -102,6 +103,15 @@ class RunningOptions:
     )
     quiet: bool = switch("--quiet", "no progress bars and no notes")
     engine: str = engine_argument()
+    cache: str | None = argument(
+        "--cache", metavar="DIR", help="keep there what is read from object storage and hf://, for the next time"
+    )
+    cache_size: int = argument(
+        "--cache-size", type=size, default=USUAL_SIZE, metavar="SIZE", help=f"of the cache at most ({USUAL_SIZE})"
+    )
+
+    def use_cache(self) -> None:
+        cache_objects(self.cache, self.cache_size)
 
     def make_engine(self, usual_workers: int | None = None) -> Engine:
         """``usual_workers`` is how many there are on this machine if the user does not say; else it is the engine's own

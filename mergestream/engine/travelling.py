@@ -17,6 +17,7 @@ from typing import Any, Generic
 
 from mergestream.engine.base import Gathers, Result
 from mergestream.engine.local import keep_freed_memory, single_threaded
+from mergestream.objects import cache_in_use, cache_objects
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Gathers]]:
 
     packed = io.BytesIO()
     packer = Packer(packed)
-    packer.dump(Path.cwd())
+    packer.dump((Path.cwd(), cache_in_use()))
     packer.dump(work)
     packer.dump(list(gatherers))  # by reference: one packer dumps each object once
     return packed.getvalue(), gatherers
@@ -56,6 +57,8 @@ def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Gathers]]:
 
 def unpack(packed: bytes) -> Arrived[Any]:
     unpickler = pickle.Unpickler(io.BytesIO(packed))
+    directory, cache = unpickler.load()
     with suppress(OSError):  # where it is not there, paths that are relative to it are not either
-        os.chdir(unpickler.load())
+        os.chdir(directory)
+    cache_objects(*cache)
     return Arrived(unpickler.load(), unpickler.load())

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from mergestream.errors import MergestreamError
 from mergestream.objects.address import Url
+from mergestream.objects.cache import kept
 from mergestream.objects.trying import in_background, tried, wait_for
 
 _RANGE = 4 << 20
@@ -34,10 +35,19 @@ class Object:
 
     def read(self, begin: int = 0, end: int | None = None) -> bytes:
         end = self.size if end is None else end
-        data = tried(str(self), lambda: self.folder.read(self, begin, end)) if begin < end else b""
-        if len(data) != end - begin:
-            raise MergestreamError(f"{self} gave {len(data)} bytes where {end - begin} were asked for; copy it again")
-        return data
+        if begin >= end:
+            return b""
+
+        def fetch() -> bytes:
+            data = tried(str(self), lambda: self.folder.read(self, begin, end))
+            if len(data) != end - begin:
+                wanted = end - begin
+                raise MergestreamError(f"{self} gave {len(data)} bytes where {wanted} were asked for; copy it again")
+            return data
+
+        if not self.tag:  # nobody could tell whether it is still the same
+            return fetch()
+        return kept(f"{self} {self.size} {self.tag} {self.version} {begin}-{end}", fetch)
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
         """Fill a buffer with what is there from ``begin`` on, range by range, some of them at a time."""
