@@ -373,7 +373,7 @@ def test_errors_name_file_and_tensor_and_say_what_to_do(junk, store, mergestream
         ("init", "STORE", "--base", "gs://key@bucket/base"),
         ("add", "MADE", "s3://bucket/expert?token=x"),
         ("add", "az://bucket/store", "EXPERT"),
-        ("watch", "MADE", "s3://bucket/incoming"),
+        ("watch", "MADE", "s3://key@bucket/incoming"),
         ("export", "MADE", "s3://key:secret@bucket/out"),
         ("export", "s3://bucket/store", "OUT"),
         ("merge", "--base", "BASE", "EXPERT", "-o", "gs://bucket/out?token=x"),
