@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -73,6 +75,16 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
     place = tmp_path_factory.mktemp("toys")
     base = save_model(place / "base", toy_base())
     return Toys(base, [save_model(place / f"expert-{n}", toy_expert(n)) for n in range(1, EXPERTS + 1)])
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Pictures are empty files, as drawing takes most of an export; tests that are marked ``draws`` look at them."""
+    from mergestream.report import pictures
+
+    drawn = request.node.get_closest_marker("draws") is not None
+    with nullcontext() if drawn else patch.object(pictures, "save", lambda figure, path, **options: path.touch()):
+        yield
 
 
 class Result(NamedTuple):

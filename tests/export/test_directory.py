@@ -268,6 +268,7 @@ def test_a_full_disk_in_the_middle_is_a_sentence(store, tmp_path, monkeypatch, m
     assert files(tmp_path) == before
 
 
+@pytest.mark.draws
 def test_the_pictures_are_of_the_step_that_is_exported(tmp_path, toys, monkeypatch):
     """Although the last expert is exchanged for another while the weights are being written."""
     store = Store.create(tmp_path / "store", toys.base, Average())

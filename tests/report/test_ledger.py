@@ -329,6 +329,7 @@ def test_the_commands_make_the_same_ledger_again(ledger: Store, tmp_path: Path, 
     assert [entry.state for entry in Store(again).history] == [entry.state for entry in ledger.history]
 
 
+@pytest.mark.draws
 def test_the_model_card_of_a_ledger_shows_no_scale(ledger: Store, tmp_path: Path) -> None:
     exported = ledger.export(tmp_path / "merged")
     card = (exported / "README.md").read_text(encoding="utf-8")

@@ -108,6 +108,7 @@ def test_json_of_many_experts_has_all(many: Store, done) -> None:
     assert len(data["findings"]) < 5 * MOST_TOLD
 
 
+@pytest.mark.draws
 def test_the_card_of_many_experts_has_a_picture_like_any_other(
     many: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

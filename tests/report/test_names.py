@@ -46,6 +46,7 @@ def assert_harmless(text: str, heads: int) -> None:
             assert line.count("|") == above.count("|")
 
 
+@pytest.mark.draws
 def test_the_card_shows_names_and_obeys_none(hostile: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = hostile.export(tmp_path / "merged", task=None, command="mergestream a\nb")
     card = (out / "README.md").read_text(encoding="utf-8")
@@ -93,6 +94,7 @@ def test_names_that_are_cut_alike_stay_apart() -> None:
     assert len(set(figures.labels(["a" * 100 + "b" * 100, "a" * 100 + "c" + "b" * 99, "a" * 300]))) == 3
 
 
+@pytest.mark.draws
 def test_pictures_write_formulas_as_text_and_say_nothing(tmp_path: Path) -> None:
     names = ("$\\frac$", "$$", "\\$x$", "名前", "x" * 500)
     figure = pictures.similarity(names, [[0.1] * 5] * 5, title="$\\sum$")

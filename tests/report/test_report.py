@@ -126,6 +126,7 @@ def test_a_store_of_hundreds_of_tensors_and_twenty_experts(tmp_path: Path, score
     assert figures.similarity(flat).data[0].texttemplate is None
 
 
+@pytest.mark.draws
 def test_the_model_card_shows_pictures(scored: Store, tmp_path: Path) -> None:
     exported = scored.export(tmp_path / "merged")
     card = (exported / "README.md").read_text(encoding="utf-8")
