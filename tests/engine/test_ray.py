@@ -215,6 +215,7 @@ def test_an_interrupt_cancels_the_tasks(cluster: Any, tmp_path: Path):
     import ray
 
     begun = tmp_path / "begun"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
     def interrupt() -> None:
         until(begun.exists)
@@ -223,6 +224,7 @@ def test_an_interrupt_cancels_the_tasks(cluster: Any, tmp_path: Path):
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         list(Disturbed(begun, name="a").run({"a": 1}, str.upper))
+    signal.signal(signal.SIGINT, before)
     cores = ray.cluster_resources()["CPU"]
     until(lambda: ray.available_resources().get("CPU") == cores)
 

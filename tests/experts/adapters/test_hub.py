@@ -11,6 +11,7 @@ from tests.handmade import handmade_adapter
 PROGRAM = """
 import json, pathlib, sys
 from mergestream import Store
+from mergestream.base.skeleton import open_base
 base, adapter, place = sys.argv[1:]
 store = Store.create(place, base, config_only=True)
 entry = store.add(adapter)
@@ -18,6 +19,9 @@ fetched = sorted(path.name for path in pathlib.Path(place).parent.rglob("snapsho
 store.export(place + "-full")
 print(json.dumps({"base": store.manifest.base.source, "source": entry.source, "name": entry.name,
                   "fetched": fetched, "measured": store.manifest.base.measured}))
+for config_only in (False, True):
+    opened = open_base(base, config_only=config_only)
+    print(json.dumps({"source": opened.source, "weights": opened.has_weights}))
 """
 
 
@@ -37,8 +41,7 @@ def repositories(hub, tmp_path):  # noqa: F811
 
 def test_weights_come_only_when_a_full_model_is_asked_for(repositories, tmp_path):
     home = tmp_path / "home"
-    arguments = ["org/model", "org/adapter", str(home / "store")]
-    (answer,) = run(arguments, repositories.endpoint, home, PROGRAM)
+    answer, full, bare = run(["org/model", "org/adapter", str(home / "store")], repositories.endpoint, home, PROGRAM)
     assert answer["base"] == f"org/model@{COMMIT}"
     assert answer["source"] == f"org/adapter@{COMMIT}"
     assert answer["name"] == "adapter"
@@ -48,16 +51,6 @@ def test_weights_come_only_when_a_full_model_is_asked_for(repositories, tmp_path
     assert not answer["measured"]
     assert json.loads((home / "store-full" / "config.json").read_text())["hidden_size"] == 8
     assert (home / "store-full" / "model.safetensors").is_file()
-
-
-def test_weights_in_the_cache_are_no_reason_to_take_more_than_the_configuration(repositories, tmp_path):
-    program = """
-import json, sys
-from mergestream.base.skeleton import open_base
-for config_only in (False, True):
-    base = open_base(sys.argv[1], config_only=config_only)
-    print(json.dumps({"source": base.source, "weights": base.has_weights}))
-"""
-    full, bare = run(["org/model"], repositories.endpoint, tmp_path / "home", program)
+    # weights in the cache are no reason to take more than the configuration
     assert full == {"source": f"org/model@{COMMIT}", "weights": True}
     assert bare == {"source": f"org/model@{COMMIT}", "weights": False}
