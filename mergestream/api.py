@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Store(StoreDirectory):
-    """A directory that keeps the merged state of all models absorbed so far.
+    """A directory, or a folder in a bucket (``s3://…``), that keeps the merged state of all models absorbed so far.
 
     ```python
     store = Store.create("store", base="path/or/hub-id")
@@ -40,7 +40,7 @@ class Store(StoreDirectory):
     """
 
     def __repr__(self) -> str:
-        return f"<Store {str(self.path)!r}: {self.manifest.told}, base {self.manifest.base.source!r}>"
+        return f"<Store {str(self.place)!r}: {self.manifest.told}, base {self.manifest.base.source!r}>"
 
     def _repr_html_(self) -> str:
         return self.history.table(repr(self)[1:-1])
@@ -289,7 +289,7 @@ class Store(StoreDirectory):
 
     def tensor_records(self, number: int) -> dict[str, TensorRecord]:
         """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
-        return tensor_records(self.path, self.history[number - 1], self.manifest.base.merged)
+        return tensor_records(self.place, self.history[number - 1], self.manifest.base.merged)
 
 
 def draw_pictures(progress: Progress, manifest: Manifest, found: Similarity, directory: Path) -> dict[str, str]:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import ClassVar
+
+_STAND_INS: dict[str, str] = {}
+
+
+def known_as(directory: Path, address: str) -> None:
+    """Have errors tell the address of what a directory of this process only stands in for."""
+    _STAND_INS[str(directory)] = address
 
 
 class MergestreamError(Exception):
     """The input or the store is at fault; the message says what, where, and what to do."""
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str = "") -> None:
+        for directory, address in _STAND_INS.items():
+            message = message.replace(directory, address)
+        super().__init__(message)
 
     @property
     def sentences(self) -> Sequence[str]:

@@ -35,7 +35,7 @@ LARGEST_DESCRIPTION = 1 << 28
 def on_disk(place: str | Path) -> Path:
     """The path that is meant; what is in object storage has none, and nothing is to be made under its name."""
     if url := url_of(place):
-        raise UsageError(f"{url} is in object storage, from and to where only models go; name a path on a disk")
+        raise UsageError(f"{url} is in object storage, where only models and stores may be; name a path on a disk")
     return Path(place)
 
 
@@ -107,7 +107,7 @@ def write_text(path: Path, text: str) -> None:
         raise cannot_write(path, error) from error
 
 
-def cannot_write(path: Path, error: OSError) -> MergestreamError:
+def cannot_write(path: Path | str, error: OSError) -> MergestreamError:
     """What is told to the user of a file that could not be written."""
     return MergestreamError(f"{path} cannot be written: {error.strerror}{_REMEDIES.get(error.errno or 0, '')}")
 
@@ -218,5 +218,5 @@ def remove_all_but(parent: Path, kept: Collection[str]) -> None:
     for directory in sorted(parent.iterdir()) if parent.is_dir() else ():
         if directory.name.endswith(_REMOVED):
             shutil.rmtree(directory)
-        elif directory.name.isdigit() and directory.name not in kept:
+        elif directory.name[:1].isdigit() and directory.name not in kept:
             remove(directory)

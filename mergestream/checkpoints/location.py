@@ -33,6 +33,10 @@ class Location(NamedTuple):
         """Where a file is."""
         return Location(self.path.parent, self.source.rpartition("/")[0], self.objects)
 
+    def file(self, name: str) -> Location:
+        """One of a directory's files."""
+        return Location(self.path / name, f"{self.source}/{name}", self.objects)
+
     @property
     def names(self) -> set[str]:
         """Of what is in a directory."""

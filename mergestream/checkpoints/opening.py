@@ -36,11 +36,14 @@ def open_checkpoint(source: Source) -> Checkpoint:
 
 
 def open_located(location: Location) -> Checkpoint:
-    """Open the file or the Hugging Face directory that has been found."""
+    """Open the file or the Hugging Face directory that has been found; a file may be several that an index names."""
     with system_errors_explained(location.source):
         if location.path.is_dir():
             return _open_directory(location)
-        return _open_alone(location.directory, location.path.name, location.source, None)
+        directory, name = location.directory, location.path.name
+        if name not in directory.names and (index := f"{name}.index.json") in directory.names:
+            return _open_indexed(directory, index, location.source)
+        return _open_alone(directory, name, location.source, None)
 
 
 def _open_directory(location: Location) -> Checkpoint:
@@ -61,6 +64,11 @@ def _open_directory(location: Location) -> Checkpoint:
         raise no_weights(names, source, directory)
     if not is_index(entry):
         return _open_alone(location, entry, source, directory)
+    return _open_indexed(location, entry, source)
+
+
+def _open_indexed(location: Location, entry: str, source: str) -> Checkpoint:
+    directory, names = location.path, location.names
     index = directory / entry
     weight_map = read_index(index)
     single = entry.partition(".index.")[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mergestream.checkpoints.layout import CODE, is_index, is_weight_file, may_go_along, names_code
 from mergestream.digest import text_digest
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, known_as
 from mergestream.files import LARGEST_DESCRIPTION
 from mergestream.objects import Object, Objects, in_background, wait_for
 
@@ -45,6 +45,7 @@ def _fetched(folder: Objects, wanted: Mapping[str, Object]) -> Path:
         wait_for([in_background(_fetch, found, draft / name) for name, found in wanted.items()])
         directory.parent.mkdir(exist_ok=True)
         draft.rename(directory)
+        known_as(directory, str(folder.url))
     return directory
 
 

@@ -7,13 +7,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
 from mergestream.checkpoints.safetensors import SafetensorsFile
+from mergestream.digest import tensor_digest
 from mergestream.engine import Gathers
 from mergestream.errors import MergestreamError
 from mergestream.files import cannot_write, replace_text, sync_directory
@@ -84,6 +85,11 @@ class SafetensorsWriter(Gathers):
         """Bytes that the files take on disk."""
         return sum(plan.size for plan in self._plans)
 
+    @property
+    def written(self) -> int:
+        """How many tensors are in their place."""
+        return len(self._written)
+
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor in place; what its dtype and shape must be, the layout says."""
         if tuple(tensor.shape) != self._layout[name].shape:
@@ -92,20 +98,15 @@ class SafetensorsWriter(Gathers):
 
     def write_piece(self, name: str, start: int, piece: Tensor) -> None:
         """Write the elements from ``start`` on; the pieces of one tensor come in their order."""
-        import torch
-
         spec = self._layout[name]
-        end = start + piece.numel()
-        if dtype_name(piece.dtype) != spec.dtype or end > spec.numel:
-            raise ValueError(f"{name!r} was to be {spec.numel} × {spec.dtype}, not {end} × {piece.dtype}")
-        data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        data = checked_bytes(name, spec, start, piece)
         plan = self._plans[self._place[name]]
         position = plan.begin[name] + start * item_size(spec.dtype)
         try:
-            _write_at(self._files[self._place[name]].fileno(), data, position)
+            write_at(self._files[self._place[name]].fileno(), data, position)
         except OSError as error:
             raise _write_error(plan.path, error, spec.nbytes) from error
-        if end == spec.numel:
+        if start + piece.numel() == spec.numel:
             self._written.add(name)
 
     def keep(self, name: str) -> None:
@@ -116,6 +117,10 @@ class SafetensorsWriter(Gathers):
             raise KeyError(name)
         self._written.add(name)
 
+    def holds(self, name: str, digest: str) -> bool:
+        """Whether a tensor is there that has this digest."""
+        return tensor_digest(self.read(name)) == digest
+
     def read(self, name: str) -> Tensor:
         """What is in the file now: zeros, where nothing was written yet."""
         place = self._place[name]
@@ -125,10 +130,9 @@ class SafetensorsWriter(Gathers):
 
     def close(self) -> None:
         """Bring everything to the disk; a tensor that was never written is an error."""
-        missing = [name for name in self._layout if name not in self._written]
-        if missing:
+        if never := [name for name in self._layout if name not in self._written]:
             self.abandon()
-            raise RuntimeError(f"{len(missing)} tensors were never written, among them {missing[0]!r}")
+            raise missing(never)
         try:
             self._sync()
             sync_directory(self.directory)
@@ -185,11 +189,31 @@ class SafetensorsWriter(Gathers):
             self.abandon()
 
     def _write_index(self) -> None:
-        index = {
-            "metadata": {"total_size": sum(spec.nbytes for spec in self._layout.values())},
-            "weight_map": {name: self._plans[self._place[name]].path.name for name in self._layout},
-        }
-        replace_text(self._index, json.dumps(index, indent=2, ensure_ascii=False) + "\n")
+        where = {name: self._plans[self._place[name]].path.name for name in self._layout}
+        replace_text(self._index, index_text(self._layout, where))
+
+
+def checked_bytes(name: str, spec: TensorSpec, start: int, piece: Tensor) -> memoryview:
+    """The elements of a tensor from ``start`` on, as they are written; ValueError where they are not of its form."""
+    import torch
+
+    end = start + piece.numel()
+    if dtype_name(piece.dtype) != spec.dtype or end > spec.numel:
+        raise ValueError(f"{name!r} was to be {spec.numel} × {spec.dtype}, not {end} × {piece.dtype}")
+    return piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def missing(names: Sequence[str]) -> RuntimeError:
+    return RuntimeError(f"{len(names)} tensors were never written, among them {names[0]!r}")
+
+
+def index_text(layout: Mapping[str, TensorSpec], where: Mapping[str, str]) -> str:
+    """The index of a model in several files."""
+    index = {
+        "metadata": {"total_size": sum(spec.nbytes for spec in layout.values())},
+        "weight_map": {name: where[name] for name in layout},
+    }
+    return json.dumps(index, indent=2, ensure_ascii=False) + "\n"
 
 
 def _plan(
@@ -214,22 +238,30 @@ def _plan(
 def _plan_file(path: Path, layout: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> _Plan:
     # Wide elements first: the format allows no gaps, and so every tensor is aligned to its element.
     names = sorted(layout, key=lambda name: -item_size(layout[name].dtype))
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     begin, end = {}, 0
     for name in names:
-        spec = layout[name]
         begin[name] = end
-        end += spec.nbytes
-        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin[name], end]}
+        end += layout[name].nbytes
+    header = safetensors_header({name: layout[name] for name in names}, begin, metadata)
+    return _Plan(path, header, {name: len(header) + offset for name, offset in begin.items()}, len(header) + end)
+
+
+def safetensors_header(
+    layout: Mapping[str, TensorSpec], begin: Mapping[str, int], metadata: Mapping[str, str]
+) -> bytes:
+    """What a file begins with whose tensors begin there, after it; they are aligned where they are among themselves."""
+    entries = {
+        name: {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [begin[name], begin[name] + spec.nbytes],
+        }
+        for name, spec in layout.items()
+    }
+    header = {"__metadata__": {"format": "pt", **metadata}, **entries}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % CACHE_LINE)
-    data_start = 8 + len(text)
-    return _Plan(
-        path,
-        len(text).to_bytes(8, "little") + text,
-        {name: data_start + offset for name, offset in begin.items()},
-        data_start + end,
-    )
+    return len(text).to_bytes(8, "little") + text
 
 
 def _create(plan: _Plan) -> BinaryIO:
@@ -243,7 +275,7 @@ def _create(plan: _Plan) -> BinaryIO:
             if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
             os.ftruncate(file, plan.size)
-        _write_at(file, memoryview(plan.header), 0)
+        write_at(file, memoryview(plan.header), 0)
     except OSError:
         opened.close()
         raise
@@ -277,7 +309,7 @@ def _remove_stale(directory: Path, prefix: str) -> None:
             path.unlink()
 
 
-def _write_at(file: int, data: memoryview, offset: int) -> None:
+def write_at(file: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(file, data, offset)
         data = data[count:]

@@ -46,11 +46,12 @@ def _dtypes(**_: Any) -> Iterable[str]:
 
 
 def _experts(parsed_args: Namespace, **_: Any) -> list[str]:
-    """The names in the store that was given."""
+    """The names in the store that was given, if it is on this machine: who completes does not wait for a network."""
     from mergestream.api import Store
+    from mergestream.files import on_disk
 
     with suppress(MergestreamError, OSError):
-        return Store(parsed_args.store).manifest.names
+        return Store(on_disk(parsed_args.store)).manifest.names
     return []
 
 

@@ -13,13 +13,14 @@ EXAMPLES = """
 mergestream init store --base path/to/base
 mergestream init store --base org/model@main --method ties --set density=0.1 --set mode=streaming
 mergestream init store --base bert --heads 'classifier.*' --not-linear '*.pooler.*'
+mergestream init s3://bucket/store --base s3://models/llama
 mergestream init store --base org/model --config-only --max-rank 64    # adapters only
 """
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions, RunningOptions):
-    store: str = argument(metavar="STORE", help="the directory to be")
+    store: str = argument(metavar="STORE", help="the directory to be, or s3://BUCKET/PATH")
     heads: list[str] = repeated("--heads", "GLOB", "tensors kept per expert, not merged")
     keep: int = argument("--keep", type=int, default=1, metavar="N", help="earlier steps kept for undo (1)")
     config_only: bool = switch("--config-only", "fetch and read the base's weights only when they are needed")
@@ -45,6 +46,6 @@ def run(options: Options) -> int:
         progress=options.make_progress(),
     )
     answer(status_json(store))
-    say(f"{store.path}: {store.manifest.method_text} on {store.manifest.base.source}")
+    say(f"{store.place}: {store.manifest.method_text} on {store.manifest.base.source}")
     say(roles_text(store))
     return 0

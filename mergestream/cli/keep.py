@@ -23,6 +23,6 @@ class Options(StoreOptions):
 def run(options: Options) -> int:
     store = options.open_store()
     store.keep(options.steps)
-    answer({"store": str(store.path), "keep": options.steps})
-    say(f"{store.path} keeps {counted(options.steps, 'earlier step')} from now on")
+    answer({"store": str(store.place), "keep": options.steps})
+    say(f"{store.place} keeps {counted(options.steps, 'earlier step')} from now on")
     return 0

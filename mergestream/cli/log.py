@@ -29,7 +29,7 @@ def run(options: Options) -> int:
     held = _held(store) if store.manifest.is_ledger else {}
     answer([entry_json(entry, held.get(entry.name)) for entry in store.history])
     if not store.history:
-        say(f"{store.path} has absorbed nothing yet")
+        say(f"{store.place} has absorbed nothing yet")
     elif store.manifest.is_ledger:
         _print_ledger(store.history, held)
     else:

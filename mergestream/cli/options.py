@@ -159,7 +159,7 @@ def _checked_device(device: str) -> str:
 class StoreOptions:
     """Which store is looked at, or changed."""
 
-    store: str = argument(metavar="STORE", help="the store's directory")
+    store: str = argument(metavar="STORE", help="the store: a directory, or s3://BUCKET/PATH")
 
     def open_store(self) -> Store:
         from mergestream.api import Store

@@ -29,7 +29,7 @@ A store keeps the merged state of all models absorbed so far, at a size that doe
 
 
 COMMANDS = (
-    *("init", "add", "inspect", "status", "log", "verify", "undo", "keep", "remove", "report", "diff"),
+    *("init", "add", "inspect", "status", "log", "verify", "undo", "keep", "gc", "remove", "report", "diff"),
     *("export", "merge", "replay", "push", "pull", "from-mergekit", "watch", "bench", "methods"),
 )
 """In the order of the help; each is the module of its name beside this one, with _ for -."""

@@ -28,5 +28,5 @@ def run(options: Options) -> int:
     store = options.open_store()
     removed = store.remove(options.name, options.expert)
     answer(entry_json(removed))
-    say(f"{removed.name} removed; {store.path} has {counted(store.manifest.step, 'expert')}")
+    say(f"{removed.name} removed; {store.place} has {counted(store.manifest.step, 'expert')}")
     return 0

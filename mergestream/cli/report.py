@@ -49,7 +49,7 @@ def run(options: Options) -> int:
 
     refuse_file(out, *store.sources)
     write_text(out, _render(_facts(store), form))
-    answer({"store": str(store.path), "out": str(out), "format": form})
+    answer({"store": str(store.place), "out": str(out), "format": form})
     say(f"{out}: the report of {options.store}")
     return 0
 

@@ -39,7 +39,7 @@ def run(options: Options) -> int:
 
 
 def _print_status(store: Store) -> None:
-    say(f"{store.path}: {store.manifest.told}")
+    say(f"{store.place}: {store.manifest.told}")
     say(f"base: {store.manifest.base.source}")
     say(f"tensors: {roles_text(store)}")
     if store.history:
@@ -69,7 +69,7 @@ def _room_json(store: Store) -> dict[str, Any]:
     from mergestream.store.steps import step_bytes
 
     manifest = store.manifest
-    taken = sum(step_bytes(store.path, entry.number) for entry in manifest.history)
+    taken = sum(step_bytes(store.place, entry.folder) for entry in manifest.history)
     return {"room_for": manifest.sharing, "bytes": taken, "budget": manifest.parameters["budget"]}
 
 

@@ -15,6 +15,6 @@ Options = StoreOptions
 def run(options: Options) -> int:
     store = options.open_store()
     undone = store.undo()
-    answer({"store": str(store.path), "step": store.manifest.step, "undone": entry_json(undone)})
-    say(f"{undone.name} taken back; {store.path} is at step {store.manifest.step}")
+    answer({"store": str(store.place), "step": store.manifest.step, "undone": entry_json(undone)})
+    say(f"{undone.name} taken back; {store.place} is at step {store.manifest.step}")
     return 0

@@ -14,6 +14,6 @@ Options = WorkingStoreOptions
 def run(options: Options) -> int:
     store = options.open_store()
     store.verify()
-    answer({"store": str(store.path), "step": store.manifest.step})
-    say(f"{store.path}: all digests match")
+    answer({"store": str(store.place), "step": store.manifest.step})
+    say(f"{store.place}: all digests match")
     return 0

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mergestream.objects import Url
     from mergestream.store import Expert
     from mergestream.store.incoming import Incoming, Sight
+    from mergestream.store.mirror import Mirror
     from mergestream.store.watched import LeftAlone
 
     Place: TypeAlias = Path | Url
@@ -66,7 +67,7 @@ def run(options: Options) -> int:
 
     incoming = incoming_at(options.directory)
     store = options.open_store()
-    _check_apart(incoming.place, store.path)
+    _check_apart(incoming.place, store.place)
     dict(incoming.look())  # what is wrong is told now, and not with the first expert
     Gatekeeper.of(options.gate, options.evaluate, store.manifest)
     parse_trackers(options.log, store)
@@ -81,11 +82,10 @@ def run(options: Options) -> int:
         return 0
 
 
-def _check_apart(directory: Place, store: Path) -> None:
-    if not isinstance(directory, Path):
-        return
-    watched, own = directory.resolve(), store.resolve()
-    if own.is_relative_to(watched) or watched.is_relative_to(own):
+def _check_apart(directory: Place, store: Path | Mirror) -> None:
+    places = (str(place.resolve() if isinstance(place, Path) else place) for place in (directory, store))
+    watched, own = (f"{place.rstrip('/')}/" for place in places)
+    if own.startswith(watched) or watched.startswith(own):
         raise UsageError(f"{directory} and the store {store} are one within the other; watch a directory of its own")
 
 
@@ -93,7 +93,7 @@ class Printed:
     """What happens, for people."""
 
     def watching(self, store: Store, directory: Place) -> None:
-        say(f"watching {directory} for {store.path}; stop with Ctrl-C")
+        say(f"watching {directory} for {store.place}; stop with Ctrl-C")
 
     def absorbed(self, store: Store, path: Place, entry: Expert) -> None:
         print_step(store, entry)
@@ -111,7 +111,7 @@ class EventLines(Printed):
     """The same for machines."""
 
     def watching(self, store: Store, directory: Place) -> None:
-        emit({"event": "watching", "store": str(store.path), "directory": str(directory)})
+        emit({"event": "watching", "store": str(store.place), "directory": str(directory)})
 
     def absorbed(self, store: Store, path: Place, entry: Expert) -> None:
         event = {"event": "absorbed", "path": str(path), "step": store.manifest.step, "expert": entry_json(entry)}
@@ -176,7 +176,7 @@ class Watcher:
         self._remember()
         try:
             self.store.refresh()  # first: who takes an expert back has it remembered before it leaves
-            left_alone = recall(self.store.path)
+            left_alone = recall(self.store.place)
             found = dict(self.incoming.look())
         except (MergestreamError, OSError) as error:
             self._skip(self.incoming.place, *reasons(error))
@@ -246,7 +246,7 @@ class Watcher:
 
         if self._refused:
             with suppress(MergestreamError, OSError), self.store.writing():
-                remember(self.store.path, self._refused)
+                remember(self.store.place, self._refused)
                 self._refused = {}
 
     def _store_is_well(self) -> bool:

@@ -30,7 +30,7 @@ USUAL_RANK, LARGEST_RANK = 16, 512
 
 def agreement(snapshot: Snapshot, experts: Sequence[Expert]) -> tuple[Told, list[str]]:
     """What is told of the adapter that is made of these experts, and sentences about what they do not agree on."""
-    records = {entry.name: read_record(snapshot.path, entry).get("adapter") for entry in experts}
+    records = {entry.name: read_record(snapshot.place, entry).get("adapter") for entry in experts}
     theirs = {name: told for name, told in records.items() if told is not None}
     strangers = {entry.name for entry in experts if entry.options.get("allow_other_base")}
     agreed, sentences = _agreed(theirs)

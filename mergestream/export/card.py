@@ -76,7 +76,7 @@ class CardFacts:
         if isinstance(reading, EntriesReading | StateReading):
             readout = reading.readout.name
         about = shown(manifest.base.source, manifest.base.given), manifest.method, manifest.parameters, experts
-        history = History.of(snapshot.path, manifest, weights)
+        history = History.of(snapshot.place, manifest, weights)
         return cls(*about, scale, distance, task, command, pictures, readout, weights, history)
 
 

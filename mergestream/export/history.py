@@ -15,6 +15,7 @@ from mergestream.escaping import code, markdown_text
 
 if TYPE_CHECKING:
     from mergestream.store.manifest import Expert, Manifest
+    from mergestream.store.mirror import Place
     from mergestream.store.snapshot import Snapshot
 
 
@@ -42,7 +43,7 @@ class History:
     departed: Sequence[str] = ()
 
     @classmethod
-    def of(cls, store: Path, manifest: Manifest, heard: Mapping[str, float] | None = None) -> History:
+    def of(cls, store: Place, manifest: Manifest, heard: Mapping[str, float] | None = None) -> History:
         """Of a store; where experts were chosen, ``heard`` are those."""
         from mergestream.store.watched import recall
 

@@ -17,12 +17,12 @@ from mergestream.export.history import History
 from mergestream.files import on_disk, sync_directory, sync_file
 from mergestream.hub.repository import connect, explained, push_files, repository_name
 from mergestream.store.directory import StoreDirectory
-from mergestream.store.manifest import NAME as MANIFEST
 from mergestream.store.manifest import Manifest
-from mergestream.store.records import record_directory
-from mergestream.store.steps import UNFINISHED, step_directory
+from mergestream.store.mirror import MANIFEST
+from mergestream.store.records import record_folder
+from mergestream.store.steps import UNFINISHED
 
-_PART = re.compile(r"manifest\.json|scores\.json|(steps|experts)/[0-9]{4,}/[A-Za-z0-9][\w.-]*")
+_PART = re.compile(r"manifest\.json|scores\.json|(steps|experts)/[0-9]{4,}(-[0-9a-f]+)?/[A-Za-z0-9][\w.-]*")
 _BESIDE = re.compile(r"README\.md|\.git\w*")
 _CARD = "README.md"
 
@@ -75,7 +75,7 @@ def _snapshot(store: StoreDirectory) -> Iterator[tuple[Path, Manifest]]:
 def _parts(store: StoreDirectory) -> Iterator[Path]:
     yield from (path for name in (MANIFEST, "scores.json") if (path := store.path / name).is_file())
     for entry in store.history:
-        steps, records = step_directory(store.path, entry.number), record_directory(store.path, entry.number)
+        steps, records = store.path / "steps" / entry.folder, store.path / record_folder(entry.folder)
         yield from (path for path in records.iterdir())
         if entry.state and steps.is_dir():  # else it is no longer kept
             yield from (path for path in steps.iterdir() if path.name not in UNFINISHED)

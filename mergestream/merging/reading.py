@@ -113,6 +113,8 @@ class StateReading(Reading):
     ranks: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     """Of the left and the right basis of every slot, of the tensors whose state is in factors"""
     readout: StateReadout = field(default_factory=Plain)
+    copies: int = 0
+    """How often the state is in memory while it is read: not at all where it is a view of a file"""
 
     def elements(self, name: str) -> Elements | None:
         context, state = self._context(name), self._state(name)
@@ -170,6 +172,8 @@ class StateReading(Reading):
             context = self._context(name)
             streamed = not tensor.merges or name in self.ranks
             sizes[name] = streamed_memory(context) if streamed else memory_of(self.method, context)
+            if self.copies and tensor.merges:
+                sizes[name] += self.copies * nbytes(self.method.layout(context))
         return sizes
 
     @property

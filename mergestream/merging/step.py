@@ -31,7 +31,7 @@ from mergestream.experts.vector import BasePieces, TaskVector
 from mergestream.ledger.merge import merge_entries
 from mergestream.ledger.readouts.agree import Agree
 from mergestream.ledger.span import Entry
-from mergestream.merging.cost import Cost, absorbing, absorbing_factors, carrying, memory_of
+from mergestream.merging.cost import Cost, absorbing, absorbing_factors, carrying, memory_of, nbytes
 from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods.base import Absorbed, Context, Method, State, absorb_in_turn
 from mergestream.methods.scale import scale_value
@@ -171,6 +171,8 @@ class Step:
     """Whether the model is taken out of the state of a method that adds up: −Δ is absorbed"""
     experts: Sequence[str] = ()
     """What each of the task vectors is called, where it has a name"""
+    state_copies: int = 0
+    """How often the state before is in memory while it is read: not at all where it is a view of a file"""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -350,6 +352,7 @@ class Step:
                 else memory_of(self.method, self.context(name, self.counts[-1]), len(self.vectors))
             )
             + copies * self.vectors[0].numel(name) * self.vectors[0].dtype(name).itemsize
+            + (self.state_copies and self.state_copies * nbytes(self.method.layout(self.context(name, self.before))))
             for name in self.names
         }
 

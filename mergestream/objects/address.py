@@ -28,6 +28,9 @@ class Url(NamedTuple):
     def name(self) -> str:
         return self.key.rpartition("/")[2] or self.bucket
 
+    def below(self, key: str) -> Url:
+        return self._replace(key=f"{self.key}/{key}".lstrip("/"))
+
     @property
     def parent(self) -> Url:
         return self._replace(key=self.key.rpartition("/")[0])

@@ -44,6 +44,7 @@ _PART, _PARTS_AT_ONCE = 16 << 20, 4
 """Bytes that are put at once, and how often"""
 _MARK = "mergestream"
 """Metadata of an object that is put where another may be"""
+_NOT_IMPLEMENTED = 501
 _STATUS = re.compile(r"status code: (\d{3})\b")
 
 
@@ -78,6 +79,20 @@ class Bucket:
         get = partial(obstore.get, self._store, self._path(found.name), options=with_tag)
         return self._explained(str(found), lambda: bytes(get().bytes()))
 
+    def get(self, name: str) -> tuple[Object, bytes] | None:
+        """An object as it is now, and what is in it; None where there is none."""
+        import obstore
+
+        def once() -> tuple[Object, bytes] | None:
+            try:
+                found = obstore.get(self._store, self._path(name))
+            except FileNotFoundError:
+                return None
+            (listed,) = self._objects([found.meta]).values()
+            return listed, bytes(found.bytes())
+
+        return self._tried(once)
+
     def put(self, name: str, data: bytes, before: Object | None) -> Object:
         """Put an object in the place of the one ``before``, or where there is none; FileExistsError where another is.
 
@@ -102,17 +117,56 @@ class Bucket:
 
         return tried(f"{self.url}/{name}", lambda: self._explained(f"{self.url}/{name}", once), "written")
 
-    def upload(self, name: str, file: Path) -> None:
+    def refuse_without_conditions(self) -> None:
+        """Refuse a service that puts an object whatever is there: of two writers both would win.
+
+        It is asked to replace an object that never was. One that does so has written nothing that counts.
+        """
+        import obstore
+        from obstore.exceptions import GenericError, NotSupportedError, PreconditionError
+
+        name = f"probe-{uuid4().hex}"
+        never: Any = {"e_tag": '"0"', "version": "1"}
+
+        def refuses() -> bool:
+            try:
+                obstore.put(self._store, self._path(name), b"", mode=never, use_multipart=False)
+            except (PreconditionError, FileNotFoundError):
+                return True
+            except (NotSupportedError, NotImplementedError):
+                return False
+            except GenericError as error:
+                if _status(error) == _NOT_IMPLEMENTED:
+                    return False
+                raise
+            obstore.delete(self._store, self._path(name))
+            return False
+
+        if not self._tried(refuses, "written to"):
+            raise MergestreamError(
+                f"{self.url} cannot hold a store: the service has no conditional put, by which of two writers only one "
+                "wins; keep the store on a disk, or with a service that has it"
+            )
+
+    def upload(self, name: str, content: Path | bytes | Iterable[bytes]) -> None:
         """Put a file, however large: in parts, which are removed again where one of them cannot be put."""
         import obstore
 
         store = _bucket(self.url.scheme, self.url.bucket, TRIES)
         path, what = self._path(name), f"{self.url}/{name}"
-        put = partial(obstore.put, store, path, file, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
+        put = partial(obstore.put, store, path, content, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
         try:
-            self._explained(what, put)
+            self._explained(what, partial(put, use_multipart=False if isinstance(content, bytes) else None))
         except PassingError as error:  # here the library has tried again, for one part does not cost all of them
             raise given_up(what, "written", error) from error
+
+    def copy(self, name: str, to: str) -> None:
+        """Within the bucket, and not through here."""
+        import obstore
+
+        copy = partial(obstore.copy, self._store, self._path(name), self._path(to))
+        what = f"{self.url}/{name}"
+        tried(what, lambda: self._explained(what, copy), "copied")
 
     def delete(self, names: Iterable[str]) -> None:
         """Also where they are gone already."""
@@ -151,8 +205,7 @@ class Bucket:
         except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
             raise fault(what, 403) from None
         except exceptions.GenericError as error:
-            status = _STATUS.search(str(error))
-            raise fault(what, int(status[1]) if status else None) from None
+            raise fault(what, _status(error)) from None
         except exceptions.BaseError:
             raise MergestreamError(f"{what}: the service refuses this") from None
 
@@ -181,6 +234,12 @@ def _bucket(scheme: str, bucket: str, retries: int = 0) -> ObjectStore:
     # Plain HTTP is spoken only where an endpoint in the environment says so.
     options: ClientConfig = {"allow_http": True}
     return from_url(f"{scheme}://{bucket}", client_options=options, retry_config={"max_retries": retries})
+
+
+def _status(error: Exception) -> int | None:
+    """Of an answer, as the library tells it."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
 
 
 def _is_set(variable: str) -> bool:

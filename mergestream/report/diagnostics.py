@@ -163,7 +163,7 @@ class Survival:
 
 
 def similarity(store: StoreDirectory) -> Similarity:
-    sketches = [read_sketch(store.path, entry) for entry in store.history]
+    sketches = [read_sketch(store.place, entry) for entry in store.history]
     width = min(map(len, sketches), default=WIDTH)
     names = tuple(store.manifest.names)
     return Similarity(names, tuple(map(tuple, cosines(sketches))), error_of(width))
@@ -174,7 +174,7 @@ def survival(store: StoreDirectory) -> Survival:
         with store.snapshot() as snapshot:
             return holding(snapshot)
     parts = tuple(sorted(store.manifest.base.merged, key=natural))  # files have layer.10 before layer.2
-    records = [tensor_records(store.path, entry, parts) for entry in store.history]
+    records = [tensor_records(store.place, entry, parts) for entry in store.history]
     return Survival(
         experts=tuple(entry.name for entry in store.history),
         parts=parts,
@@ -188,7 +188,7 @@ def holding(snapshot: Snapshot) -> Survival:
     """The same of a ledger, in which nothing is projected, and entries are cut as more experts come."""
     held, history = snapshot.held(), snapshot.manifest.history
     parts = tuple(sorted(snapshot.manifest.base.merged, key=natural))
-    records = [tensor_records(snapshot.path, entry, parts) for entry in history]
+    records = [tensor_records(snapshot.place, entry, parts) for entry in history]
     return Survival(
         experts=tuple(entry.name for entry in history),
         parts=parts,

@@ -72,7 +72,7 @@ class Facts:
         ledger = _ledger(store)
         found = ledger.holding if ledger else survival(store)
         commands = tuple(_commands(store))
-        return cls(str(store.path), store.manifest, similarity(store), found, attached(store), commands, ledger)
+        return cls(str(store.place), store.manifest, similarity(store), found, attached(store), commands, ledger)
 
     @property
     def history(self) -> tuple[Expert, ...]:
@@ -222,7 +222,7 @@ def _commands(store: StoreDirectory) -> Iterator[str]:
     def repeated(option: str, values: Iterable[str]) -> list[str]:
         return [part for value in values for part in (option, value)]
 
-    manifest, path = store.manifest, str(store.path)
+    manifest, path = store.manifest, str(store.place)
     init = ["init", path, "--base", manifest.base.source, "--method", manifest.method]
     init += repeated("--set", (f"{key}={value}" for key, value in manifest.parameters.items()))
     init += repeated("--linear", manifest.base.linear)

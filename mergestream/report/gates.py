@@ -143,7 +143,7 @@ class Gatekeeper:
     def _evaluation(self, candidate: Candidate, command: str) -> Evaluation:
         """What the command makes of the model that the store would give."""
         store = candidate.store
-        place = store.path / CANDIDATE
+        place = store.place / CANDIDATE
         output = Output(place / "model")
         try:
             with candidate.snapshot() as snapshot:

@@ -15,6 +15,7 @@ from mergestream.files import cannot_write, put_text, sync_directory, to_json
 from mergestream.report.metrics import average_accuracy, backward_transfer
 from mergestream.schema import conform, damaged, foreign, parse, read_text
 from mergestream.sizes import counted
+from mergestream.store.mirror import Mirror, fetched
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -132,7 +133,7 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
     """Keep scores in the store; they replace earlier ones."""
     if not scores.matrix or len(scores.matrix) > store.manifest.step:
         raise MergestreamError(
-            f"{counted(len(scores.matrix), 'row')} of scores do not fit {store.path}, which has taken "
+            f"{counted(len(scores.matrix), 'row')} of scores do not fit {store.place}, which has taken "
             f"{counted(store.manifest.step, 'step')}"
         )
     if fault := scores.fault:
@@ -142,9 +143,11 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
         # Scores belong to a state: after an undo and another add, they must not be shown for the new one.
         "states": [_state(store, entry) for entry in store.history[: len(scores.matrix)]],
     }
-    path = store.path / NAME
+    path, text = store.place / NAME, to_json({**data, "digest": json_digest(data)})
+    if isinstance(store.place, Mirror):
+        return store.place.replace(NAME, text)
     try:
-        put_text(path, to_json({**data, "digest": json_digest(data)}))
+        put_text(path, text)
     except OSError as error:
         raise cannot_write(path, error) from error
     try:
@@ -155,7 +158,7 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
 
 def attached(store: StoreDirectory) -> Scores | None:
     """The scores of the store's present history, or None."""
-    path = store.path / NAME
+    path = fetched(store.place, NAME)
     if not path.is_file():
         return None
     data = parse(read_text(path), path)

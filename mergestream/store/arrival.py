@@ -26,8 +26,9 @@ from mergestream.experts.sketch import Sketch
 from mergestream.ledger.method import FEWEST
 from mergestream.merging.step import Discard, Outcome, StateWriter, Step, Totals, no_state, total
 from mergestream.store.factors import block_layout, core_layout
-from mergestream.store.manifest import Expert, Options
-from mergestream.store.records import copy_record, cosines_to, record_directory, write_record
+from mergestream.store.manifest import Expert, Options, folder_name
+from mergestream.store.mirror import new_mark
+from mergestream.store.records import copy_record, cosines_to, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepWriter, slot_name
 
@@ -55,12 +56,12 @@ class Candidate:
 
     def cosines(self) -> dict[str, float | None]:
         """To each expert in the store, by name."""
-        return cosines_to(self.store.path, self.store.history, self.sketch)
+        return cosines_to(self.store.place, self.store.history, self.sketch)
 
     def snapshot(self) -> Snapshot:
         """The store as it would be with it."""
         manifest = self.store.manifest.with_expert(self.expert)
-        return Snapshot.open(self.store.path, manifest)
+        return Snapshot.open(self.store.place, manifest)
 
 
 Review = Callable[[Candidate], Expert]
@@ -91,7 +92,8 @@ class Arrival:
         if vocab is not None:
             self.options["vocab"] = vocab
         self.t = store.manifest.step + 1
-        self.number = store.manifest.next_number
+        self.number, self.mark = store.manifest.next_number, new_mark(store.place)
+        self.folder = folder_name(self.number, self.mark)
         self.outcomes: dict[str, Outcome] = {}
         self.digests: dict[str, str] = {}
         self.notes: list[str] = []
@@ -185,6 +187,7 @@ class Arrival:
             self._measured,
             self._withdrawn,
             [self.name],
+            self.before.state.copies if self.before else 0,
         )
 
     @cached_property
@@ -232,13 +235,15 @@ class Arrival:
             "source": self.source,
             "name": self.name,
             "fingerprint": self.vector.expert.fingerprint,
-            "after": [entry.digest for entry in self.store.history],
+            "after": None if self.cut else [entry.digest for entry in self.store.history],
+            "cut": self.cut,
+            "commit": self.store.manifest.commit,
             "measured": self.step.measures_direction,
             "withdrawn": self._withdrawn,
             **self.options,
         }
         before = self.before.state if self.before else None
-        return StepWriter(self.store.path, self.number, self.layout, self.blocks, before, plan)
+        return StepWriter(self.store.place, self.folder, self.number, self.layout, self.blocks, before, plan)
 
     def absorb(self, writer: StepWriter | None = None, memory: StateWriter | None = None) -> None:
         """Absorb every tensor; without a writer only to know the outcome, and what ``memory`` keeps of the state."""
@@ -268,6 +273,7 @@ class Arrival:
         entry = Expert(
             name=self.name,
             number=self.number,
+            mark=self.mark,
             source=self.source,
             digest=self.digest,
             added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -275,7 +281,7 @@ class Arrival:
             distance=totals.distance,
             rank=self.rank,
             state=writer.finish(self.outcomes),
-            record=write_record(record_directory(self.store.path, self.number), self, sketch),
+            record=write_record(self.store.place, self.folder, self, sketch),
             fates=self.fates,
             options=self._options_needed,
             cut=self.cut,
@@ -297,8 +303,8 @@ class Arrival:
 
     def finish_withdrawal(self, writer: StepWriter, last: Expert) -> Expert:
         """The last of the experts that stay, with the state without the one that was withdrawn."""
-        copy_record(record_directory(self.store.path, last.number), record_directory(self.store.path, self.number))
-        return dataclasses.replace(last, number=self.number, state=writer.finish(self.outcomes))
+        copy_record(self.store.place, last.folder, self.folder)
+        return dataclasses.replace(last, number=self.number, mark=self.mark, state=writer.finish(self.outcomes))
 
     def refuse_duplicate(self) -> None:
         if self.duplicate_of is not None:

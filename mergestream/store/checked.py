@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import Checkpoint, open_checkpoint
+from mergestream.checkpoints.location import Location
+from mergestream.checkpoints.opening import open_located
 from mergestream.digest import tensor_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
@@ -23,14 +24,14 @@ class CheckedTensors(Checkpoint):
     no slower than to digest the pieces as they go by: XXH3 is as fast as memory (docs/performance.md).
     """
 
-    def __init__(self, path: Path, digests: Mapping[str, str], remedy: str = BACKUP) -> None:
+    def __init__(self, files: Location, digests: Mapping[str, str], remedy: str = BACKUP) -> None:
         """``remedy`` is what helps where a tensor is damaged."""
-        self._digests, self._remedy = digests, remedy
+        self._digests, self._remedy, path = digests, remedy, files.path
         try:
-            self._files = open_checkpoint(path)
+            self._files = open_located(files) if files.objects else open_checkpoint(path)
         except MergestreamError as error:
             raise damaged(path, str(error).partition(";")[0], self._remedy) from error
-        self.source, self.tensors = self._files.source, self._files.tensors
+        self.source, self.tensors, self.copies = self._files.source, self._files.tensors, self._files.copies
         self._place = path if path.is_dir() else path.parent
         if differing := self.tensors.keys() ^ digests.keys():
             self.close()

@@ -17,7 +17,7 @@ from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import WEIGHT_SUFFIXES, Checkpoint, open_checkpoint
 from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine, LocalEngine
-from mergestream.errors import EngineError, MergestreamError, UsageError
+from mergestream.errors import EngineError, MergestreamError, StoreBusyError, UsageError
 from mergestream.experts.opening import ExpertSource
 from mergestream.files import BESIDE, directories_made, on_disk, remove, remove_all_but, sync_directory
 from mergestream.interrupts import uninterrupted
@@ -25,12 +25,14 @@ from mergestream.methods import as_method
 from mergestream.progress import Progress, usual_progress
 from mergestream.sizes import counted
 from mergestream.store.lock import NAME as LOCK
-from mergestream.store.lock import writer_lock
-from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.lock import writing_to
+from mergestream.store.manifest import Expert, Manifest, folder_name
+from mergestream.store.mirror import SCRATCH, Mirror, Place, has_folder, new_mark, occupied, place_of
 from mergestream.store.parts import CANDIDATE, check_parts
-from mergestream.store.records import record_directory, verify_record
+from mergestream.store.records import drop_record, verify_record
 from mergestream.store.snapshot import Snapshot
-from mergestream.store.steps import StepReader, StepWriter, is_begun, step_directory, tidy
+from mergestream.store.steps import StepReader, StepWriter, is_begun, tidy
+from mergestream.store.tidying import tidy_bucket
 from mergestream.store.watched import recall, remember_departed
 
 if TYPE_CHECKING:
@@ -49,16 +51,18 @@ class StoreDirectory:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | Mirror,
         *,
         engine: Engine | None = None,
         progress: Progress | None = None,
         manifest: Manifest | None = None,
     ) -> None:
         """``manifest`` is for who is about to write it: once it is written, nothing may fail."""
-        self.path = on_disk(path)
-        check_parts(self.path)
+        self.place = place_of(path)
+        check_parts(self.place)
         self._moved: BaseModel | None = None
+        self._replaced = ""
+        """The commit that our last one has replaced, as others may have wanted to"""
         self.manifest = manifest or self._load()
         self.engine: Engine = engine or LocalEngine()
         self.progress = progress or usual_progress()
@@ -87,10 +91,10 @@ class StoreDirectory:
         without it nothing is cut off. With ``config_only`` the base's weights are neither fetched nor read
         before a full export or a full checkpoint needs them; so it is for a base that has no weights.
         """
-        path, method = on_disk(path), as_method(method)
+        place, method = place_of(path), as_method(method)
         if not isinstance(base, str | Path):
             raise UsageError("a store refers to its base by path or hub id: save the base first, or use a Merger")
-        _check_free(path)
+        _check_free(place)
         _check_keep(keep)
         if max_rank is not None and max_rank < 1:
             raise UsageError(f"max_rank={max_rank} must be at least 1")
@@ -109,16 +113,24 @@ class StoreDirectory:
             if checkpoint.remark:
                 (progress or Progress()).note(checkpoint.remark)
         model = dataclasses.replace(model, given=str(base))
-        manifest = Manifest(method.name, method.parameters, model, keep, max_rank)
+        manifest = Manifest(method.name, method.parameters, model, keep, max_rank, commit=new_mark(place))
         try:
-            with directories_made(path), writer_lock(path):
-                _check_free(path)  # once more: it may have taken long to examine the base
-                store = cls(path, engine=engine, progress=progress, manifest=manifest)
-                manifest.save(path, new=True)
+            with ExitStack() as stack:
+                if isinstance(place, Path):
+                    stack.enter_context(directories_made(place))
+                stack.enter_context(writing_to(place))
+                _check_free(place)  # once more: it may have taken long to examine the base
+                store = cls(place, engine=engine, progress=progress, manifest=manifest)
+                manifest.save(place, new=True)
                 store._settle()
         except OSError as error:
-            raise MergestreamError(f"{path} cannot be made: {error.strerror}") from error
+            raise MergestreamError(f"{place} cannot be made: {error.strerror}") from error
         return store
+
+    @property
+    def path(self) -> Path:
+        """Of a store on a disk."""
+        return self.place if isinstance(self.place, Path) else on_disk(str(self.place))
 
     @property
     def history(self) -> tuple[Expert, ...]:
@@ -132,23 +144,23 @@ class StoreDirectory:
     @property
     def sources(self) -> tuple[str, ...]:
         """The store itself and the models that it was made of: no output goes there."""
-        return str(self.path), self.manifest.base.source, *(entry.source for entry in self.history)
+        return str(self.place), self.manifest.base.source, *(entry.source for entry in self.history)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the store for writing, with the manifest as others have left it, and nothing in the way but a step that
         may be resumed."""
-        with writer_lock(self.path):
-            check_parts(self.path)
+        with writing_to(self.place):
+            check_parts(self.place)
             self.manifest = found = self._load()
-            with suppress(OSError):
+            with suppress(OSError, MergestreamError):
                 self._tidy(resumable=True)
             try:
                 yield
             except KeyboardInterrupt as interrupt:
                 if self.manifest == found:
                     raise
-                done = f"it is done all the same, {self.path} is at step {self.manifest.step}"
+                done = f"it is done all the same, {self.place} is at step {self.manifest.step}"
                 raise type(interrupt)(done) from None
 
     def refresh(self) -> None:
@@ -200,13 +212,12 @@ class StoreDirectory:
         writer = arrival.writer()
         try:
             yield writer
-        except EngineError:
+        except (EngineError, StoreBusyError):
             writer.pause()
             raise
         except (MergestreamError, OSError):
             writer.abandon()
-            with suppress(OSError):
-                remove(record_directory(self.path, arrival.number))
+            drop_record(self.place, arrival.folder)
             raise
         except BaseException:
             writer.pause()
@@ -225,7 +236,7 @@ class StoreDirectory:
             try:
                 for entry in before.history:
                     if before.step >= 2 * entry.cut:
-                        shorter = shorten(self.path, shortened, entry, before.step)
+                        shorter = shorten(self.place, shortened, entry, before.step)
                         shortened = shortened.replacing(entry, shorter)
             finally:  # where there is no room for all of them, some make it
                 if shortened is not before:
@@ -264,7 +275,7 @@ class StoreDirectory:
             with ExitStack() as stack:
                 # What is in the memory of this process is seen by its threads only.
                 here = isinstance(self.engine, LocalEngine)
-                files = None if here else stack.enter_context(scratch(self.path, arrival.layout))
+                files = None if here else stack.enter_context(scratch(self.place, arrival.layout))
                 entry = files or MemoryState(arrival.step)
                 arrival.absorb(memory=entry)
                 if files:
@@ -277,11 +288,11 @@ class StoreDirectory:
         """Go back to before the last model; returns the entry that was taken back."""
         with self.writing():
             if not self.history:
-                raise MergestreamError(f"{self.path} has absorbed nothing, there is nothing to undo")
+                raise MergestreamError(f"{self.place} has absorbed nothing, there is nothing to undo")
             undone, before = self.history[-1], self.manifest.at(self.manifest.step - 1)
             if not self._keeps(before):
                 kept = counted(self.manifest.keep, "earlier step")
-                raise MergestreamError(f"what {self.path} keeps, {kept}, is used up; {self._keep_more()}")
+                raise MergestreamError(f"what {self.place} keeps, {kept}, is used up; {self._keep_more()}")
             self._go_to(before, undone)
             return undone
 
@@ -307,10 +318,22 @@ class StoreDirectory:
                 self._subtract(removed, expert, rest)
             return removed
 
+    def gc(self) -> int:
+        """Remove what commands have left that were killed or have lost, also what could be resumed; returns how many
+        bytes that were."""
+        before = occupied(self.place)
+        with self.writing():
+            if isinstance(self.place, Mirror):
+                self._commit(self.manifest)  # whoever is at work can no longer win
+                self._replaced = ""
+                self.place.remove([SCRATCH])
+            self._tidy()
+        return before - occupied(self.place)
+
     def _have_left_alone(self, departing: Expert) -> None:
         """Remember, before it leaves, that `watch` is not to bring it back."""
         try:
-            remember_departed(self.path, departing.source)
+            remember_departed(self.place, departing.source)
         except MergestreamError as error:
             self.progress.note(f"watch may add {departing.name} again: {error}")
 
@@ -352,23 +375,23 @@ class StoreDirectory:
         if with_base and self.manifest.base.measured:
             with self.open_base() as base:
                 self.manifest.base.check_digest(base, self.engine, self.progress)
-        recall(self.path)
+        recall(self.place)
         needed = self.manifest.readable
         for entry in self.history:
-            directory = step_directory(self.path, entry.number)
-            if entry.state and directory.is_dir():
-                reader = StepReader(self.path, entry)
+            folder = f"steps/{entry.folder}"
+            if entry.state and has_folder(self.place, folder):
+                reader = StepReader(self.place, entry)
                 with closing(reader), self.progress.task(f"verifying {entry.name}", reader.nbytes) as advance:
                     for size in reader.verify(self.engine):
                         advance(size)
             elif entry in needed:
-                raise MergestreamError(f"{directory} is missing; restore the store from a backup")
-            verify_record(self.path, entry, self.engine)
+                raise MergestreamError(f"{self.place / folder} is missing; restore the store from a backup")
+            verify_record(self.place, entry, self.engine)
 
     def relocate(self, base: str | Path) -> None:
         """Refer to the base at another place, after its digest was checked; only from here, where the store may not be
         written to."""
-        if not os.access(self.path, os.W_OK):
+        if isinstance(self.place, Path) and not os.access(self.place, os.W_OK):
             self._moved = self._found(base)
             self.manifest = self._load()
             return
@@ -389,7 +412,7 @@ class StoreDirectory:
 
     def _load(self) -> Manifest:
         """The manifest as it is on disk, with the base where it was found."""
-        manifest = Manifest.load(self.path)
+        manifest = Manifest.load(self.place)
         return dataclasses.replace(manifest, base=self._moved) if self._moved else manifest
 
     def retried(self, read: Callable[[], Result]) -> Result:
@@ -423,7 +446,7 @@ class StoreDirectory:
             number = manifest.step if step is None else step
             self._check_kept(number)
             try:
-                snapshot = Snapshot.open(self.path, manifest.at(number))
+                snapshot = Snapshot.open(self.place, manifest.at(number))
             except UsageError:  # a method that is not known
                 raise
             except (MergestreamError, OSError) as error:
@@ -439,19 +462,29 @@ class StoreDirectory:
     def _check_kept(self, number: int) -> None:
         """Refuse a step that the store has not taken, or no longer keeps."""
         if not self.history:
-            raise MergestreamError(f"{self.path} has absorbed nothing yet; add an expert first")
+            raise MergestreamError(f"{self.place} has absorbed nothing yet; add an expert first")
         if number > self.manifest.step:
             taken = counted(self.manifest.step, "step")
-            raise MergestreamError(f"{self.path} has taken {taken}, there is no step {number}")
+            raise MergestreamError(f"{self.place} has taken {taken}, there is no step {number}")
         if number < self.manifest.step and not self._keeps(self.manifest.at(number)):
-            raise MergestreamError(f"{self.path} no longer keeps step {number}; {self._keep_more()}")
+            raise MergestreamError(f"{self.place} no longer keeps step {number}; {self._keep_more()}")
 
     def _keep_more(self) -> str:
-        return f"to go back further in future: mergestream keep {self.path} {self.manifest.keep + 1}"
+        return f"to go back further in future: mergestream keep {self.place} {self.manifest.keep + 1}"
 
     def _keeps(self, manifest: Manifest) -> bool:
-        """Whether all that is remembered by such a manifest is there."""
-        return all(entry.state and step_directory(self.path, entry.number).is_dir() for entry in manifest.readable)
+        """Whether all that is remembered by such a manifest is there, and is not about to be removed."""
+        kept = self._kept
+        return all(
+            entry.state and entry.folder in kept and has_folder(self.place, f"steps/{entry.folder}")
+            for entry in manifest.readable
+        )
+
+    @property
+    def _kept(self) -> set[str]:
+        """The folders in ``steps`` that stay."""
+        history, keep = self.manifest.history, self.manifest.keep
+        return {entry.folder for entry in (*history[-keep - 1 :], *self.manifest.readable) if entry.state}
 
     def free_name(self, name: str | None, source: str) -> str:
         """What an expert from there is to be called: as the user says, or by its source."""
@@ -474,39 +507,47 @@ class StoreDirectory:
         """Make a manifest real: where this fails nothing has changed, and where it returns, or is interrupted
         afterwards, it counts. `_settle` is what remains to be done then."""
         with uninterrupted():
-            manifest.save(self.path)
-            self.manifest = manifest
+            manifest = dataclasses.replace(manifest, commit=new_mark(self.place))
+            manifest.save(self.place)
+            self.manifest, self._replaced = manifest, self.manifest.commit
 
     def _settle(self, resumable: bool = False) -> None:
         """Tidy up after a commit. Nothing that counts depends on it: what goes wrong is only told."""
         try:
             self._tidy(resumable)
-        except OSError as error:
-            where = error.filename or "what is left over"
+        except (OSError, MergestreamError) as error:
+            where, why = "what is left over", str(error)
+            if isinstance(error, OSError):
+                where, why = error.filename or where, error.strerror or why
             self.progress.note(
-                f"{self.path} is at step {self.manifest.step}, but {where} could not be tidied up: {error.strerror}; "
+                f"{self.place} is at step {self.manifest.step}, but {where} could not be tidied up: {why}; "
                 "the next command that writes does it"
             )
 
     def _tidy(self, resumable: bool = False) -> None:
         """Bring the manifest's name to the disk, then remove what it does not refer to; what is ``resumable`` may stay,
         a step that was cut short."""
-        history, keep, following = self.manifest.history, self.manifest.keep, self.manifest.next_number
-        kept = {entry.number for entry in (*history[-keep - 1 :], *self.manifest.readable) if entry.state}
-        spared = {following} if resumable and is_begun(self.path, following) else set()
-        sync_directory(self.path)  # first: after a power cut the manifest before it may be back, and needs its steps
-        remove_all_but(self.path / "steps", {f"{number:04d}" for number in kept | spared})
-        for number in kept:
-            tidy(self.path, number)
-        experts = {entry.number for entry in history}
-        remove_all_but(self.path / "experts", {f"{number:04d}" for number in experts | spared})
-        remove(self.path / CANDIDATE)
-        for unfinished in self.path.glob(f"*.json{BESIDE}"):
+        kept, experts = self._kept, {entry.folder for entry in self.history}
+        if isinstance(self.place, Mirror):
+            return tidy_bucket(self.place, self.manifest, kept, experts, None if resumable else self._replaced)
+        following = folder_name(self.manifest.next_number, "")
+        spared = {following} if resumable and is_begun(self.place, following) else set()
+        sync_directory(self.place)  # first: after a power cut the manifest before it may be back, and needs its steps
+        remove_all_but(self.place / "steps", kept | spared)
+        for folder in kept:
+            tidy(self.place, folder)
+        remove_all_but(self.place / "experts", experts | spared)
+        remove(self.place / CANDIDATE)
+        for unfinished in self.place.glob(f"*.json{BESIDE}"):
             unfinished.unlink(missing_ok=True)
 
 
-def _check_free(path: Path) -> None:
+def _check_free(path: Place) -> None:
     """Refuse a place for a new store where there is anything but what an `init` that was cut short has left."""
+    if isinstance(path, Mirror):
+        if path.bucket.below(""):
+            raise MergestreamError(f"{path} is not empty; choose another place for the store")
+        return
     if path.exists() and not (
         path.is_dir() and all(entry.name == LOCK or entry.name.endswith(BESIDE) for entry in path.iterdir())
     ):

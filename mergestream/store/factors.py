@@ -13,17 +13,16 @@ Files are laid out before the arithmetic, when only bounds of the ranks are know
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from mergestream.algebra.bounds import FactorBounds, matrix_shape
-from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, dtype_name, torch_dtype
+from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name, torch_dtype
+from mergestream.checkpoints.location import Location
 from mergestream.digest import json_digest, tensor_digest
 from mergestream.schema import BACKUP, Count, Number, conform, damaged, foreign, parse, read_text
 from mergestream.store.checked import CheckedTensors
+from mergestream.store.site import Site, Writer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,10 +56,6 @@ def file_prefix(step: int) -> str:
     return f"factors-{step:04d}"
 
 
-def file_name(step: int) -> str:
-    return f"{file_prefix(step)}.safetensors"
-
-
 class FactoredSlot(TypedDict):
     """An entry of the index."""
 
@@ -73,9 +68,9 @@ class FactoredSlot(TypedDict):
 class FactorReader:
     """The factored slots of one step."""
 
-    def __init__(self, directory: Path, number: int, digests: Mapping[str, str], remedy: str) -> None:
+    def __init__(self, files: Location, number: int, digests: Mapping[str, str], remedy: str) -> None:
         """``digests`` are those of all that the step ``number`` holds."""
-        self._path = directory / INDEX
+        self._path = files.path / INDEX
         self.index = self._read_index(digests[INDEX]) if INDEX in digests else {}
         self.files: dict[int, CheckedTensors] = {}
         self.names: set[str] = set()
@@ -85,7 +80,7 @@ class FactorReader:
                 prefix = f"{file_prefix(step)}/"
                 own = {name.removeprefix(prefix): digest for name, digest in digests.items() if name.startswith(prefix)}
                 helps = remedy if step == number else _SHARED
-                self.files[step] = CheckedTensors(directory / file_name(step), own, helps)
+                self.files[step] = CheckedTensors(files.file(f"{file_prefix(step)}.safetensors"), own, helps)
                 self.names |= {prefix + name for name in own}
         except BaseException:
             self.close()
@@ -158,13 +153,10 @@ class FactorWriter:
     """The blocks that a step adds, and the index of all that it uses."""
 
     def __init__(
-        self, directory: Path, step: int, layout: Mapping[str, TensorSpec], before: FactorReader | None, resume: bool
+        self, site: Site, step: int, layout: Mapping[str, TensorSpec], before: FactorReader | None, resume: bool
     ) -> None:
-        self._directory, self._step, self._layout, self._before = directory, step, layout, before
-        self.writer: SafetensorsWriter | None = None
-        if layout:
-            prefix = file_prefix(step)
-            self.writer = SafetensorsWriter(directory, layout, prefix=prefix, max_shard_size=2**62, resume=resume)
+        self._site, self._step, self._layout, self._before = site, step, layout, before
+        self.writer: Writer | None = site.writer(layout, file_prefix(step), resume, shards=False) if layout else None
         self.resumed = self.writer.resumed if self.writer else resume
 
     def write(self, name: str, values: Mapping[str, LowRank]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
@@ -197,15 +189,16 @@ class FactorWriter:
             digests[f"{file_prefix(self._step)}/{block_key}"] = tensor_digest(padded)
         return index, digests
 
-    def finish(self, previous: Path, used: Sequence[int]) -> None:
-        """Close the new file, or drop it where nothing uses it, and take over those of earlier steps."""
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy writes blocks, and nothing else."""
+        return {key: value for key, value in vars(self).items() if key != "_site"}
+
+    def finish(self, used: Sequence[int]) -> None:
+        """Close the new file, or drop it where nothing uses it."""
         if self.writer:
             self.writer.close()
         if self._step not in used:
-            (self._directory / file_name(self._step)).unlink(missing_ok=True)
-        for step in used:
-            if step != self._step:
-                link(previous / file_name(step), self._directory / file_name(step))
+            self._site.drop(file_prefix(self._step))
 
 
 def used_steps(index: Mapping[str, FactoredSlot]) -> list[int]:
@@ -217,14 +210,3 @@ def padded_to(matrix: Tensor, shape: Sequence[int]) -> Tensor:
     from torch.nn.functional import pad
 
     return pad(matrix, (0, shape[1] - matrix.shape[1], 0, shape[0] - matrix.shape[0]))
-
-
-def link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the file system has no links."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-        with target.open("rb") as file:
-            os.fsync(file.fileno())

@@ -85,7 +85,7 @@ class Inspection:
             duplicate_of=arrival.duplicate_of,
             norm=totals.norm,
             relative_norm=totals.norm / before if before else 1.0,
-            cosines=cosines_to(store.path, store.history, arrival.sketch.values()),
+            cosines=cosines_to(store.place, store.history, arrival.sketch.values()),
             kept=totals.kept,
             scale=None if collisions else totals.scale,
             distance=None if collisions else totals.distance or 0.0,

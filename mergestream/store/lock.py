@@ -9,8 +9,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergestream.errors import MergestreamError, StoreBusyError
+from mergestream.store.mirror import Mirror, Place
 
 NAME = "lock"
+
+
+@contextmanager
+def writing_to(store: Place) -> Iterator[None]:
+    """Be the one writer: by a lock on a disk, and by the commit in a bucket."""
+    with store.writing() if isinstance(store, Mirror) else writer_lock(store):
+        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from mergestream.methods import method_text
 from mergestream.methods.scale import inverse, scale_value
 from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, conform, foreign, parse, read_text
 from mergestream.sizes import counted
+from mergestream.store.mirror import MANIFEST, Mirror, Place
 
 if TYPE_CHECKING:
     from mergestream.methods.base import Method
@@ -30,7 +32,11 @@ FORMAT = 3
 READABLE = (1, 2, FORMAT)
 """Format 1 lacks some facts of the base, which are told from others, and has always measured ‖direction‖. Up to
 format 2 only the last expert could be taken back, so that the number of an expert is its place."""
-NAME = "manifest.json"
+_MARK = re.compile("[0-9a-f]{0,32}")
+
+
+def folder_name(number: int, mark: str) -> str:
+    return f"{number:04d}-{mark}" if mark else f"{number:04d}"
 
 
 class Options(TypedDict, total=False):
@@ -104,8 +110,15 @@ class Expert:
     evaluation: Evaluation | None = None
     notes: Sequence[str] = field(default_factory=list)
     """What the user was told of it as it came, in sentences"""
+    mark: str = ""
+    """Of its files in object storage: no two writers have the same folder"""
     given: str = ""
     """How the user has named it; empty where that is not known, or where it was in memory"""
+
+    @property
+    def folder(self) -> str:
+        """In ``steps`` and ``experts``"""
+        return folder_name(self.number, self.mark)
 
     @property
     def lambda_(self) -> float:
@@ -136,6 +149,8 @@ class Manifest:
     max_rank: Number | None = None
     """The largest rank of what is kept in factors"""
     history: tuple[Expert, ...] = ()
+    commit: str = ""
+    """In object storage: another one for every commit"""
 
     def __repr__(self) -> str:
         return f"<Manifest: {self.told}, base {self.base.source!r}>"
@@ -243,7 +258,7 @@ class Manifest:
         """As it was after a step."""
         return dataclasses.replace(self, history=self.history[:step])
 
-    def save(self, store: Path, *, new: bool = False) -> None:
+    def save(self, store: Place, *, new: bool = False) -> None:
         """Make it the manifest of the store, at once; of a ``new`` store only where there is none. Where this fails
         nothing has changed. The name is yet to be brought to the disk."""
         data = {
@@ -254,20 +269,27 @@ class Manifest:
             "max_rank": self.max_rank,
             "base": self.base.to_json(),
             "history": [dataclasses.asdict(expert) for expert in self.history],
+            **({"commit": self.commit} if self.commit else {}),
         }
-        path = store / NAME
+        path = store / MANIFEST
         try:
             Manifest.from_json(data, path)
         except MergestreamError as error:
             raise MergestreamError(f"what could not be read again is not written: {error}") from error
         try:
-            put_text(path, to_json({**data, "digest": text_digest(_canonical(data))}), new=new)
+            text = to_json({**data, "digest": text_digest(_canonical(data))})
+            if isinstance(store, Mirror):
+                store.commit(text, new)
+            else:
+                put_text(path, text, new=new)
         except OSError as error:
             raise cannot_write(path, error) from error
 
     @classmethod
-    def load(cls, store: Path) -> Manifest:
-        path = store / NAME
+    def load(cls, store: Place) -> Manifest:
+        if isinstance(store, Mirror):
+            store.refresh()
+        path = store / MANIFEST
         if not path.is_file():
             raise MergestreamError(
                 f"{store} is not a mergestream store; make one with: mergestream init {store} --base MODEL"
@@ -291,6 +313,8 @@ class Manifest:
         content = conform(data, _Content, path)
         numbered = [{"number": place, **entry} for place, entry in enumerate(content["history"], 1)]
         history = conform(numbered, tuple[Expert, ...], path)
+        if strange := [entry for entry in history if not _MARK.fullmatch(entry.mark)]:
+            raise foreign(path, f"{strange[0].mark!r} is no mark of files")
         for what in ("name", "number"):
             if len({getattr(entry, what) for entry in history}) < len(history):
                 raise foreign(path, f"two experts have the same {what}")
@@ -298,6 +322,7 @@ class Manifest:
             raise foreign(path, f"it is at step {content['step']} with {counted(len(history), 'expert')}")
         method, base = content["method"], BaseModel.from_json(content["base"], path)
         found = cls(method["name"], method["parameters"], base, content["keep"], content["max_rank"], history)
+        found = dataclasses.replace(found, commit=content.get("commit", ""))
         if found.is_ledger and not isinstance(found.parameters.get("budget"), int | float):
             raise foreign(path, "it is a ledger without a budget")
         return found
@@ -308,7 +333,12 @@ class _Chosen(TypedDict):
     parameters: dict[str, Plain]
 
 
-class _Content(TypedDict):
+class _Committed(TypedDict, total=False):
+    commit: str
+    """Older stores lack it"""
+
+
+class _Content(_Committed):
     """The file, as far as all formats are alike."""
 
     step: int
@@ -321,10 +351,10 @@ class _Content(TypedDict):
 
 def is_store(directory: Path) -> bool:
     """Whether a directory is a store, whole or damaged."""
-    if not (directory / NAME).is_file():
+    if not (directory / MANIFEST).is_file():
         return False
     try:
-        return isinstance(read_json(directory / NAME).get("format"), int)
+        return isinstance(read_json(directory / MANIFEST).get("format"), int)
     except MergestreamError:
         return (directory / "steps").is_dir()
 

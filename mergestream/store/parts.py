@@ -6,14 +6,17 @@ import os
 from pathlib import Path
 
 from mergestream.errors import MergestreamError
+from mergestream.store.mirror import Mirror, Place
 
 CANDIDATE = "candidate"
 """The model that a review looks at, while it does"""
 
 
-def check_parts(store: Path) -> None:
+def check_parts(store: Place) -> None:
     """Refuse a store whose parts are links, for what is written or removed through them lies elsewhere, or pipes and
-    the like, for which one waits for ever. The store itself may be reached through a link."""
+    the like, for which one waits for ever. The store itself may be reached through a link; a bucket has none."""
+    if isinstance(store, Mirror):
+        return
     _check_entries(store)
     for kind in ("steps", "experts"):
         for entry in _check_entries(store / kind):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -20,6 +21,7 @@ from mergestream.experts.vocabulary import ROWS, Token
 from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
 from mergestream.schema import Count, Magnitude, conform, damaged, foreign, parse, read_text
 from mergestream.store.checked import CheckedTensors
+from mergestream.store.mirror import SKETCH, Mirror, Place, fetched, located, publish
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,13 +35,14 @@ HEADS = "heads.safetensors"
 _SKETCH = "sketch"
 
 
-def record_directory(store: Path, number: int) -> Path:
+def record_folder(folder: str) -> str:
     """Where a store keeps what it must know of the expert of a step, beside the state."""
-    return store / "experts" / f"{number:04d}"
+    return f"experts/{folder}"
 
 
-def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
+def write_record(store: Place, folder: str, arrival: Arrival, sketch: Tensor) -> str:
     """Keep what happened to each tensor, the sketch and the expert's heads; returns the record's digest."""
+    directory = store / record_folder(folder)
     remove(directory)
     directory.mkdir(parents=True)
     vector, expert, config = arrival.vector, arrival.vector.expert, None
@@ -63,18 +66,30 @@ def write_record(directory: Path, arrival: Arrival, sketch: Tensor) -> str:
         },
     }
     write_json(directory / _NAME, record)
-    sync_directory(directory.parent)
+    publish(store, record_folder(folder))
     return text_digest((directory / _NAME).read_text(encoding="utf-8"))
 
 
-def copy_record(directory: Path, target: Path) -> None:
+def copy_record(store: Place, folder: str, to: str) -> None:
     """The same record for the same expert under another number."""
+    if isinstance(store, Mirror):
+        return store.copy(record_folder(folder), record_folder(to))
+    target = store / record_folder(to)
     remove(target)
-    shutil.copytree(directory, target)
+    shutil.copytree(store / record_folder(folder), target)
     for path in target.iterdir():
         sync_file(path)
     sync_directory(target)
     sync_directory(target.parent)
+
+
+def drop_record(store: Place, folder: str) -> None:
+    """Of an expert that is not to come after all: why not is what counts, and the next writer tries again."""
+    with suppress(OSError, MergestreamError):
+        if isinstance(store, Mirror):
+            store.remove([record_folder(folder)])
+        else:
+            remove(store / record_folder(folder))
 
 
 class TensorRecord(TypedDict):
@@ -118,41 +133,41 @@ class Task:
     prefix: Prefix
 
 
-def read_record(store: Path, expert: Expert) -> Record:
-    path = record_directory(store, expert.number) / _NAME
+def read_record(store: Place, expert: Expert) -> Record:
+    path = fetched(store, record_folder(expert.folder)) / _NAME
     text = read_text(path)
     if text_digest(text) != expert.record:
         raise damaged(path, "its digest does not match the manifest")
     return conform({"tokens": [], **parse(text, path)}, Record, path)
 
 
-def tensor_records(store: Path, expert: Expert, names: Collection[str]) -> dict[str, TensorRecord]:
+def tensor_records(store: Place, expert: Expert, names: Collection[str]) -> dict[str, TensorRecord]:
     """What the step of an expert did to each of these tensors."""
     found = read_record(store, expert)["tensors"]
     if missing := set(names) - found.keys():
-        raise foreign(record_directory(store, expert.number) / _NAME, f"it says nothing of {min(missing)}")
+        raise foreign(store / record_folder(expert.folder) / _NAME, f"it says nothing of {min(missing)}")
     return found
 
 
-def has_task(store: Path, expert: Expert) -> bool:
+def has_task(store: Place, expert: Expert) -> bool:
     """Whether there are tensors that were kept for an expert."""
     return bool(expert.fates.get("head") and read_record(store, expert)["heads"])
 
 
-def open_task(store: Path, expert: Expert) -> Task | None:
+def open_task(store: Place, expert: Expert) -> Task | None:
     """The tensors that were kept for an expert, if there are any, and what goes with them."""
     record = read_record(store, expert)
     if not record["heads"]:
         return None
-    path, count = record_directory(store, expert.number) / HEADS, len(record["tokens"])
-    heads = CheckedTensors(path, record["heads"])
+    files, count = located(store, record_folder(expert.folder)).file(HEADS), len(record["tokens"])
+    heads = CheckedTensors(files, record["heads"])
     for name, info in heads.tensors.items():
         if name.startswith(ROWS) and info.shape[:1] != (count,):
-            raise foreign(path, f"{name} has the shape {list(info.shape)}, and there are {count} tokens")
+            raise foreign(files.path, f"{name} has the shape {list(info.shape)}, and there are {count} tokens")
     return Task(heads, record["config"], record.get("prefix", Prefix()))
 
 
-def verify_record(store: Path, expert: Expert, engine: Engine) -> None:
+def verify_record(store: Place, expert: Expert, engine: Engine) -> None:
     """Recompute the digests of the record, the sketch and the heads."""
     read_sketch(store, expert)
     if task := open_task(store, expert):
@@ -168,9 +183,9 @@ def write_sketch(directory: Path, values: Tensor) -> str:
     return tensor_digest(values)
 
 
-def read_sketch(store: Path, expert: Expert) -> np.ndarray:
+def read_sketch(store: Place, expert: Expert) -> np.ndarray:
     """The sketch of an expert in float16, as it is kept."""
-    path = record_directory(store, expert.number) / f"{_SKETCH}.safetensors"
+    path = fetched(store, record_folder(expert.folder)) / SKETCH
     return load_sketch(path, read_record(store, expert)["sketch"])
 
 
@@ -192,7 +207,7 @@ def load_sketch(path: Path, digest: str) -> np.ndarray:
     return values
 
 
-def cosines_to(store: Path, history: Sequence[Expert], sketch: Tensor) -> dict[str, float | None]:
+def cosines_to(store: Place, history: Sequence[Expert], sketch: Tensor) -> dict[str, float | None]:
     """A task vector's cosine to that of each absorbed expert, by name."""
     new, names = sketch.numpy(), [entry.name for entry in history]
     found = (cosines([new, read_sketch(store, entry)])[0][1] for entry in history)

@@ -9,7 +9,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, open_checkpoint
+from mergestream.checkpoints.uploading import SafetensorsUploader
 from mergestream.files import cannot_write
+from mergestream.objects import Bucket
+from mergestream.store.mirror import SCRATCH, Mirror, Place, new_mark
+from mergestream.store.site import Writer
 from mergestream.store.steps import slot_name
 
 if TYPE_CHECKING:
@@ -19,11 +23,10 @@ if TYPE_CHECKING:
 
 
 class Scratch:
-    """Whoever shares the file system can write the entry, and read it once it is closed."""
+    """Whoever shares the file system, or the bucket, can write the entry, and read it once it is closed."""
 
-    def __init__(self, directory: Path, layout: Mapping[str, TensorSpec]) -> None:
-        self._directory, self._layout = directory, layout
-        self._writer = SafetensorsWriter(directory, layout)
+    def __init__(self, source: str | Path, writer: Writer, layout: Mapping[str, TensorSpec]) -> None:
+        self._source, self._writer, self._layout = source, writer, layout
         self._slots: dict[str, list[str]] = {}
         for key in layout:
             slot, _, name = key.partition(":")
@@ -37,7 +40,7 @@ class Scratch:
 
     def close(self) -> None:
         self._writer.close()
-        self._files = open_checkpoint(self._directory)
+        self._files = open_checkpoint(self._source)
 
     def forms(self, name: str) -> dict[str, TensorSpec]:
         return {slot: self._layout[slot_name(slot, name)] for slot in self._slots.get(name, ())}
@@ -48,11 +51,18 @@ class Scratch:
 
 
 @contextmanager
-def scratch(store: Path, layout: Mapping[str, TensorSpec]) -> Iterator[Scratch]:
-    """Beside the store, where whoever works on it sees it."""
+def scratch(store: Place, layout: Mapping[str, TensorSpec]) -> Iterator[Scratch]:
+    """Beside the store, or in its bucket, where whoever works on it sees it."""
+    if isinstance(store, Mirror):
+        folder = Bucket(store.bucket.url.below(f"{SCRATCH}/{new_mark(store)}"))
+        try:
+            yield Scratch(str(folder.url), SafetensorsUploader(folder, layout), layout)
+        finally:
+            folder.delete(folder.below(""))
+        return
     try:
         place = TemporaryDirectory(prefix=f".{store.name}.", dir=store.parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise cannot_write(store.parent, error) from error
     with place:
-        yield Scratch(Path(place.name), layout)
+        yield Scratch(Path(place.name), SafetensorsWriter(place.name, layout), layout)

@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import closing, suppress
-from pathlib import Path
+from contextlib import closing
 from typing import TYPE_CHECKING
 
-from mergestream.checkpoints import SafetensorsWriter, TensorSpec, dtype_name
+from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.digest import combined_digest, tensor_digest
-from mergestream.files import remove, sync_directory, write_json
 from mergestream.ledger.method import Ledger, cut_entry
 from mergestream.merging.step import tensor_context
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.records import copy_record, record_directory
-from mergestream.store.steps import DIGESTS, StepReader, slot_name, step_directory
+from mergestream.store.mirror import Place, new_mark
+from mergestream.store.records import copy_record, drop_record
+from mergestream.store.site import Site, site_of
+from mergestream.store.steps import DIGESTS, StepReader, slot_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def shorten(store: Path, manifest: Manifest, expert: Expert, cut: int) -> Expert:
+def shorten(store: Place, manifest: Manifest, expert: Expert, cut: int) -> Expert:
     """Write an expert's entry as it is read where ``cut`` experts share the room; returns it with its new number.
 
     One that has nothing to cut, as an adapter's, stays where it is."""
-    number = manifest.next_number
-    target = step_directory(store, number)
-    remove(target)
+    shorter = dataclasses.replace(expert, number=manifest.next_number, mark=new_mark(store), cut=cut)
+    site = site_of(store, shorter.folder)
+    site.claim(manifest.commit)
     try:
-        digests = _write(store, target, manifest, expert, cut)
+        digests = _write(store, site, manifest, expert, cut)
         if digests is None:
+            site.remove()
             return dataclasses.replace(expert, cut=cut)
-        copy_record(record_directory(store, expert.number), record_directory(store, number))
+        copy_record(store, expert.folder, shorter.folder)
     except BaseException:  # it would take room for nothing
-        with suppress(OSError):
-            remove(target)
-            remove(record_directory(store, number))
+        site.remove()
+        drop_record(store, shorter.folder)
         raise
-    return dataclasses.replace(expert, number=number, cut=cut, state=combined_digest(digests))
+    return dataclasses.replace(shorter, state=combined_digest(digests))
 
 
-def _write(store: Path, target: Path, manifest: Manifest, expert: Expert, cut: int) -> dict[str, str] | None:
+def _write(store: Place, site: Site, manifest: Manifest, expert: Expert, cut: int) -> dict[str, str] | None:
     """The digests of what was written; None where there is nothing to cut."""
     method = manifest.make_method()
     assert isinstance(method, Ledger)
@@ -58,11 +58,11 @@ def _write(store: Path, target: Path, manifest: Manifest, expert: Expert, cut: i
         if sum(spec.nbytes for spec in layout.values()) == reader.nbytes:
             return None
         digests = {}
-        with SafetensorsWriter(target, layout) as writer:
+        with site.writer(layout, "model", resume=False) as writer:
             for name in manifest.base.merged:
                 for key, value in shorter(name).items():
                     writer.write(key, value)
                     digests[key] = tensor_digest(value)
-    write_json(target / DIGESTS, digests)
-    sync_directory(target.parent)
+    site.save(DIGESTS, digests)
+    site.finish()
     return digests

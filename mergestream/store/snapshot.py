@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import TensorSpec, dtype_name
@@ -14,6 +13,7 @@ from mergestream.files import allow_open_files
 from mergestream.progress import Progress
 from mergestream.schema import foreign
 from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.mirror import Place
 from mergestream.store.records import Task, has_task, open_task, read_record
 from mergestream.store.steps import StepReader
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 class Snapshot:
     """What is remembered after the last model of a history; files stay readable while it is open, even if removed."""
 
-    path: Path
+    place: Place
     manifest: Manifest
     """Its history ends with the step whose state this is."""
     readers: Mapping[int, StepReader]
     """By the number of the expert: the state after the last, or the entry of every one"""
 
     def __repr__(self) -> str:
-        return f"<Snapshot of {str(self.path)!r} at step {self.manifest.step}: {self.manifest.told}>"
+        return f"<Snapshot of {str(self.place)!r} at step {self.manifest.step}: {self.manifest.told}>"
 
     @classmethod
-    def open(cls, path: Path, manifest: Manifest) -> Snapshot:
+    def open(cls, place: Place, manifest: Manifest) -> Snapshot:
         entries = manifest.readable
         allow_open_files(len(entries))
         with ExitStack() as opened:
             readers: dict[int, StepReader] = {}
-            snapshot = cls(path, manifest, readers)
+            snapshot = cls(place, manifest, readers)
             for entry in entries:
-                readers[entry.number] = StepReader(path, entry)
+                readers[entry.number] = StepReader(place, entry)
                 opened.callback(readers[entry.number].close)
                 snapshot._check_forms(readers[entry.number])
             opened.pop_all()
@@ -107,9 +107,8 @@ class Snapshot:
             ranks = {name: found for name in model.merged if (found := self.ranks(name)) is not None}
             norms = self.last.mean_norm, self.last.direction_norm
             readout = selection.of_state(method)
-            return StateReading(
-                model, method, self.manifest.step, self.state.read, *norms, engine.device, ranks, readout
-            )
+            state, step = self.state, self.manifest.step
+            return StateReading(model, method, step, state.read, *norms, engine.device, ranks, readout, state.copies)
         chosen, weights = selection.of_entries(self.manifest.names, self.manifest.adapters)
         voices = [
             Voice(entry.name, weights[entry.name], entry.cut, entry.norm, self.readers[entry.number])
@@ -148,11 +147,11 @@ class Snapshot:
     @property
     def tasks(self) -> list[str]:
         """The experts with heads of their own."""
-        return [entry.name for entry in self.manifest.history if has_task(self.path, entry)]
+        return [entry.name for entry in self.manifest.history if has_task(self.place, entry)]
 
     def open_task(self, name: str) -> Task:
         """What was kept for one expert."""
-        task = open_task(self.path, self.manifest.expert(name))
+        task = open_task(self.place, self.manifest.expert(name))
         if task is None:
             others = f"these have: {', '.join(self.tasks)}" if self.tasks else "--heads GLOB at init keeps them"
             raise MergestreamError(f"expert {name} has no head of its own; {others}")
@@ -162,4 +161,4 @@ class Snapshot:
         """The tokens whose rows were kept for an expert, in the order of these."""
         if expert.options.get("vocab") not in ("union", "grow"):
             return []
-        return read_record(self.path, expert)["tokens"]
+        return read_record(self.place, expert)["tokens"]

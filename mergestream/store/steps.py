@@ -15,10 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints import SafetensorsWriter, TensorSpec
-from mergestream.digest import combined_digest, json_digest, tensor_digest, text_digest
+from mergestream.checkpoints import TensorSpec
+from mergestream.digest import combined_digest, json_digest, tensor_digest
 from mergestream.errors import MergestreamError
-from mergestream.files import cannot_write, read_json, remove, sync_directory, write_json
 from mergestream.schema import BACKUP, conform, damaged, parse, read_text
 from mergestream.store.checked import CheckedTensors
 from mergestream.store.factors import (
@@ -30,6 +29,8 @@ from mergestream.store.factors import (
     padded_to,
     used_steps,
 )
+from mergestream.store.mirror import JOURNAL, PLAN, Mirror, Place, located
+from mergestream.store.site import site_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,23 +40,21 @@ if TYPE_CHECKING:
     from mergestream.merging.step import Outcome
     from mergestream.store.manifest import Expert
 
-_PLAN, _JOURNAL, DIGESTS = "plan.json", "journal", "digests.json"
-UNFINISHED = _PLAN, _JOURNAL
+DIGESTS = "digests.json"
+UNFINISHED = PLAN, JOURNAL
 """What a step is resumed with"""
 _UNDO = f"go back to before it with undo, or {BACKUP}"
 _ADD_AGAIN = f"remove the expert and add it once more, or {BACKUP}"
 """What helps where a state is damaged, and where an entry of a ledger is"""
 
 
-def step_directory(store: Path, number: int) -> Path:
-    return store / "steps" / f"{number:04d}"
-
-
-def step_bytes(store: Path, number: int) -> int:
-    """What a step takes on disk."""
+def step_bytes(store: Place, folder: str) -> int:
+    """What a step takes on disk, or in its bucket."""
+    if isinstance(store, Mirror):
+        return sum(found.size for found in store.objects(f"steps/{folder}").values())
     sizes = 0
     with suppress(FileNotFoundError):  # a writer has removed it just now
-        for path in step_directory(store, number).iterdir():
+        for path in (store / "steps" / folder).iterdir():
             sizes += path.stat().st_size
     return sizes
 
@@ -65,14 +64,14 @@ def slot_name(slot: str, name: str) -> str:
     return f"{slot}:{name}"
 
 
-def is_begun(store: Path, number: int) -> bool:
+def is_begun(store: Path, folder: str) -> bool:
     """Whether a step is in the making, and can be resumed."""
-    return (step_directory(store, number) / _PLAN).is_file()
+    return (store / "steps" / folder / PLAN).is_file()
 
 
-def tidy(store: Path, number: int) -> None:
+def tidy(store: Path, folder: str) -> None:
     """Remove what a step is resumed with: it is real now."""
-    for path in (step_directory(store, number) / name for name in UNFINISHED):
+    for path in (store / "steps" / folder / name for name in UNFINISHED):
         if path.exists():
             path.unlink()
 
@@ -80,19 +79,20 @@ def tidy(store: Path, number: int) -> None:
 class StepReader:
     """What a step has written, checked as it is read; files stay readable while it is open, even if removed."""
 
-    def __init__(self, store: Path, expert: Expert) -> None:
+    def __init__(self, store: Place, expert: Expert) -> None:
         """``expert`` is whose state or entry it is, by the manifest."""
-        self.directory, remedy = step_directory(store, expert.number), _ADD_AGAIN if expert.cut else _UNDO
+        files, remedy = located(store, f"steps/{expert.folder}"), _ADD_AGAIN if expert.cut else _UNDO
+        self.folder, self.directory = expert.folder, files.path
         path = self.directory / DIGESTS
         self.digests = conform(parse(read_text(path), path), dict[str, str], path)
         if combined_digest(self.digests) != expert.state:
             raise damaged(path, "it does not match the manifest", remedy)
-        self.factors = FactorReader(self.directory, expert.number, self.digests, remedy)
+        self.factors = FactorReader(files, expert.number, self.digests, remedy)
         dense = self.digests.keys() - {INDEX} - self.factors.names
         self._dense: CheckedTensors | None = None
         try:
             if dense:
-                self._dense = CheckedTensors(self.directory, {name: self.digests[name] for name in dense}, remedy)
+                self._dense = CheckedTensors(files, {name: self.digests[name] for name in dense}, remedy)
             self.factors.check(self._dense)
         except BaseException:
             self.close()
@@ -101,6 +101,11 @@ class StepReader:
     @property
     def nbytes(self) -> int:
         return sum(files.nbytes for files in self._files())
+
+    @property
+    def copies(self) -> int:
+        """How often a tensor is in memory while it is read."""
+        return self._dense.copies if self._dense else 0
 
     def read(self, slot: str, name: str) -> Tensor | LowRank:
         key = slot_name(slot, name)
@@ -159,7 +164,8 @@ class StepWriter:
 
     def __init__(
         self,
-        store: Path,
+        store: Place,
+        folder: str,
         number: int,
         layout: Mapping[str, TensorSpec],
         blocks: Mapping[str, TensorSpec],
@@ -168,14 +174,15 @@ class StepWriter:
     ) -> None:
         """``layout`` has the dense slots and the cores, ``blocks`` what the bases of factored slots may gain.
 
-        ``before`` is the state before it, with the directory that its files are in.
+        ``before`` is the state before it, with the folder that its files are in.
         """
-        self.directory, self._before = step_directory(store, number), before
+        self._site, self._before = site_of(store, folder), before
         self._layout, self._number = layout, number
         self.done: dict[str, tuple[Outcome, str | None]] = {}
         """Tensors that an earlier, interrupted run has written, with the digest of the expert's."""
         self._open = ExitStack()
         """Lets go of the files as they are"""
+        self._open.callback(self._site.close)
         try:
             self._begin(blocks, json.loads(json.dumps(plan)))
         except (MergestreamError, OSError):  # what takes room on a disk that is full must not stay
@@ -185,36 +192,27 @@ class StepWriter:
     def _begin(self, blocks: Mapping[str, TensorSpec], plan: Mapping[str, Any]) -> None:
         from mergestream.merging.step import Outcome
 
-        resumable = False
-        if plan["fingerprint"] is not None:
-            with suppress(MergestreamError):  # there is no plan, or none that can be read
-                resumable = read_json(self.directory / _PLAN) == plan
-        if not resumable:
-            remove(self.directory)
-            self.directory.mkdir(parents=True)
-        self._writer = SafetensorsWriter(self.directory, self._layout, resume=resumable) if self._layout else None
+        resumable = self._site.begin(plan, resumable=plan["fingerprint"] is not None)
+        self._writer = self._site.writer(self._layout, "model", resumable) if self._layout else None
         if self._writer:
             self._open.callback(self._writer.abandon)
         factors = self._before.factors if self._before else None
         resumed = self._writer.resumed if self._writer else resumable
-        self._factors = FactorWriter(self.directory, self._number, blocks, factors, resumed)
+        self._factors = FactorWriter(self._site, self._number, blocks, factors, resumed)
         if self._factors.writer:
             self._open.callback(self._factors.writer.abandon)
         if resumed and self._factors.resumed:
-            for entry in _entries(self.directory / _JOURNAL):
+            for entry in self._site.entries():
                 outcome = Outcome(**entry["outcome"])
                 if self._keep(stored_digests(entry["tensor"], outcome)):
                     self.done[entry["tensor"]] = outcome, entry["expert"]
-        else:
-            write_json(self.directory / _PLAN, plan)
-        self._journal = self._open.enter_context((self.directory / _JOURNAL).open("ab", buffering=0))
 
     def _keep(self, digests: Mapping[str, str]) -> bool:
         """Keep what was written before, if it is still what was meant."""
         written = []
         for key, digest in digests.items():
             owner, name = (self._writer, key) if key in self._layout else (self._factors.writer, key.partition("/")[2])
-            if owner is None or tensor_digest(owner.read(name)) != digest:
+            if owner is None or not owner.holds(name, digest):
                 return False
             written.append((owner, name))
         for owner, name in written:
@@ -239,19 +237,16 @@ class StepWriter:
 
     def record(self, name: str, outcome: Outcome, expert_digest: str | None) -> None:
         """Note a finished tensor, so that it need not be done again."""
-        text = json.dumps({"tensor": name, "outcome": dataclasses.asdict(outcome), "expert": expert_digest})
-        try:
-            self._journal.write(f"\n{text_digest(text)} {text}".encode())
-        except OSError as error:
-            raise cannot_write(self.directory / _JOURNAL, error) from error
+        entry = {"tensor": name, "outcome": dataclasses.asdict(outcome), "expert": expert_digest}
+        self._site.record(entry, sum(writer.written for writer in (self._writer, self._factors.writer) if writer))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy writes tensors; the plan and the journal stay here."""
-        return {key: value for key, value in vars(self).items() if key not in ("done", "_open", "_journal")}
+        return {key: value for key, value in vars(self).items() if key not in ("done", "_open", "_site")}
 
     def finish(self, outcomes: Mapping[str, Outcome]) -> str:
         """Bring all to the disk; returns the digest of the state."""
-        self._journal.close()
+        self._site.close()
         if self._writer:
             self._writer.close()
         digests: dict[str, str] = {}
@@ -261,16 +256,19 @@ class StepWriter:
             index |= outcome.factors["index"] if outcome.factors else {}
         if index:
             used = used_steps(index)
-            self._factors.finish(self._before.directory if self._before else self.directory, used)
+            self._factors.finish(used)
+            for step in used:
+                if step != self._number and self._before:
+                    self._site.take_over(self._before.folder, file_prefix(step))
             own = f"{file_prefix(self._number)}/"
             older = self._before.digests if self._before else {}
             taken_over = tuple(f"{file_prefix(step)}/" for step in used if step != self._number)
             digests = {k: d for k, d in digests.items() if self._number in used or not k.startswith(own)}
             digests |= {k: d for k, d in older.items() if k.startswith(taken_over)}
-            write_json(self.directory / INDEX, index)
+            self._site.save(INDEX, index)
             digests[INDEX] = json_digest(index)
-        write_json(self.directory / DIGESTS, digests)
-        sync_directory(self.directory.parent)
+        self._site.save(DIGESTS, digests)
+        self._site.finish()
         return combined_digest(digests)
 
     def pause(self) -> None:
@@ -279,21 +277,10 @@ class StepWriter:
 
     def abandon(self) -> None:
         self.pause()
-        with suppress(OSError):  # why it is abandoned is what counts; the next writer tries again
-            remove(self.directory)
+        self._site.remove()
 
 
 def stored_digests(name: str, outcome: Outcome) -> dict[str, str]:
     """The digest of everything that was written for one tensor."""
     dense = {slot_name(slot, name): digest for slot, digest in outcome.slots.items()}
     return dense | (outcome.factors["digests"] if outcome.factors else {})
-
-
-def _entries(journal: Path) -> Iterator[dict[str, Any]]:
-    """The journal's lines, each after its digest: one that was cut short does not count."""
-    if not journal.is_file():
-        return
-    for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
-        digest, _, text = line.partition(" ")
-        if digest == text_digest(text):
-            yield json.loads(text)

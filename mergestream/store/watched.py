@@ -10,9 +10,10 @@ from typing import Any
 
 from mergestream.checkpoints.layout import is_weight_file
 from mergestream.digest import json_digest, text_digest
-from mergestream.files import write_json
+from mergestream.files import to_json, write_json
 from mergestream.objects import Bucket, Object, Url, url_of
 from mergestream.schema import BACKUP, conform, damaged, parse, read_text
+from mergestream.store.mirror import Mirror, Place, fetched
 
 NAME = "watched.json"
 _REMEDY = f"{BACKUP}, or remove it to have watch try again what was refused or taken back"
@@ -32,9 +33,9 @@ class LeftAlone:
         return self.files == files and self.options in (None, options)
 
 
-def recall(store: Path) -> dict[str, LeftAlone]:
+def recall(store: Place) -> dict[str, LeftAlone]:
     """By the source of the expert."""
-    path = store / NAME
+    path = fetched(store, NAME)
     if not path.is_file():
         return {}
     data = parse(read_text(path), path)
@@ -44,13 +45,17 @@ def recall(store: Path) -> dict[str, LeftAlone]:
     return conform(experts, dict[str, LeftAlone], path)
 
 
-def remember(store: Path, experts: Mapping[str, LeftAlone]) -> None:
+def remember(store: Place, experts: Mapping[str, LeftAlone]) -> None:
     """Add to what is left alone; the store must be held for writing."""
     data = {source: asdict(entry) for source, entry in {**recall(store), **experts}.items()}
-    write_json(store / NAME, {"experts": data, "digest": json_digest(data)})
+    content = {"experts": data, "digest": json_digest(data)}
+    if isinstance(store, Mirror):
+        store.replace(NAME, to_json(content))
+    else:
+        write_json(store / NAME, content)
 
 
-def remember_departed(store: Path, source: str) -> None:
+def remember_departed(store: Place, source: str) -> None:
     """The same for an expert that is taken out of the store, where it is still where it came from."""
     url = url_of(source)
     try:

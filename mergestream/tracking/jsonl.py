@@ -8,9 +8,9 @@ from pathlib import Path
 from mergestream.tracking.step import TrackedStep
 
 
-def send(target: str | None, step: TrackedStep, store: Path) -> None:
+def send(target: str | None, step: TrackedStep) -> None:
     """``target`` is the file; beside the store by default."""
-    path = Path(target) if target else store.resolve().with_name(f"{store.resolve().name}.jsonl")
+    path = Path(target or f"{step.place}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     line = {"store": step.store, "step": step.number, "expert": step.expert, "time": step.added, **step.scalars}
     with path.open("a", encoding="utf-8") as file:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.tracking.step import TrackedStep
@@ -17,7 +16,7 @@ _MOST = 500
 """Metrics in a request"""
 
 
-def send(target: str | None, step: TrackedStep, store: Path) -> None:
+def send(target: str | None, step: TrackedStep) -> None:
     """``target`` is the experiment. A run that is active is used; else a store has one of its own, found by its tag."""
     import mlflow
     from mlflow.entities import Metric

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.digest import json_digest
@@ -26,6 +27,8 @@ class TrackedStep:
     """One absorbed expert, and the store that it came to."""
 
     store: str
+    place: str
+    """Of the store"""
     run: str
     """The same for all steps of a store"""
     config: dict[str, Any]
@@ -39,13 +42,15 @@ class TrackedStep:
         """With what has to be measured for it: of a ledger a pass over the linear weights of all experts."""
         import torch
 
-        manifest, place = store.manifest, str(store.path.resolve())
+        manifest = store.manifest
+        place = str(store.place.resolve() if isinstance(store.place, Path) else store.place)
         number = manifest.names.index(entry.name) + 1
-        sketch = torch.from_numpy(read_sketch(store.path, entry))
-        cosines = cosines_to(store.path, manifest.history[: number - 1], sketch)
+        sketch = torch.from_numpy(read_sketch(store.place, entry))
+        cosines = cosines_to(store.place, manifest.history[: number - 1], sketch)
         held, damage = _of_ledger(store) if manifest.is_ledger else ({}, {})
         return cls(
-            store=store.path.resolve().name,
+            store=Path(place).name,
+            place=place,
             run=json_digest([place, manifest.base.digest]),
             config={"method": manifest.method, **manifest.parameters, "base": manifest.base.source},
             number=number,

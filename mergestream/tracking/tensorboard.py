@@ -7,7 +7,7 @@ from pathlib import Path
 from mergestream.tracking.step import TrackedStep
 
 
-def send(target: str | None, step: TrackedStep, store: Path) -> None:
+def send(target: str | None, step: TrackedStep) -> None:
     """``target`` is the log directory; ``runs/STORE`` by default."""
     from torch.utils.tensorboard import SummaryWriter
 

@@ -40,6 +40,8 @@ class Tracker:
             if Path(target).suffix != ".jsonl":
                 raise UsageError(f"--log {text}: the file is written to at its end, so it must end in .jsonl")
             refuse_file(on_disk(target), *store.sources)
+        elif name == "jsonl":
+            on_disk(str(store.place))  # the file is beside it
         elif name == "tensorboard" and target:
             refuse_within(Path(target), *store.sources)
         if name != "jsonl" and find_spec(name) is None:
@@ -67,7 +69,7 @@ def track(trackers: Sequence[Tracker], store: StoreDirectory, entry: Expert) -> 
         return
     for tracker in trackers:
         try:
-            import_module(f"mergestream.tracking.{tracker.name}").send(tracker.target, step, store.path)
+            import_module(f"mergestream.tracking.{tracker.name}").send(tracker.target, step)
         except Exception as error:  # of a server, a network, somebody else's library
             store.progress.note(f"{entry.name} is added, but not logged by {tracker}: {_reason(error)}")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mergestream.tracking.step import TrackedStep
 
 
-def send(target: str | None, step: TrackedStep, store: Path) -> None:
+def send(target: str | None, step: TrackedStep) -> None:
     """``target`` is the project, or ENTITY/PROJECT. A run that is active is used; else a store has one of its own,
     which goes on with every command and is finished as this process ends."""
     import wandb

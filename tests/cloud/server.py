@@ -61,6 +61,8 @@ class Trouble:
     """Half of the answer's body, then nothing"""
     lost: Callable[[int], bool] = lambda number: False
     """Done, and not answered"""
+    unconditional: bool = False
+    """Whether an object is put whatever is there, as some services do"""
     seconds: float = 0
     """Before an answer"""
     requests: list[tuple[str, str]] = field(default_factory=list)
@@ -91,7 +93,10 @@ def disturbed(endpoint: str, trouble: Trouble) -> Iterator[str]:
                 self.send_header("Content-Length", "0")
                 return self.end_headers()
             connection = http.client.HTTPConnection(endpoint.removeprefix("http://"))
-            connection.request(self.command, self.path, body, dict(self.headers))
+            headers = dict(self.headers)
+            if trouble.unconditional:
+                headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+            connection.request(self.command, self.path, body, headers)
             answer = connection.getresponse()
             content = answer.read()
             connection.close()

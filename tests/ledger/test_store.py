@@ -157,7 +157,7 @@ def test_entries_are_shortened_when_they_hold_twice_what_is_read(tmp_path, paths
 
 def test_shortening_that_fails_leaves_longer_entries_and_the_next_step_does_it(tmp_path, paths):
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:16])
-    with patch.object(shortening, "SafetensorsWriter", side_effect=MergestreamError("full")):
+    with patch.object(shortening, "_write", side_effect=MergestreamError("full")):
         store.add(paths[16])
     assert not (store.path / "steps" / "0017").exists()
     again = Store(store.path)

@@ -1,0 +1,32 @@
+"""A store in a bucket on a cluster: each worker uploads what it has made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from mergestream import LocalEngine, Store
+from tests.cloud.server import BUCKET
+from tests.cloud.test_export import objects
+
+COMMANDS = """
+import sys, ray
+from mergestream.cli import main
+ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=80 << 20)
+store, expert, other = sys.argv[1:]
+sys.exit(main(["add", store, expert, "--engine", "ray"]) or main(["inspect", store, other, "--engine", "ray"]))
+"""
+"""On a cluster of this machine, which knows the server by the environment that it is started in"""
+
+
+def test_workers_upload_objects_of_their_own(toys, bucket, tmp_path):
+    place = f"s3://{BUCKET}/stores/ray"
+    Store.create(place, toys.base, "ledger")
+    subprocess.run([sys.executable, "-c", COMMANDS, place, *map(str, toys.experts[:2])], check=True, timeout=300)
+    far = Store(place)
+    far.verify()
+    near = Store.create(tmp_path / "store", toys.base, "ledger", engine=LocalEngine(1)).add(toys.experts[0])
+    assert far.history[0].state == near.state
+    names = objects(bucket, "stores/ray")
+    assert len([name for name in names if "/model-" in name]) > 2
+    assert not [name for name in names if "scratch" in name]
