@@ -2,11 +2,13 @@
 
     python -m benchmarks.kernels                                    the tables of docs/notes/performance.md
     python -m benchmarks.kernels --base B --experts E1 E2           the limit for one step on these checkpoints
+    OPENBLAS_CORETYPE=Haswell python -m benchmarks.kernels          with the products of another processor
 
 The tables run every way to decompose S and project Δ on one thread, interleaved, and print the median of the
 thread's CPU seconds (a busy machine does not change them much), the ratio to ours and the error of P(Δ) against a
 float64 SVD. The limit runs, for all linear weights in memory, on all cores and back to back: half a Gram matrix,
-its eigendecomposition, and the three products S·V, Uᵀ·Δ and U·(what is removed). Nothing else.
+its eigendecomposition, and the three products S·V, Uᵀ·Δ and U·(what is removed), of the protected directions alone for
+the block projection. Nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.stopwatch import work
 from mergestream.algebra import lapack
-from mergestream.algebra.projection import project, protected_directions
+from mergestream.algebra.projection import Projection, project, protected_directions
 from mergestream.algebra.svd import ThinSVD, numerical_rank, thin_svd
 from mergestream.algebra.svd import gram as _gram
 from mergestream.checkpoints import open_checkpoint
@@ -41,18 +43,25 @@ Kernel = Callable[[Tensor, Tensor, int], Tensor]  # S, Δ, q ↦ P(Δ)
 # --- the limit
 
 
-def bare_kernels(S: Tensor, delta: Tensor) -> None:
+def bare_kernels(S: Tensor, delta: Tensor, projection: Projection) -> None:
     if S.shape[0] < S.shape[1]:
         S, delta = S.T, delta.T
-    _, v = lapack.eigh_upper(_gram(S), S.dtype)
+    _, v = lapack.eigh_upper(_gram(S), S.dtype, protected_vectors if projection == "block" else None)
     u = S @ v
-    torch.addmm(delta, u, u.T @ delta, out=torch.empty_like(delta))
+    removed = u.T @ delta
+    if projection == "block":
+        removed = (removed @ v) @ v.T
+    torch.addmm(delta, u, removed, out=torch.empty_like(delta))
 
 
-def on_all_cores(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def protected_vectors(ascending: Tensor) -> int:
+    return protected_directions(ascending.flip(0).clamp(min=0).sqrt(), alpha=0.5)
+
+
+def on_all_cores(pairs: list[tuple[Tensor, Tensor]], projection: Projection) -> None:
     def run(pair: tuple[Tensor, Tensor]) -> None:
         torch.set_num_threads(1)
-        bare_kernels(*pair)
+        bare_kernels(*pair, projection)
 
     largest_first = sorted(pairs, key=lambda pair: -pair[0].numel())
     with single_threaded(), ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -163,10 +172,10 @@ def tables(decay: float, repetitions: int) -> None:
     print(f"NumPy {numpy.__version__}; σᵢ ∝ i^-{decay}, α = 0.5, medians of {repetitions} interleaved rounds\n")
     for m, n in SHAPES:
         kernel_table(m, n, decay, repetitions)
-    for m, n in ((768, 768), (3072, 768)):
+    for m, n in ((768, 768), (3072, 768), (1024, 1024)):
         parts_table(m, n, decay, repetitions)
         block_table(m, n, decay, repetitions)
-    for n in (768, 1024, 2048):
+    for n in (384, 768, 1024, 2048):
         eigensolver_table(n, decay, repetitions)
 
 
@@ -224,13 +233,19 @@ def block_table(m: int, n: int, decay: float, repetitions: int) -> None:
 
 
 def eigensolver_table(n: int, decay: float, repetitions: int) -> None:
+    """All vectors in several ways, and a part of them in ours: no part may cost more than all."""
     matrix = _gram(random_matrix(n, n, decay, 0))
+
+    def leading(part: int) -> Callable[[], object]:
+        return lambda: lapack.eigh_upper(matrix.clone(), torch.float32, lambda values: n // part)
+
     medians = interleaved(
         {
             "torch, float64": lambda: torch.linalg.eigh(matrix, UPLO="U"),
             "torch, float32": lambda: torch.linalg.eigh(matrix.float(), UPLO="U"),
             "NumPy, float64": lambda: numpy.linalg.eigh(matrix.numpy(), UPLO="U"),
             "kept: float64 values, float32 vectors": lambda: lapack.eigh_upper(matrix.clone(), torch.float32),
+            **{f"the same, 1/{part} of the vectors": leading(part) for part in (8, 5, 4, 2)},
         },
         repetitions,
     )
@@ -265,6 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path)
     parser.add_argument("--experts", type=Path, nargs=2)
+    parser.add_argument("--projection", choices=["reference", "block"], default="reference", help="of the limit")
     parser.add_argument("--decay", type=float, default=0.7, help="of the singular values in the table")
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
@@ -273,7 +289,7 @@ def main() -> None:
             return tables(arguments.decay, arguments.repetitions)
     pairs = linear_pairs(arguments.base, *arguments.experts)
     with work():
-        on_all_cores(pairs)
+        on_all_cores(pairs, arguments.projection)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,14 @@ from torch import Tensor
 _LENGTH_OF_A_LETTER = c_size_t(1)  # Fortran passes the length of every string behind the arguments
 
 
-# Up to this share of all vectors, inverse iteration finds them faster than divide and conquer finds all.
+# From this size on and up to this share of all vectors, inverse iteration is faster with the products of any processor
+# that was tried (docs/notes/performance.md). Where more are wanted, knowing the values first pays up to half of all.
+_LEAST_SIZE = 512
 _FEW = 0.2
+
+# Inverse iteration leaves noise of 1e-40 in half of the entries. In float32 these are subnormal numbers, for which many
+# processors take a hundred times as long (docs/notes/performance.md): few vectors would take longer than all.
+_NOISE = 1e-30
 
 
 def eigh_upper(
@@ -43,7 +49,7 @@ def eigh_upper(
         values, rows = _largest_vectors(lapack, diagonal, off_diagonal, wanted)
     else:
         values, rows = _all_vectors(lapack, diagonal, off_diagonal)
-    vectors = rows.to(dtype).T
+    vectors = torch.hardshrink(rows, _NOISE, out=rows).to(dtype).T
     # Q = H₁ … Hₙ₋₁ leaves the first coordinate alone: what remains is the Q of a QR decomposition.
     vectors[1:] = torch.ormqr(reflectors.to(dtype).T[1:, :-1], tau[:-1].to(dtype), vectors[1:])
     return values, vectors
@@ -93,6 +99,9 @@ def _largest_vectors(
 ) -> tuple[Tensor, Tensor]:
     """All eigenvalues (dsterf), and as rows the eigenvectors of the largest: by inverse iteration (dstein) if few."""
     n = diagonal.numel()
+    if n < _LEAST_SIZE:
+        values, vectors = _all_vectors(lapack, diagonal, off_diagonal)
+        return values, vectors[n - wanted(values) :]
     values, destroyed = diagonal.clone(), off_diagonal.clone()
     _call(lapack.scipy_dsterf_64_, n, values, destroyed)
     count = wanted(values)

@@ -70,7 +70,9 @@ class OPCM(Method):
 
     def _project(self, S: Value, delta: Value) -> tuple[Value, int]:
         protected = partial(protected_directions, alpha=self.alpha)
-        svd = thin_svd(S, leading=protected) if self.projection == "block" else thin_svd(S)
+        # σ descend, so that at most the share α of all directions is protected: beyond half, all vectors cost no more.
+        few = self.projection == "block" and self.alpha <= 0.5
+        svd = thin_svd(S, leading=protected if few else None)
         q = protected(svd.s)
         return project(delta, svd, q, self.projection), q
 

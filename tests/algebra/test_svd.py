@@ -124,13 +124,20 @@ def test_nothing_is_kept_along_the_state_nor_of_it(projection, exponent):
     assert relative(projected(S, S, 0.5, projection), S) < 1e-5
 
 
-@pytest.mark.parametrize("without_lapack", [False, True])
+@pytest.fixture(params=["inverse iteration", "divide and conquer", "torch alone"])
+def way(request, monkeypatch):
+    """How leading vectors are found: as in large matrices, as in small ones, and where NumPy brings no LAPACK."""
+    if request.param == "inverse iteration":
+        monkeypatch.setattr(lapack, "_LEAST_SIZE", 0)
+    if request.param == "torch alone":
+        monkeypatch.setattr(lapack, "_lapack", lambda: None)
+
+
 @pytest.mark.parametrize("shape", [(60, 24), (24, 60)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 24])
-def test_leading_vectors_are_the_first_of_all(count, dtype, shape, without_lapack, monkeypatch):
-    if without_lapack:
-        monkeypatch.setattr(lapack, "_lapack", lambda: None)
+@pytest.mark.usefixtures("way")
+def test_leading_vectors_are_the_first_of_all(count, dtype, shape):
     S = randn(*shape, seed=12, dtype=dtype)
     every, leading = thin_svd(S), thin_svd(S, leading=lambda s: min(count, len(s)))
     torch.testing.assert_close(leading.s, every.s)
@@ -141,6 +148,7 @@ def test_leading_vectors_are_the_first_of_all(count, dtype, shape, without_lapac
 
 @pytest.mark.parametrize("count", [1, 4, 12])
 @pytest.mark.parametrize("state", ["orthogonal", "of equal blocks", "of rank one", "zero"])
+@pytest.mark.usefixtures("way")
 def test_leading_vectors_are_orthonormal_where_singular_values_are_equal(state, count):
     S = {
         "orthogonal": torch.linalg.qr(randn(24, 24, seed=15, dtype=torch.float64))[0].float(),
@@ -153,6 +161,21 @@ def test_leading_vectors_are_orthonormal_where_singular_values_are_equal(state, 
     for vectors in (svd.u, svd.v):
         torch.testing.assert_close(vectors.T @ vectors, torch.eye(leading), rtol=0, atol=1e-5)
     torch.testing.assert_close(S @ svd.v, svd.u * svd.s[:leading].float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("exponent", [0.3, 0.7, 1.5])
+def test_no_subnormal_number_is_rotated(exponent, monkeypatch):
+    """Many processors are a hundred times slower with them: leading vectors would cost more than all."""
+    S = with_spectrum(512, 512, power_law(512, exponent), seed=22)
+    ormqr, subnormal = torch.ormqr, []
+
+    def watched(*factors):
+        subnormal.extend(int(((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum()) for x in factors)
+        return ormqr(*factors)
+
+    monkeypatch.setattr(torch, "ormqr", watched)
+    thin_svd(S, leading=lambda s: 64)
+    assert subnormal == [0, 0, 0]
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
