@@ -45,6 +45,7 @@ peers: .venv-peers/installed
 
 bench: .venv/installed .venv-peers/installed
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.large
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.ledger_growth
 	$(BIN)/python -m benchmarks.adapters

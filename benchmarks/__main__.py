@@ -29,14 +29,13 @@ def main() -> None:
     parser.add_argument("--sums", nargs="*", choices=MODELS, default=["llama-1gb", "llama-4gb"], metavar="MODEL")
     parser.add_argument("--ledger", nargs="*", choices=MODELS, default=["llama-1gb"], metavar="MODEL")
     parser.add_argument("--ledger-memory", nargs="*", choices=MODELS, default=["llama-200mb"], metavar="MODEL")
-    parser.add_argument("--large", nargs="*", choices=MODELS, default=["llama-7b-2-layers"], metavar="MODEL")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--peer-repetitions", type=int, default=3)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "performance")
     arguments = parser.parse_args()
     if arguments.quick:
         quick = {"opcm": ["vit-b-32"], "sums": ["llama-200mb"], "output": CACHE / "quick"}
-        quick |= {"ledger": ["llama-tiny"], "ledger_memory": [], "large": []}
+        quick |= {"ledger": ["llama-tiny"], "ledger_memory": []}
         vars(arguments).update(quick, repetitions=1, peer_repetitions=1)
 
     suite = Suite(arguments.repetitions, arguments.peer_repetitions)
@@ -47,7 +46,6 @@ def main() -> None:
     experts = 3 if arguments.quick else 8
     parts |= {f"ledger, {model}": partial(suite.ledger, model, experts) for model in arguments.ledger}
     parts |= {f"memory of a ledger, {model}": partial(suite.ledger_memory, model) for model in arguments.ledger_memory}
-    parts |= {f"7B's widths, {model}": partial(suite.large, model) for model in arguments.large}
     if have_peers() and arguments.sums:
         parts["agreement with mergekit"] = suite.agreement_with_mergekit
     if arguments.opcm or arguments.sums:

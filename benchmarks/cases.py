@@ -39,6 +39,11 @@ class Contender:
     def is_peer(self) -> bool:
         return self.name.split(",")[0] in (FUSIONBENCH, MERGEKIT)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is mergestream with all that belongs to it, and not its bare kernels."""
+        return "benchmarks.ours" in self.command
+
 
 @dataclass(frozen=True)
 class Case:
@@ -87,10 +92,10 @@ def previous_state(store: Path, step: int) -> Path:
     return store / "steps" / f"{step:04d}"
 
 
-def floor(read: Sequence[Path], copy: Path) -> Contender:
+def floor(read: Sequence[Path], copy: Path, *, label: str = FLOOR) -> Contender:
     output = OUT / "floor"
     command: Command = (*PYTHON, "benchmarks.floor", "--read", *read, "--copy", copy, "--output", output)
-    return Contender(FLOOR, command, lambda: fresh(output))
+    return Contender(label, command, lambda: fresh(output))
 
 
 def add(store: Path, expert: Path, step: int, *, label: str = OURS, within: str | None = None) -> Contender:
@@ -110,19 +115,20 @@ def merger(family: Family, projection: str, label: str) -> Contender:
     return Contender(label, (*command, *family.experts))
 
 
-def kernels(family: Family) -> Contender:
+def kernels(family: Family, projection: str = "reference", *, label: str = KERNELS) -> Contender:
     """The decompositions and products of one OPCM step alone, on all cores, with the matrices in memory."""
-    return Contender(KERNELS, (*PYTHON, "benchmarks.kernels", "--base", family.base, "--experts", *family.experts))
+    command: Command = (*PYTHON, "benchmarks.kernels", "--projection", projection, "--base", family.base)
+    return Contender(label, (*command, "--experts", *family.experts[:2]))
 
 
-def ledger_add_kernels(base: Path, expert: Path) -> Contender:
+def ledger_add_kernels(base: Path, expert: Path, *, label: str = KERNELS) -> Contender:
     """Reading, differences and truncated decompositions of one `add` to a ledger, on all cores."""
-    return Contender(KERNELS, (*PYTHON, "benchmarks.ledger", "add", "--base", base, expert))
+    return Contender(label, (*PYTHON, "benchmarks.ledger", "add", "--base", base, expert))
 
 
-def ledger_export_kernels(store: Path) -> Contender:
+def ledger_export_kernels(store: Path, *, label: str = KERNELS) -> Contender:
     """The products and eigenvectors of one `export` by agree, on all cores, with the entries in memory."""
-    return Contender(KERNELS, (*PYTHON, "benchmarks.ledger", "export", store))
+    return Contender(label, (*PYTHON, "benchmarks.ledger", "export", store))
 
 
 def export(store: Path, out: Path, *, label: str = OURS, within: str | None = None) -> Contender:
@@ -134,10 +140,17 @@ def _budget(within: str | None) -> Command:
     return ("--max-memory", within) if within else ()
 
 
-def merge(family: Family, method: str, *parameters: str, label: str = OURS, out: Path = OUT / "merged") -> Contender:
+def merge(
+    family: Family,
+    method: str,
+    *parameters: str,
+    label: str = OURS,
+    out: Path = OUT / "merged",
+    within: str | None = None,
+) -> Contender:
     settings = [part for parameter in parameters for part in ("--set", parameter)]
     command: Command = (*PYTHON, "benchmarks.ours", "merge", "--base", family.base, "--method", method, *settings)
-    return Contender(label, (*command, out, *family.experts), lambda: fresh(out))
+    return Contender(label, (*command, *_budget(within), out, *family.experts), lambda: fresh(out))
 
 
 def mergekit(

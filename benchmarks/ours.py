@@ -2,7 +2,7 @@
 
 python -m benchmarks.ours add STORE EXPERT [--max-memory 2GB]
 python -m benchmarks.ours export STORE OUT [--max-memory 2GB]
-python -m benchmarks.ours merge --base B --method ties --set mode=streaming [--workers N] OUT E1 E2 E3
+python -m benchmarks.ours merge --base B --method ties --set mode=streaming [--workers N] [--max-memory 2GB] OUT E1 E2
 python -m benchmarks.ours merger --base B E1 E2                the second model into an in-memory `Merger`
 """
 
@@ -20,6 +20,7 @@ from mergestream import OPCM
 from mergestream.api import Store
 from mergestream.base.architecture import load_architecture
 from mergestream.checkpoints import open_checkpoint
+from mergestream.cli.options import make_engine
 from mergestream.engine import LocalEngine
 from mergestream.export.one_shot import merge
 from mergestream.merging.merger import Merger
@@ -41,10 +42,11 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("add", "export"):
         command = commands.add_parser(name)
+        command.add_argument("--max-memory", type=parse_size)
         command.add_argument("store", type=Path)
         command.add_argument("path", type=Path)
-        command.add_argument("--max-memory", type=parse_size)
     command = commands.add_parser("merge")
+    command.add_argument("--max-memory", type=parse_size)
     command.add_argument("--base", type=Path, required=True)
     command.add_argument("--method", required=True)
     command.add_argument("--set", action="append", default=[], dest="parameters")
@@ -65,7 +67,7 @@ def main() -> None:
             merger.add(second)
     elif arguments.command == "merge":
         method = make_method(arguments.method, dict(item.split("=") for item in arguments.parameters))
-        engine = LocalEngine(arguments.workers) if arguments.workers else None
+        engine = make_engine("local", workers=arguments.workers, max_memory=arguments.max_memory)
         load_architecture(arguments.base)  # imports transformers, as the peers' runners do before their work
         with work():
             merge(arguments.base, arguments.experts, arguments.path, method, engine=engine)

@@ -54,13 +54,19 @@ def write(directory: Path, suite: Suite, about: dict[str, Any]) -> str:
     return text
 
 
-def markdown(suite: Suite, about: dict[str, Any]) -> str:
+def described(about: dict[str, Any]) -> str:
+    """The machine, the versions and how busy it was, in one sentence; called when the run is over."""
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    loads = f"load average {about['load_before'][0]} before and {about['load_after'][0]} after the run"
-    lines = [
+    loads = f"load average {about['load_before'][0]} before and {os.getloadavg()[0]:.1f} after the run"
+    return (
         f"{about['cpu']}, {about['cores']} cores, {about['memory_GB']} GB, Linux {about['system']}, Python "
-        f"{about['python']}; {versions}; {about['time']} UTC; {loads}. Median of {suite.repetitions} interleaved "
-        f"runs (peers: {suite.peer_repetitions}).",
+        f"{about['python']}; {versions}; {about['time']} UTC; {loads}"
+    )
+
+
+def markdown(suite: Suite, about: dict[str, Any]) -> str:
+    lines = [
+        f"{described(about)}. Median of {suite.repetitions} interleaved runs (peers: {suite.peer_repetitions}).",
         "",
         *table(
             ("work", "measured", "target", ""),

@@ -151,6 +151,10 @@ class Suite:
                 self._judge_memory(title, model, name)
             elif name in peers:
                 self.targets.append(Target(work, _ratio(cpu, floor), "", None))
+        if cases.have_peers():
+            for peer, name in zip(peers, (f"{OURS}, task arithmetic", f"{OURS}, TIES over the model"), strict=True):
+                theirs, here = (self._median(title, who, lambda cost: cost.work["wall"]) for who in (peer, name))
+                self._judge_faster(f"{title}: {name}, against {peer} (wall)", theirs, here, 1)
 
     def ledger(self, model: str, many: int = 8) -> None:
         """The third expert into a ledger, beside OPCM on the same files, and the readout of many."""
@@ -200,31 +204,6 @@ class Suite:
             measured = f"{large / small:.2f}× ({large / MEGABYTE:.0f} MB / {small / MEGABYTE:.0f} MB)"
             work = f"{title}: {command} {many} against {command} {few}"
             self.targets.append(Target(work, measured, "≤ 1.1×", large <= 1.1 * small))
-
-    def large(self, model: str = "llama-7b-2-layers", layers: int = 32) -> None:
-        """Llama-7B's widths: what each way to decompose costs, beside mergekit on the same files. All once."""
-        experts = family(model, 3)
-        has = MODELS[model].config["num_hidden_layers"]
-        title = f"{model} ({has} of {layers} layers)"
-        exact = cases.store_with(STORES / f"{model}-exact", experts, Ledger(svd="exact"), 0)
-        randomised = cases.store_with(STORES / f"{model}-randomised", experts, Ledger(svd="randomised"), 2)
-        peers = {f"{MERGEKIT}, task arithmetic of 3": "task_arithmetic", f"{MERGEKIT}, TIES of 3": "ties"}
-        third = experts.experts[2]
-        contenders = (
-            cases.add(exact, third, 0, label=f"{LEDGER}, add, svd=exact"),
-            cases.add(randomised, third, 2, label=f"{LEDGER}, add, svd=randomised"),
-            cases.export(randomised, OUT / "exported", label=f"{LEDGER}, export of 3 by agree"),
-            *(cases.mergekit(experts, method, label=label) for label, method in peers.items() if cases.have_peers()),
-        )
-        self.measured[title] = Case(title, contenders).measure(1, 1)
-        self._extrapolate(title, layers / has)
-
-    def _extrapolate(self, title: str, times: float) -> None:
-        """What was measured, and so many times as much."""
-        for name, costs in self.measured[title].items():
-            wall, cpu = (costs[0].work[clock] for clock in ("wall", "cpu"))
-            whole = f"{times:.0f} times as much is {wall * times / 60:.0f} min wall, {cpu * times / 60:.0f} min CPU"
-            self.targets.append(Target(f"{title}: {name}", f"{wall:.0f} s wall, {cpu:.0f} s CPU; {whole}", "", None))
 
     def agreement_with_mergekit(self) -> None:
         """TIES where the trimming is defined alike: per tensor, in float32, on a model small enough to compare."""

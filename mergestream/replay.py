@@ -22,7 +22,7 @@ from mergestream.export.adapter import write_each, write_merged
 from mergestream.export.directory import Output
 from mergestream.export.history import undated
 from mergestream.export.model import write_model
-from mergestream.export.one_shot import merge, usual_workers
+from mergestream.export.one_shot import merge
 from mergestream.export.recipe import ExpertSource, Recipe, read_recipe
 from mergestream.files import on_disk
 from mergestream.methods import make_method
@@ -60,7 +60,7 @@ def replay(
     form = followed.form
     output = Output(on_disk(out), form.dtype, form.max_shard_size or DEFAULT_SHARD_SIZE, overwrite, command)
     output.keep_off(*places.values())
-    engine = engine or LocalEngine(usual_workers(make_method(followed.method, followed.parameters), len(places) - 1))
+    engine = engine or LocalEngine()
     (_merge if followed.made_by == "merge" else _by_steps)(followed, places, output, engine, progress)
     made = read_recipe(output.path / MARKER)
     same = made.result == followed.result

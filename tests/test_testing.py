@@ -105,7 +105,7 @@ def test_pieces_are_of_the_usual_size_again() -> None:
     with pytest.raises(KeyError), testing.pieces_of(7):
         assert list(pieces.ranges(15)) == [(0, 7), (7, 14), (14, 15)]
         raise KeyError
-    assert usual == pieces.PIECE == 1 << 18
+    assert usual == pieces.PIECE == 1 << 19
 
 
 def test_checks_are_named_for_people() -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-PIECE = 1 << 18
+PIECE = 1 << 19
 """Elements in a piece. What is merged does not depend on it."""
 Elements = Callable[[int, int], "Tensor"]
 """Any range of a flattened tensor, by its start and its end."""

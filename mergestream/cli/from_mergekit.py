@@ -33,7 +33,7 @@ class Options(AddingOptions, OutputOptions, ComputingOptions):
 
 
 def run(options: Options) -> int:
-    from mergestream.export.one_shot import merge, usual_workers
+    from mergestream.export.one_shot import merge
     from mergestream.export.places import refuse_around
     from mergestream.mergekit import read_recipe
 
@@ -54,7 +54,7 @@ def run(options: Options) -> int:
         dtype=options.dtype or recipe.dtype,
         max_shard_size=options.max_shard_size,
         overwrite=options.overwrite,
-        engine=options.make_engine(usual_workers(recipe.method, len(recipe.inputs))),
+        engine=options.make_engine(),
         progress=progress,
         command=command_line(),
     )

@@ -11,7 +11,6 @@ from mergestream.cli.options import (
     MethodOptions,
     OutputOptions,
     argument,
-    at_least,
     command_line,
 )
 from mergestream.cli.printing import answer, say
@@ -29,16 +28,10 @@ mergestream merge --base base --method opcm --alpha 0.4 experts/* -o merged
 class Options(MethodOptions, AddingOptions, OutputOptions, ComputingOptions):
     experts: list[str] = argument(nargs="+", metavar="EXPERT", help=A_MODEL)
     out: str = argument("-o", "--out", required=True, metavar="OUT", help="the directory to be")
-    workers: int | None = argument(
-        "--workers",
-        type=at_least(1),
-        metavar="N",
-        help="tensors worked on at a time (one where each file is read once, else all cores)",
-    )
 
 
 def run(options: Options) -> int:
-    from mergestream.export.one_shot import merge, usual_workers
+    from mergestream.export.one_shot import merge
 
     method = options.make_method()
     merge(
@@ -56,7 +49,7 @@ def run(options: Options) -> int:
         dtype=options.dtype,
         max_shard_size=options.max_shard_size,
         overwrite=options.overwrite,
-        engine=options.make_engine(usual_workers(method, len(options.experts))),
+        engine=options.make_engine(),
         progress=options.make_progress(),
         command=command_line(),
     )

@@ -113,11 +113,8 @@ class RunningOptions:
     def use_cache(self) -> None:
         cache_objects(self.cache, self.cache_size)
 
-    def make_engine(self, usual_workers: int | None = None) -> Engine:
-        """``usual_workers`` is how many there are on this machine if the user does not say; else it is the engine's own
-        choice."""
-        workers = self.workers or (usual_workers if self.engine == "local" else None)
-        return make_engine(self.engine, workers=workers, **self._limits)
+    def make_engine(self) -> Engine:
+        return make_engine(self.engine, workers=self.workers, **self._limits)
 
     @property
     def _limits(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
@@ -32,13 +31,6 @@ from mergestream.methods.base import Method
 from mergestream.progress import Progress, usual_progress
 from mergestream.store.directory import StoreDirectory, expert_name
 from mergestream.store.manifest import Options
-
-
-def usual_workers(method: Method, experts: int) -> int:
-    """One where every file is read once and elements are only added up, for the least processor time: sums wait for
-    memory, and threads for the interpreter's lock. A second one saves a quarter of the wait, for up to a quarter more
-    (docs/notes/performance.md)."""
-    return 1 if method.whole == "none" and carries_through(method, experts) else os.cpu_count() or 1
 
 
 def merge(
@@ -78,7 +70,7 @@ def merge(
         )
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     output.keep_off(base, *experts)
-    engine = engine or LocalEngine(usual_workers(method, len(experts)))
+    engine = engine or LocalEngine()
     progress = progress or usual_progress()
     if not carries_through(method, len(experts)):
         with output.draft() as draft:

@@ -26,7 +26,7 @@ from mergestream.ledger.readouts.iso import Iso
 from mergestream.ledger.readouts.tempered import Tempered
 from mergestream.ledger.readouts.tsv import Tsv
 from mergestream.ledger.span import Entry, Product, Span
-from mergestream.merging.cost import absorbing, together
+from mergestream.merging.cost import absorbing, memory_of, together
 from mergestream.merging.step import Step
 from mergestream.methods.base import Context
 from mergestream.store.arrival import Arrival
@@ -181,3 +181,14 @@ def test_matrices_that_are_decomposed_begin_before_larger_ones_that_are_not() ->
     method, linear, other = OPCM(), Context(2, True, (512, 512)), Context(2, False, (2048, 512))
     costs = [absorbing(method, context, 0, 1 << 20) for context in (linear, other)]
     assert costs[0].weight > costs[1].weight
+
+
+@pytest.mark.parametrize("method", METHODS, ids=called)
+def test_matrices_of_a_7b_need_no_more_than_4_gb(method: Method) -> None:
+    """Two at a time; the embedding, which only a ledger takes whole, alone (`benchmarks.large` measures it)."""
+
+    def memory(*shape: int) -> int:
+        return memory_of(method, Context(2, shape[0] != 32000, shape, torch.float32), vectors=3)
+
+    assert memory(4096, 4096) + memory(4096, 11008) <= 2 * memory(11008, 4096) <= 4e9
+    assert memory(32000, 4096) <= 4e9
