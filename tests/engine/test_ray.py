@@ -168,7 +168,8 @@ def until(condition: Callable[[], object]) -> None:
 def test_what_a_lost_node_was_at_is_done_by_others(cluster: Any, toys: Toys, tmp_path: Path):
     expected = grown(tmp_path / "expected", toys, "opcm", LocalEngine(1), 2)
     store = grown(tmp_path / "store", toys, "opcm", LocalEngine(1), 1)
-    node = cluster.add_node(**NODE)
+    with own_sigterm():
+        node = cluster.add_node(**NODE)
     cluster.wait_for_nodes()
     begun = tmp_path / "begun"
 
