@@ -136,6 +136,7 @@ MODELS = {
     "vit-b-32": clip_vision(hidden=768, layers=12, heads=12, patch=32, projection=512),
     "vit-l-14": clip_vision(hidden=1024, layers=24, heads=16, patch=14, projection=768),
     "llama-tiny": llama(2, hidden=512, wide=1408, heads=8, vocabulary=4000, dtype=torch.float32),
+    "llama-1024": llama(4, hidden=1024, wide=2816, heads=16, vocabulary=8000),
     "llama-200mb": llama(1),
     "llama-1gb": llama(10),
     "llama-4gb": llama(44),

@@ -45,6 +45,10 @@ def orthonormal(m: int, n: int) -> Work:
     return Work("orthonormal", n, 4.0 * m * n**2)
 
 
+def small_svd(n: int) -> Work:
+    return Work("svd", n, 22.0 * n**3)
+
+
 def thin_svd(m: int, n: int, leading: int | None = None) -> list[Work]:
     m, n = max(m, n), min(m, n)
     return [gram(m, n), eigenvectors(n, leading), product(m, n, n if leading is None else leading)]
@@ -71,7 +75,7 @@ def truncated_svd(m: int, n: int, rank: int, method: Literal["auto", "exact", "r
     """Each of two products, eigenvalues in the block and a new basis"""
     within = [product(width, n, width), Work("leading", width, 4 / 3 * width**3), orthonormal(n, width)]
     turned = [product(m, n, width), orthonormal(m, width), product(m, width, rank), product(n, width, rank)]
-    return [*times_gram, *within * rounds, orthonormal(n, width), *turned, Work("svd", width, 22.0 * width**3)]
+    return [*times_gram, *within * rounds, orthonormal(n, width), *turned, small_svd(width)]
 
 
 def factored(bounds: FactorBounds) -> list[Work]:

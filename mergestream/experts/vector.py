@@ -96,6 +96,11 @@ class TaskVector:
         """The tensors whose Δ comes in factors."""
         return ()
 
+    @property
+    def inputs(self) -> tuple[Checkpoint, ...]:
+        """What Δ is read from."""
+        return self.base, self.expert
+
     def numel(self, name: str) -> int:
         return self.model.tensors[name].numel
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mergestream.base.model import BaseModel
     from mergestream.experts.vector import TaskVector
     from mergestream.experts.vocabulary import Vocab
+    from mergestream.merging.prediction import Estimate
     from mergestream.store.directory import StoreDirectory
 
 LARGE = 5.0
@@ -228,6 +229,19 @@ class Arrival:
         for name, bounds in self.bounds.items():
             layout |= block_layout(bounds, self.vector.model.tensors[name].state_dtype, name)
         return layout
+
+    def predicted(self) -> Estimate:
+        """What adding it will take, by its cost and by rates that are measured now."""
+        from mergestream.merging.prediction import FLUSHES, Sample, measured_rates, predict
+
+        method, engine, vector = self.store.method, self.store.engine, self.vector
+        costs = list(map(self.step.cost, self.step.names))
+
+        def passing(sample: Sample) -> Callable[[], object]:
+            return sample.absorbing(method, self.t)
+
+        rates = measured_rates(costs, passing, vector.model, engine.workers, vector.inputs, self.store.path)
+        return predict(costs, rates, engine.workers, FLUSHES["add"])
 
     def writer(self) -> StepWriter:
         """Begin the new step on disk, or resume one that was cut short."""

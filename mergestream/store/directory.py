@@ -266,12 +266,12 @@ class StoreDirectory:
         from mergestream.store.inspection import Inspection
         from mergestream.store.scratch import scratch
 
-        started = time.monotonic()
         with Arrival(self, expert, measured=True, **options) as arrival:
+            predicted, started = arrival.predicted(), time.monotonic()
             if not self.manifest.is_ledger:
                 arrival.absorb()
                 arrival.note_oddities()
-                return Inspection.of(arrival, time.monotonic() - started)
+                return Inspection.of(arrival, predicted, time.monotonic() - started)
             with ExitStack() as stack:
                 # What is in the memory of this process is seen by its threads only.
                 here = isinstance(self.engine, LocalEngine)
@@ -282,7 +282,7 @@ class StoreDirectory:
                     files.close()
                 seconds = time.monotonic() - started
                 arrival.note_oddities()
-                return Inspection.of(arrival, seconds, arriving_collisions(arrival, entry))
+                return Inspection.of(arrival, predicted, seconds, arriving_collisions(arrival, entry))
 
     def undo(self) -> Expert:
         """Go back to before the last model; returns the entry that was taken back."""

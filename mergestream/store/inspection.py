@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of
+from mergestream.merging.prediction import Estimate
 from mergestream.methods.scale import inverse
 from mergestream.store.records import cosines_to
 
@@ -59,7 +60,9 @@ class Inspection:
     distance: float | None
     fates: Mapping[str, int]
     seconds: float
-    """Measured: absorbing without writing the state"""
+    """Measured, absorbing it, and predicted, writing the state"""
+    predicted: Estimate
+    """All of it from what was known before, by rates that were measured then"""
     memory: int
     """Bytes of RAM for tensors at the peak, with the engine's number of workers"""
     disk: int
@@ -74,7 +77,9 @@ class Inspection:
         return f"<Inspection of {self.source!r}: step {self.step}, ‖Δ‖ {self.norm:.4g}, {kept} {self.kept:.1%}>"
 
     @classmethod
-    def of(cls, arrival: Arrival, seconds: float, collisions: Collisions | None = None) -> Inspection:
+    def of(
+        cls, arrival: Arrival, predicted: Estimate, seconds: float, collisions: Collisions | None = None
+    ) -> Inspection:
         """The facts of an arrival that was absorbed without being written, in so many seconds."""
         store, totals, before = arrival.store, arrival.totals, arrival.mean_norm_before
         peaks = sorted(arrival.step.memory.values(), reverse=True)
@@ -90,7 +95,8 @@ class Inspection:
             scale=None if collisions else totals.scale,
             distance=None if collisions else totals.distance or 0.0,
             fates=arrival.fates,
-            seconds=round(seconds, 3),
+            seconds=round(seconds + predicted.writing, 3),
+            predicted=predicted,
             memory=sum(peaks[: store.engine.workers]),
             disk=sum(spec.nbytes for spec in (*arrival.layout.values(), *arrival.blocks.values())),
             tensors={name: TensorInspection.of(arrival, name) for name in arrival.vector.names},
@@ -117,6 +123,7 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(dataclasses.replace(self, collisions=None))
         data |= {"lambda": self.lambda_, "layers": self.layers}
+        data["predicted"]["bottleneck"] = self.predicted.bottleneck
         del data["collisions"]
         if found := self.collisions:
             data |= {"held": self.kept, "damage": dict(zip(found.experts, found.damage, strict=True))}

@@ -125,14 +125,22 @@ def test_inspect_and_dry_run_tell_the_same_and_change_nothing(store, done, toys)
     before = files(store)
     told = json.loads(done("inspect", store, toys.experts[2], "--json"))
     dry, other = json.loads(done("add", store, toys.experts[2], toys.experts[3], "--dry-run", "--json"))
-    assert told.pop("seconds") >= 0 and dry.pop("seconds") >= 0
+    for facts in (told, dry):
+        predicted = facts.pop("predicted")
+        assert facts.pop("seconds") >= 0 and predicted["seconds"] > 0 and predicted["writes"] == facts["disk"]
     assert told == dry and other["step"] == 3
     assert files(store) == before
     assert {"norm", "kept", "lambda", "distance", "fates", "memory", "disk", "tensors", "step"} <= told.keys()
     assert told["step"] == 3 and told["fates"] == {"copied": 2, "merged": 11}
     assert {"role", "fate", "norm", "kept", "protected"} <= told["tensors"]["layers.0.q.weight"].keys()
     text = done("inspect", store, toys.experts[2])
-    assert "would be step 3" in text and "RAM" in text and "disk" in text and "layers.0.q.weight" in text
+    assert (
+        "would be step 3" in text
+        and "(predicted " in text
+        and "RAM" in text
+        and "disk" in text
+        and "layers.0.q.weight" in text
+    )
     done("add", store, toys.experts[2])
     assert json.loads(done("log", store, "--json"))[2]["kept"] == told["kept"]
 

@@ -72,6 +72,10 @@ class AdapterVector(TaskVector):
     def in_factors(self) -> Collection[str]:
         return self.adapter.terms
 
+    @property
+    def inputs(self) -> tuple[Checkpoint, ...]:
+        return (self.adapter.adapter.weights,)
+
     def rank(self, name: str) -> int | None:
         if name in self.adapter.whole and self._reads(name):
             return None
