@@ -128,16 +128,21 @@ def predict(costs: Sequence[Cost], rates: Rates, workers: int, flushes: int = 0)
 
 
 def measured_rates(
-    costs: Sequence[Cost], passing: Passing, model: BaseModel, workers: int, inputs: Sequence[Checkpoint], place: Path
+    costs: Sequence[Cost],
+    passing: Passing,
+    model: BaseModel,
+    workers: int,
+    inputs: Sequence[Checkpoint],
+    place: Path | None,
 ) -> Rates:
-    """Of so many workers that read these checkpoints and write to a directory. Where they are more than this machine
-    has cores, it is one of several that are alike."""
+    """Of so many workers that read these checkpoints and write to a directory; elsewhere writing counts as reading does.
+    Where they are more than this machine has cores, it is one of several that are alike."""
     total, here = together(costs), min(workers, os.cpu_count() or 1)
     largest = max(model.merged, key=lambda name: model.tensors[name].numel)
     dtype = torch_dtype(model.tensors[largest].dtype)
     tiny, large = (Sample(dtype, here, count) for count in (0, total.elements))
     read, touched = read_rates(inputs, total.reads)
-    write, flushes = write_rates(place, total.writes) or (read, math.inf)
+    write, flushes = (write_rates(place, total.writes) if place else None) or (read, math.inf)
     watch, (of_elements, of_tensors) = Stopwatch(), (passing(large), passing(tiny))
     elements, tensors = large.elements / watch.best(of_elements), tiny.tensors / watch.best(of_tensors)
     kernels = _kernel_rates(total.work, here, watch)

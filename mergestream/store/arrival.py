@@ -240,7 +240,8 @@ class Arrival:
         def passing(sample: Sample) -> Callable[[], object]:
             return sample.absorbing(method, self.t)
 
-        rates = measured_rates(costs, passing, vector.model, engine.workers, vector.inputs, self.store.path)
+        place = self.store.place if isinstance(self.store.place, Path) else None
+        rates = measured_rates(costs, passing, vector.model, engine.workers, vector.inputs, place)
         return predict(costs, rates, engine.workers, FLUSHES["add"])
 
     def writer(self) -> StepWriter:

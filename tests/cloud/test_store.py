@@ -90,7 +90,7 @@ def test_commands_do_the_same_as_on_a_disk(method, toys, bucket, key, tmp_path, 
         done("report", place, "-o", tmp_path / f"{kind}.html")
         done("export", place, tmp_path / f"{kind}-out")
         told[kind] = [
-            {**inspected, "seconds": 0},
+            {**inspected, "seconds": 0, "predicted": None},
             {**json.loads(done("status", place, "--json")), "ledger": None},  # has its size
             weights(files(tmp_path / f"{kind}-out")),
             done("diff", place, "0", toys.experts[2]),
