@@ -135,7 +135,7 @@ def measured_rates(
     inputs: Sequence[Checkpoint],
     place: Path | None,
 ) -> Rates:
-    """Of so many workers that read these checkpoints and write to a directory; elsewhere writing counts as reading does.
+    """Of so many workers that read these checkpoints and write to a directory; elsewhere writing counts as reading.
     Where they are more than this machine has cores, it is one of several that are alike."""
     total, here = together(costs), min(workers, os.cpu_count() or 1)
     largest = max(model.merged, key=lambda name: model.tensors[name].numel)
