@@ -16,11 +16,14 @@ import pytest
 from mergestream import LocalEngine, MergestreamError, Store
 from mergestream.checkpoints import uploading
 from mergestream.checkpoints.base import item_size
+from mergestream.cli.watch import Printed, Watcher
 from mergestream.errors import StoreBusyError
+from mergestream.store.incoming import incoming_at
 from mergestream.store.steps import StepWriter
-from tests.cloud.server import BUCKET, SECRET
+from mergestream.store.watched import recall
+from tests.cloud.server import BUCKET, SECRET, upload
 from tests.cloud.test_export import objects, weights
-from tests.conftest import files
+from tests.conftest import files, save_model, toy_expert
 from tests.handmade import handmade_adapter
 
 ENGINE = LocalEngine(workers=1)
@@ -143,6 +146,31 @@ def test_a_store_is_copied_from_a_bucket_to_a_disk(toys, bucket, key, tmp_path):
     assert store.history[-1].state == grown(tmp_path / "other", toys, "opcm", 3).history[-1].state
 
 
+def test_a_store_is_copied_from_a_disk_to_a_bucket(toys, bucket, key, tmp_path):
+    near = grown(tmp_path / "store", toys, "opcm", 2)
+    far = Store(upload(bucket, near.path, key), engine=ENGINE)
+    for store in (near, far):
+        store.add(toys.experts[2])
+        store.verify()
+    assert facts(near) == facts(far)
+    assert folders(bucket, key, "steps") == {"0002", far.history[-1].folder}
+
+
+def test_a_directory_is_watched_for_it(toys, key, tmp_path):
+    store, found = grown(address(key), toys, "average"), tmp_path / "incoming"
+    save_model(found / "another", toy_expert(9))
+    save_model(found / "duplicate", toy_expert(1))
+    watcher = Watcher(store, incoming_at(str(found)), {}, 1.0, Printed())
+    watcher.look()
+    watcher.look()
+    assert [entry.name for entry in Store(address(key)).history] == ["expert-1", "another"]
+    assert [Path(source).name for source in recall(Store(address(key)).place)] == ["duplicate"]
+    store.undo()
+    assert [Path(source).name for source in recall(Store(address(key)).place)] == ["duplicate", "another"]
+    watcher.look()
+    assert store.manifest.step == 1
+
+
 def test_weights_are_read_by_range_and_a_step_takes_few_requests(toys, key, troubled):
     store = grown(address(key), toys, "opcm")
     before = len(troubled.requests)
@@ -247,7 +275,6 @@ def test_a_step_that_fails_leaves_nothing(toys, bucket, key):
 def test_of_two_writers_one_wins_and_the_other_goes_on_from_what_it_has(
     method, toys, bucket, key, mergestream, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(uploading, "SHARD", 1)
     grown(address(key), toys, method)
     finish = StepWriter.finish
 
@@ -367,15 +394,17 @@ def test_what_no_store_can_be(toys, bucket, key, mergestream):
         assert words in result.err
 
 
-def test_what_is_for_disks_only_says_so(toys, key, mergestream):
+def test_what_cannot_be_done_with_a_store_says_so(toys, key, mergestream):
     grown(address(key), toys, "average")
-    for arguments in (
-        ("push", address(key), "hf://org/name"),
-        ("add", address(key), toys.experts[1], "--log", "jsonl"),
-    ):
+    for arguments, words in {
+        ("push", address(key), "hf://org/name"): "is in object storage",
+        ("add", address(key), toys.experts[1], "--log", "jsonl"): "is in object storage",
+        ("watch", address(key), address(key) + "/incoming"): "are one within the other",
+        ("export", address(key), address(key) + "/out"): "which the merge is made of",
+    }.items():
         result = mergestream(*arguments)
         assert result.code in (1, 2)
-        assert "is in object storage" in result.err
+        assert words in result.err
 
 
 def test_what_is_read_of_the_state_counts_as_memory(toys, key, tmp_path):
