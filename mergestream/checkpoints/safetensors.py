@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.base import Shard, TensorInfo, check_dtype, item_size, torch_dtype
 from mergestream.errors import MergestreamError
-from mergestream.objects import Object
+from mergestream.objects import SMALL, Neighbours, Object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,8 @@ class SafetensorsFile(Shard):
 
 
 class SafetensorsObject(Shard):
-    """The same in object storage: the header is read by range, and so is each tensor when it is asked for."""
+    """The same in object storage: the header is read by range, and so is each tensor when it is asked for, a small one
+    with those beside it."""
 
     copies = 1
 
@@ -92,13 +93,20 @@ class SafetensorsObject(Shard):
 
         data_start, header = _read_header(found, read, found.size)
         self.tensors, self._begin = _check_header(found, header, data_start, found.size)
+        spans = {name: (self._begin[name], self._begin[name] + info.nbytes) for name, info in self.tensors.items()}
+        self._small = {name: span for name, span in spans.items() if 0 < span[1] - span[0] < SMALL}
+        self._neighbours = Neighbours(found, self._small.values())
 
     def read(self, name: str) -> Tensor:
         import torch
 
         info = self.tensors[name]
         tensor = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
-        self._object.read_into(tensor.view(-1).view(torch.uint8).numpy().data, self._begin[name])
+        data = tensor.view(-1).view(torch.uint8).numpy().data
+        if name in self._small:
+            data[:] = self._neighbours.read(*self._small[name])
+        else:
+            self._object.read_into(data, self._begin[name])
         return tensor
 
     def close(self) -> None:

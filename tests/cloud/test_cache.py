@@ -15,7 +15,7 @@ from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.travelling import pack, unpack
 from mergestream.objects.cache import Cache, cache_in_use
 from tests.cloud.server import BUCKET, upload
-from tests.conftest import files, save_model, toy_base
+from tests.conftest import files, save_model, toy_base, toy_expert
 
 BASE = f"s3://{BUCKET}/base"
 EXPERTS = [f"s3://{BUCKET}/expert-{number}" for number in (1, 2)]
@@ -56,17 +56,18 @@ def test_what_is_kept_is_not_fetched_again(toys, tmp_path, done, troubled):
 
 def test_what_is_damaged_is_fetched_again(tmp_path, troubled):
     cache_objects(tmp_path / "cache")
-    all_of(BASE)
+    for url in (BASE, *EXPERTS):
+        all_of(url)
     kept = sorted(path for path in (tmp_path / "cache").rglob("*") if path.is_file())
-    largest = max(kept, key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
+    content = bytearray(kept[3].read_bytes())
     content[-1] ^= 1
-    largest.write_bytes(content)
+    kept[3].write_bytes(content)
     min(kept).write_bytes(b"")
     kept[1].write_bytes(kept[2].read_bytes())
     for expected in (3, 0):
         troubled.requests.clear()
-        assert same(all_of(BASE), toy_base())
+        for seed, url in enumerate((BASE, *EXPERTS)):
+            assert same(all_of(url), toy_expert(seed) if seed else toy_base())
         assert ranges(troubled) == expected
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import obstore
@@ -138,6 +139,17 @@ def test_only_what_is_needed_is_fetched(bucket, tmp_path, troubled):
     assert len(ranges) == 3, "in ranges of 4 MiB"
 
 
+def test_small_tensors_that_lie_side_by_side_are_fetched_together(bucket, tmp_path, troubled):
+    many = {f"{n:02}.weight": torch.randn(200, 100) for n in range(60)} | {"30.weight": torch.randn(1024, 300)}
+    url = upload(bucket, save_model(tmp_path, many), "together")
+    with open_checkpoint(url) as checkpoint:
+        opened = len(troubled.requests)
+        with ThreadPoolExecutor(8) as workers:
+            assert all(workers.map(lambda name: checkpoint.read(name).equal(many[name]), many))
+    ranges = [asked for _, asked in troubled.requests[opened:]]
+    assert len(ranges) == 3, "the large one, and those before and after it"
+
+
 def test_a_long_header_takes_two_requests(bucket, tmp_path, troubled):
     many = {f"layers.{n}.weight": torch.full((2,), float(n)) for n in range(2000)}
     url = upload(bucket, save_model(tmp_path, many), "many")
@@ -185,12 +197,14 @@ def test_damaged_and_foreign_objects_are_named(bucket, toys):
 
 
 def test_an_object_that_changes_is_not_read_on(bucket, tmp_path):
-    url = upload(bucket, save_model(tmp_path, toy_base()), "changing")
+    model = {"large.weight": torch.zeros(1024, 300), "small.weight": torch.zeros(3)}
+    url = upload(bucket, save_model(tmp_path, model), "changing")
     with open_checkpoint(url) as checkpoint:
-        checkpoint.read("half.weight")
-        upload(bucket, save_model(tmp_path, {**toy_base(), "temperature": torch.tensor(3.0)}), "changing")
-        with pytest.raises(MergestreamError, match=r"changing/model.safetensors has changed since it was opened"):
-            checkpoint.read("half.weight")
+        checkpoint.read("large.weight")
+        upload(bucket, save_model(tmp_path, {**model, "small.weight": torch.ones(3)}), "changing")
+        for name in model:
+            with pytest.raises(MergestreamError, match=r"changing/model.safetensors has changed since it was opened"):
+                checkpoint.read(name)
 
 
 # --- a network that is none of the best ----------------------------------------------------------------------
