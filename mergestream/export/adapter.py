@@ -29,6 +29,7 @@ from mergestream.export.model import Illustrate, written_form
 from mergestream.export.peft import AdaptedModule, Energy, Kind, adapter_config, modules_saved, write_adapter
 from mergestream.export.recipe import Form, Recipe
 from mergestream.ledger.selection import ONE_EXPERT, Selection
+from mergestream.merging.cost import WORKSPACE
 from mergestream.merging.entries import EntriesReading
 from mergestream.merging.reading import Reading
 from mergestream.merging.step import overflow_explained, refuse_overflow
@@ -63,7 +64,7 @@ def write_merged(
     factor = content.reading.scale(scale, engine)
     _tell({output.path.name: content}, progress)
     with progress.task(f"writing {output.path.name}", content.count) as advance:
-        energy = content.write(draft, output, factor, illustrate, lambda name: advance(1))
+        energy = content.write(draft, output, engine, factor, illustrate, lambda name: advance(1))
     form = Form("lora", rank, output.dtype, pictures=bool(illustrate))
     output.mark(draft, Recipe.of(snapshot, form, _digest(draft), selection, scale).to_json())
     return energy
@@ -94,7 +95,7 @@ def write_each(
     with progress.task(f"writing {output.path.name}", total) as advance:
         for name, content in contents.items():
             (draft / name).mkdir()
-            energies[name] = content.write(draft / name, output, 1.0, None, lambda name: advance(1))
+            energies[name] = content.write(draft / name, output, engine, 1.0, None, lambda name: advance(1))
     digest = combined_digest({name: _digest(draft / name) for name in names})
     output.mark(draft, Recipe.of(snapshot, Form("loras", rank, output.dtype), digest).to_json())
     return energies
@@ -138,6 +139,7 @@ class _Content:
         self,
         directory: Path,
         output: Output,
+        engine: Engine,
         scale: float,
         illustrate: Illustrate | None,
         advance: Callable[[str], None],
@@ -161,6 +163,8 @@ class _Content:
                 whole={parameter: written_form(model.tensors[name], dtype) for parameter, name in self.whole.items()},
                 read_whole=read_whole,
                 told=self.told,
+                engine=engine,
+                memory=self._memory(),
                 dtype=dtype,
                 advance=advance,
             )
@@ -169,6 +173,14 @@ class _Content:
         facts = CardFacts.of(self.snapshot, reading, scale, distance, None, output.command, pictures)
         (directory / "README.md").write_text(model_card(facts, library="peft"), encoding="utf-8")
         return energy
+
+    def _memory(self) -> dict[str, int]:
+        """Of what is written: a merged matrix that has no factors is decomposed."""
+        taken = self.reading.memory
+        for name, module in self.modules.items():
+            if self.reading.rank_bound(name) is None:
+                taken[name] = max(taken[name], WORKSPACE * torch.float32.itemsize * math.prod(module.shape))
+        return taken | {parameter: taken[name] for parameter, name in self.whole.items()}
 
 
 def _tell(contents: Mapping[str, _Content], progress: Progress) -> None:

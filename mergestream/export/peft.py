@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mergestream.algebra.lowrank import LowRank, squared_norm
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, torch_dtype
+from mergestream.engine import Engine
 from mergestream.experts.adapters.config import CONFIG_NAME, Told
 from mergestream.experts.adapters.reading import PREFIX
 from mergestream.files import write_json
@@ -67,13 +68,15 @@ def write_adapter(
     whole: Mapping[str, TensorSpec],
     read_whole: Callable[[str], Tensor],
     told: Told,
+    engine: Engine,
+    memory: Mapping[str, int],
     dtype: str = "F32",
     advance: Callable[[str], None] = lambda name: None,
 ) -> Energy:
     """Write ``modules`` as factors (``read`` gives the task vector of each), ``whole`` parameters as they are.
 
     The scaling is 1 everywhere (lora_alpha = r): what the factors say is what is added to the weights. ``told`` is what
-    the configuration says beside them.
+    the configuration says beside them, ``memory`` what each module, and each parameter, takes while it is read.
     """
     layout = {
         module.key(factor): TensorSpec(dtype, shape)
@@ -87,25 +90,30 @@ def write_adapter(
         # What PEFT calls a parameter: modules with factors are wrapped.
         keys[name] = f"{PREFIX}{path}.base_layer.{leaf}" if path in paths else PREFIX + name
     layout |= {keys[name]: spec for name, spec in whole.items()}
-    totals, losses = [], []
-    with SafetensorsWriter(directory, layout, prefix="adapter_model", max_shard_size=2**62) as writer:
-        for name, module in modules.items():
-            value = read(name)
-            left, right, lost = value.factors(module.rank)
-            a, b = (right, left) if module.kind == "linear" else (left.T, right.T)
-            for factor, data in (("A", a), ("B", b)):
-                padded = torch.zeros(module.factor_shapes[factor], dtype=torch_dtype(dtype))
-                flat = padded.flatten(1)  # a view: what the numerical rank does not fill stays zero
-                flat[: data.shape[0], : data.shape[1]] = cast(data, dtype, name)
-                writer.write(module.key(factor), padded)
-            totals.append(squared_norm(value))
-            losses.append(lost)
-            advance(name)
-        for name in whole:
+
+    def write(name: str) -> Energy:
+        if name in whole:
             writer.write(keys[name], read_whole(name))
+            return Energy(0.0, 0.0)
+        module, value = modules[name], read(name)
+        left, right, lost = value.factors(module.rank)
+        a, b = (right, left) if module.kind == "linear" else (left.T, right.T)
+        for factor, data in (("A", a), ("B", b)):
+            padded = torch.zeros(module.factor_shapes[factor], dtype=torch_dtype(dtype))
+            flat = padded.flatten(1)  # a view: what the numerical rank does not fill stays zero
+            flat[: data.shape[0], : data.shape[1]] = cast(data, dtype, name)
+            writer.write(module.key(factor), padded)
+        return Energy(squared_norm(value), lost)
+
+    costs = {name: math.prod(module.shape) for name, module in modules.items()}
+    costs |= {name: math.prod(spec.shape) for name, spec in whole.items()}
+    written = []
+    with SafetensorsWriter(directory, layout, prefix="adapter_model", max_shard_size=2**62) as writer:
+        for name, energy in engine.run(costs, write, memory):
+            written.append(energy)
             advance(name)
     write_json(directory / CONFIG_NAME, adapter_config(list(modules.values()), list(whole), told))
-    return Energy(math.fsum(totals), math.fsum(losses))
+    return Energy(math.fsum(one.total for one in written), math.fsum(one.lost for one in written))
 
 
 def modules_saved(paths: Collection[str], whole: Collection[str]) -> set[str]:

@@ -103,7 +103,8 @@ def test_adapters_have_the_same_bytes_as_by_the_local_engine(cluster: Any, toys:
     for name, by in {"local": LocalEngine(2), "ray": RayEngine()}.items():
         store = grown(tmp_path / name, Toys(toys.base, experts), "opcm", by)
         assert "factors-0002.safetensors" in files(store.path / "steps" / "0002")
-        found.append(files(store.path / "steps", *WEIGHTS))
+        written = store.export_adapter(tmp_path / f"{name}-adapter")
+        found.append((files(store.path / "steps", *WEIGHTS), files(tmp_path / f"{name}-adapter", *WEIGHTS), written))
     assert found[0] == found[1]
 
 

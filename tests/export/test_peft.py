@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from mergestream import LocalEngine
 from mergestream.algebra.lowrank import dense
 from mergestream.checkpoints import TensorSpec, open_checkpoint
 from mergestream.export.peft import AdaptedModule, write_adapter
@@ -43,6 +44,8 @@ def written(workshop, base, adapters, rank=None, whole=()):
         whole={name: TensorSpec("F64", theta.tensors[name].shape) for name in whole},
         read_whole=lambda name: theta.read(name) + 1,
         told={"base_model_name_or_path": str(base)},
+        engine=LocalEngine(2),
+        memory={},
         dtype="F64",
     )
     return out, total, energy
@@ -103,6 +106,9 @@ def test_rank_below_the_room_is_padded(workshop):
     value = bound.delta(name, torch.float64)
     module = AdaptedModule(name.removesuffix(".weight"), "linear", 5, tuple(value.shape))
     out = workshop.directory / "padded"
-    write_adapter(out, {name: module}, lambda _: value, whole={}, read_whole=theta.read, told={}, dtype="F64")
+    nothing = {"whole": {}, "told": {}, "memory": {}}
+    write_adapter(
+        out, {name: module}, lambda _: value, read_whole=theta.read, engine=LocalEngine(1), dtype="F64", **nothing
+    )
     merged = open_checkpoint(workshop.merged(base, out))
     assert torch.allclose(merged.read(name) - theta.read(name), value.dense(), rtol=0, atol=1e-13)
