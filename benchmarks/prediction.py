@@ -2,6 +2,7 @@
 
     python -m benchmarks.prediction                                       the table of docs/scale.md
     python -m benchmarks.prediction --models llama-tiny --methods ledger
+    python -m benchmarks.prediction --inspect                             what `inspect` says of an `add`
 
 The second expert is added to a store, the store is exported, and three experts are merged in one go. Just before each,
 the rates of the machine are measured and the time is predicted from the headers alone (`merging/prediction.py`). The
@@ -133,26 +134,31 @@ def taken(run: Callable[[], object]) -> tuple[float, float]:
     return watch.seconds, watch.processor
 
 
-def measure(models: Family, methods: list[str], place: Path) -> Iterator[Row]:
+def stores(models: Family, methods: list[str], place: Path) -> Iterator[tuple[str, Store]]:
+    """With one expert each, one after the other."""
     large = models.model == SIZES[-1]
     for name in (name for name in methods if not (large and name in SLOW)):
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         store = Store.create(place / "store", models.base, METHODS[name], engine=LocalEngine(), progress=Progress())
         store.add(models.experts[0])
+        yield name, store
+
+
+def measure(models: Family, methods: list[str], place: Path) -> Iterator[Row]:
+    for name, store in stores(models, methods, place):
         predicted = adding(store, models.experts[1])
         yield Row(models.model, f"{name}, add", predicted, *taken(partial(store.add, models.experts[1])))
         predicted = exporting(store, place)
         export = partial(store.export, place / "out", pictures=False)
         yield Row(models.model, f"{name}, export", predicted, *taken(export))
-        shutil.rmtree(place)
     engine = LocalEngine(1)
     for name, method in ONE_SHOT.items():
+        shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         predicted = merging(models, method, engine, place)
         run = partial(merge, models.base, models.experts, place / "out", method, engine=engine, progress=Progress())
         yield Row(models.model, f"{name}, merge of 3", predicted, *taken(run))
-        shutil.rmtree(place)
 
 
 def print_row(row: Row) -> None:
@@ -165,27 +171,51 @@ def print_row(row: Row) -> None:
     )
 
 
+def print_inspections(models: Family, methods: list[str], place: Path) -> Iterator[float]:
+    """The ratios too."""
+    for name, store in stores(models, methods, place):
+        said = store.inspect(models.experts[1]).seconds
+        took, _ = taken(partial(store.add, models.experts[1]))
+        print(f"| {models.model} | {name} | {said:.2f} | {took:.2f} | {said / took:.2f} |", flush=True)
+        yield said / took
+
+
+def print_ratios(what: str, ratios: list[float]) -> None:
+    within = sum(1 / 1.5 <= ratio <= 1.5 for ratio in ratios)
+    print(f"{what}: ratios from {min(ratios):.2f} to {max(ratios):.2f}, ", end="")
+    print(f"median {statistics.median(ratios):.2f}; {within} of {len(ratios)} within a factor of 1.5")
+
+
+def print_head(head: list[str]) -> None:
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=SIZES)
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--inspect", action="store_true", help="what inspect says of an add, beside what it takes")
     arguments = parser.parse_args()
+    place = arguments.cache / "stores" / "prediction"
     print(", ".join(f"{key} {value}" for key, value in machine().items()), end="\n\n")
-    head = [*("model", "work", "GFLOP", "MB read", "MB written"), *("predicted CPU s", "took", "ratio")]
-    head += [*("predicted wall s", "took", "ratio"), "most of it"]
-    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    rows: list[Row] = []
-    for model in arguments.models:
-        models = family(model, 3, arguments.cache)
-        for row in measure(models, arguments.methods, arguments.cache / "stores" / "prediction"):
+    families = (family(model, 3, arguments.cache) for model in arguments.models)
+    if arguments.inspect:
+        print_head(["model", "method", "inspect says, s", "the add took, s", "ratio"])
+        ratios = [ratio for models in families for ratio in print_inspections(models, arguments.methods, place)]
+        print()
+        print_ratios("wall", ratios)
+    else:
+        head = [*("model", "work", "GFLOP", "MB read", "MB written"), *("predicted CPU s", "took", "ratio")]
+        print_head([*head, "predicted wall s", "took", "ratio", "most of it"])
+        rows: list[Row] = []
+        for row in (row for models in families for row in measure(models, arguments.methods, place)):
             rows.append(row)
             print_row(row)
-    print()
-    for what, ratios in (("CPU", [row.processor_ratio for row in rows]), ("wall", [row.ratio for row in rows])):
-        within = sum(1 / 1.5 <= ratio <= 1.5 for ratio in ratios)
-        print(f"{what}: ratios from {min(ratios):.2f} to {max(ratios):.2f}, ", end="")
-        print(f"median {statistics.median(ratios):.2f}; {within} of {len(ratios)} within a factor of 1.5")
+        print()
+        print_ratios("CPU", [row.processor_ratio for row in rows])
+        print_ratios("wall", [row.ratio for row in rows])
+    shutil.rmtree(place, ignore_errors=True)
 
 
 if __name__ == "__main__":
