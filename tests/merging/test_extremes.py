@@ -87,7 +87,7 @@ def test_denormal_differences_are_merged(method):
 def test_one_go_refuses_what_leaves_float32(method, tmp_path):
     places = [save_model(tmp_path / str(n), extreme(2e38 if n else 0, torch.float32, n)) for n in range(4)]
     with pytest.raises(MergestreamError, match=r"tensor a\.weight (becomes too large for float32|cannot be merged)"):
-        mergestream.merge(places[0], places[1:], tmp_path / "out", method)
+        mergestream.merge(places[0], places[1:], tmp_path / "out", method, engine=ENGINE)
     assert not (tmp_path / "out").exists()
 
 
