@@ -12,11 +12,11 @@ from tests.cloud.test_export import objects
 COMMANDS = """
 import sys, ray
 from mergestream.cli import main
-ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=80 << 20)
+ray.init("local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=80 << 20)
 store, expert, other = sys.argv[1:]
 sys.exit(main(["add", store, expert, "--engine", "ray"]) or main(["inspect", store, other, "--engine", "ray"]))
 """
-"""On a cluster of this machine, which knows the server by the environment that it is started in"""
+"""On a cluster of its own, beside those of other tests; it knows the server by the environment that it starts in"""
 
 
 def test_workers_upload_objects_of_their_own(toys, bucket, tmp_path):
