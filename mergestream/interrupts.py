@@ -20,20 +20,16 @@ def terminated_like_interrupted() -> Iterator[None]:
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():  # others may set no handlers
+    with own_sigterm():
+        if _may_set_handlers():
+            signal.signal(signal.SIGTERM, terminate)
         yield
-        return
-    earlier = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier or signal.SIG_DFL)
 
 
 @contextmanager
 def own_sigterm() -> Iterator[None]:
-    """Keep what SIGTERM does here, whatever a library makes of it meanwhile."""
-    if threading.current_thread() is not threading.main_thread():
+    """Keep what SIGTERM does here, whatever is made of it meanwhile, by a library too."""
+    if not _may_set_handlers():
         yield
         return
     earlier = signal.getsignal(signal.SIGTERM)
@@ -46,7 +42,7 @@ def own_sigterm() -> Iterator[None]:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM wait until this is done."""
-    if threading.current_thread() is not threading.main_thread():  # no other is ever interrupted
+    if not _may_set_handlers():  # and is never interrupted
         yield
         return
     waiting: list[int] = []
@@ -63,3 +59,8 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
         for arrived in waiting:
             signal.raise_signal(arrived)
+
+
+def _may_set_handlers() -> bool:
+    """Which only the main thread may."""
+    return threading.current_thread() is threading.main_thread()

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from mergestream.checkpoints.base import TensorSpec, item_size
-from mergestream.checkpoints.writer import checked_bytes, index_text, missing, safetensors_header, write_at
-from mergestream.engine import Gathers
+from mergestream.checkpoints.writer import (
+    TensorWriter,
+    checked_bytes,
+    index_text,
+    missing,
+    safetensors_header,
+    write_at,
+)
 from mergestream.files import cannot_write
 from mergestream.objects import Bucket
 
@@ -23,7 +29,7 @@ SHARD = 64 << 20
 _CHUNK = 16 << 20
 
 
-class SafetensorsUploader(Gathers):
+class SafetensorsUploader(TensorWriter):
     """`SafetensorsWriter` for a folder of a bucket.
 
     Tensors are staged in a temporary file, in the order in which they come, and uploaded once there are ``SHARD`` bytes
@@ -57,17 +63,9 @@ class SafetensorsUploader(Gathers):
 
     @property
     def written(self) -> int:
-        """How many tensors are in their place."""
         return len(self._where)
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """One tensor; what its dtype and shape must be, the layout says."""
-        if tuple(tensor.shape) != self._layout[name].shape:
-            raise ValueError(f"{name!r} was to be {self._layout[name].shape}, not {tuple(tensor.shape)}")
-        self.write_piece(name, 0, tensor.reshape(-1))
-
     def write_piece(self, name: str, start: int, piece: Tensor) -> None:
-        """The elements from ``start`` on; the pieces of one tensor come in their order."""
         spec = self._layout[name]
         data = checked_bytes(name, spec, start, piece)
         with self._lock:
@@ -156,15 +154,6 @@ class SafetensorsUploader(Gathers):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self._begin_staging()
-
-    def __enter__(self) -> SafetensorsUploader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
 
 
 class _Shard:

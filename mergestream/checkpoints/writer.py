@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from mergestream.sizes import CACHE_LINE
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import Self
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
@@ -36,7 +38,55 @@ class _Plan:
     size: int
 
 
-class SafetensorsWriter(Gathers):
+class TensorWriter(Gathers):
+    """Writes the tensors of a layout, in any order and from any thread."""
+
+    resumed: bool
+    """Whether an earlier, interrupted writer is continued"""
+    _layout: Mapping[str, TensorSpec]
+
+    @property
+    @abstractmethod
+    def written(self) -> int:
+        """How many tensors are in their place."""
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor; what its dtype and shape must be, the layout says."""
+        if tuple(tensor.shape) != self._layout[name].shape:
+            raise ValueError(f"{name!r} was to be {self._layout[name].shape}, not {tuple(tensor.shape)}")
+        self.write_piece(name, 0, tensor.reshape(-1))
+
+    @abstractmethod
+    def write_piece(self, name: str, start: int, piece: Tensor) -> None:
+        """Write the elements from ``start`` on; the pieces of one tensor come in their order."""
+
+    @abstractmethod
+    def holds(self, name: str, digest: str) -> bool:
+        """Whether an earlier writer has written a tensor that has this digest."""
+
+    @abstractmethod
+    def keep(self, name: str) -> None:
+        """Count a tensor that is held as written."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Have everything where it stays; a tensor that was never written is an error."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of it as it is."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+
+class SafetensorsWriter(TensorWriter):
     """Writes the tensors of ``layout`` in any order and from any thread, none of them buffered.
 
     The same layout always gives the same files: shards are filled in the order of the layout up to
@@ -87,17 +137,9 @@ class SafetensorsWriter(Gathers):
 
     @property
     def written(self) -> int:
-        """How many tensors are in their place."""
         return len(self._written)
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor in place; what its dtype and shape must be, the layout says."""
-        if tuple(tensor.shape) != self._layout[name].shape:
-            raise ValueError(f"{name!r} was to be {self._layout[name].shape}, not {tuple(tensor.shape)}")
-        self.write_piece(name, 0, tensor.reshape(-1))
-
     def write_piece(self, name: str, start: int, piece: Tensor) -> None:
-        """Write the elements from ``start`` on; the pieces of one tensor come in their order."""
         spec = self._layout[name]
         data = checked_bytes(name, spec, start, piece)
         plan = self._plans[self._place[name]]
@@ -178,15 +220,6 @@ class SafetensorsWriter(Gathers):
                 raise cannot_write(plan.path, error) from error
             if os.fstat(self._files[-1].fileno()).st_ino != place:
                 raise MergestreamError(f"{plan.path} is not the same file everywhere")
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
 
     def _write_index(self) -> None:
         where = {name: self._plans[self._place[name]].path.name for name in self._layout}

@@ -11,7 +11,7 @@ from mergestream.objects.address import Url
 from mergestream.objects.cache import kept
 from mergestream.objects.trying import in_background, tried, wait_for
 
-_RANGE = 4 << 20
+RANGE = 4 << 20
 """Bytes that are asked for at once: a request costs about as much as so many take on a fast network"""
 
 
@@ -53,10 +53,10 @@ class Object:
         """Fill a buffer with what is there from ``begin`` on, range by range, some of them at a time."""
 
         def fetch(start: int) -> None:
-            stop = min(start + _RANGE, len(buffer))
+            stop = min(start + RANGE, len(buffer))
             buffer[start:stop] = self.read(begin + start, begin + stop)
 
-        wait_for(in_background(fetch, start) for start in range(0, len(buffer), _RANGE))
+        wait_for(in_background(fetch, start) for start in range(0, len(buffer), RANGE))
 
 
 class Listing(NamedTuple):

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from threading import Lock
 
-from mergestream.objects.folder import Object
+from mergestream.objects.folder import RANGE, Object
 from mergestream.objects.trying import in_background
 
 SMALL = 1 << 20
 """Bytes; larger pieces are fetched alone"""
-_TOGETHER = 4 << 20
 _KEPT = 2
 """Stretches that are in memory at a time: pieces are asked for about in their order"""
 
@@ -40,7 +39,7 @@ def _stretches(pieces: Iterable[tuple[int, int]]) -> Iterable[tuple[tuple[int, i
     """Where each begins and ends, and where its pieces begin."""
     start, stop, begins = 0, 0, list[int]()
     for begin, end in sorted(pieces):
-        if begins and (begin != stop or end - start > _TOGETHER):
+        if begins and (begin != stop or end - start > RANGE):
             yield (start, stop), begins
             begins = []
         start, stop = (start if begins else begin), end

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from mergestream.algebra.bounds import FactorBounds, matrix_shape
 from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name, torch_dtype
 from mergestream.checkpoints.location import Location
+from mergestream.checkpoints.writer import TensorWriter
 from mergestream.digest import json_digest, tensor_digest
 from mergestream.schema import BACKUP, Count, Number, conform, damaged, foreign, parse, read_text
 from mergestream.store.checked import CheckedTensors
-from mergestream.store.site import Site, Writer
+from mergestream.store.site import Site
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,7 +157,9 @@ class FactorWriter:
         self, site: Site, step: int, layout: Mapping[str, TensorSpec], before: FactorReader | None, resume: bool
     ) -> None:
         self._site, self._step, self._layout, self._before = site, step, layout, before
-        self.writer: Writer | None = site.writer(layout, file_prefix(step), resume, shards=False) if layout else None
+        self.writer: TensorWriter | None = (
+            site.writer(layout, file_prefix(step), resume, shards=False) if layout else None
+        )
         self.resumed = self.writer.resumed if self.writer else resume
 
     def write(self, name: str, values: Mapping[str, LowRank]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

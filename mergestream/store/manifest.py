@@ -321,8 +321,8 @@ class Manifest:
         if content["step"] != len(history):
             raise foreign(path, f"it is at step {content['step']} with {counted(len(history), 'expert')}")
         method, base = content["method"], BaseModel.from_json(content["base"], path)
-        found = cls(method["name"], method["parameters"], base, content["keep"], content["max_rank"], history)
-        found = dataclasses.replace(found, commit=content.get("commit", ""))
+        chosen = method["name"], method["parameters"], base, content["keep"], content["max_rank"]
+        found = cls(*chosen, history, content.get("commit", ""))
         if found.is_ledger and not isinstance(found.parameters.get("budget"), int | float):
             raise foreign(path, "it is a ledger without a budget")
         return found

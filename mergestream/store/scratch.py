@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, open_checkpoint
 from mergestream.checkpoints.uploading import SafetensorsUploader
+from mergestream.checkpoints.writer import TensorWriter
 from mergestream.files import cannot_write
 from mergestream.objects import Bucket
 from mergestream.store.mirror import SCRATCH, Mirror, Place, new_mark
-from mergestream.store.site import Writer
 from mergestream.store.steps import slot_name
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Scratch:
     """Whoever shares the file system, or the bucket, can write the entry, and read it once it is closed."""
 
-    def __init__(self, source: str | Path, writer: Writer, layout: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, source: str | Path, writer: TensorWriter, layout: Mapping[str, TensorSpec]) -> None:
         self._source, self._writer, self._layout = source, writer, layout
         self._slots: dict[str, list[str]] = {}
         for key in layout:

@@ -17,14 +17,12 @@ from typing import Any, BinaryIO, Protocol
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec
 from mergestream.checkpoints.safetensors import SafetensorsObject
 from mergestream.checkpoints.uploading import SafetensorsUploader
-from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
+from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE, TensorWriter
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.files import cannot_write, read_json, remove, sync_directory, to_json, write_json
 from mergestream.objects import Bucket, in_background, wait_for
 from mergestream.store.mirror import JOURNAL, PLAN, Mirror, Place
-
-Writer = SafetensorsWriter | SafetensorsUploader
 
 
 class Site(Protocol):
@@ -36,7 +34,7 @@ class Site(Protocol):
     def claim(self, commit: str) -> None:
         """Begin what is never resumed, after the commit that was read."""
 
-    def writer(self, layout: Mapping[str, TensorSpec], prefix: str, resume: bool, shards: bool = True) -> Writer:
+    def writer(self, layout: Mapping[str, TensorSpec], prefix: str, resume: bool, shards: bool = True) -> TensorWriter:
         """Writes tensors; ``shards`` says whether to several files."""
 
     def entries(self) -> Iterator[dict[str, Any]]:
@@ -86,7 +84,7 @@ class DiskSite:
     def claim(self, commit: str) -> None:
         remove(self._directory)
 
-    def writer(self, layout: Mapping[str, TensorSpec], prefix: str, resume: bool, shards: bool = True) -> Writer:
+    def writer(self, layout: Mapping[str, TensorSpec], prefix: str, resume: bool, shards: bool = True) -> TensorWriter:
         most = DEFAULT_SHARD_SIZE if shards else 2**62
         return SafetensorsWriter(self._directory, layout, prefix=prefix, max_shard_size=most, resume=resume)
 
@@ -166,7 +164,7 @@ class BucketSite:
         with suppress(MergestreamError):  # it is gone, or too large to be copied: then it is written once more
             self._store.bucket.copy(f"{earlier}/{name}", f"{self._folder}/{name}")
 
-    def writer(self, layout: Mapping[str, TensorSpec], prefix: str, resume: bool, shards: bool = True) -> Writer:
+    def writer(self, layout: Mapping[str, TensorSpec], prefix: str, resume: bool, shards: bool = True) -> TensorWriter:
         found = {}
         for name, item in self._store.objects(self._folder).items() if resume else ():
             if name.startswith(f"{prefix}-") and name.endswith(".safetensors"):
