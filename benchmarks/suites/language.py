@@ -77,14 +77,21 @@ class LanguageSuite(ExpertSuite):
         encoded = self.backbone.tokenizer.encode_batch(neutral_texts())
         return [each.ids[:PASSAGE_TOKENS] for each in encoded if len(each.ids) >= PASSAGE_TOKENS][:PASSAGES]
 
+    def training_key(self, task: str) -> list[Any]:
+        return [*super().training_key(task), *self._precision()]
+
     def evaluation_key(self, task: str) -> str:
         if task == PERPLEXITY:
-            return key_of(PERPLEXITY, TALES.sha256, PASSAGES, PASSAGE_TOKENS, self.base().name)
-        return key_of(self._tasks[task].key, self.base().name, self.test_limit)
+            return key_of(PERPLEXITY, TALES.sha256, PASSAGES, PASSAGE_TOKENS, self.base().name, *self._precision())
+        return key_of(self._tasks[task].key, self.base().name, self.test_limit, *self._precision())
+
+    def _precision(self) -> list[str]:
+        return ["bfloat16"] if self.backbone.bfloat16 else []
 
     def protocol(self) -> dict[str, Any]:
         return {
             "recipe": asdict(self.recipe),
+            "layers_multiply_in": "bfloat16" if self.backbone.bfloat16 else "float32",
             "steps": {task: self.steps(task) for task in self.tasks},
             "scored_by": {
                 task: "likeliest of the choices" if self._tasks[task].choices else "exact match of greedy decoding"

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import serving
 from benchmarks.suites import language, language_tiny, text, text_base
 from benchmarks.suites.backbones import MPNET, MPNet, unpack_joined
-from benchmarks.suites.causal import SMOLLM2, STORIES, CausalBase, llama_tokenizer
+from benchmarks.suites.causal import SMOLLM2, STORIES, CausalBase, answer_logits, llama_tokenizer
 from benchmarks.suites.language import LanguageSuite
 from benchmarks.suites.language_tasks import TASKS, LanguageTask, Split
 from benchmarks.suites.lora import LoRARecipe
@@ -106,6 +106,16 @@ def test_a_model_is_measured_on_the_passages_that_are_long_enough(suite):
     assert len(set(keys)) == 3
     assert suite.limited(test_limit=3).evaluation_key("perplexity") == keys[-1], "the samples of tasks do not matter"
     assert suite.limited(test_limit=3).evaluation_key("next") != keys[0]
+
+
+def test_layers_that_multiply_in_bfloat16_are_another_suite_of_keys_and_logits_stay_in_float32(suite):
+    half = replace(suite, backbone=replace(suite.backbone, bfloat16=True))
+    batch = [suite.encoded("next", *example) for example in suite.data("next")[1]]
+    exact, rounded = (answer_logits(each.load(each.base()), batch)[0] for each in (suite, half))
+    assert rounded.dtype == torch.float32 and not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.05 * float(exact.detach().abs().max()))
+    assert half.expert_directory("next") != suite.expert_directory("next")
+    assert all(half.evaluation_key(name) != suite.evaluation_key(name) for name in (*suite.tasks, "perplexity"))
 
 
 @pytest.mark.parametrize(
