@@ -128,7 +128,7 @@ def test_a_removal_that_cannot_be_committed_changes_nothing(tmp_path, paths):
 def test_a_removal_that_was_killed_before_it_tidied_is_complete(tmp_path, paths):
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
     with (
-        patch("mergestream.store.directory.StoreDirectory._settle", side_effect=KeyboardInterrupt),
+        patch("mergestream.store.commits.Commits._settle", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt, match="is done"),
     ):
         store.remove("expert2")

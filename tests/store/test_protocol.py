@@ -209,7 +209,7 @@ def test_nothing_is_removed_while_the_manifest_may_still_be_lost(store, toys, mo
     def fail(path: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr("mergestream.store.directory.sync_directory", fail)
+    monkeypatch.setattr("mergestream.store.commits.sync_directory", fail)
     store.add(toys.experts[2])
     assert store.manifest.step == 3 and names(store, "steps") == ["0001", "0002", "0003"]
     assert len(notes.told) == 1 and f"{store.path} could not be tidied up" in notes.told[0]

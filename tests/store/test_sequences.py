@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from mergestream import LAWA, OPCM, TIES, Ledger, LocalEngine, MergestreamError, Method, Store
 from mergestream.merging.step import Step
-from mergestream.store import Expert, Manifest, arrival, directory
+from mergestream.store import Expert, Manifest, arrival, commits
 from mergestream.store.steps import StepWriter
 from tests.conftest import Toys, files, save_model, toy_expert
 from tests.handmade import handmade_adapter
@@ -37,8 +37,8 @@ METHODS = [OPCM(), LAWA(window=2), TIES(), Ledger(budget=8)]
 Place = tuple[object, str]
 """Where an operation is killed: at the call of a function, by its owner and its name"""
 COMMITTING: Place = (Manifest, "save")
-PRUNING: Place = (directory, "remove_all_but")
-TIDYING: Place = (directory, "tidy")
+PRUNING: Place = (commits, "remove_all_but")
+TIDYING: Place = (commits, "tidy")
 BEFORE_IT_COUNTS: list[Place] = [
     (Step, "absorb"),
     (StepWriter, "record"),
