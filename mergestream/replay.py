@@ -20,10 +20,10 @@ from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError, UsageError, nearest
 from mergestream.export.adapter import write_each, write_merged
 from mergestream.export.directory import Output
-from mergestream.export.history import undated
 from mergestream.export.model import write_model
 from mergestream.export.one_shot import merge
-from mergestream.export.recipe import ExpertSource, Recipe, read_recipe
+from mergestream.export.provenance import undated
+from mergestream.export.recipe import ExpertUsed, Recipe, read_recipe
 from mergestream.files import on_disk
 from mergestream.methods import make_method
 from mergestream.progress import Progress
@@ -154,7 +154,7 @@ def _check_base(recipe: Recipe, digest: str | None, places: Mapping[str, str]) -
         )
 
 
-def _check(expert: ExpertSource, digest: str, places: Mapping[str, str]) -> None:
+def _check(expert: ExpertUsed, digest: str, places: Mapping[str, str]) -> None:
     if digest != expert.digest:
         raise MergestreamError(
             f"{places[expert.name]} is not {expert.name} of the recipe, or has changed since (the digest is {digest}, "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream import __version__
 from mergestream.checkpoints.location import shown
 from mergestream.escaping import code, markdown_text, one_line
-from mergestream.export.history import History
+from mergestream.export.provenance import Provenance
 from mergestream.merging.entries import EntriesReading
 from mergestream.merging.reading import Reading, StateReading
 from mergestream.methods.scale import told_scale
@@ -53,7 +53,7 @@ class CardFacts:
     readout: str = "plain"
     weights: Mapping[str, float] | None = None
     """Of the experts, where the method remembers them"""
-    history: History = field(default_factory=History)
+    provenance: Provenance = field(default_factory=Provenance)
 
     @classmethod
     def of(
@@ -76,8 +76,8 @@ class CardFacts:
         if isinstance(reading, EntriesReading | StateReading):
             readout = reading.readout.name
         about = shown(manifest.base.source, manifest.base.given), manifest.method, manifest.parameters, experts
-        history = History.of(snapshot.place, manifest, weights)
-        return cls(*about, scale, distance, task, command, pictures, readout, weights, history)
+        provenance = Provenance.of(snapshot.place, manifest, weights)
+        return cls(*about, scale, distance, task, command, pictures, readout, weights, provenance)
 
 
 def model_card(
@@ -109,7 +109,7 @@ def model_card(
         *(_row(number, row, facts) for number, row in enumerate(facts.experts, 1)),
         "",
         f"kept: the share of the task vector's squared norm that {_kept_by(facts)}.",
-        *facts.history.markdown(),
+        *facts.provenance.markdown(),
         *(line for file, words in facts.pictures.items() for line in ("", f"![{words}]({file})")),
         *(["", "Made with:", "", f"    {one_line(facts.command, COMMAND)}"] if facts.command else []),
         "",

@@ -19,9 +19,9 @@ from mergestream.experts.origin import origin
 from mergestream.experts.vocabulary import Vocab
 from mergestream.export.card import CardFacts, CardRow
 from mergestream.export.directory import Output
-from mergestream.export.history import Added, History, undated
 from mergestream.export.model import write_companions, write_model, write_tensors
-from mergestream.export.recipe import BaseSource, ExpertSource, Form, Recipe
+from mergestream.export.provenance import Added, Provenance, undated
+from mergestream.export.recipe import BaseUsed, ExpertUsed, Form, Recipe
 from mergestream.export.source import ExpertsSource
 from mergestream.export.vocabulary import GrownSource, Speaker
 from mergestream.merging.step import Step, carries_through
@@ -123,8 +123,8 @@ def merge(
 
 
 def _recipe(source: ExpertsSource, card: CardFacts, result: str, options: Options, form: Form) -> Recipe:
-    base = BaseSource(card.base, source.base_digest, source.model.linear, source.model.not_linear)
-    experts = tuple(ExpertSource(came.name, came.source, came.digest, options) for came in card.history.experts)
+    base = BaseUsed(card.base, source.base_digest, source.model.linear, source.model.not_linear)
+    experts = tuple(ExpertUsed(came.name, came.source, came.digest, options) for came in card.provenance.experts)
     return Recipe("merge", base, card.method, card.parameters, experts, form, result)
 
 
@@ -141,7 +141,7 @@ def _check_origins(source: ExpertsSource, progress: Progress, allow_other_base: 
 def _card(source: ExpertsSource, given: Sequence[str], command: str | None, allow_duplicate: bool) -> CardFacts:
     """``given`` is how the user has named base and experts."""
     rows: list[CardRow] = []
-    history: list[Added] = []
+    added: list[Added] = []
     steps = zip(source.step.experts, source.step.vectors, source.totals(), given[1:], strict=True)
     for name, vector, totals, named in steps:
         digest = combined_digest(vector.digests)
@@ -151,7 +151,7 @@ def _card(source: ExpertsSource, given: Sequence[str], command: str | None, allo
                 f"{vector.expert.source} is the same model as {same}; pass --allow-duplicate to merge it again"
             )
         rows.append(CardRow(name, digest, totals.norm, totals.kept, totals.scale))
-        history.append(Added(name, shown(vector.expert.source, named), digest, totals.norm, totals.kept))
+        added.append(Added(name, shown(vector.expert.source, named), digest, totals.norm, totals.kept))
     method, base = source.step.method, shown(source.base.source, given[0])
     about = base, method.name, method.parameters, rows, source.scale, source.distance
-    return CardFacts(*about, command=command, history=History(history))
+    return CardFacts(*about, command=command, provenance=Provenance(added))

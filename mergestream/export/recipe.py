@@ -24,7 +24,7 @@ Format = Literal["full", "lora", "loras"]
 
 
 @dataclass(frozen=True)
-class BaseSource:
+class BaseUsed:
     """The base, and how its tensors were sorted."""
 
     source: str
@@ -36,7 +36,7 @@ class BaseSource:
 
 
 @dataclass(frozen=True)
-class ExpertSource:
+class ExpertUsed:
     """One expert, and what it was added with."""
 
     name: str
@@ -81,10 +81,10 @@ class Recipe:
 
     made_by: Literal["store", "merge"]
     """Step by step, or each tensor carried through all experts at once"""
-    base: BaseSource
+    base: BaseUsed
     method: str
     parameters: Mapping[str, Plain]
-    experts: tuple[ExpertSource, ...]
+    experts: tuple[ExpertUsed, ...]
     form: Form
     result: Digest
     """Of the tensors that were written"""
@@ -109,7 +109,7 @@ class Recipe:
         globs = base.linear, base.not_linear, base.heads
         return cls(
             made_by="store",
-            base=BaseSource(shown(base.source, base.given), base.digest if base.measured else None, *globs),
+            base=BaseUsed(shown(base.source, base.given), base.digest if base.measured else None, *globs),
             method=manifest.method,
             parameters=manifest.parameters,
             max_rank=manifest.max_rank,
@@ -124,8 +124,8 @@ class Recipe:
         return {"recipe": FORMAT, **dataclasses.asdict(self)}
 
 
-def _expert(entry: Expert) -> ExpertSource:
-    return ExpertSource(entry.name, shown(entry.source, entry.given), entry.digest, entry.options, entry.cut)
+def _expert(entry: Expert) -> ExpertUsed:
+    return ExpertUsed(entry.name, shown(entry.source, entry.given), entry.digest, entry.options, entry.cut)
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -149,7 +149,7 @@ def read_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def _check_options(expert: ExpertSource) -> None:
+def _check_options(expert: ExpertUsed) -> None:
     """An option that is not known would be left out in silence."""
     if unknown := expert.options.keys() - Options.__annotations__.keys():
         raise ValueError(

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from mergestream.checkpoints.location import shown
 from mergestream.errors import MergestreamError
 from mergestream.escaping import code
-from mergestream.export.history import History
+from mergestream.export.provenance import Provenance
 from mergestream.files import on_disk, sync_directory, sync_file
 from mergestream.hub.repository import connect, explained, push_files, repository_name
 from mergestream.store.directory import StoreDirectory
@@ -97,7 +97,7 @@ def _card(path: Path, manifest: Manifest, name: str) -> str:
         f"Experts of {code(base)}, merged by {code(manifest.method)}. To go on with it:",
         "",
         f"    mergestream pull hf://{name} store",
-        *History.of(path, manifest).markdown(),
+        *Provenance.of(path, manifest).markdown(),
         "",
     ]
     return "\n".join(lines)

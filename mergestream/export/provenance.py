@@ -36,14 +36,14 @@ class Added:
 
 
 @dataclass(frozen=True)
-class History:
+class Provenance:
     """All that came, and what of it was taken back."""
 
     experts: Sequence[Added] = ()
     departed: Sequence[str] = ()
 
     @classmethod
-    def of(cls, store: Place, manifest: Manifest, heard: Mapping[str, float] | None = None) -> History:
+    def of(cls, store: Place, manifest: Manifest, heard: Mapping[str, float] | None = None) -> Provenance:
         """Of a store; where experts were chosen, ``heard`` are those."""
         from mergestream.store.watched import recall
 
