@@ -35,6 +35,7 @@ NAMES = {
     "opcm:scaling=sqrt": "OPCM (λ = √t)",
     "opcm@iso": "OPCM, read out by iso",
     "average@iso": "Iso-C",
+    "ledger@iso": "ledger, `iso`",
     "ledger@tsv": "TSV-M (ledger, `tsv`)",
     "ledger@tempered": "ledger, `tempered`",
     "ledger@agree": "ledger, `agree`",

@@ -87,7 +87,8 @@ def percent(spread: Spread | None) -> str:
 def plain(spread: Spread | None) -> str:
     if spread is None:
         return "–"
-    return f"{spread.mean:.2f}" + ("" if spread.std is None else f"±{spread.std:.2f}")
+    form = ".2f" if spread.mean < 1e5 else ".1e"  # a perplexity may be of any size
+    return f"{spread.mean:{form}}" + ("" if spread.std is None else f"±{spread.std:{form}}")
 
 
 def table1(results: Results) -> Table:

@@ -8,7 +8,8 @@ import io
 from mergestream.evaluation import checkout
 from mergestream.evaluation.checkout import paper_results, table1_value
 from mergestream.evaluation.results import Results, Run
-from mergestream.evaluation.tables import per_task_table, table1
+from mergestream.evaluation.tables import per_task_table, plain, table1
+from mergestream.report.metrics import Spread
 
 
 def results(model: str = "some model", tasks: tuple[str, ...] = ("a", "b")) -> Results:
@@ -52,6 +53,12 @@ def test_the_best_stands_out_in_markdown_and_latex():
     table = table1(results())
     assert "| ACC↑ | OPCM | **75.0±7.1** |" in table.markdown()
     assert r"\textbf{75.0$\pm$7.1}" in table.latex() and r"\midrule" in table.latex()
+
+
+def test_numbers_of_any_size_can_be_read():
+    assert plain(None) == "–" and plain(Spread(33.284, None, 1)) == "33.28"
+    assert plain(Spread(69.218, 2.376, 3)) == "69.22±2.38"
+    assert plain(Spread(46835309.76, 1e5, 3)) == "4.7e+07±1.0e+05"
 
 
 def test_the_per_task_table_ends_with_the_mean():
