@@ -36,7 +36,6 @@ QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "h
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # elsewhere Ray listens on the loopback only by this
     import ray
     from ray.cluster_utils import Cluster
 
