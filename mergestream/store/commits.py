@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import Checkpoint
-from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.files import BESIDE, on_disk, remove, remove_all_but, sync_directory
+from mergestream.files import BESIDE, remove, remove_all_but, sync_directory
 from mergestream.interrupts import uninterrupted
 from mergestream.progress import Progress, usual_progress
 from mergestream.sizes import counted
@@ -25,9 +22,6 @@ from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import is_begun, tidy
 from mergestream.store.tidying import tidy_bucket
 
-if TYPE_CHECKING:
-    from mergestream.methods.base import Method
-
 Result = TypeVar("Result")
 
 
@@ -37,8 +31,6 @@ class Commits:
     def __init__(
         self,
         path: str | Path | Mirror,
-        *,
-        engine: Engine | None = None,
         progress: Progress | None = None,
         manifest: Manifest | None = None,
     ) -> None:
@@ -49,30 +41,12 @@ class Commits:
         self._replaced = ""
         """The commit that our last one has replaced, as others may have wanted to"""
         self.manifest = manifest or self._load()
-        self.engine: Engine = engine or LocalEngine()
         self.progress = progress or usual_progress()
-
-    @property
-    def path(self) -> Path:
-        """Of a store on a disk."""
-        return self.place if isinstance(self.place, Path) else on_disk(str(self.place))
 
     @property
     def history(self) -> tuple[Expert, ...]:
         """The absorbed models, in order."""
         return self.manifest.history
-
-    @cached_property
-    def method(self) -> Method:
-        return self.manifest.make_method()
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The store itself and the models that it was made of: no output goes there."""
-        return str(self.place), self.manifest.base.source, *(entry.source for entry in self.history)
-
-    def open_base(self) -> Checkpoint:
-        return self.manifest.open_base()
 
     def refresh(self) -> None:
         """See what other processes have made of it."""

@@ -7,17 +7,18 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.model import BaseModel
 from mergestream.base.skeleton import open_base, under_names
-from mergestream.checkpoints import WEIGHT_SUFFIXES, open_checkpoint
+from mergestream.checkpoints import WEIGHT_SUFFIXES, Checkpoint, open_checkpoint
 from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import EngineError, MergestreamError, StoreBusyError, UsageError
 from mergestream.experts.opening import ExpertSource
-from mergestream.files import BESIDE, directories_made
+from mergestream.files import BESIDE, directories_made, on_disk
 from mergestream.methods import as_method
 from mergestream.progress import Progress
 from mergestream.sizes import counted
@@ -42,6 +43,18 @@ if TYPE_CHECKING:
 
 class StoreDirectory(Commits):
     """A directory that keeps the merged state of all models absorbed so far."""
+
+    def __init__(
+        self,
+        path: str | Path | Mirror,
+        *,
+        engine: Engine | None = None,
+        progress: Progress | None = None,
+        manifest: Manifest | None = None,
+    ) -> None:
+        """``manifest`` is for who is about to write it: once it is written, nothing may fail."""
+        super().__init__(path, progress, manifest)
+        self.engine: Engine = engine or LocalEngine()
 
     @classmethod
     def create(
@@ -102,6 +115,23 @@ class StoreDirectory(Commits):
         except OSError as error:
             raise MergestreamError(f"{place} cannot be made: {error.strerror}") from error
         return store
+
+    @property
+    def path(self) -> Path:
+        """Of a store on a disk."""
+        return self.place if isinstance(self.place, Path) else on_disk(str(self.place))
+
+    @cached_property
+    def method(self) -> Method:
+        return self.manifest.make_method()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The store itself and the models that it was made of: no output goes there."""
+        return str(self.place), self.manifest.base.source, *(entry.source for entry in self.history)
+
+    def open_base(self) -> Checkpoint:
+        return self.manifest.open_base()
 
     def absorb(
         self,
