@@ -3,8 +3,8 @@
     python -m benchmarks.ledger_results docs/results/ledger
 
 Reads, as far as they are there, DIR/SUITE-TASKS/results.json (ACC, the worst task, costs), orders-N/results.json
-beside it (the same of methods that were run in N orders only) and forgetting/results.json (BWT, retention); writes
-DIR/tables.md and, where `vision` is among them, DIR/accuracy-over-models.png.
+beside it (the same of methods that were run in N orders, more or fewer) and forgetting/results.json (BWT, retention);
+writes DIR/tables.md and, where `vision` is among them, DIR/accuracy-over-models.png.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def find(directory: Path) -> list[Proof]:
 
 def _joined(directory: Path) -> Results:
     results = Results.load(directory)
+    runs = {(run.method, run.seed): run for run in results.runs}
     for beside in sorted(directory.glob("orders-*/results.json")):
-        fewer = Results.load(beside.parent)
-        results = replace(results, runs=results.runs + [run for run in fewer.runs if run.method not in results.methods])
-    return results
+        runs = {(run.method, run.seed): run for run in Results.load(beside.parent).runs} | runs
+    return replace(results, runs=list(runs.values()))
 
 
 def percent(spread: Spread | None) -> str:

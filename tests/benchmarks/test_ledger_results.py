@@ -19,22 +19,25 @@ def run(method: str, seed: int, topic: float, sort: float) -> Run:
     return Run(method, seed, order, steps)
 
 
-@pytest.fixture
-def tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    runs = [run("average", 0, 0.5, 0.1), run("opcm", 0, 0.6, 0.2), run("opcm", 1, 0.8, 0.4)]
-    results = Results(
+def results(*runs: Run) -> Results:
+    return Results(
         "language",
         "model",
         TASKS,
         {"topic": 0.3, "sort": 0.0},
         {"topic": 0.9, "sort": 1.0},
-        runs,
+        list(runs),
         [[1.0, 0.0], [0.0, 1.0]],
         100,
         {"protocol": {"choices": {"topic": 4}}},
         {"perplexity": 33.0},
     )
-    results.save(tmp_path / "language-2")
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> str:
+    first = results(run("average", 0, 0.5, 0.1), run("opcm", 0, 0.6, 0.2), run("opcm", 1, 0.8, 0.4))
+    first.save(tmp_path / "language-2")
     assert ledger_results.main([str(tmp_path)]) == 0
     return (tmp_path / "tables.md").read_text()
 
@@ -62,3 +65,12 @@ def test_means_over_all_tasks_and_over_each_kind(tables: str) -> None:
 def test_perplexity_stands_beside(tables: str) -> None:
     assert section(tables, "Perplexity")["base"] == "33.00"
     assert section(tables, "Perplexity")["average"].startswith("40")
+
+
+def test_more_orders_are_counted_once(tmp_path: Path) -> None:
+    results(run("opcm", 0, 0.6, 0.2)).save(tmp_path / "language-2")
+    more = results(run("opcm", 0, 0.6, 0.2), run("opcm", 1, 0.8, 0.4), run("ties", 0, 0.3, 0.1))
+    more.save(tmp_path / "language-2" / "orders-2")
+    assert ledger_results.main([str(tmp_path)]) == 0
+    accuracies = section((tmp_path / "tables.md").read_text(), "ACC (%): the mean")
+    assert (accuracies["OPCM (reference)"], accuracies["TIES, continual"]) == ("50.0±14.1 (2)", "20.0")
