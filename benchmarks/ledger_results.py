@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mergestream.evaluation.results import Results, Run
@@ -48,7 +49,7 @@ CURVES = {"ledger": "ledger (agree)", "opcm": "OPCM", "average": "average", "tie
 SUITES = ("vision", "text", "vision-lora", "text-lora", "text-base", "language", "language-tiny")
 PERPLEXITY = "perplexity"
 
-Metric = Callable[[Run], float | None]
+Metric = Callable[[Results, Run], float | None]
 Line = tuple[str, Callable[["Proof"], str]]
 
 
@@ -67,7 +68,7 @@ class Proof:
 
     def spread(self, row: str, metric: Metric) -> Spread | None:
         """Over all orders that were run."""
-        return self.results.spread(row, metric) if row in self.results.methods else None
+        return self.results.spread(row, partial(metric, self.results)) if row in self.results.methods else None
 
     def mean(self, known: dict[str, float]) -> float:
         return sum(known[task] for task in self.results.tasks) / self.tasks
@@ -95,6 +96,11 @@ def find(directory: Path) -> list[Proof]:
     return sorted(found, key=lambda proof: (SUITES.index(proof.suite), proof.tasks))
 
 
+def forgetting(proofs: Sequence[Proof]) -> list[Proof]:
+    """The same, of the streams whose earlier models were scored too."""
+    return [replace(proof, results=proof.forgetting) for proof in proofs if proof.forgetting]
+
+
 def _joined(directory: Path) -> Results:
     results = Results.load(directory)
     runs = {(run.method, run.seed): run for run in results.runs}
@@ -110,12 +116,24 @@ def percent(spread: Spread | None) -> str:
     return f"{100 * spread.mean:.1f}" + (f"±{100 * spread.std:.1f} ({spread.count})" if spread.std is not None else "")
 
 
-def accuracy(run: Run) -> float | None:
+def accuracy(_: Results, run: Run) -> float | None:
     return metrics.average_accuracy(run.matrix)
 
 
-def worst(run: Run) -> float | None:
+def worst(_: Results, run: Run) -> float | None:
     return metrics.worst_task(run.matrix)
+
+
+def backward_transfer(_: Results, run: Run) -> float | None:
+    return metrics.backward_transfer(run.matrix)
+
+
+def retention(results: Results, run: Run) -> float | None:
+    return metrics.retention(run.matrix, [results.pretrained[task] for task in run.order])
+
+
+def perplexity(_: Results, run: Run) -> float | None:
+    return run.beside(PERPLEXITY)
 
 
 def over_suites(
@@ -131,28 +149,6 @@ def over_suites(
         if any(cell != "–" for cell in cells):
             lines.append((name, *cells))
     yield from table(("", *(proof.title for proof in proofs)), lines)
-
-
-def forgetting(proofs: Sequence[Proof]) -> Iterator[str]:
-    """BWT and retention, of the suites where they were measured."""
-    measured = [(proof, proof.forgetting) for proof in proofs if proof.forgetting is not None]
-    headings = [f"{proof.title}: {what}" for proof, _ in measured for what in ("BWT", "retention")]
-    lines = []
-    for row, name in NAMES.items():
-        cells = []
-        for _, results in measured:
-            if row not in results.methods:
-                cells += ["–", "–"]
-                continue
-            cells.append(percent(results.spread(row, lambda run: metrics.backward_transfer(run.matrix))))
-            cells.append(percent(results.spread(row, _retention(results))))
-        if any(cell != "–" for cell in cells):
-            lines.append((name, *cells))
-    yield from table(("", *headings), lines)
-
-
-def _retention(results: Results) -> Metric:
-    return lambda run: metrics.retention(run.matrix, [results.pretrained[task] for task in run.order])
 
 
 def read_back(proofs: Sequence[Proof]) -> Iterator[str]:
@@ -254,9 +250,10 @@ def main(arguments: list[str] | None = None) -> int:
     read = [proof for proof in proofs if PERPLEXITY in proof.results.beside]
     if read:
         base: Line = ("base", lambda proof: f"{proof.results.beside[PERPLEXITY]:.2f}")
-        sections["Perplexity on neutral text"] = over_suites(read, lambda run: run.beside(PERPLEXITY), [base], plain)
-    if any(proof.forgetting for proof in proofs):
-        sections["BWT and retention (points)"] = forgetting(proofs)
+        sections["Perplexity on neutral text"] = over_suites(read, perplexity, [base], plain)
+    for title, metric in {"BWT (points)": backward_transfer, "Retention (points)": retention}.items():
+        if measured := [proof for proof in forgetting(proofs) if any(proof.spread(row, metric) for row in NAMES)]:
+            sections[title] = over_suites(measured, metric)
     text = "\n".join(line for title, lines in sections.items() for line in (f"## {title}", "", *lines, ""))
     write_text(directory / "tables.md", text)
     if any(proof.suite == "vision" for proof in proofs):

@@ -74,3 +74,19 @@ def test_more_orders_are_counted_once(tmp_path: Path) -> None:
     assert ledger_results.main([str(tmp_path)]) == 0
     accuracies = section((tmp_path / "tables.md").read_text(), "ACC (%): the mean")
     assert (accuracies["OPCM (reference)"], accuracies["TIES, continual"]) == ("50.0±14.1 (2)", "20.0")
+
+
+def test_what_was_forgotten_is_of_streams_of_its_own(tmp_path: Path) -> None:
+    results(run("opcm", 0, 0.6, 0.2)).save(tmp_path / "language-2")
+    stream = run("opcm", 0, 0.5, 0.2)
+    stream.steps[0]["accuracies"] = {"topic": 0.8, "sort": 0.1}
+    results(stream).save(tmp_path / "language-2" / "forgetting")
+    assert ledger_results.main([str(tmp_path)]) == 0
+    tables = (tmp_path / "tables.md").read_text()
+    assert section(tables, "ACC (%): the mean")["OPCM (reference)"] == "40.0"
+    assert section(tables, "BWT (points)")["OPCM (reference)"] == "-30.0"
+    assert section(tables, "Retention (points)")["OPCM (reference)"] == "10.0"
+
+
+def test_nothing_is_said_of_what_was_not_measured(tables: str) -> None:
+    assert "BWT" not in tables and "Retention" not in tables
