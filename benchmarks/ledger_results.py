@@ -42,6 +42,7 @@ NAMES = {
     "ledger@agree": "ledger, `agree`",
     "ledger": "**ledger, by default** (`agree`; of adapters `tempered`)",
     "ledger@agree+balance": "ledger, `agree --balance`",
+    "ledger@tempered+balance": "ledger, `tempered --balance`",
 }
 """The rows of the tables, in their order"""
 READ_BACK = "ledger@expert"
