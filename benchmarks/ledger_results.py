@@ -13,14 +13,12 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from mergestream.evaluation.results import Results, Run
+from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import Row
 from mergestream.evaluation.tables import plain
 from mergestream.files import write_text
-from mergestream.report import metrics
 from mergestream.report.markdown import table
 from mergestream.report.metrics import Spread
 
@@ -50,7 +48,6 @@ CURVES = {"ledger": "ledger (agree)", "opcm": "OPCM", "average": "average", "tie
 SUITES = ("vision", "text", "vision-lora", "text-lora", "text-base", "language", "language-tiny")
 PERPLEXITY = "perplexity"
 
-Metric = Callable[[Results, Run], float | None]
 Line = tuple[str, Callable[["Proof"], str]]
 
 
@@ -66,10 +63,6 @@ class Proof:
     @property
     def title(self) -> str:
         return f"{self.suite} {self.tasks}"
-
-    def spread(self, row: str, metric: Metric) -> Spread | None:
-        """Over all orders that were run."""
-        return self.results.spread(row, partial(metric, self.results)) if row in self.results.methods else None
 
     def mean(self, known: dict[str, float]) -> float:
         return sum(known[task] for task in self.results.tasks) / self.tasks
@@ -104,9 +97,8 @@ def forgetting(proofs: Sequence[Proof]) -> list[Proof]:
 
 def _joined(directory: Path) -> Results:
     results = Results.load(directory)
-    runs = {(run.method, run.seed): run for run in results.runs}
-    for beside in sorted(directory.glob("orders-*/results.json")):
-        runs = {(run.method, run.seed): run for run in Results.load(beside.parent).runs} | runs
+    beside = [Results.load(path.parent) for path in sorted(directory.glob("orders-*/results.json"))]
+    runs = {(run.method, run.seed): run for each in (*beside, results) for run in each.runs}
     return replace(results, runs=list(runs.values()))
 
 
@@ -117,36 +109,16 @@ def percent(spread: Spread | None) -> str:
     return f"{100 * spread.mean:.1f}" + (f"±{100 * spread.std:.1f} ({spread.count})" if spread.std is not None else "")
 
 
-def accuracy(_: Results, run: Run) -> float | None:
-    return metrics.average_accuracy(run.matrix)
-
-
-def worst(_: Results, run: Run) -> float | None:
-    return metrics.worst_task(run.matrix)
-
-
-def backward_transfer(_: Results, run: Run) -> float | None:
-    return metrics.backward_transfer(run.matrix)
-
-
-def retention(results: Results, run: Run) -> float | None:
-    return metrics.retention(run.matrix, [results.pretrained[task] for task in run.order])
-
-
-def perplexity(_: Results, run: Run) -> float | None:
-    return run.beside(PERPLEXITY)
-
-
 def over_suites(
     proofs: Sequence[Proof],
-    metric: Metric,
+    measure: str,
     first: Sequence[Line] = (),
     shown: Callable[[Spread | None], str] = percent,
 ) -> Iterator[str]:
     """A table with a column a suite; ``first`` are lines above those of the methods."""
     lines = [(name, *(cell(proof) for proof in proofs)) for name, cell in first]
     for row, name in NAMES.items():
-        cells = [shown(proof.spread(row, metric)) for proof in proofs]
+        cells = [shown(proof.results.spread(row, measure)) for proof in proofs]
         if any(cell != "–" for cell in cells):
             lines.append((name, *cells))
     yield from table(("", *(proof.title for proof in proofs)), lines)
@@ -207,7 +179,7 @@ def picture(proofs: Sequence[Proof], path: Path) -> None:
         axes.plot(counts, heights, "--", color=GREY)
         axes.annotate(name, (counts[-1], heights[-1]), (4, 0), textcoords="offset points", color=GREY, va="center")
     for colour, (row, name) in zip(COLOURS, CURVES.items(), strict=False):
-        points = [(proof.tasks, found) for proof in chosen if (found := proof.spread(row, accuracy))]
+        points = [(proof.tasks, found) for proof in chosen if (found := proof.results.spread(row, "acc"))]
         heights = [100 * found.mean for _, found in points]
         bands = [100 * (found.std or 0) for _, found in points]
         places = [count for count, _ in points]
@@ -238,23 +210,24 @@ def main(arguments: list[str] | None = None) -> int:
         ("experts", lambda proof: f"{100 * proof.mean(proof.results.fine_tuned):.1f}"),
     ]
     sections = {
-        "ACC (%): the mean over all tasks after the last expert": over_suites(proofs, accuracy, known),
-        "The worst task (%)": over_suites(proofs, worst),
+        "ACC (%): the mean over all tasks after the last expert": over_suites(proofs, "acc", known),
+        "The worst task (%)": over_suites(proofs, "worst"),
         "Experts read back from the ledger (%), each on its own task": read_back(proofs),
         "What it takes": costs(proofs),
     }
     if chosen := [proof for proof in proofs if proof.with_choices]:
         choices = [proof.narrowed(proof.with_choices) for proof in chosen]
         others = [proof.narrowed([t for t in proof.results.tasks if t not in proof.with_choices]) for proof in chosen]
-        sections["ACC of the tasks with choices (%)"] = over_suites(choices, accuracy, known)
-        sections["ACC of the tasks that are written out (%)"] = over_suites(others, accuracy, known)
+        sections["ACC of the tasks with choices (%)"] = over_suites(choices, "acc", known)
+        sections["ACC of the tasks that are written out (%)"] = over_suites(others, "acc", known)
     read = [proof for proof in proofs if PERPLEXITY in proof.results.beside]
     if read:
         base: Line = ("base", lambda proof: f"{proof.results.beside[PERPLEXITY]:.2f}")
-        sections["Perplexity on neutral text"] = over_suites(read, perplexity, [base], plain)
-    for title, metric in {"BWT (points)": backward_transfer, "Retention (points)": retention}.items():
-        if measured := [proof for proof in forgetting(proofs) if any(proof.spread(row, metric) for row in NAMES)]:
-            sections[title] = over_suites(measured, metric)
+        sections["Perplexity on neutral text"] = over_suites(read, PERPLEXITY, [base], plain)
+    looked_back = forgetting(proofs)
+    for title, measure in {"BWT (points)": "bwt", "Retention (points)": "retention"}.items():
+        if measured := [proof for proof in looked_back if any(proof.results.spread(row, measure) for row in NAMES)]:
+            sections[title] = over_suites(measured, measure)
     text = "\n".join(line for title, lines in sections.items() for line in (f"## {title}", "", *lines, ""))
     write_text(directory / "tables.md", text)
     if any(proof.suite == "vision" for proof in proofs):

@@ -65,21 +65,26 @@ class Results:
     def label(self, method: str) -> str:
         return Row.parse(method).label
 
-    def spread(self, method: str, metric: Callable[[Run], float | None]) -> Spread | None:
-        return Spread.of([metric(run) for run in self.methods[method]])
-
-    def summary(self) -> dict[str, dict[str, Any]]:
-        """For each method: every metric of section 5 as mean and standard deviation over the orders."""
-        columns: Mapping[str, Callable[[Run], float | None]] = {
+    @property
+    def measures(self) -> Mapping[str, Callable[[Run], float | None]]:
+        """Every metric of section 5, and what the suite measures beside them."""
+        return {
             "acc": lambda run: metrics.average_accuracy(run.matrix),
             "bwt": lambda run: metrics.backward_transfer(run.matrix),
             "worst": lambda run: metrics.worst_task(run.matrix),
             "retention": lambda run: metrics.retention(run.matrix, [self.pretrained[task] for task in run.order]),
             **{name: partial(Run.beside, name=name) for name in self.beside},
         }
+
+    def spread(self, method: str, measure: str) -> Spread | None:
+        """Over all orders in which the method was run and this was measured; None if there are none."""
+        return Spread.of([self.measures[measure](run) for run in self.methods.get(method, ())])
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """For each method: every measure as mean and standard deviation over the orders."""
         table: dict[str, dict[str, Any]] = {}
         for method in self.methods:
-            spreads = {name: self.spread(method, metric) for name, metric in columns.items()}
+            spreads = {name: self.spread(method, name) for name in self.measures}
             table[method] = {name: asdict(spread) if spread else None for name, spread in spreads.items()}
         return table
 
