@@ -203,6 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, metavar="DIR")
     directory: Path = parser.parse_args(arguments).directory
     proofs = find(directory)
+    if not proofs:
+        parser.error(f"{directory} has no SUITE-TASKS/results.json; protocol.md has the commands that make them")
     for row in (*NAMES, READ_BACK):
         Row.parse(row)  # a name of the protocol that bench would not know
     known: list[Line] = [

@@ -90,3 +90,10 @@ def test_what_was_forgotten_is_of_streams_of_its_own(tmp_path: Path) -> None:
 
 def test_nothing_is_said_of_what_was_not_measured(tables: str) -> None:
     assert "BWT" not in tables and "Retention" not in tables
+
+
+def test_a_directory_without_results_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        ledger_results.main([str(tmp_path / "nowhere")])
+    assert stopped.value.code == 2
+    assert "nowhere has no SUITE-TASKS/results.json" in capsys.readouterr().err
