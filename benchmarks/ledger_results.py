@@ -2,9 +2,9 @@
 
     python -m benchmarks.ledger_results docs/results/ledger
 
-Reads, as far as they are there, DIR/SUITE-TASKS/results.json (ACC, the worst task, costs), orders-N/results.json
-beside it (the same of methods that were run in N orders, more or fewer) and forgetting/results.json (BWT, retention);
-writes DIR/tables.md and, where `vision` is among them, DIR/accuracy-over-models.png.
+Reads, as far as they are there, DIR/SUITE-TASKS/results.json (ACC, the worst task, costs), forgetting/results.json
+beside it (BWT, retention), and beside each of them orders-N/results.json (of methods that were run in N orders, more
+or fewer); writes DIR/tables.md and, where `vision` is among them, DIR/accuracy-over-models.png.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def find(directory: Path) -> list[Proof]:
     for path in directory.glob("*/results.json"):
         suite, _, tasks = path.parent.name.rpartition("-")
         beside = path.parent / "forgetting"
-        forgetting = Results.load(beside) if (beside / "results.json").is_file() else None
+        forgetting = _joined(beside) if (beside / "results.json").is_file() else None
         found.append(Proof(suite, int(tasks), _joined(path.parent), forgetting))
     return sorted(found, key=lambda proof: (SUITES.index(proof.suite), proof.tasks))
 

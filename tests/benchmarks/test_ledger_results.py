@@ -88,6 +88,17 @@ def test_what_was_forgotten_is_of_streams_of_its_own(tmp_path: Path) -> None:
     assert section(tables, "Retention (points)")["OPCM (reference)"] == "10.0"
 
 
+def test_what_was_forgotten_may_be_of_more_methods_in_fewer_orders(tmp_path: Path) -> None:
+    results(run("opcm", 0, 0.6, 0.2)).save(tmp_path / "language-2")
+    for place, method in (("forgetting", "opcm"), ("forgetting/orders-1", "magmax")):
+        stream = run(method, 0, 0.5, 0.2)
+        stream.steps[0]["accuracies"] = {"topic": 0.8}
+        results(stream).save(tmp_path / "language-2" / place)
+    assert ledger_results.main([str(tmp_path)]) == 0
+    lost = section((tmp_path / "tables.md").read_text(), "BWT (points)")
+    assert (lost["OPCM (reference)"], lost["MagMax"]) == ("-30.0", "-30.0")
+
+
 def test_nothing_is_said_of_what_was_not_measured(tables: str) -> None:
     assert "BWT" not in tables and "Retention" not in tables
 
