@@ -20,6 +20,7 @@ from mergestream.evaluation.cache import cache_directory, key_of, written_whole
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, READ_BACK, Row
 from mergestream.evaluation.workers import report
 from mergestream.files import write_json, write_text
+from mergestream.progress import NoProgress
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -127,11 +128,12 @@ def _merged(suite: Suite, stream: Stream, directory: Path, engine: Engine) -> li
 
     method = stream.row.method()
     path = directory / "work" / "store"
+    quiet = NoProgress()  # what a store notes of an expert it would note in every stream; its report has it
     if (path / "manifest.json").is_file():
-        store = Store(path, engine=engine)
+        store = Store(path, engine=engine, progress=quiet)
     else:
         shutil.rmtree(path, ignore_errors=True)
-        store = Store.create(path, base=suite.base(), method=method, keep=0, engine=engine)
+        store = Store.create(path, base=suite.base(), method=method, keep=0, engine=engine, progress=quiet)
 
     def absorb(step: int, task: str) -> dict[str, Any]:
         started = time.monotonic()

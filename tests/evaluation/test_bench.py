@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mergestream import Store
 from mergestream.cli import main
@@ -275,3 +276,14 @@ def test_the_last_model_of_a_method_that_does_not_mind_the_order_is_made_once(ti
     plan = Plan(parse_rows("average,ledger,opcm"), orders=3, last_only=True)
     assert [stream.row.name for stream in plan.streams(load_suite(tiny_suite).tasks)].count("opcm") == 3
     assert len(plan.streams(load_suite(tiny_suite).tasks)) == 5
+
+
+def test_what_a_store_notes_is_in_its_report_and_not_among_the_progress(tiny_suite, tmp_path, recwarn):
+    suite = load_suite(tiny_suite)
+    base, green = (load_file(model / "model.safetensors") for model in (suite.base(), suite.expert("green")))
+    near = {name: base[name] + 0.01 * (tensor - base[name]) for name, tensor in green.items()}
+    save_file(near, suite.expert("green") / "model.safetensors", metadata={"format": "pt"})
+    stream = Stream(Row.parse("average"), ("green", "red"), 0, "all")
+    run_stream(suite, stream, tmp_path / "stream", LocalEngine(1))
+    assert "outweighs them" in (tmp_path / "stream" / "report.md").read_text()
+    assert not recwarn.list
