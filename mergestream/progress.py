@@ -60,7 +60,7 @@ class NotebookProgress(Progress):
             handle.update({"text/html": "", "text/plain": ""}, raw=True)
 
 
-def usual_progress() -> Progress:
+def default_progress() -> Progress:
     """That of who asks for none: bars in a notebook."""
     return NotebookProgress() if _is_notebook() else Progress()
 

@@ -48,6 +48,6 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def few(names: Collection[str], most: int = 3) -> str:
+def shorten_list(names: Collection[str], most: int = 3) -> str:
     """``a, b, c, …``: the first of them, and whether there are more."""
     return ", ".join(list(names)[:most]) + (", …" if len(names) > most else "")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import save_file
 
-from mergestream.progress import NotebookProgress, Progress, usual_progress
+from mergestream.progress import NotebookProgress, Progress, default_progress
 from tests.conftest import Toys, toy_base
 
 
 def test_outside_of_notebooks_nothing_is_shown():
-    assert type(usual_progress()) is Progress
+    assert type(default_progress()) is Progress
 
 
 @pytest.mark.slow
@@ -19,11 +19,11 @@ def test_a_kernel_shows_bars_and_tables(tmp_path, toys: Toys) -> None:
     save_file(toy_base(), tmp_path / "base.safetensors")
     cells = [
         "import mergestream\n"
-        "from mergestream.progress import usual_progress\n"
+        "from mergestream.progress import default_progress\n"
         "store = mergestream.Store.create('store', base='base.safetensors')",
         f"store.add({str(toys.experts[0])!r}, name='legal')\nstore",
-        "print(type(usual_progress()).__name__)",
-        "with usual_progress().task('working <b>', 10) as advance:\n    advance(4)\n    raise KeyError('stop')",
+        "print(type(default_progress()).__name__)",
+        "with default_progress().task('working <b>', 10) as advance:\n    advance(4)\n    raise KeyError('stop')",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     seen: list[str] = []

@@ -19,7 +19,7 @@ from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import DamagedError, MergestreamError, UsageError
-from mergestream.progress import Progress, usual_progress
+from mergestream.progress import Progress, default_progress
 from mergestream.schema import Magnitude, conform, foreign
 from mergestream.sizes import counted
 
@@ -90,7 +90,7 @@ class BaseModel:
             raise MergestreamError(f"{checkpoint.source} has no floating-point tensor to merge")
         measured = dict.fromkeys(parts, Measured("", 0.0))
         if measure:
-            measured = measure_tensors(checkpoint, list(parts), engine or LocalEngine(), progress or usual_progress())
+            measured = measure_tensors(checkpoint, list(parts), engine or LocalEngine(), progress or default_progress())
         tensors = {
             name: BaseTensor(info.dtype, info.shape, **vars(parts[name]), **measured[name]._asdict())
             for name, info in checkpoint.tensors.items()

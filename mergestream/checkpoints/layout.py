@@ -10,7 +10,7 @@ from typing import Any
 
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
-from mergestream.sizes import few
+from mergestream.sizes import shorten_list
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf")
@@ -131,7 +131,7 @@ def _only_one(names: Collection[str], suffix: str, source: str) -> str | None:
     found = sorted(name for name in names if name.endswith(suffix))
     if len(found) > 1:
         raise MergestreamError(
-            f"{source} holds {len(found)} {suffix} files and no index; name the one you mean ({few(found)})"
+            f"{source} holds {len(found)} {suffix} files and no index; name the one you mean ({shorten_list(found)})"
         )
     return found[0] if found else None
 

@@ -15,7 +15,7 @@ from mergestream.errors import MergestreamError
 from mergestream.escaping import is_text
 from mergestream.files import read_json
 from mergestream.objects import Object
-from mergestream.sizes import counted, few
+from mergestream.sizes import counted, shorten_list
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,7 +111,7 @@ def _check_index(index: Path, weight_map: Mapping[str, str], shards: list[Shard]
         if extra := [tensor for tensor in infos if weight_map.get(tensor) != shard]:
             raise MergestreamError(
                 f"{index.parent / shard} holds {counted(len(extra), 'tensor')} that {index.name} does not list there "
-                f"({few([repr(name) for name in extra])}); "
+                f"({shorten_list([repr(name) for name in extra])}); "
                 "the index and the shards are not of one checkpoint"
             )
 

@@ -12,7 +12,7 @@ from typing import Any
 from mergestream.checkpoints.layout import is_weight_file
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
-from mergestream.sizes import few
+from mergestream.sizes import shorten_list
 
 METADATA = ".metadata"
 """Of torch.distributed.checkpoint: which chunk of which tensor is where"""
@@ -88,7 +88,7 @@ def _checkpoints(names: Collection[str], source: str, directory: Path | None) ->
     if not found:
         return None
     last = found[-1]
-    begin = f"{source} holds no weights itself, but checkpoints of a training ({few(found, _MOST_NAMED)})"
+    begin = f"{source} holds no weights itself, but checkpoints of a training ({shorten_list(found, _MOST_NAMED)})"
     state = _state(directory / last) or _state(directory)
     best = re.split(r"[/\\]", str(state.get("best_model_checkpoint")))[-1]
     if best in found and best != last:
@@ -127,7 +127,7 @@ def _distributed(names: Collection[str], source: str, directory: Path | None) ->
     below = sorted(name for name in names if directory and (directory / name / METADATA).is_file())
     if not below:
         return None
-    some = few(below, _MOST_NAMED)
+    some = shorten_list(below, _MOST_NAMED)
     return f"{source} holds distributed checkpoints ({some}); give the model's, such as {source}/{below[0]}"
 
 
@@ -137,8 +137,9 @@ def _loose_files(names: Collection[str], source: str, directory: Path | None) ->
         return None
     models = [name for name in weights if not _OF_A_TRAINING.fullmatch(name)]
     if not models:
-        return f"{source} holds what a training resumes from ({few(weights, _MOST_NAMED)}), and no weights of a model"
-    return f"{source} holds {few(models, _MOST_NAMED)}; name the file you mean, such as {source}/{models[-1]}"
+        found = shorten_list(weights, _MOST_NAMED)
+        return f"{source} holds what a training resumes from ({found}), and no weights of a model"
+    return f"{source} holds {shorten_list(models, _MOST_NAMED)}; name the file you mean, such as {source}/{models[-1]}"
 
 
 # --- what belongs together -----------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ def _pipeline(names: Collection[str], source: str, directory: Path | None) -> st
     if not models:
         return f"{begin}, and none of them has weights here; download it again"
     usual = next((name for name in ("unet", "transformer") if name in models), models[0])
-    return f"{begin} ({few(models, _MOST_NAMED)}): give one of them, such as {source}/{usual}"
+    return f"{begin} ({shorten_list(models, _MOST_NAMED)}): give one of them, such as {source}/{usual}"
 
 
 def _modules(names: Collection[str], source: str, directory: Path | None) -> str | None:

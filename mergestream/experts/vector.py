@@ -17,7 +17,7 @@ from mergestream.engine import Findings
 from mergestream.errors import MergestreamError
 from mergestream.experts.prefix import NEARLY_ALL, Prefix, globs_of
 from mergestream.experts.vocabulary import ROWS, FittedCheckpoint, Vocab, fit
-from mergestream.sizes import few
+from mergestream.sizes import shorten_list
 
 if TYPE_CHECKING:
     import torch
@@ -265,8 +265,8 @@ def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequ
         else:
             extra.append(name)
     if missing:
-        few = len(missing) <= (1 - NEARLY_ALL) * len(model.merged)
-        as_heads = f"; {_as_heads([*missing, *extra], fates, 'when the store is made')}" if few else ""
+        few_missing = len(missing) <= (1 - NEARLY_ALL) * len(model.merged)
+        as_heads = f"; {_as_heads([*missing, *extra], fates, 'when the store is made')}" if few_missing else ""
         raise MergestreamError(
             f"{expert.source} lacks {_some(missing)} of the base; if they are meant to be unchanged, pass --partial"
             f"{as_heads}"
@@ -313,4 +313,4 @@ def _options(option: str, names: Sequence[str], others: Collection[str]) -> str:
 def _some(names: Sequence[str]) -> str:
     if len(names) == 1:
         return f"tensor {names[0]}"
-    return f"{len(names)} tensors ({few(names)})"
+    return f"{len(names)} tensors ({shorten_list(names)})"

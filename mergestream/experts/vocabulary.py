@@ -16,7 +16,7 @@ from mergestream.checkpoints.tokenizer import read_tokenizer, same_tokenizer
 from mergestream.digest import json_digest
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.schema import Count
-from mergestream.sizes import counted, few
+from mergestream.sizes import counted, shorten_list
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -325,4 +325,4 @@ def some_tokens(tokens: Sequence[Token]) -> str:
 
 def some(names: Sequence[str]) -> str:
     """How many tokens, and the first of them."""
-    return f"{counted(len(names), 'token')} ({few(names)})"
+    return f"{counted(len(names), 'token')} ({shorten_list(names)})"

@@ -10,7 +10,7 @@ from mergestream.checkpoints.location import hub_name, locate_here
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import Told
 from mergestream.files import read_json
-from mergestream.sizes import few
+from mergestream.sizes import shorten_list
 from mergestream.store.manifest import Expert
 from mergestream.store.records import read_record
 from mergestream.store.snapshot import Snapshot
@@ -83,7 +83,7 @@ def refusals(config: Mapping[str, Any]) -> Iterator[str]:
     """What a server of adapters, such as vLLM, has against one with this configuration, in sentences."""
     full = "--format full writes a model that they take"
     if saved := config["modules_to_save"]:
-        yield f"vLLM and others that serve adapters refuse modules_to_save ({few(saved)}); {full}"
+        yield f"vLLM and others that serve adapters refuse modules_to_save ({shorten_list(saved)}); {full}"
     if config["bias"] != "none":
         yield f"vLLM and others that serve adapters refuse biases (bias={config['bias']}); {full}"
     ranks = {config["r"], *config["rank_pattern"].values()}

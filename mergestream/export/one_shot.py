@@ -28,7 +28,7 @@ from mergestream.merging.step import Step, carries_through
 from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods import as_method
 from mergestream.methods.base import Method
-from mergestream.progress import Progress, usual_progress
+from mergestream.progress import Progress, default_progress
 from mergestream.store.directory import StoreDirectory, expert_name
 from mergestream.store.manifest import Options
 
@@ -71,7 +71,7 @@ def merge(
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     output.keep_off(base, *experts)
     engine = engine or LocalEngine()
-    progress = progress or usual_progress()
+    progress = progress or default_progress()
     if not carries_through(method, len(experts)):
         with output.draft() as draft:
             path = draft.with_name("store")

@@ -21,7 +21,7 @@ from mergestream.merging.entries import EntriesReading
 from mergestream.merging.reading import Reading, cast
 from mergestream.progress import Progress
 from mergestream.schema import foreign
-from mergestream.sizes import few
+from mergestream.sizes import shorten_list
 from mergestream.store.snapshot import Snapshot
 
 
@@ -170,7 +170,9 @@ def spoken(
         else:
             silent.append(entry.name)
     if silent:
-        progress.note(f"tokens that were kept with {few(silent)} are not in the model; --task {silent[0]} puts them in")
+        progress.note(
+            f"tokens that were kept with {shorten_list(silent)} are not in the model; --task {silent[0]} puts them in"
+        )
     return speakers
 
 

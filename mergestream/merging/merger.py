@@ -25,7 +25,7 @@ from mergestream.merging.reading import Reading, StateReading
 from mergestream.merging.step import Step, Totals, no_state, total
 from mergestream.methods import as_method, method_text
 from mergestream.methods.base import Method
-from mergestream.progress import Progress, usual_progress
+from mergestream.progress import Progress, default_progress
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Merger:
         self._base = open_checkpoint(base)
         self._model = BaseModel.examine(self._base)
         self._engine = engine or (LocalEngine() if workers is None else LocalEngine(workers))
-        self._progress = progress or usual_progress()
+        self._progress = progress or default_progress()
         self._states: list[MemoryState] = []
         """That after the last model, or the entry of every one"""
         self._spare: MemoryState | None = None

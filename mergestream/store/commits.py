@@ -12,7 +12,7 @@ from mergestream.base.model import BaseModel
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.files import BESIDE, remove, remove_all_but, sync_directory
 from mergestream.interrupts import uninterrupted
-from mergestream.progress import Progress, usual_progress
+from mergestream.progress import Progress, default_progress
 from mergestream.sizes import counted
 from mergestream.store.lock import writing_to
 from mergestream.store.manifest import Expert, Manifest, folder_name
@@ -41,7 +41,7 @@ class Commits:
         self._replaced = ""
         """The commit that our last one has replaced, as others may have wanted to"""
         self.manifest = manifest or self._load()
-        self.progress = progress or usual_progress()
+        self.progress = progress or default_progress()
 
     @property
     def history(self) -> tuple[Expert, ...]:
