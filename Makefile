@@ -1,7 +1,7 @@
 # make demo   sets up and runs the main job on something real
 # make test   sets up, lints, type-checks and runs the tests
 # make docs   builds the site of docs/ (strictly: a dead link fails)
-# make torture attacks everything, for about an hour (docs/reliability.md)
+# make torture attacks everything, for about an hour (docs/explanation/reliability.md)
 # make bench  measures us, our peers and the limits on the same files (bench-quick: under three minutes)
 
 PYTHON ?= python3

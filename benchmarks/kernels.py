@@ -1,6 +1,6 @@
 """The OPCM kernel: what was tried, and the bare kernels that no OPCM step can do without.
 
-    python -m benchmarks.kernels                                    the tables of docs/notes/performance.md
+    python -m benchmarks.kernels                                    the tables of docs/explanation/performance-notes.md
     python -m benchmarks.kernels --base B --experts E1 E2           the limit for one step on these checkpoints
     OPENBLAS_CORETYPE=Haswell python -m benchmarks.kernels          with the products of another processor
 

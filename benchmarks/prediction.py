@@ -1,6 +1,6 @@
 """What was predicted of a command beside what it then took, for five sizes of model and several methods.
 
-    python -m benchmarks.prediction                                       the table of docs/scale.md
+    python -m benchmarks.prediction                                       the table of docs/explanation/scale.md
     python -m benchmarks.prediction --models llama-tiny --methods ledger
     python -m benchmarks.prediction --inspect                             what `inspect` says of an `add`
 

@@ -1,9 +1,9 @@
 """What the formulas say of models and clusters that nobody here has: 70B and 405B on 1, 8 and 64 nodes.
 
-    python -m benchmarks.scale            the tables of docs/scale.md
+    python -m benchmarks.scale            the tables of docs/explanation/scale.md
 
 Nothing is measured: the costs are those of `merging/cost.py`, and every rate is an assumption, all of them below. The
-rates of the kernels are those of one core of the machine that docs/scale.md names.
+rates of the kernels are those of one core of the machine that docs/explanation/scale.md names.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class Store(StoreDirectory):
 
         The same call resumes one that was interrupted. A model that was absorbed already, or that was not made from the
         base, is refused unless it is allowed. ``vocab`` says what becomes of tokens that the base has not (``base``,
-        ``union`` or ``grow``: docs/vocabulary.md); ``heads`` are globs of tensors that the base has not, which are
-        kept with this expert and all that follow (docs/heads.md). ``gates`` are conditions such as ``kept>=0.6``;
+        ``union`` or ``grow``: docs: vocabulary.md); ``heads`` are globs of tensors that the base has not, which are
+        kept with this expert and all that follow (docs: heads.md). ``gates`` are conditions such as ``kept>=0.6``;
         ``evaluate`` is a command that is run on the merged model before it counts, with ``{model}`` for its
         directory; the last number that it prints is ``score``, or the mean of what it writes to ``{scores}``.
         ``log`` sends the numbers of the step to ``wandb``, ``mlflow``, ``tensorboard`` or ``jsonl``, perhaps with a

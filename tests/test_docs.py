@@ -26,7 +26,7 @@ def sentences(source: str) -> Iterator[str]:
 
 def test_the_errors_that_are_explained_are_the_programs_own():
     ours = [text for path in (ROOT / "mergestream").rglob("*.py") for text in sentences(path.read_text())]
-    explained = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    explained = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/reference/errors.md").read_text(), re.MULTILINE)
     assert len(explained) > 15
     assert [quoted for quoted in explained if not any(quoted in text for text in ours)] == []
 
@@ -34,7 +34,7 @@ def test_the_errors_that_are_explained_are_the_programs_own():
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(ROOT / "docs/digits.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / "docs/tutorials/digits.ipynb", as_version=4)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
 
@@ -42,7 +42,7 @@ def test_the_tour_in_python_runs(tmp_path, monkeypatch):
     """Every block in turn; a line that ends in a comment <…> shows what its value says of itself, … for anything."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    page = (ROOT / "docs/python.md").read_text("utf-8")
+    page = (ROOT / "docs/tutorials/python.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     shown = 0
     with warnings.catch_warnings():

@@ -186,5 +186,6 @@ def test_a_store_is_made_with_a_method_of_another_package(
 
 @pytest.mark.parametrize("file", ["mergestream_iso.py", "test_iso.py", "pyproject.toml"])
 def test_the_docs_show_the_example_as_it_is(file: str) -> None:
-    shown = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), re.DOTALL)
+    page = (ROOT / "docs" / "how-to" / "extending.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
     assert (EXAMPLE / file).read_text(encoding="utf-8") in shown

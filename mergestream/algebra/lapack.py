@@ -3,7 +3,7 @@
 ``eigh`` is three steps: A = Q T Qᵀ with T tridiagonal, T = Z Λ Zᵀ, and the vectors Q Z. The eigenvalues and Z need
 float64, the last product does not, and it is the longest. torch offers only the three together in one precision,
 so the first two are called in the LAPACK that NumPy's wheels bring along and have loaded already. That is 1.5
-times as fast (docs/notes/performance.md). NumPy built in another way does not have these names: then torch does it all.
+times as fast (docs: performance-notes.md). Other builds of NumPy lack these names: then torch does it all.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _LENGTH_OF_A_LETTER = c_size_t(1)  # Fortran passes the length of every string b
 
 
 # From this size on and up to this share of all vectors, inverse iteration is faster with the products of any processor
-# that was tried (docs/notes/performance.md). Where more are wanted, knowing the values first pays up to half of all.
+# that was tried (docs: performance-notes.md). Where more are wanted, knowing the values first pays up to half of all.
 _LEAST_SIZE = 512
 _FEW = 0.2
 
 # Inverse iteration leaves noise of 1e-40 in half of the entries. In float32 these are subnormal numbers, for which many
-# processors take a hundred times as long (docs/notes/performance.md): few vectors would take longer than all.
+# processors take a hundred times as long (docs: performance-notes.md): few vectors would take longer than all.
 _NOISE = 1e-30
 
 

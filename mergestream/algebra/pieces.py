@@ -2,7 +2,7 @@
 
 A piece is small enough to stay in the processor's cache between reading, subtracting, absorbing and writing, and large
 enough that the calls from Python do not count. It is also below the size up to which the engine has malloc
-keep what is freed: fresh memory for every piece made the same arithmetic ten times slower (docs/notes/performance.md).
+keep what is freed: fresh memory for every piece made the same arithmetic ten times slower (docs: performance-notes.md).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class TIES(Method):
         return kept2, reduce(Tensor.add_, agreeing).mul_(elected).div_(count.clamp_(min=1))
 
 
-# Masks and torch.where are many times slower than arithmetic on signs (docs/notes/performance.md).
+# Masks and torch.where are many times slower than arithmetic on signs (docs: performance-notes.md).
 
 
 def trim(x: Tensor, threshold: float, out: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ class CheckedTensors(Checkpoint):
     """A file, or the files of a directory, that hold the tensors with these digests and no others.
 
     A tensor is digested as a whole before a piece of it is used, so that nothing is ever made of a damaged one. That is
-    no slower than to digest the pieces as they go by: XXH3 is as fast as memory (docs/performance.md).
+    no slower than to digest the pieces as they go by: XXH3 is as fast as memory (docs/explanation/performance.md).
     """
 
     def __init__(self, files: Location, digests: Mapping[str, str], remedy: str = BACKUP) -> None:

@@ -34,7 +34,7 @@ from tests.faults.families import FAMILIES, Family
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "reliability" / "results.json"
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "explanation" / "reliability.md"
 BEGIN, END = "<!-- written by make torture -->", "<!-- end -->"
 
 
@@ -162,7 +162,7 @@ def _publish(results: Sequence[dict[str, Any]], total: int, commit: str) -> None
     before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     tried = "all" if len(results) == total else f"a random {len(results):,} of"
-    figure = "![Seconds per add and size of the store over 500 adds](results/reliability/soak.png)"
+    figure = "![Seconds per add and size of the store over 500 adds](../results/reliability/soak.png)"
     text = f"Commit `{commit}`: {tried} {total:,} cases.\n\n{table(rows)}\n\n{figure}"
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", "utf-8")
     subprocess.run([sys.executable, "-m", "tests.faults.soak"], cwd=ROOT, check=True)  # here pictures are not drawn

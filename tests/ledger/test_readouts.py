@@ -72,8 +72,8 @@ def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout):
 
 
 def test_a_readout_of_ones_own(monkeypatch):
-    """The example of docs/extending.md."""
-    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    """The example of docs/how-to/extending.md."""
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "extending.md").read_text(encoding="utf-8")
     (code,) = (block for block in text.split("```python\n")[1:] if "class Shy" in block)
     monkeypatch.setattr(READOUTS, "_registered", {})
     exec(code.partition("```")[0], {"__name__": "example"})

@@ -54,7 +54,7 @@ def _from_yaml(path: Path) -> CustomSuite:
         base = content.pop("base")
         return CustomSuite(content.pop("name", path.stem), base, tasks, source=path, **content)
     except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path} is no description of a suite ({error!r}); see docs/evaluation.md") from None
+        raise UsageError(f"{path} is no description of a suite ({error!r}); see docs/how-to/evaluation.md") from None
     except RecursionError:
         raise UsageError(f"{path} is no description of a suite: it is nested too deeply") from None
     except ValueError:

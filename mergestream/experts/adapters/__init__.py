@@ -1,4 +1,4 @@
-"""PEFT adapters in; see docs/adapters.md."""
+"""PEFT adapters in; see docs/how-to/adapters.md."""
 
 from mergestream.experts.adapters.reading import Adapter, BoundAdapter, find_adapter, open_adapter
 
