@@ -54,7 +54,7 @@ class MergestreamWarning(UserWarning):
     """Something that a user should know, and that is no error: a note, where Python has no display for it."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``; did you mean …?`` where a known word is close to one that is not known, else nothing."""
     from difflib import get_close_matches
 

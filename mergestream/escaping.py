@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from mergestream.errors import UsageError
 
 CUT = "…"
-SENTENCE = 1000
+MAX_SENTENCE = 1000
 """Characters at most of a sentence of ours, with all the names in it"""
 
 
@@ -26,14 +26,14 @@ def one_line(text: str, limit: int = 300) -> str:
     return shown[: limit - len(CUT) - end] + CUT + shown[len(shown) - end :]
 
 
-def is_text(name: str) -> bool:
+def is_utf8(name: str) -> bool:
     """Whether a name can be written as UTF-8: half a surrogate pair stands for bytes that cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def check_utf8(name: str) -> None:
     """Names end up in JSON and in model cards, which are text."""
-    if not is_text(name):
+    if not is_utf8(name):
         raise UsageError(f"{name!r} is not valid UTF-8; rename the file")
 
 
@@ -58,7 +58,7 @@ def code(text: str) -> str:
     return f"`{line}`" if line.strip() and not {"`", "|"} & set(line) else markdown_text(text)
 
 
-def shell_line(words: Iterable[str]) -> str:
+def shell_command(words: Iterable[str]) -> str:
     """A command line of these words, to be copied to a shell: on one line, whatever the words are."""
     return " ".join(shlex.quote(word) if word.isprintable() else f"$'{''.join(map(_octal, word))}'" for word in words)
 

@@ -18,7 +18,7 @@ _OTHER_FILES = 512
 """That a process has open: the base's shards, an expert's, libraries"""
 _HERE, _RENAME_EXCHANGE = -100, 2
 """AT_FDCWD and RENAME_EXCHANGE of <fcntl.h>"""
-BESIDE = ".new"
+DRAFT_SUFFIX = ".new"
 """What the name of a file ends in until it is whole"""
 _REMOVED = ".removed"
 """What the name of a directory ends in while it is being removed"""
@@ -28,11 +28,11 @@ _REMEDIES = {
     errno.EDQUOT: _MAKE_ROOM,
     errno.EFBIG: "; the file system or a limit of the process (ulimit -f) allows no file of that size",
 }
-LARGEST_DESCRIPTION = 1 << 28
+MAX_JSON_BYTES = 1 << 28
 """No index is near a tenth of it; what is larger fills the memory."""
 
 
-def on_disk(place: str | Path) -> Path:
+def local_path(place: str | Path) -> Path:
     """The path that is meant; what is in object storage has none, and nothing is to be made under its name."""
     if url := url_of(place):
         raise UsageError(f"{url} is in object storage, where only models and stores may be; name a path on a disk")
@@ -54,10 +54,10 @@ def sync_file(path: Path) -> None:
 sync_directory = sync_file
 
 
-def put_text(path: Path, text: str, *, new: bool = False) -> None:
+def replace_file(path: Path, text: str, *, new: bool = False) -> None:
     """Replace a file at once: written beside, flushed to the disk, renamed. What goes wrong is an OSError, and nothing
     has changed then. One that is to be ``new`` replaces none: FileExistsError."""
-    beside = path.with_name(path.name + BESIDE)
+    beside = path.with_name(path.name + DRAFT_SUFFIX)
     try:
         beside.unlink(missing_ok=True)  # what a kill has left, or a link that somebody has laid
         with beside.open("x", encoding="utf-8") as file:
@@ -95,7 +95,7 @@ def _rename_to_new(old: Path, new: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file at once, and bring its name to the disk too. What goes wrong is an OSError."""
-    put_text(path, text)
+    replace_file(path, text)
     sync_directory(path.parent)
 
 
@@ -104,10 +104,10 @@ def write_text(path: Path, text: str) -> None:
     try:
         replace_text(path, text)
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise write_error(path, error) from error
 
 
-def cannot_write(path: Path | str, error: OSError) -> MergestreamError:
+def write_error(path: Path | str, error: OSError) -> MergestreamError:
     """What is told to the user of a file that could not be written."""
     return MergestreamError(f"{path} cannot be written: {error.strerror}{_REMEDIES.get(error.errno or 0, '')}")
 
@@ -129,7 +129,7 @@ def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():  # a pipe would keep us waiting
             raise MergestreamError(f"{path} is no regular file")
-        if path.stat().st_size > LARGEST_DESCRIPTION:
+        if path.stat().st_size > MAX_JSON_BYTES:
             raise MergestreamError(f"{path} is too large to be the JSON that is expected there")
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
@@ -159,7 +159,7 @@ def allow_open_files(count: int) -> None:
 
 
 @contextlib.contextmanager
-def directories_made(path: Path) -> Iterator[None]:
+def new_directories(path: Path) -> Iterator[None]:
     """Make a directory, and those above it; where what follows fails, those that were not there are removed again."""
     made = [directory for directory in (path, *path.parents) if not directory.exists()]
     try:
@@ -213,7 +213,7 @@ def remove(directory: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def remove_all_but(parent: Path, kept: Collection[str]) -> None:
+def remove_other_directories(parent: Path, kept: Collection[str]) -> None:
     """Remove the directories in ``parent`` that are not to be kept, and what a killed removal has left."""
     for directory in sorted(parent.iterdir()) if parent.is_dir() else ():
         if directory.name.endswith(_REMOVED):

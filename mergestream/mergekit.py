@@ -13,7 +13,7 @@ from typing import Any
 
 from mergestream.checkpoints import FLOATS
 from mergestream.checkpoints.location import locate_here
-from mergestream.errors import MergestreamError, UsageError, nearest
+from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.methods.base import Method
 from mergestream.methods.model_stock import ModelStock
 from mergestream.methods.weighted import Weighted, as_list
@@ -121,7 +121,7 @@ def _merge_method(name: object) -> str:
         raise UsageError(f"merges by {name}, along an arc, which is not defined for a stream; linear is close to it")
     if name not in METHODS:
         raise UsageError(
-            f"merges by {name}{nearest(str(name), METHODS)} (of mergekit's there are: {', '.join(METHODS)})"
+            f"merges by {name}{did_you_mean(str(name), METHODS)} (of mergekit's there are: {', '.join(METHODS)})"
         )
     return str(name)
 
@@ -231,7 +231,7 @@ def _dtype(given: object) -> str | None:
         return None
     name = str(given).removeprefix("torch.")
     if name not in FLOATS:
-        raise UsageError(f"has the dtype {name}{nearest(name, FLOATS)} (there are: {', '.join(FLOATS)})")
+        raise UsageError(f"has the dtype {name}{did_you_mean(name, FLOATS)} (there are: {', '.join(FLOATS)})")
     return name
 
 
@@ -281,7 +281,7 @@ def _refuse_unknown(table: Table, known: Collection[str], where: str) -> None:
     for key in table:
         if key not in known:
             there = f" (there are: {', '.join(known)})" if known else ""
-            raise UsageError(f"has an unknown key{where}: {key}{nearest(str(key), known)}{there}")
+            raise UsageError(f"has an unknown key{where}: {key}{did_you_mean(str(key), known)}{there}")
 
 
 def _table(value: object, otherwise: str) -> Table:

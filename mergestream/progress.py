@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from mergestream.errors import MergestreamWarning
-from mergestream.escaping import SENTENCE, one_line
+from mergestream.escaping import MAX_SENTENCE, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,5 +105,5 @@ class TerminalProgress(Progress):
             yield lambda amount: bars.advance(task, amount)
 
     def note(self, message: str) -> None:
-        line = f"note: {one_line(message, SENTENCE)}"
+        line = f"note: {one_line(message, MAX_SENTENCE)}"
         self._console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
-from mergestream.errors import UsageError, nearest
+from mergestream.errors import UsageError, did_you_mean
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def choose(self, name: str) -> T:
         """What a user means by a name; an unknown one is refused with what there is."""
         if name not in self:
-            raise UsageError(f"there is no {self.kind} {name}{nearest(name, self)} (there are: {', '.join(self)})")
+            raise UsageError(f"there is no {self.kind} {name}{did_you_mean(name, self)} (there are: {', '.join(self)})")
         return self[name]
 
     def origin(self, name: str) -> str:

@@ -17,14 +17,14 @@ from mergestream.checkpoints.layout import MARKER
 from mergestream.checkpoints.location import is_commit
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import Engine, LocalEngine
-from mergestream.errors import MergestreamError, UsageError, nearest
+from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.export.adapter import write_each, write_merged
 from mergestream.export.directory import Output
 from mergestream.export.model import write_model
 from mergestream.export.one_shot import merge
 from mergestream.export.provenance import undated
 from mergestream.export.recipe import ExpertUsed, Recipe, read_recipe
-from mergestream.files import on_disk
+from mergestream.files import local_path
 from mergestream.methods import make_method
 from mergestream.progress import Progress
 
@@ -58,7 +58,7 @@ def replay(
     followed, progress = read_recipe(path), progress or Progress()
     places = _places(followed, path, base, sources or {})
     form = followed.form
-    output = Output(on_disk(out), form.dtype, form.max_shard_size or DEFAULT_SHARD_SIZE, overwrite, command)
+    output = Output(local_path(out), form.dtype, form.max_shard_size or DEFAULT_SHARD_SIZE, overwrite, command)
     output.keep_off(*places.values())
     engine = engine or LocalEngine()
     (_merge if followed.made_by == "merge" else _by_steps)(followed, places, output, engine, progress)
@@ -167,7 +167,7 @@ def _places(recipe: Recipe, path: Path, base: str | None, given: Mapping[str, st
     names = [expert.name for expert in recipe.experts]
     for name in given:
         if name not in names:
-            raise UsageError(f"--source {name}: the recipe has no such expert{nearest(name, names)}")
+            raise UsageError(f"--source {name}: the recipe has no such expert{did_you_mean(name, names)}")
     wanted = {BASE: recipe.base.source, **{expert.name: expert.source for expert in recipe.experts}}
     known = {**given, **({BASE: base} if base else {})}
     places: dict[str, str] = {}

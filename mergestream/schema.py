@@ -47,12 +47,12 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     return content
 
 
-def conform(data: Any, kind: type[T], path: Path) -> T:
+def validate(data: Any, kind: type[T], path: Path) -> T:
     """What was parsed as the type that it is to be."""
     try:
         return convert(data, kind)
     except ValueError as error:
-        raise foreign(path, str(error)) from error
+        raise invalid_file(path, str(error)) from error
 
 
 def damaged(path: Path, reason: str, remedy: str = BACKUP) -> MergestreamError:
@@ -60,7 +60,7 @@ def damaged(path: Path, reason: str, remedy: str = BACKUP) -> MergestreamError:
     return DamagedError(f"{path} is damaged: {reason}; {remedy}")
 
 
-def foreign(path: Path, reason: str) -> MergestreamError:
+def invalid_file(path: Path, reason: str) -> MergestreamError:
     """For a file that is as it was written, but not by us."""
     return DamagedError(f"{path} is not one of ours: {reason}; {BACKUP}")
 

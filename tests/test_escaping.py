@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergestream.escaping import code, markdown_text, one_line, shell_line
+from mergestream.escaping import code, markdown_text, one_line, shell_command
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_code_span_is_closed_by_nothing_in_it() -> None:
 
 @pytest.mark.parametrize("words", [["mergestream", "a b", "it's"], ["a\nb'\\x", "\x1b[31m", "é\x9b", "\u202e$(date)"]])
 def test_a_command_is_one_line_that_a_shell_reads_back(words: list[str]) -> None:
-    line = shell_line(words)
+    line = shell_command(words)
     assert line.isprintable()
     run = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
     assert run.stdout.decode().split("\0")[:-1] == words

@@ -7,7 +7,7 @@ import pytest
 
 import mergestream.files
 from mergestream.errors import MergestreamError
-from mergestream.files import directories_made, exchange, put_text, read_json, remove, write_json, write_text
+from mergestream.files import exchange, new_directories, read_json, remove, replace_file, write_json, write_text
 
 
 def full(*_: object) -> None:
@@ -56,9 +56,9 @@ def test_a_new_file_replaces_none(links: bool, tmp_path: Path, monkeypatch: pyte
     if not links:
         monkeypatch.setattr(os, "link", unsupported)
     path = tmp_path / "file"
-    put_text(path, "first", new=True)
+    replace_file(path, "first", new=True)
     with pytest.raises(FileExistsError):
-        put_text(path, "second", new=True)
+        replace_file(path, "second", new=True)
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
 
 
@@ -141,9 +141,9 @@ def test_an_exchange_that_fails_leaves_both_where_they_were(
 
 
 def test_directories_that_were_made_for_nothing_are_removed(tmp_path: Path) -> None:
-    with directories_made(tmp_path / "a" / "b"):
+    with new_directories(tmp_path / "a" / "b"):
         assert listing(tmp_path) == ["a", "a/b"]
-    with pytest.raises(KeyboardInterrupt), directories_made(tmp_path / "a" / "c" / "d"):
+    with pytest.raises(KeyboardInterrupt), new_directories(tmp_path / "a" / "c" / "d"):
         assert listing(tmp_path) == ["a", "a/b", "a/c", "a/c/d"]
         raise KeyboardInterrupt
     assert listing(tmp_path) == ["a", "a/b"]

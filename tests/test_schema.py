@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mergestream.errors import MergestreamError
-from mergestream.schema import Count, Magnitude, conform, parse, read_text
+from mergestream.schema import Count, Magnitude, parse, read_text, validate
 
 PATH = Path("store/ours.json")
 
@@ -58,7 +58,7 @@ def test_all_else_is_read(tmp_path):
 
 def test_a_field_that_is_not_as_it_must_be_is_named():
     good = {"name": "a", "size": 1, "norm": 2, "shape": [3]}
-    assert conform(good, Thing, PATH) == Thing("a", 1, 2.0, (3,))
+    assert validate(good, Thing, PATH) == Thing("a", 1, 2.0, (3,))
     for field, value, named in [
         ("name", None, "name"),
         ("size", True, "size"),
@@ -72,6 +72,6 @@ def test_a_field_that_is_not_as_it_must_be_is_named():
         ("shape", 7, "shape"),
     ]:
         with pytest.raises(MergestreamError, match=rf"^store/ours\.json is not one of ours: .*{named}.*; restore"):
-            conform({**good, field: value}, Thing, PATH)
+            validate({**good, field: value}, Thing, PATH)
     with pytest.raises(MergestreamError, match="missing required field `norm`"):
-        conform({"name": "a", "size": 1}, Thing, PATH)
+        validate({"name": "a", "size": 1}, Thing, PATH)

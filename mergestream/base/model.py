@@ -20,7 +20,7 @@ from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import DamagedError, MergestreamError, UsageError
 from mergestream.progress import Progress, default_progress
-from mergestream.schema import Magnitude, conform, foreign
+from mergestream.schema import Magnitude, invalid_file, validate
 from mergestream.sizes import counted
 
 MAX_ELEMENTS = 2**40
@@ -185,12 +185,12 @@ class BaseModel:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], path: Path) -> BaseModel:
         """From what a manifest, at ``path``, says of it."""
-        model = conform({"linear": [], "not_linear": [], **data}, cls, path)
+        model = validate({"linear": [], "not_linear": [], **data}, cls, path)
         for name, tensor in model.tensors.items():
             if fault := _fault(name, tensor, model):
-                raise foreign(path, f"of {name} it says that {fault}")
+                raise invalid_file(path, f"of {name} it says that {fault}")
         if unknown := set(model.tied_names.values()) - model.tensors.keys():
-            raise foreign(path, f"{min(unknown)}, to which others are tied, is not in it")
+            raise invalid_file(path, f"{min(unknown)}, to which others are tied, is not in it")
         return model if "linear" in data else _from_format_1(model)
 
 

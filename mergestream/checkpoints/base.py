@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mergestream.checkpoints.layout import companions
 from mergestream.digest import text_digest
-from mergestream.errors import MergestreamError, UsageError, nearest
+from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.objects import Object
 from mergestream.schema import Count
 
@@ -53,7 +53,7 @@ def float_name(dtype: str | torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.").lower()
     name = _ALIASES.get(name, name)
     if name not in FLOATS:
-        near = nearest(name, (*FLOATS, *_ALIASES))
+        near = did_you_mean(name, (*FLOATS, *_ALIASES))
         raise UsageError(f"--dtype {dtype} is not one of {', '.join(FLOATS)}{near} (short: bf16, fp16, fp32, fp64)")
     return name
 

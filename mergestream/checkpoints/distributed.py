@@ -21,8 +21,8 @@ from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
 from mergestream.checkpoints.strangers import METADATA
 from mergestream.checkpoints.torch_file import WRAPPERS, check_pickle
 from mergestream.errors import MergestreamError, first_line
-from mergestream.escaping import is_text
-from mergestream.files import LARGEST_DESCRIPTION
+from mergestream.escaping import is_utf8
+from mergestream.files import MAX_JSON_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,7 +163,7 @@ class _Inert(pickle.Unpickler):
 
 def _read_metadata(path: Path) -> Mapping[str, Any]:
     """The fields of the metadata."""
-    if path.stat().st_size > LARGEST_DESCRIPTION:
+    if path.stat().st_size > MAX_JSON_BYTES:
         raise MergestreamError(f"{path} is too large to be the metadata of a checkpoint")
     data = path.read_bytes()
     check_pickle(path, data)
@@ -215,7 +215,7 @@ def _spec(name: str, described: Mapping[str, Any], path: Path) -> TensorSpec:
     import torch
 
     dtype, shape = described["properties"].fields[0], _sizes(described["size"])
-    if not is_text(name) or len(shape) > MAX_DIMENSIONS:
+    if not is_utf8(name) or len(shape) > MAX_DIMENSIONS:
         raise ValueError("no tensor is like that")
     check_dtype(dtype, f"the tensor {name!r} in {path}")
     return TensorSpec(dtype_name(getattr(torch, dtype)), shape)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from mergestream.checkpoints.hub import Repository, cached, download
 from mergestream.checkpoints.layout import MARKER, UNFINISHED, is_weight_file
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.escaping import is_text
-from mergestream.files import on_disk, read_json
+from mergestream.escaping import is_utf8
+from mergestream.files import local_path, read_json
 from mergestream.objects import Bucket, Object, Url, url_of
 
 _HUB_ID = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -58,7 +58,7 @@ def locate(source: str | Path, *, weights: bool = True) -> Location:
             return _in_storage(url)
         path = _resolved(source)
         if path.exists():
-            if not is_text(str(path)):  # it is kept in JSON, and goes into model cards
+            if not is_utf8(str(path)):  # it is kept in JSON, and goes into model cards
                 raise MergestreamError(f"{path} is not valid UTF-8; rename it")
             return Location(path, str(path))
         if _is_hub_id(source):
@@ -102,7 +102,7 @@ def locate_here(source: str) -> Path | None:
 
 def _resolved(source: str | Path) -> Path:
     """Of a file only the directory is resolved: a cache's link tells the format by its name, its target does not."""
-    path = on_disk(source).expanduser()
+    path = local_path(source).expanduser()
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 

@@ -12,7 +12,7 @@ from mergestream.checkpoints.location import Location, locate, system_errors_exp
 from mergestream.checkpoints.safetensors import SafetensorsFile, SafetensorsObject
 from mergestream.checkpoints.strangers import METADATA, no_weights, what_file
 from mergestream.errors import MergestreamError
-from mergestream.escaping import is_text
+from mergestream.escaping import is_utf8
 from mergestream.files import read_json
 from mergestream.objects import Object
 from mergestream.sizes import counted, shorten_list
@@ -145,7 +145,7 @@ def _checked(path: Path) -> Path:
     """A file that can be read: no pipe, and not what a clone without Git LFS leaves in its place."""
     if not path.is_file():
         raise MergestreamError(f"{path} is no regular file")
-    if not is_text(path.name):
+    if not is_utf8(path.name):
         raise MergestreamError(f"{path} is not valid UTF-8; rename it")
     if _is_lfs_pointer(path):
         raise MergestreamError(f"{path} is only Git LFS's pointer to the file; fetch the file with `git lfs pull`")

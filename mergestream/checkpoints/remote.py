@@ -10,7 +10,7 @@ from pathlib import Path
 from mergestream.checkpoints.layout import CODE, is_index, is_weight_file, may_go_along, names_code
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, known_as
-from mergestream.files import LARGEST_DESCRIPTION
+from mergestream.files import MAX_JSON_BYTES
 from mergestream.objects import Object, Objects, in_background, wait_for
 
 
@@ -50,7 +50,7 @@ def _fetched(folder: Objects, wanted: Mapping[str, Object]) -> Path:
 
 
 def _fetch(found: Object, path: Path) -> None:
-    if found.size > LARGEST_DESCRIPTION:
+    if found.size > MAX_JSON_BYTES:
         raise MergestreamError(f"{found} is too large to be what goes with a model; move it elsewhere")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(found.read())

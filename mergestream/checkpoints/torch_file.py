@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.base import Shard, describe, shared_views
 from mergestream.errors import MergestreamError, first_line
-from mergestream.escaping import is_text
+from mergestream.escaping import is_utf8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class TorchFile(Shard):
         content = _load(path)
         self._tensors: dict[str, Tensor] = {}
         for name, value in _unwrap(content, path).items():
-            if not isinstance(name, str) or not is_text(name):
+            if not isinstance(name, str) or not is_utf8(name):
                 raise MergestreamError(f"{path} holds no state dict: its key {repr(name)[:80]} is not a name")
             if name.endswith("_extra_state"):  # what modules keep beside their weights; no tensor of the model
                 continue

@@ -18,7 +18,7 @@ from mergestream.checkpoints.writer import (
     safetensors_header,
     write_at,
 )
-from mergestream.files import cannot_write
+from mergestream.files import write_error
 from mergestream.objects import Bucket
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class _Shard:
         try:
             write_at(self._file.fileno(), data, self._begin[name] + offset)
         except OSError as error:
-            raise cannot_write("a temporary file", error) from error
+            raise write_error("a temporary file", error) from error
 
     def content(self) -> bytes | Iterator[bytes]:
         """As it is put: at once where it is small, else in parts."""

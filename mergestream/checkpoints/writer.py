@@ -18,7 +18,7 @@ from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.digest import tensor_digest
 from mergestream.engine import Gathers
 from mergestream.errors import MergestreamError
-from mergestream.files import cannot_write, replace_text, sync_directory
+from mergestream.files import replace_text, sync_directory, write_error
 from mergestream.sizes import CACHE_LINE
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class SafetensorsWriter(TensorWriter):
             try:
                 self._files.append(_reopen(plan))
             except OSError as error:
-                raise cannot_write(plan.path, error) from error
+                raise write_error(plan.path, error) from error
             if os.fstat(self._files[-1].fileno()).st_ino != place:
                 raise MergestreamError(f"{plan.path} is not the same file everywhere")
 
@@ -351,7 +351,7 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
 
 def _write_error(path: Path, error: OSError, needed: int) -> MergestreamError:
     if error.errno != errno.ENOSPC:
-        return cannot_write(path, error)
+        return write_error(path, error)
     free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.is_dir())).free
     return MergestreamError(
         f"{path} cannot be written: {needed} bytes are needed and {free} are free; make room and run it again"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mergestream.cli.options import argument, at_least, command_line, engine_argument, make_engine, switch
 from mergestream.cli.printing import answer, print_text, say
 from mergestream.errors import UsageError
-from mergestream.files import on_disk
+from mergestream.files import local_path
 
 HELP = "merge a suite's experts in shuffled orders with several methods, and score every task after each step"
 EXAMPLES = """
@@ -104,7 +104,7 @@ def _bench(options: Options) -> int:
         last_only=options.last_only,
         engine=make_engine(options.engine, workers=None if on_cluster else 1),
     )
-    output = on_disk(options.output)
+    output = local_path(options.output)
     if output.exists() and not output.is_dir():
         raise UsageError(f"-o {output} is a file; name a directory for the results")
     if options.sweep:

@@ -48,10 +48,10 @@ def _dtypes(**_: Any) -> Iterable[str]:
 def _experts(parsed_args: Namespace, **_: Any) -> list[str]:
     """The names in the store that was given, if it is on this machine: who completes does not wait for a network."""
     from mergestream.api import Store
-    from mergestream.files import on_disk
+    from mergestream.files import local_path
 
     with suppress(MergestreamError, OSError):
-        return Store(on_disk(parsed_args.store)).manifest.names
+        return Store(local_path(parsed_args.store)).manifest.names
     return []
 
 

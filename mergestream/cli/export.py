@@ -18,7 +18,7 @@ from mergestream.cli.options import (
 )
 from mergestream.cli.printing import add_to_answer, answer, say
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.escaping import shell_line
+from mergestream.escaping import shell_command
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _push(options: Options) -> None:
     try:
         where = push_model(options.out, options.push, private=options.private)
     except MergestreamError as error:
-        again = shell_line(["mergestream", "push", options.out, options.push, *(["--private"] * options.private)])
+        again = shell_command(["mergestream", "push", options.out, options.push, *(["--private"] * options.private)])
         raise MergestreamError(
             f"{options.out} is written, but not pushed: {error}; to push it later: {again}"
         ) from error

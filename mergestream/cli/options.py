@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.printing import make_progress
 from mergestream.errors import UsageError
-from mergestream.escaping import shell_line
+from mergestream.escaping import shell_command
 from mergestream.objects import USUAL_SIZE, cache_objects
 from mergestream.sizes import counted, parse_size
 
@@ -297,4 +297,4 @@ class OutputOptions:
 
 def command_line() -> str:
     """The command as it was given, for the model card."""
-    return shell_line(["mergestream", *sys.argv[1:]])
+    return shell_command(["mergestream", *sys.argv[1:]])

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol, cast
 
 from mergestream import __version__
 from mergestream.cli.options import add_arguments
-from mergestream.errors import UsageError, nearest
+from mergestream.errors import UsageError, did_you_mean
 
 DESCRIPTION = """\
 Merge fine-tuned models into one model as they arrive.
@@ -111,10 +111,12 @@ class Parser(ArgumentParser):
             option = word.partition("=")[0]
             is_option = word.startswith("--") and " " not in word  # as argparse sees it
             if is_option and not any(name.startswith(option) for name in known):
-                self.error(f"there is no option {option}{nearest(option, known)}")
+                self.error(f"there is no option {option}{did_you_mean(option, known)}")
 
     def _check_value(self, action: Action, value: Any) -> None:
         """Where argparse compares a command, or the value of an option, with its choices."""
         if action.choices is not None and value not in action.choices:
             choices = ", ".join(action.choices)
-            raise ArgumentError(action, f"there is no {value}{nearest(value, action.choices)} (there are: {choices})")
+            raise ArgumentError(
+                action, f"there is no {value}{did_you_mean(value, action.choices)} (there are: {choices})"
+            )

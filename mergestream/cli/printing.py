@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mergestream.escaping import SENTENCE, one_line
+from mergestream.escaping import MAX_SENTENCE, one_line
 from mergestream.progress import Advance, NoProgress, Progress, TerminalProgress
 
 LONGEST_CELL = 100
@@ -132,13 +132,13 @@ class _Noted(Progress):
 
     def note(self, message: str) -> None:
         self._shown.note(message)
-        self._reply.note(one_line(message, SENTENCE))
+        self._reply.note(one_line(message, MAX_SENTENCE))
 
 
 def say(line: str = "") -> None:
     """Print a line, whatever the names in it are; at once, for somebody may be waiting for it."""
     if not _reply:
-        print(one_line(line, SENTENCE), flush=True)
+        print(one_line(line, MAX_SENTENCE), flush=True)
 
 
 def print_text(text: str, end: str = "\n") -> None:
@@ -149,7 +149,7 @@ def print_text(text: str, end: str = "\n") -> None:
 
 def print_error(*sentences: str) -> None:
     for sentence in sentences:
-        print(f"error: {one_line(sentence, SENTENCE)}", file=sys.stderr, flush=True)
+        print(f"error: {one_line(sentence, MAX_SENTENCE)}", file=sys.stderr, flush=True)
 
 
 def _print_whole(data: Any) -> None:

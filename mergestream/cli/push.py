@@ -23,11 +23,11 @@ class Options:
 
 def run(options: Options) -> int:
     from mergestream.api import Store
-    from mergestream.files import on_disk
+    from mergestream.files import local_path
     from mergestream.hub.models import push_model
     from mergestream.store.manifest import is_store
 
-    if is_store(on_disk(options.place)):
+    if is_store(local_path(options.place)):
         store = Store(options.place, progress=make_progress())
         where = store.push(options.address, private=options.private)
     else:

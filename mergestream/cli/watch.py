@@ -16,7 +16,7 @@ from mergestream.cli.log import entry_json
 from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument
 from mergestream.cli.printing import emit, is_json, print_error, say
 from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
-from mergestream.escaping import SENTENCE, one_line
+from mergestream.escaping import MAX_SENTENCE, one_line
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -234,7 +234,7 @@ class Watcher:
             self._retries[source] = Retry(files, failures, self._clock() + pause)
             return pause
         if isinstance(error, MergestreamError):
-            self._refused[source] = LeftAlone(files, one_line(str(error), SENTENCE), dict(self._options))
+            self._refused[source] = LeftAlone(files, one_line(str(error), MAX_SENTENCE), dict(self._options))
             self._remember()
         else:
             self._put_off[source] = files

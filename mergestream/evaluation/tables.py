@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergestream.escaping import SENTENCE, markdown_text, one_line
+from mergestream.escaping import MAX_SENTENCE, markdown_text, one_line
 from mergestream.evaluation.checkout import table1_value
 from mergestream.evaluation.results import Results
 from mergestream.files import write_text
@@ -30,7 +30,7 @@ class Table:
     def markdown(self) -> str:
         rows = [row for group in self._emphasised("**{}**", markdown_text) for row in group]
         header = [markdown_text(cell) for cell in self.header]
-        return "\n".join([markdown_text(self.caption, SENTENCE), "", *markdown_table(header, rows), ""])
+        return "\n".join([markdown_text(self.caption, MAX_SENTENCE), "", *markdown_table(header, rows), ""])
 
     def latex(self) -> str:
         lines = [r"\begin{table}[t]", r"  \centering", f"  \\caption{{{_escape(self.caption)}}}"]
@@ -75,7 +75,7 @@ _LATEX: dict[str, str | int | None] = {
 
 
 def _escape(text: str) -> str:
-    return one_line(text, SENTENCE).translate(str.maketrans(_LATEX))
+    return one_line(text, MAX_SENTENCE).translate(str.maketrans(_LATEX))
 
 
 def percent(spread: Spread | None) -> str:

@@ -20,7 +20,7 @@ from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.errors import MergestreamError, StoreBusyError, UsageError
 from mergestream.export.bucket import BucketOutput
 from mergestream.export.places import is_export, refuse_around, refuse_within, store_within
-from mergestream.files import directories_made, exchange, sync_directory, sync_file, to_json
+from mergestream.files import exchange, new_directories, sync_directory, sync_file, to_json
 from mergestream.objects import Bucket, url_of
 
 _LOCK = "lock"
@@ -119,7 +119,7 @@ class Output:
                 yield Path(temporary)
             return
         work = self._place.with_name(f".{self._place.name}.mergestream")
-        with directories_made(work.parent), _held(work, self.path):
+        with new_directories(work.parent), _held(work, self.path):
             self._settle(work)
             self._refuse_to_destroy()  # again: there may be an old export once more
             try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from mergestream.checkpoints.layout import CARD, MARKER
 from mergestream.errors import MergestreamError
 from mergestream.export.labels import front_matter
-from mergestream.files import on_disk, read_json
+from mergestream.files import local_path, read_json
 from mergestream.store.manifest import is_store
 
 
@@ -36,7 +36,7 @@ def refuse_around(path: Path, *sources: str | Path) -> None:
 
 def refuse_file(path: Path, *sources: str | Path) -> None:
     """Refuse a file to be where anything but a file is, and all that `refuse_within` refuses."""
-    if on_disk(path).is_symlink():
+    if local_path(path).is_symlink():
         raise MergestreamError(f"{path} is a link; name the file that it leads to")
     if path.exists() and not path.is_file():
         raise MergestreamError(f"{path} is not a file; choose another place")

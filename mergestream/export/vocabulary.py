@@ -20,7 +20,7 @@ from mergestream.export.source import Source
 from mergestream.merging.entries import EntriesReading
 from mergestream.merging.reading import Reading, cast
 from mergestream.progress import Progress
-from mergestream.schema import foreign
+from mergestream.schema import invalid_file
 from mergestream.sizes import shorten_list
 from mergestream.store.snapshot import Snapshot
 
@@ -63,9 +63,9 @@ class GrownSource:
                 form = self.source.forms[name]
                 width = form.numel // max(rows_of(form.shape), 1)
                 if key in rows.tensors and rows.tensors[key].shape != (len(tokens), width):
-                    raise foreign(Path(rows.source), f"{key} is not as wide as {name} of the base")
+                    raise invalid_file(Path(rows.source), f"{key} is not as wide as {name} of the base")
         if not tables:
-            raise foreign(Path(self.speakers[0].kept.source), "it has no rows for the tokens that it is for")
+            raise invalid_file(Path(self.speakers[0].kept.source), "it has no rows for the tokens that it is for")
         return tables
 
     @cached_property

@@ -14,7 +14,7 @@ from mergestream.checkpoints.location import shown
 from mergestream.errors import MergestreamError
 from mergestream.escaping import code
 from mergestream.export.provenance import Provenance
-from mergestream.files import on_disk, sync_directory, sync_file
+from mergestream.files import local_path, sync_directory, sync_file
 from mergestream.hub.repository import connect, explained, push_files, repository_name
 from mergestream.store.directory import StoreDirectory
 from mergestream.store.manifest import Manifest
@@ -110,7 +110,7 @@ def pull_store(address: str, path: Path, check: Callable[[Path], None]) -> None:
     """
     given, _, revision = address.partition("@")
     name = repository_name(given)
-    on_disk(path)
+    local_path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise MergestreamError(f"{path} exists already and is not empty; choose another place for the store")
     work = path.resolve().with_name(f".{path.name}.pull")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mergestream.errors import UsageError, nearest
+from mergestream.errors import UsageError, did_you_mean
 from mergestream.ledger.readouts import READOUTS
 from mergestream.ledger.readouts.base import EntriesReadout, StateReadout
 from mergestream.ledger.readouts.expert import Expert
@@ -103,7 +103,7 @@ def _check_known(chosen: Sequence[str] | Mapping[str, float], names: Sequence[st
     for name in chosen:
         if name not in names:
             raise UsageError(
-                f"{option}{name}: there is no such expert{nearest(name, names)} (there are: {', '.join(names)})"
+                f"{option}{name}: there is no such expert{did_you_mean(name, names)} (there are: {', '.join(names)})"
             )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mergestream.algebra.lowrank import Value, dense, squared_norm
 from mergestream.algebra.work import Work
-from mergestream.errors import UsageError, nearest
+from mergestream.errors import UsageError, did_you_mean
 from mergestream.methods.scale import NAMED, Scale
 
 State = dict[str, Value]
@@ -231,7 +231,7 @@ def parse_parameters(method: type[Method], given: Mapping[str, Any]) -> dict[str
     for key, value in given.items():
         if key not in fields:
             known = ", ".join(fields) or "none"
-            raise UsageError(f"{method.name} has no parameter {key}{nearest(key, fields)} (it has: {known})")
+            raise UsageError(f"{method.name} has no parameter {key}{did_you_mean(key, fields)} (it has: {known})")
         try:
             parsed[key] = _PARSERS[types[key]](value) if types[key] in _PARSERS else value
         except (ValueError, TypeError, OverflowError, KeyError):

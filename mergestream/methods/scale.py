@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from mergestream.errors import UsageError, nearest
+from mergestream.errors import UsageError, did_you_mean
 
 NamedScale = Literal["adaptive", "sqrt", "mean"]
 Scale = NamedScale | float
@@ -30,7 +30,7 @@ def parse_scale(given: str | float) -> Scale:
         number = float(given)
     except ValueError:
         raise UsageError(
-            f"scale {given} is neither a number nor one of {', '.join(NAMED)}{nearest(str(given), NAMED)}"
+            f"scale {given} is neither a number nor one of {', '.join(NAMED)}{did_you_mean(str(given), NAMED)}"
         ) from None
     if not math.isfinite(number):
         raise UsageError(f"scale {given} must be finite")

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
-from mergestream.escaping import shell_line
+from mergestream.escaping import shell_command
 from mergestream.report.diagnostics import MOST_SHOWN, Similarity, Survival, few, plain, similarity, survival
 from mergestream.report.ledger import LedgerFacts
 from mergestream.report.scores import Scores, attached
@@ -230,7 +230,7 @@ def _commands(store: StoreDirectory) -> Iterator[str]:
     init += repeated("--heads", manifest.base.heads)
     init += ["--max-rank", str(manifest.max_rank)] if manifest.max_rank is not None else []
     init += ["--config-only"] if not manifest.base.measured else []
-    yield shell_line(["mergestream", *init, "--keep", str(manifest.keep)])
+    yield shell_command(["mergestream", *init, "--keep", str(manifest.keep)])
     for entry in manifest.history:
         add = ["add", path, entry.source]
         add += ["--name", entry.name] if entry.name.isprintable() else []  # else it is the one of its path
@@ -239,4 +239,4 @@ def _commands(store: StoreDirectory) -> Iterator[str]:
         add += repeated("--ignore", entry.options.get("ignore", ()))
         add += repeated("--gate", (gate["gate"] for gate in entry.gates))
         add += ["--evaluate", entry.evaluation["command"]] if entry.evaluation else []
-        yield shell_line(["mergestream", *add])
+        yield shell_command(["mergestream", *add])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mergestream.escaping import SENTENCE, code, markdown_text
+from mergestream.escaping import MAX_SENTENCE, code, markdown_text
 from mergestream.methods.scale import told_scale
 from mergestream.report.diagnostics import MOST_SHOWN, few
 from mergestream.report.facts import Facts, shown
@@ -26,7 +26,7 @@ def markdown(facts: Facts) -> str:
     lines = [
         f"# {markdown_text(facts.store)}",
         "",
-        markdown_text(verdict(facts), SENTENCE),
+        markdown_text(verdict(facts), MAX_SENTENCE),
         "",
         f"* Method: {markdown_text(facts.manifest.method)}; parameters: {markdown_text(facts.parameters) or 'none'}",
         f"* Base: {code(base.source)} (digest {code(base.digest)})",
@@ -34,10 +34,10 @@ def markdown(facts: Facts) -> str:
         "",
     ]
     if findings := facts.findings():
-        lines += ["## Worth a look", "", *(f"* {markdown_text(sentence, SENTENCE)}" for sentence in findings), ""]
+        lines += ["## Worth a look", "", *(f"* {markdown_text(sentence, MAX_SENTENCE)}" for sentence in findings), ""]
     if facts.conflicts:
         told = few(map(str, facts.conflicts))
-        lines += ["## Conflicts", "", *(f"* {markdown_text(sentence, SENTENCE)}" for sentence in told), ""]
+        lines += ["## Conflicts", "", *(f"* {markdown_text(sentence, MAX_SENTENCE)}" for sentence in told), ""]
     if facts.scores:
         lines += _scores(facts)
     if facts.history:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 from mergestream.base.names import natural
-from mergestream.escaping import SENTENCE, one_line
+from mergestream.escaping import MAX_SENTENCE, one_line
 from mergestream.methods.scale import told_scale
 from mergestream.report.diagnostics import MOST_SHOWN, Survival, few
 from mergestream.report.facts import Facts, shown
@@ -289,7 +289,7 @@ def _tensor_headings(facts: Facts) -> dict[str, str]:
 
 def _text(text: str) -> str:
     """For HTML, whatever the names in it are."""
-    return escape(one_line(text, SENTENCE))
+    return escape(one_line(text, MAX_SENTENCE))
 
 
 def _table(headings: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from mergestream.digest import json_digest
 from mergestream.display import matrix_frame
 from mergestream.errors import MergestreamError
-from mergestream.files import cannot_write, put_text, sync_directory, to_json
+from mergestream.files import replace_file, sync_directory, to_json, write_error
 from mergestream.report.metrics import average_accuracy, backward_transfer
-from mergestream.schema import conform, damaged, foreign, parse, read_text
+from mergestream.schema import damaged, invalid_file, parse, read_text, validate
 from mergestream.sizes import counted
 from mergestream.store.mirror import Mirror, fetched
 
@@ -147,9 +147,9 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
     if isinstance(store.place, Mirror):
         return store.place.replace(NAME, text)
     try:
-        put_text(path, text)
+        replace_file(path, text)
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise write_error(path, error) from error
     try:
         sync_directory(store.path)
     except OSError as error:  # they are there
@@ -164,9 +164,9 @@ def attached(store: StoreDirectory) -> Scores | None:
     data = parse(read_text(path), path)
     if data.pop("digest", None) != json_digest(data):
         raise damaged(path, "its digest does not match", "attach the scores once more")
-    scores, states = conform(data, Scores, path), conform(data.get("states"), list[str], path)
+    scores, states = validate(data, Scores, path), validate(data.get("states"), list[str], path)
     if fault := scores.fault:
-        raise foreign(path, fault)
+        raise invalid_file(path, fault)
     pairs = zip(states, store.history, strict=False)
     valid = len(list(takewhile(lambda pair: pair[0] == _state(store, pair[1]), pairs)))
     return replace(scores, matrix=scores.matrix[:valid]) if valid else None

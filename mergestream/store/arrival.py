@@ -18,7 +18,7 @@ from mergestream.base.skeleton import Skeleton
 from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name
 from mergestream.digest import combined_digest
 from mergestream.errors import MergestreamError
-from mergestream.escaping import SENTENCE, one_line
+from mergestream.escaping import MAX_SENTENCE, one_line
 from mergestream.experts.adapters import Adapter
 from mergestream.experts.opening import ExpertSource, open_expert, task_vector
 from mergestream.experts.origin import Origin, origin
@@ -342,7 +342,7 @@ class Arrival:
 
     def note(self, sentence: str) -> None:
         """Tell the user now, and keep it for the history, as text that can be kept: there are others' names in it."""
-        self.notes.append(one_line(sentence, SENTENCE))
+        self.notes.append(one_line(sentence, MAX_SENTENCE))
         self.store.progress.note(self.notes[-1])
 
     def note_oddities(self) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from mergestream.base.model import BaseModel
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.files import BESIDE, remove, remove_all_but, sync_directory
+from mergestream.files import DRAFT_SUFFIX, remove, remove_other_directories, sync_directory
 from mergestream.interrupts import uninterrupted
 from mergestream.progress import Progress, default_progress
 from mergestream.sizes import counted
@@ -172,10 +172,10 @@ class Commits:
         following = folder_name(self.manifest.next_number, "")
         spared = {following} if resumable and is_begun(self.place, following) else set()
         sync_directory(self.place)  # first: after a power cut the manifest before it may be back, and needs its steps
-        remove_all_but(self.place / "steps", kept | spared)
+        remove_other_directories(self.place / "steps", kept | spared)
         for folder in kept:
             tidy(self.place, folder)
-        remove_all_but(self.place / "experts", experts | spared)
+        remove_other_directories(self.place / "experts", experts | spared)
         remove(self.place / CANDIDATE)
-        for unfinished in self.place.glob(f"*.json{BESIDE}"):
+        for unfinished in self.place.glob(f"*.json{DRAFT_SUFFIX}"):
             unfinished.unlink(missing_ok=True)

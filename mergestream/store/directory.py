@@ -18,7 +18,7 @@ from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import EngineError, MergestreamError, StoreBusyError, UsageError
 from mergestream.experts.opening import ExpertSource
-from mergestream.files import BESIDE, directories_made, on_disk
+from mergestream.files import DRAFT_SUFFIX, local_path, new_directories
 from mergestream.methods import as_method
 from mergestream.progress import Progress
 from mergestream.sizes import counted
@@ -106,7 +106,7 @@ class StoreDirectory(Commits):
         try:
             with ExitStack() as stack:
                 if isinstance(place, Path):
-                    stack.enter_context(directories_made(place))
+                    stack.enter_context(new_directories(place))
                 stack.enter_context(writing_to(place))
                 _check_free(place)  # once more: it may have taken long to examine the base
                 store = cls(place, engine=engine, progress=progress, manifest=manifest)
@@ -119,7 +119,7 @@ class StoreDirectory(Commits):
     @property
     def path(self) -> Path:
         """Of a store on a disk."""
-        return self.place if isinstance(self.place, Path) else on_disk(str(self.place))
+        return self.place if isinstance(self.place, Path) else local_path(str(self.place))
 
     @cached_property
     def method(self) -> Method:
@@ -401,7 +401,7 @@ def _check_free(path: Place) -> None:
             raise MergestreamError(f"{path} is not empty; choose another place for the store")
         return
     if path.exists() and not (
-        path.is_dir() and all(entry.name == LOCK or entry.name.endswith(BESIDE) for entry in path.iterdir())
+        path.is_dir() and all(entry.name == LOCK or entry.name.endswith(DRAFT_SUFFIX) for entry in path.iterdir())
     ):
         raise MergestreamError(f"{path} exists already and is not empty; choose another place for the store")
     check_parts(path)

@@ -21,7 +21,7 @@ from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name, torch_dt
 from mergestream.checkpoints.location import Location
 from mergestream.checkpoints.writer import TensorWriter
 from mergestream.digest import json_digest, tensor_digest
-from mergestream.schema import BACKUP, Count, Number, conform, damaged, foreign, parse, read_text
+from mergestream.schema import BACKUP, Count, Number, damaged, invalid_file, parse, read_text, validate
 from mergestream.store.checked import CheckedTensors
 from mergestream.store.site import Site
 
@@ -94,7 +94,7 @@ class FactorReader:
         content = parse(read_text(self._path), self._path)
         if json_digest(content) != recorded:
             raise damaged(self._path, "it does not match its digest")
-        return conform(content, dict[str, FactoredSlot], self._path)
+        return validate(content, dict[str, FactoredSlot], self._path)
 
     def check(self, state: Checkpoint | None) -> None:
         """Refuse an index that does not fit the files, by their headers; ``state`` holds the cores."""
@@ -111,7 +111,7 @@ class FactorReader:
                     form = (block.dtype, *block.shape[1:]) if block else ()
                     fits = fits and block is not None and form == (entry["dtype"], length) and rows <= block.shape[0]
             if not fits:
-                raise foreign(self._path, f"{slot} does not fit the factors")
+                raise invalid_file(self._path, f"{slot} does not fit the factors")
 
     def ranks(self, slot: str) -> tuple[int, int]:
         """Of the left and of the right basis."""

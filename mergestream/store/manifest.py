@@ -15,13 +15,13 @@ from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
 from mergestream.display import html_table
-from mergestream.errors import MergestreamError, nearest
+from mergestream.errors import MergestreamError, did_you_mean
 from mergestream.experts.vocabulary import Vocab
-from mergestream.files import cannot_write, put_text, read_json, to_json
+from mergestream.files import read_json, replace_file, to_json, write_error
 from mergestream.ledger.room import sharing
 from mergestream.methods import method_text
 from mergestream.methods.scale import inverse, scale_value
-from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, conform, foreign, parse, read_text
+from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, invalid_file, parse, read_text, validate
 from mergestream.sizes import counted
 from mergestream.store.mirror import MANIFEST, Mirror, Place
 
@@ -226,7 +226,7 @@ class Manifest:
             if entry.name == name:
                 return entry
         raise MergestreamError(
-            f"no expert named {name} has been absorbed{nearest(name, self.names)} "
+            f"no expert named {name} has been absorbed{did_you_mean(name, self.names)} "
             f"(there are: {', '.join(self.names) or 'none yet'})"
         )
 
@@ -281,9 +281,9 @@ class Manifest:
             if isinstance(store, Mirror):
                 store.commit(text, new)
             else:
-                put_text(path, text, new=new)
+                replace_file(path, text, new=new)
         except OSError as error:
-            raise cannot_write(path, error) from error
+            raise write_error(path, error) from error
 
     @classmethod
     def load(cls, store: Place) -> Manifest:
@@ -296,7 +296,7 @@ class Manifest:
             )
         data = parse(read_text(path), path)
         if type(data.get("format")) is not int:
-            raise foreign(path, "it is not the manifest of a mergestream store")
+            raise invalid_file(path, "it is not the manifest of a mergestream store")
         if data["format"] not in READABLE:
             raise MergestreamError(
                 f"{path} has format {data['format']}, this version of mergestream reads up to {FORMAT}; "
@@ -310,21 +310,21 @@ class Manifest:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], path: Path) -> Manifest:
         """From what is in the file at ``path``, with every fault told."""
-        content = conform(data, _Content, path)
+        content = validate(data, _Content, path)
         numbered = [{"number": place, **entry} for place, entry in enumerate(content["history"], 1)]
-        history = conform(numbered, tuple[Expert, ...], path)
+        history = validate(numbered, tuple[Expert, ...], path)
         if strange := [entry for entry in history if not _MARK.fullmatch(entry.mark)]:
-            raise foreign(path, f"{strange[0].mark!r} is no mark of files")
+            raise invalid_file(path, f"{strange[0].mark!r} is no mark of files")
         for what in ("name", "number"):
             if len({getattr(entry, what) for entry in history}) < len(history):
-                raise foreign(path, f"two experts have the same {what}")
+                raise invalid_file(path, f"two experts have the same {what}")
         if content["step"] != len(history):
-            raise foreign(path, f"it is at step {content['step']} with {counted(len(history), 'expert')}")
+            raise invalid_file(path, f"it is at step {content['step']} with {counted(len(history), 'expert')}")
         method, base = content["method"], BaseModel.from_json(content["base"], path)
         chosen = method["name"], method["parameters"], base, content["keep"], content["max_rank"]
         found = cls(*chosen, history, content.get("commit", ""))
         if found.is_ledger and not isinstance(found.parameters.get("budget"), int | float):
-            raise foreign(path, "it is a ledger without a budget")
+            raise invalid_file(path, "it is a ledger without a budget")
         return found
 
 

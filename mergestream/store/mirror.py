@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from mergestream.checkpoints.location import Location
 from mergestream.errors import MergestreamError, StoreBusyError, UsageError, known_as
-from mergestream.files import LARGEST_DESCRIPTION, on_disk, read_json, sync_directory
+from mergestream.files import MAX_JSON_BYTES, local_path, read_json, sync_directory
 from mergestream.objects import Bucket, Object, Url, in_background, url_of, wait_for
 
 MANIFEST, PLAN, JOURNAL = "manifest.json", "plan.json", "journal"
@@ -120,7 +120,7 @@ class Mirror:
         return self._fetched.get(found.name) != found.tag or not (self / found.name).exists()
 
     def _fetch(self, found: Object) -> None:
-        if found.size > LARGEST_DESCRIPTION:
+        if found.size > MAX_JSON_BYTES:
             raise MergestreamError(f"{found} is too large to be of a store; move it elsewhere")
         self._keep(found, found.read())
 
@@ -214,7 +214,7 @@ def place_of(path: str | Path | Mirror) -> Place:
         return path
     url = url_of(path)
     if url is None:
-        return on_disk(path)
+        return local_path(path)
     if url.scheme == "hf":
         raise UsageError(f"{url} is on the hub, where stores are pushed to: mergestream pull {url} STORE fetches it")
     return Mirror(url)

@@ -19,7 +19,7 @@ from mergestream.experts.prefix import Prefix
 from mergestream.experts.sketch import FORMAT, READABLE, WIDTH, cosines
 from mergestream.experts.vocabulary import ROWS, Token
 from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
-from mergestream.schema import Count, Magnitude, conform, damaged, foreign, parse, read_text
+from mergestream.schema import Count, Magnitude, damaged, invalid_file, parse, read_text, validate
 from mergestream.store.checked import CheckedTensors
 from mergestream.store.mirror import SKETCH, Mirror, Place, fetched, located, publish
 
@@ -138,14 +138,14 @@ def read_record(store: Place, expert: Expert) -> Record:
     text = read_text(path)
     if text_digest(text) != expert.record:
         raise damaged(path, "its digest does not match the manifest")
-    return conform({"tokens": [], **parse(text, path)}, Record, path)
+    return validate({"tokens": [], **parse(text, path)}, Record, path)
 
 
 def tensor_records(store: Place, expert: Expert, names: Collection[str]) -> dict[str, TensorRecord]:
     """What the step of an expert did to each of these tensors."""
     found = read_record(store, expert)["tensors"]
     if missing := set(names) - found.keys():
-        raise foreign(store / record_folder(expert.folder) / _NAME, f"it says nothing of {min(missing)}")
+        raise invalid_file(store / record_folder(expert.folder) / _NAME, f"it says nothing of {min(missing)}")
     return found
 
 
@@ -163,7 +163,7 @@ def open_task(store: Place, expert: Expert) -> Task | None:
     heads = CheckedTensors(files, record["heads"])
     for name, info in heads.tensors.items():
         if name.startswith(ROWS) and info.shape[:1] != (count,):
-            raise foreign(files.path, f"{name} has the shape {list(info.shape)}, and there are {count} tokens")
+            raise invalid_file(files.path, f"{name} has the shape {list(info.shape)}, and there are {count} tokens")
     return Task(heads, record["config"], record.get("prefix", Prefix()))
 
 
@@ -203,7 +203,7 @@ def load_sketch(path: Path, digest: str) -> np.ndarray:
     if tensor_digest(torch.from_numpy(values)) != digest:
         raise damaged(path, f"the digest of {_SKETCH} does not match")
     if values.ndim != 1 or values.dtype != "float16" or WIDTH % max(values.size, 1):
-        raise foreign(path, "it is no sketch")
+        raise invalid_file(path, "it is no sketch")
     return values
 
 

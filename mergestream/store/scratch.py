@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, open_checkpoint
 from mergestream.checkpoints.uploading import SafetensorsUploader
 from mergestream.checkpoints.writer import TensorWriter
-from mergestream.files import cannot_write
+from mergestream.files import write_error
 from mergestream.objects import Bucket
 from mergestream.store.mirror import SCRATCH, Mirror, Place, new_mark
 from mergestream.store.steps import slot_name
@@ -63,6 +63,6 @@ def scratch(store: Place, layout: Mapping[str, TensorSpec]) -> Iterator[Scratch]
     try:
         place = TemporaryDirectory(prefix=f".{store.name}.", dir=store.parent, ignore_cleanup_errors=True)
     except OSError as error:
-        raise cannot_write(store.parent, error) from error
+        raise write_error(store.parent, error) from error
     with place:
         yield Scratch(Path(place.name), SafetensorsWriter(place.name, layout), layout)

@@ -20,7 +20,7 @@ from mergestream.checkpoints.uploading import SafetensorsUploader
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE, TensorWriter
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
-from mergestream.files import cannot_write, read_json, remove, sync_directory, to_json, write_json
+from mergestream.files import read_json, remove, sync_directory, to_json, write_error, write_json
 from mergestream.objects import Bucket, in_background, wait_for
 from mergestream.store.mirror import JOURNAL, PLAN, Mirror, Place
 
@@ -99,7 +99,7 @@ class DiskSite:
             self._journal = self._journal or path.open("ab", buffering=0)
             self._journal.write(_line(entry))
         except OSError as error:
-            raise cannot_write(path, error) from error
+            raise write_error(path, error) from error
 
     def save(self, name: str, data: Any) -> None:
         write_json(self._directory / name, data)

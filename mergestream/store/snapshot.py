@@ -11,7 +11,7 @@ from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.errors import MergestreamError
 from mergestream.files import allow_open_files
 from mergestream.progress import Progress
-from mergestream.schema import foreign
+from mergestream.schema import invalid_file
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.mirror import Place
 from mergestream.store.records import Task, has_task, open_task, read_record
@@ -70,7 +70,7 @@ class Snapshot:
                 layout = self.method.slots(context, None if whole or not sigma else sigma.shape[-1:][0])
             expected = {slot: TensorSpec(dtype_name(form.dtype), form.shape) for slot, form in layout.items()}
             if found != expected:
-                raise foreign(reader.directory, f"{name} is not as {self.method.name} lays it out")
+                raise invalid_file(reader.directory, f"{name} is not as {self.method.name} lays it out")
 
     def __enter__(self) -> Snapshot:
         return self

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.checkpoints import TensorSpec
 from mergestream.digest import combined_digest, json_digest, tensor_digest
 from mergestream.errors import MergestreamError
-from mergestream.schema import BACKUP, conform, damaged, parse, read_text
+from mergestream.schema import BACKUP, damaged, parse, read_text, validate
 from mergestream.store.checked import CheckedTensors
 from mergestream.store.factors import (
     INDEX,
@@ -84,7 +84,7 @@ class StepReader:
         files, remedy = located(store, f"steps/{expert.folder}"), _ADD_AGAIN if expert.cut else _UNDO
         self.folder, self.directory = expert.folder, files.path
         path = self.directory / DIGESTS
-        self.digests = conform(parse(read_text(path), path), dict[str, str], path)
+        self.digests = validate(parse(read_text(path), path), dict[str, str], path)
         if combined_digest(self.digests) != expert.state:
             raise damaged(path, "it does not match the manifest", remedy)
         self.factors = FactorReader(files, expert.number, self.digests, remedy)

@@ -12,7 +12,7 @@ from mergestream.checkpoints.layout import is_weight_file
 from mergestream.digest import json_digest, text_digest
 from mergestream.files import to_json, write_json
 from mergestream.objects import Bucket, Object, Url, url_of
-from mergestream.schema import BACKUP, conform, damaged, parse, read_text
+from mergestream.schema import BACKUP, damaged, parse, read_text, validate
 from mergestream.store.mirror import Mirror, Place, fetched
 
 NAME = "watched.json"
@@ -42,7 +42,7 @@ def recall(store: Place) -> dict[str, LeftAlone]:
     experts = data.get("experts")
     if data.get("digest") != json_digest(experts):
         raise damaged(path, "its digest does not match", _REMEDY)
-    return conform(experts, dict[str, LeftAlone], path)
+    return validate(experts, dict[str, LeftAlone], path)
 
 
 def remember(store: Place, experts: Mapping[str, LeftAlone]) -> None:

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergestream.errors import MergestreamError, UsageError, nearest
+from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.export.places import refuse_file, refuse_within
-from mergestream.files import on_disk
+from mergestream.files import local_path
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, StoreDirectory
@@ -33,15 +33,15 @@ class Tracker:
         name, colon, target = text.partition(":")
         if name not in TRACKERS or (colon and not target):
             raise UsageError(
-                f"--log {text} is not of the form TRACKER[:TARGET]{nearest(name, TRACKERS)} "
+                f"--log {text} is not of the form TRACKER[:TARGET]{did_you_mean(name, TRACKERS)} "
                 f"(there are: {', '.join(TRACKERS)})"
             )
         if name == "jsonl" and target:
             if Path(target).suffix != ".jsonl":
                 raise UsageError(f"--log {text}: the file is written to at its end, so it must end in .jsonl")
-            refuse_file(on_disk(target), *store.sources)
+            refuse_file(local_path(target), *store.sources)
         elif name == "jsonl":
-            on_disk(str(store.place))  # the file is beside it
+            local_path(str(store.place))  # the file is beside it
         elif name == "tensorboard" and target:
             refuse_within(Path(target), *store.sources)
         if name != "jsonl" and find_spec(name) is None:

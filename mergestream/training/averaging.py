@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.files import BESIDE, cannot_write
+from mergestream.files import DRAFT_SUFFIX, write_error
 from mergestream.merging.merger import Merger
 from mergestream.methods.base import Method
 from mergestream.methods.ema import EMA
@@ -118,13 +118,13 @@ class Averaging:
         """Keep all that is needed to go on in one file; `load` takes it back."""
         path = Path(path)
         remembered = self.merger.remembered() if self.merger else {}
-        beside = path.with_name(path.name + BESIDE)
+        beside = path.with_name(path.name + DRAFT_SUFFIX)
         try:
             save_file(remembered, beside, metadata={_ABOUT: json.dumps({"steps": self.steps, **self._made_by})})
             beside.replace(path)
         except (OSError, SafetensorError) as error:
             beside.unlink(missing_ok=True)
-            raise cannot_write(path, error if isinstance(error, OSError) else OSError(0, str(error))) from error
+            raise write_error(path, error if isinstance(error, OSError) else OSError(0, str(error))) from error
 
     def load(self, path: str | Path) -> None:
         """Go on where `save` was called, with the same model and method."""

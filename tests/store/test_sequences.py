@@ -37,7 +37,7 @@ METHODS = [OPCM(), LAWA(window=2), TIES(), Ledger(budget=8)]
 Place = tuple[object, str]
 """Where an operation is killed: at the call of a function, by its owner and its name"""
 COMMITTING: Place = (Manifest, "save")
-PRUNING: Place = (commits, "remove_all_but")
+PRUNING: Place = (commits, "remove_other_directories")
 TIDYING: Place = (commits, "tidy")
 BEFORE_IT_COUNTS: list[Place] = [
     (Step, "absorb"),

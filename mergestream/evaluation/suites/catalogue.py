@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from mergestream.errors import UsageError, nearest
+from mergestream.errors import UsageError, did_you_mean
 from mergestream.evaluation.checkout import OFFLINE_SUITES, find
 from mergestream.evaluation.suites.base import Choices, Suite
 from mergestream.evaluation.suites.files import SUFFIXES, load_suite
@@ -49,7 +49,7 @@ def _registered(name: str) -> Suite:
     if name not in SUITES:
         known = (*OFFLINE_SUITES, *SUITES)
         raise UsageError(
-            f"there is no suite {name}{nearest(name, known)} "
+            f"there is no suite {name}{did_you_mean(name, known)} "
             f"(there are: {', '.join(known)}, and files ending in {', '.join(SUFFIXES)})"
         )
     found = SUITES[name]
