@@ -1,4 +1,4 @@
-"""What is read of a recipe, and what is refused with which words."""
+"""mergekit recipes: what is read, and which errors are raised."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from mergestream import ModelStock, Weighted
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.mergekit import Recipe, read_recipe
-from mergestream.methods.model_stock import ModelStock
-from mergestream.methods.weighted import Weighted
 
 
 def recipe(method: str = "ties", **changes: Any) -> dict[str, Any]:
@@ -102,20 +101,20 @@ def test_what_needs_nothing_is_taken(path: Path, content: dict[str, Any]) -> Non
 def test_what_is_otherwise_is_noted(path: Path) -> None:
     assert not read(path, recipe()).notes
     (note,) = read(path, recipe(parameters={"int8_mask": True})).notes
-    assert "int8_mask makes no difference" in note
-    assert "density makes no difference" in read(path, recipe("task_arithmetic")).notes[0]
-    assert "chosen by --seed" in read(path, recipe("dare_ties")).notes[0]
+    assert "int8_mask has no effect" in note
+    assert "density has no effect" in read(path, recipe("task_arithmetic")).notes[0]
+    assert "--seed chooses" in read(path, recipe("dare_ties")).notes[0]
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "sentence"),
     [
         ("merge_method: [", "is not valid YAML (line 1)"),
         ("merge_method: ties\n---\nmerge_method: ties\n", "has 2 recipes (mergekit-multi)"),
-        ("", "is no recipe"),
-        ("- 1", "is no recipe"),
+        ("", "is not a recipe"),
+        ("- 1", "is not a recipe"),
         ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
-        (recipe(slices=[]), "puts layers of models on top of each other (slices)"),
+        (recipe(slices=[]), "stacks layers of models (slices)"),
         (recipe(modules={}), "has a recipe for every module"),
         (recipe(chat_template="auto"), "sets a chat_template"),
         ({"experts": [], "gate_mode": "hidden"}, "mixture of experts (mergekit-moe)"),
@@ -123,31 +122,31 @@ def test_what_is_otherwise_is_noted(path: Path) -> None:
         (recipe(merge_methd="ties"), "has an unknown key: merge_methd; did you mean merge_method?"),
         (recipe("tie"), "merges by tie; did you mean ties?"),
         (recipe(None), "has no merge_method"),
-        (recipe("slerp"), "merges by slerp, along an arc"),
-        (recipe("della"), "merges by della (of mergekit's there are: linear, task_arithmetic"),
+        (recipe("slerp"), "merges by slerp, which is not defined for a stream"),
+        (recipe("della"), "merges by della (supported: linear, task_arithmetic"),
         (recipe(base_model=None), "has no base_model, which ties needs"),
         (recipe(base_model="org/base+org/lora"), "has an adapter in its base_model"),
         (recipe(models=None), "has no list of models"),
         (recipe(models=[]), "has no list of models"),
-        (recipe(models=["org/one"]), "has an entry of models that is no table"),
-        (recipe(models=[{"model": 3}]), "has a model, 3, that is no path or hub id"),
+        (recipe(models=["org/one"]), "has an entry of models that is not a table"),
+        (recipe(models=[{"model": 3}]), "has a model, 3, that is not a path or hub id"),
         (recipe(models=[{"model": "org/base"}], parameters={"weight": 1}), "merges nothing into its base"),
-        (recipe(models=models("org/one", "org/one", weight=1)), "names org/one twice"),
+        (recipe(models=models("org/one", "org/one", weight=1)), "lists org/one twice"),
         (recipe(models=models("org/one", wieght=1)), "in the parameters of org/one: wieght; did you mean weight?"),
-        (recipe(models=models("org/one", **{"lambda": 1})), "in the parameters of org/one: lambda (there are: weight"),
+        (recipe(models=models("org/one", **{"lambda": 1})), "in the parameters of org/one: lambda (known: weight"),
         (recipe("model_stock"), "unknown key for model_stock in the parameters of org/one: density"),
         (recipe("model_stock", models=models("org/one"), parameters={"filter_wise": True}), "has filter_wise: true"),
-        (recipe(models=models("org/one")), "gives org/one no weight, which ties needs"),
-        (recipe("linear", models=models("org/one", weight=1)), "gives org/base no weight, which linear needs"),
+        (recipe(models=models("org/one")), "has no weight for org/one, which ties needs"),
+        (recipe("linear", models=models("org/one", weight=1)), "has no weight for org/base, which linear needs"),
         (recipe(models=models("org/one", weight=[0, 1])), "has a weight of org/one that changes from layer to layer"),
         (
             recipe(models=models("org/one", weight=[{"filter": "mlp", "value": 1}, {"value": 0}])),
             "has a weight of org/one for some tensors only (filter)",
         ),
-        (recipe(models=models("org/one", weight="much")), "has a weight of org/one, much, that is no number"),
-        (recipe(models=models("org/one", weight=True)), "that is no number"),
-        (recipe(models=models("org/one", weight=float("nan"))), "that is no number"),
-        (recipe(models=models("org/one", weight=1, density=0)), "density of org/one, 0, that is not above 0"),
+        (recipe(models=models("org/one", weight="much")), "has a weight of org/one, much, that is not a number"),
+        (recipe(models=models("org/one", weight=True)), "that is not a number"),
+        (recipe(models=models("org/one", weight=float("nan"))), "that is not a number"),
+        (recipe(models=models("org/one", weight=1, density=0)), "density of org/one, 0, that is not in (0, 1]"),
         (recipe(parameters={"normalize": "maybe"}), "has normalize: maybe, which is neither true nor false"),
         (recipe(parameters={"rescale": True}), "has rescale: true"),
         (recipe(parameters={"gamma": 0.1}), "has an unknown key for ties in its parameters: gamma"),
@@ -162,17 +161,17 @@ def test_what_is_otherwise_is_noted(path: Path) -> None:
         ),
         (recipe(models=models("org/other+org/lora", weight=1)), "has an adapter of org/other in org/other+org/lora"),
         (recipe(models=models("org/base+a+b", weight=1)), "with more than one adapter"),
-        (recipe(tokenizer_source="union"), "takes the tokenizer of union; here it is the base's"),
+        (recipe(tokenizer_source="union"), "takes the tokenizer of union; only the base's is supported"),
         (recipe(tokenizer={"source": "base", "pad_to_multiple_of": 8}), "sets pad_to_multiple_of of the tokenizer"),
         (recipe(tokenizer={}), "takes the tokenizer of union"),
         (recipe(dtype="float23"), "has the dtype float23; did you mean float32?"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_cannot_be_done_is_named(path: Path, content: object, told: str) -> None:
+def test_what_cannot_be_done_is_named(path: Path, content: object, sentence: str) -> None:
     with pytest.raises(UsageError) as error:
         read(path, content)
-    assert str(error.value).startswith(f"{path} ") and told in str(error.value)
+    assert str(error.value).startswith(f"{path} ") and sentence in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -119,8 +118,3 @@ def nth(text: str, t: int) -> float:
     """The number of the t-th model."""
     numbers = listed(text)
     return numbers[min(t, len(numbers)) - 1]
-
-
-def as_list(numbers: Sequence[float]) -> str:
-    """What `listed` reads, to the last bit."""
-    return ",".join(map(repr, numbers))
