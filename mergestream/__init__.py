@@ -63,26 +63,30 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from mergestream.api import Store
-    from mergestream.engine import ENGINES, LocalEngine
-    from mergestream.engine.ray import RayEngine
-    from mergestream.errors import MergestreamError, MergestreamWarning
-    from mergestream.export.one_shot import merge
-    from mergestream.ledger.method import Ledger
-    from mergestream.ledger.readouts import READOUTS, register_readout
-    from mergestream.ledger.readouts.base import EntriesReadout
-    from mergestream.merging.merger import Merger
-    from mergestream.methods import METHODS, register_method
-    from mergestream.methods.average import Average
-    from mergestream.methods.base import Method
-    from mergestream.methods.dare import DARE
-    from mergestream.methods.ema import EMA
-    from mergestream.methods.lawa import LAWA
-    from mergestream.methods.magmax import MagMax
-    from mergestream.methods.model_stock import ModelStock
-    from mergestream.methods.opcm import OPCM
-    from mergestream.methods.task_arithmetic import TaskArithmetic
-    from mergestream.methods.ties import TIES
-    from mergestream.methods.weighted import Weighted
-    from mergestream.objects import cache_objects
-    from mergestream.store.manifest import Expert
+    from mergestream.api import Store as Store
+    from mergestream.engine import ENGINES as ENGINES
+    from mergestream.engine import LocalEngine as LocalEngine
+    from mergestream.engine.ray import RayEngine as RayEngine
+    from mergestream.errors import MergestreamError as MergestreamError
+    from mergestream.errors import MergestreamWarning as MergestreamWarning
+    from mergestream.export.one_shot import merge as merge
+    from mergestream.ledger.method import Ledger as Ledger
+    from mergestream.ledger.readouts import READOUTS as READOUTS
+    from mergestream.ledger.readouts import register_readout as register_readout
+    from mergestream.ledger.readouts.base import EntriesReadout as EntriesReadout
+    from mergestream.merging.merger import Merger as Merger
+    from mergestream.methods import METHODS as METHODS
+    from mergestream.methods import register_method as register_method
+    from mergestream.methods.average import Average as Average
+    from mergestream.methods.base import Method as Method
+    from mergestream.methods.dare import DARE as DARE
+    from mergestream.methods.ema import EMA as EMA
+    from mergestream.methods.lawa import LAWA as LAWA
+    from mergestream.methods.magmax import MagMax as MagMax
+    from mergestream.methods.model_stock import ModelStock as ModelStock
+    from mergestream.methods.opcm import OPCM as OPCM
+    from mergestream.methods.task_arithmetic import TaskArithmetic as TaskArithmetic
+    from mergestream.methods.ties import TIES as TIES
+    from mergestream.methods.weighted import Weighted as Weighted
+    from mergestream.objects import cache_objects as cache_objects
+    from mergestream.store.manifest import Expert as Expert

@@ -1,7 +1,7 @@
 """Content digests: the same tensors give the same digest, however they are sharded or stored.
 
-XXH3-128 runs at memory speed, so that every tensor that passes through is digested for free. It
-detects corruption, duplicates and mistaken files; it is no defence against a forger.
+XXH3-128 runs at memory speed, so digesting every tensor costs almost nothing. It detects corruption,
+duplicates and wrong files. It does not protect against forgery.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TensorHasher:
-    """Digest of a tensor's dtype, shape and bytes, fed with contiguous CPU pieces in their order."""
+    """Digest of a tensor's dtype, shape and bytes, updated with contiguous CPU pieces in order."""
 
     def __init__(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         self._hasher = xxhash.xxh3_128(f"{dtype}{tuple(shape)}".encode())
@@ -40,7 +40,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:
-    """Digest of a whole set of named tensors, from the digests of the tensors."""
+    """Digest of a set of named tensors, computed from their digests."""
     hasher = xxhash.xxh3_128()
     for name in sorted(digests):
         hasher.update(f"{name}\0{digests[name]}\n".encode())
@@ -48,9 +48,10 @@ def combined_digest(digests: Mapping[str, str]) -> str:
 
 
 def text_digest(text: str) -> str:
+    """Digest of a string."""
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def json_digest(data: Any) -> str:
-    """Of what is to be written as JSON, whatever the order of its keys."""
+    """Digest of JSON data; the order of keys does not matter."""
     return text_digest(json.dumps(data, sort_keys=True))

@@ -6,32 +6,33 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-_STAND_INS: dict[str, str] = {}
+_ADDRESSES: dict[str, str] = {}
+"""Temporary directories that hold copies of remote files, with the address of each"""
 
 
 def known_as(directory: Path, address: str) -> None:
-    """Have errors tell the address of what a directory of this process only stands in for."""
-    _STAND_INS[str(directory)] = address
+    """Show ``address`` instead of this temporary directory in all errors."""
+    _ADDRESSES[str(directory)] = address
 
 
 class MergestreamError(Exception):
-    """The input or the store is at fault; the message says what, where, and what to do."""
+    """The input or the store is at fault. The message says what is wrong, where, and what to do."""
 
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str = "") -> None:
-        for directory, address in _STAND_INS.items():
+        for directory, address in _ADDRESSES.items():
             message = message.replace(directory, address)
         super().__init__(message)
 
     @property
     def sentences(self) -> Sequence[str]:
-        """What is printed, each on a line of its own."""
+        """The lines that the command line prints."""
         return (str(self),)
 
 
 class UsageError(MergestreamError):
-    """The call itself is wrong: an unknown method, a parameter out of range."""
+    """The call is wrong: an unknown method, a parameter out of range."""
 
     exit_code: ClassVar[int] = 2
 
@@ -43,19 +44,19 @@ class StoreBusyError(MergestreamError):
 
 
 class EngineError(MergestreamError):
-    """Who runs the work is not there, or is lost: nothing is at fault with the models, and what is done stays done."""
+    """The engine cannot be reached or was lost. The models are fine, and finished tensors are kept."""
 
 
 class DamagedError(MergestreamError):
-    """The store or its base is not what it was, whatever is to be done with it."""
+    """The store or its base has changed on disk, so no command can use it."""
 
 
 class MergestreamWarning(UserWarning):
-    """Something that a user should know, and that is no error: a note, where Python has no display for it."""
+    """A note for the user, raised as a warning where no progress display shows it."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``; did you mean …?`` where a known word is close to one that is not known, else nothing."""
+    """``; did you mean …?`` if a known word is close to ``word``, else an empty string."""
     from difflib import get_close_matches
 
     close = get_close_matches(word, list(known), n=1)
@@ -63,5 +64,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What another library says of it, as far as that fits into a sentence; what it is where it says nothing."""
+    """The first line of another library's error message, or the error's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Text that others have written (names, paths, what a file says), made fit for where it is shown."""
+"""Escape untrusted text (names, paths, file contents) for terminals, Markdown and shells."""
 
 from __future__ import annotations
 
@@ -8,58 +8,56 @@ from collections.abc import Iterable
 
 from mergestream.errors import UsageError
 
-CUT = "…"
+_ELLIPSIS = "…"
 MAX_SENTENCE = 1000
-"""Characters at most of a sentence of ours, with all the names in it"""
+"""Longest sentence of ours in characters, including the names in it"""
 
 
 def one_line(text: str, limit: int = 300) -> str:
-    """For a terminal: on one line, with nothing that it would obey, and cut in the middle where it is too long.
+    """Make text safe for a terminal: one line, no control characters, shortened in the middle if too long.
 
-    What cannot be printed (controls and escapes, line ends, marks that turn the direction of writing, halves of
-    characters) is spelled as Python would, so that it can be told.
+    Characters that cannot be printed (controls, escapes, line ends, direction marks, unpaired surrogates) are written
+    as Python escapes.
     """
-    shown = text if text.isprintable() else "".join(map(_spelled, text))
-    if len(shown) <= limit:
-        return shown
-    end = (limit - len(CUT)) // 3  # of a path and of a sentence, the end tells as much as the beginning
-    return shown[: limit - len(CUT) - end] + CUT + shown[len(shown) - end :]
+    printable = text if text.isprintable() else "".join(map(_escape, text))
+    if len(printable) <= limit:
+        return printable
+    end = (limit - len(_ELLIPSIS)) // 3  # the end of a path or a sentence matters as much as its beginning
+    return printable[: limit - len(_ELLIPSIS) - end] + _ELLIPSIS + printable[len(printable) - end :]
 
 
 def is_utf8(name: str) -> bool:
-    """Whether a name can be written as UTF-8: half a surrogate pair stands for bytes that cannot."""
+    """Whether a name can be encoded as UTF-8; unpaired surrogates cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def check_utf8(name: str) -> None:
-    """Names end up in JSON and in model cards, which are text."""
+    """Refuse a name that is not valid UTF-8, because names are written to JSON and model cards."""
     if not is_utf8(name):
         raise UsageError(f"{name!r} is not valid UTF-8; rename the file")
 
 
-def _spelled(character: str) -> str:
+def _escape(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
 
 
 _MARKS = re.compile(r"[\\`*\[\]<>&|~#$]|(?<![^\W_])_|_(?![^\W_])|^(?:\d+[.)]|[-+])(?=\s|$)|:(?=//)|(?<=www)\.")
-"""What means something in Markdown: marks anywhere, an underscore that is not within a word, what begins a list, what
-makes a link of an address"""
+"""Markdown syntax: marks anywhere, an underscore outside a word, list markers, what turns an address into a link"""
 
 
 def markdown_text(text: str, limit: int = 300) -> str:
-    """For a line of Markdown, an item of a list or a cell of a table: marks are referred to by their numbers, which
-    are shown, and obeyed nowhere."""
+    """Escape text for a line of Markdown, a list item or a table cell, by numeric character references."""
     return _MARKS.sub(lambda found: f"{found[0][:-1]}&#{ord(found[0][-1])};", one_line(text, limit))
 
 
 def code(text: str) -> str:
-    """The same as a code span, where its marks allow one."""
+    """Format as a Markdown code span, or escape it if it contains a backtick or a pipe."""
     line = one_line(text)
     return f"`{line}`" if line.strip() and not {"`", "|"} & set(line) else markdown_text(text)
 
 
 def shell_command(words: Iterable[str]) -> str:
-    """A command line of these words, to be copied to a shell: on one line, whatever the words are."""
+    """Quote words into one line that can be pasted into a shell."""
     return " ".join(shlex.quote(word) if word.isprintable() else f"$'{''.join(map(_octal, word))}'" for word in words)
 
 

@@ -1,4 +1,4 @@
-"""Small files that are either the old ones or the new ones, whatever happens in between."""
+"""Atomic file replacement, durable renames, and small JSON files."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.objects import url_of
 
 _OTHER_FILES = 512
-"""That a process has open: the base's shards, an expert's, libraries"""
-_HERE, _RENAME_EXCHANGE = -100, 2
-"""AT_FDCWD and RENAME_EXCHANGE of <fcntl.h>"""
+"""Room for other open files: shards of the base and of the expert, libraries"""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Constants of <fcntl.h>"""
 DRAFT_SUFFIX = ".new"
-"""What the name of a file ends in until it is whole"""
+"""Suffix of a file that is still being written"""
 _REMOVED = ".removed"
-"""What the name of a directory ends in while it is being removed"""
-_MAKE_ROOM = "; make room and run it again"
+"""Suffix of a directory that is being removed"""
+_MAKE_ROOM = "; free some disk space and run the command again"
 _REMEDIES = {
     errno.ENOSPC: _MAKE_ROOM,
     errno.EDQUOT: _MAKE_ROOM,
-    errno.EFBIG: "; the file system or a limit of the process (ulimit -f) allows no file of that size",
+    errno.EFBIG: "; the file system or a process limit (ulimit -f) does not allow a file of that size",
 }
 MAX_JSON_BYTES = 1 << 28
-"""No index is near a tenth of it; what is larger fills the memory."""
+"""Refuse larger JSON files, which would fill the memory; real index files are ten times smaller"""
 
 
 def local_path(place: str | Path) -> Path:
-    """The path that is meant; what is in object storage has none, and nothing is to be made under its name."""
+    """Convert to a local path; refuse an address in object storage."""
     if url := url_of(place):
-        raise UsageError(f"{url} is in object storage, where only models and stores may be; name a path on a disk")
+        raise UsageError(f"{url} is in object storage, which can only hold models and stores; give a local path")
     return Path(place)
 
 
 def sync_file(path: Path) -> None:
-    """Bring to the disk what is in a file, or the names that are in a directory."""
+    """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -55,11 +55,13 @@ sync_directory = sync_file
 
 
 def replace_file(path: Path, text: str, *, new: bool = False) -> None:
-    """Replace a file at once: written beside, flushed to the disk, renamed. What goes wrong is an OSError, and nothing
-    has changed then. One that is to be ``new`` replaces none: FileExistsError."""
+    """Replace a file atomically: write a draft beside it, flush it, rename it.
+
+    Raises OSError and changes nothing if that fails. With ``new``, raises FileExistsError if the file exists.
+    """
     beside = path.with_name(path.name + DRAFT_SUFFIX)
     try:
-        beside.unlink(missing_ok=True)  # what a kill has left, or a link that somebody has laid
+        beside.unlink(missing_ok=True)  # left by a killed process, or a link planted by somebody
         with beside.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -75,7 +77,7 @@ def _rename(old: Path, new: Path) -> None:
     try:
         old.replace(new)
     except OSError:
-        if old.exists():  # else it is done, whatever a file system on the network says
+        if old.exists():  # else the rename worked, even if a network file system reports an error
             raise
 
 
@@ -84,23 +86,23 @@ def _rename_to_new(old: Path, new: Path) -> None:
         os.link(old, new)
     except FileExistsError:
         raise
-    except OSError:  # a file system without links
+    except OSError:  # the file system has no hard links
         if new.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new)) from None
         old.rename(new)
     else:
-        with contextlib.suppress(OSError):  # it is done
+        with contextlib.suppress(OSError):  # the new name exists already
             old.unlink()
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file at once, and bring its name to the disk too. What goes wrong is an OSError."""
+    """Replace a file atomically and flush its directory. Raises OSError."""
     replace_file(path, text)
     sync_directory(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file at once; what goes wrong is told to the user."""
+    """Replace a file atomically and durably. Raises MergestreamError."""
     try:
         replace_text(path, text)
     except OSError as error:
@@ -108,12 +110,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_error(path: Path | str, error: OSError) -> MergestreamError:
-    """What is told to the user of a file that could not be written."""
+    """The error for a file that could not be written, with a remedy where one is known."""
     return MergestreamError(f"{path} cannot be written: {error.strerror}{_REMEDIES.get(error.errno or 0, '')}")
 
 
 def to_json(data: Any) -> str:
-    """The text of a file."""
+    """Serialize to indented JSON; NaN and infinity are refused."""
     return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -122,23 +124,23 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
-    """The object in a file: nothing that we read is another kind of JSON.
+    """Read a file that holds one JSON object.
 
-    Python takes Infinity and NaN for JSON, and transformers writes them; ``finite`` refuses them.
+    Python accepts Infinity and NaN, and transformers writes them; ``finite`` refuses them.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would keep us waiting
-            raise MergestreamError(f"{path} is no regular file")
+        if path.exists() and not path.is_file():  # reading a pipe could block for ever
+            raise MergestreamError(f"{path} is not a regular file")
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise MergestreamError(f"{path} is too large to be the JSON that is expected there")
+            raise MergestreamError(f"{path} is too large for the JSON file that is expected there")
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
-        if "\\u" in text or finite:  # half a surrogate pair is valid JSON, but no text
+        if "\\u" in text or finite:  # an unpaired surrogate is valid JSON but not valid text
             json.dumps(content, ensure_ascii=False, allow_nan=not finite).encode()
     except OSError as error:
         raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        what = "valid JSON of finite numbers" if finite else "valid JSON"
+        what = "valid JSON with finite numbers" if finite else "valid JSON"
         raise MergestreamError(f"{path} is not {what}; restore it, or download it again") from error
     if not isinstance(content, dict):
         raise MergestreamError(f"{path} is not a JSON object; restore it, or download it again")
@@ -146,7 +148,7 @@ def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
 
 
 def allow_open_files(count: int) -> None:
-    """Have the system let this process open so many files more, as far as it may: few are the default."""
+    """Raise the soft limit of open files so that ``count`` more can be opened, if the hard limit allows it."""
     try:
         import resource
     except ImportError:  # not a Unix
@@ -160,7 +162,7 @@ def allow_open_files(count: int) -> None:
 
 @contextlib.contextmanager
 def new_directories(path: Path) -> Iterator[None]:
-    """Make a directory, and those above it; where what follows fails, those that were not there are removed again."""
+    """Create a directory and its parents; remove the new ones again if the body of the ``with`` fails."""
     made = [directory for directory in (path, *path.parents) if not directory.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -175,10 +177,10 @@ def new_directories(path: Path) -> Iterator[None]:
 
 
 def exchange(new: Path, old: Path, aside: Path) -> None:
-    """Let two directories change places: at once where the system can, else with ``old`` at ``aside`` in between.
+    """Swap two directories: atomically where the system supports it, else by renames through ``aside``.
 
-    What fails leaves both where they were. Where this process is killed in between, there is nothing in the place of
-    ``old``, and who comes next can put it back.
+    A failure leaves both in place. If the process is killed between the renames, ``old`` is found at ``aside`` and the
+    next process can put it back.
     """
     if _exchange_at_once(new, old):
         return
@@ -193,18 +195,18 @@ def exchange(new: Path, old: Path, aside: Path) -> None:
 
 
 def _exchange_at_once(one: Path, other: Path) -> bool:
-    """Linux can, with most file systems. Whatever it has against it: two renames do as well, or say what is wrong."""
+    """Swap with renameat2, which Linux supports on most file systems; False if it failed for any reason."""
     import ctypes
 
     try:
         rename = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):
         return False
-    return rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0
+    return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory that nothing refers to any more; renamed first, so that nobody ever finds half of it."""
+    """Remove a directory; rename it first, so that no reader ever sees a part of it."""
     doomed = directory.with_name(f".{directory.name}{_REMOVED}")
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -214,7 +216,7 @@ def remove(directory: Path) -> None:
 
 
 def remove_other_directories(parent: Path, kept: Collection[str]) -> None:
-    """Remove the directories in ``parent`` that are not to be kept, and what a killed removal has left."""
+    """Remove all numbered directories in ``parent`` except ``kept``, and leftovers of killed removals."""
     for directory in sorted(parent.iterdir()) if parent.is_dir() else ():
         if directory.name.endswith(_REMOVED):
             shutil.rmtree(directory)

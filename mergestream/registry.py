@@ -1,4 +1,4 @@
-"""What is chosen by name: our own, what other packages bring by entry points, what was registered in Python."""
+"""Registry of named plug-ins: built-in, from entry points of other packages, or registered in Python."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Names and what they stand for; nothing is imported before it is asked for.
+    """A mapping from names to plug-ins; modules are imported on first use.
 
-    ``own`` gives for every name of ours where it is, as ``module:attribute``. Another package adds names by entry
-    points of the ``group``; a name of ours is never replaced. ``check`` is asked about what others bring, by its name,
-    and raises where it cannot be used.
+    ``own`` maps each built-in name to ``module:attribute``. Other packages add names through entry points of
+    ``group``; they cannot replace a built-in name. ``check(name, item)`` raises if an external plug-in is invalid.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._registered: dict[str, T] = {}
 
     def register(self, name: str, item: T) -> T:
-        """Make something known under a name, in this process."""
+        """Add a plug-in under a name, in this process."""
         if name in self._own:
             raise UsageError(f"{name} is a {self.kind} of mergestream itself; choose another name")
         try:
@@ -40,22 +39,22 @@ class Registry(Mapping[str, T], Generic[T]):
         return item
 
     def choose(self, name: str) -> T:
-        """What a user means by a name; an unknown one is refused with what there is."""
+        """Look up a name; an unknown one is refused with the list of known names."""
         if name not in self:
             raise UsageError(f"there is no {self.kind} {name}{did_you_mean(name, self)} (there are: {', '.join(self)})")
         return self[name]
 
     def origin(self, name: str) -> str:
-        """Who brought it: ``mergestream``, a package with its version, or ``Python``."""
+        """Where a plug-in comes from: ``mergestream``, a package with its version, or ``Python``."""
         if name in self._own:
             return "mergestream"
         if name in self._registered:
             return "Python"
-        brought = self._brought[name].dist
-        return f"{brought.name} {brought.version}" if brought else "an entry point"
+        distribution = self._external[name].dist
+        return f"{distribution.name} {distribution.version}" if distribution else "an entry point"
 
     def place(self, name: str) -> str | None:
-        """Where one of our own is, as ``module:attribute``."""
+        """The ``module:attribute`` of a built-in plug-in."""
         return self._own.get(name)
 
     def __getitem__(self, name: str) -> T:
@@ -64,22 +63,22 @@ class Registry(Mapping[str, T], Generic[T]):
             return getattr(import_module(module), attribute)
         if name in self._registered:
             return self._registered[name]
-        entry = self._brought[name]
+        entry = self._external[name]
         try:
             loaded: T = entry.load()
             self._check(name, loaded)
-        except Exception as error:  # whatever somebody else's module does when it is imported
+        except Exception as error:  # importing another package may raise anything
             raise UsageError(
                 f"the {self.kind} {name} of {self.origin(name)} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
         return loaded
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._own, **self._registered, **self._brought})
+        return iter({**self._own, **self._registered, **self._external})
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     @cached_property
-    def _brought(self) -> dict[str, EntryPoint]:
+    def _external(self) -> dict[str, EntryPoint]:
         return {entry.name: entry for entry in entry_points(group=self.group)}

@@ -1,7 +1,7 @@
-"""JSON of our own: read strictly, and held against the types that it is to become.
+"""Strict reading of our own JSON files: parse, then validate against typed schemas.
 
-Python's parser takes NaN, infinities, a key that is there twice and half a surrogate pair; nothing that we write has
-them.
+Python's parser accepts NaN, infinities, duplicate keys and unpaired surrogates. Our files never contain them, so they
+are refused.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ BACKUP = "restore the store from a backup"
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Number = Annotated[int, Meta(ge=1, le=2**53)]
 Finite = Annotated[float, Meta(ge=-1e150, le=1e150)]
-"""A number whose square is one, too"""
+"""A number whose square is finite too"""
 Magnitude = Annotated[float, Meta(ge=0, le=1e150)]
 Plain = bool | int | float | str | None
 
 
 def read_text(path: Path) -> str:
+    """Read a text file of the store."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise MergestreamError(f"{path} cannot be read: {error.strerror}; {BACKUP}") from error
     except ValueError as error:
-        raise damaged(path, "it is no text") from error
+        raise damaged(path, "it is not a text file") from error
 
 
 def parse(text: str, path: Path) -> dict[str, Any]:
-    """The object that a file holds as JSON."""
+    """Parse the JSON object of a file."""
     try:
         content = json.loads(text, object_pairs_hook=_table, parse_float=_finite, parse_constant=_finite)
         json.dumps(content, ensure_ascii=False).encode()
@@ -48,7 +49,7 @@ def parse(text: str, path: Path) -> dict[str, Any]:
 
 
 def validate(data: Any, kind: type[T], path: Path) -> T:
-    """What was parsed as the type that it is to be."""
+    """Convert parsed JSON to a typed object; raise if it does not match the schema."""
     try:
         return convert(data, kind)
     except ValueError as error:
@@ -56,24 +57,24 @@ def validate(data: Any, kind: type[T], path: Path) -> T:
 
 
 def damaged(path: Path, reason: str, remedy: str = BACKUP) -> MergestreamError:
-    """For a file that is not what was written: a disk has lost something, or somebody has edited it."""
+    """The error for a file that changed after it was written: by a disk fault, or by hand."""
     return DamagedError(f"{path} is damaged: {reason}; {remedy}")
 
 
 def invalid_file(path: Path, reason: str) -> MergestreamError:
-    """For a file that is as it was written, but not by us."""
-    return DamagedError(f"{path} is not one of ours: {reason}; {BACKUP}")
+    """The error for a file that is intact but was not written by mergestream."""
+    return DamagedError(f"{path} was not written by mergestream: {reason}; {BACKUP}")
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("duplicate key")
     return table
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no number")
+        raise ValueError(f"{text} is not a finite number")
     return value

@@ -147,9 +147,9 @@ def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: others-methods\nVersion: 1.2\n")
     (facts / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(tmp_path)
-    vars(METHODS).pop("_brought", None)
+    vars(METHODS).pop("_external", None)
     yield
-    vars(METHODS).pop("_brought", None)
+    vars(METHODS).pop("_external", None)
 
 
 @pytest.mark.usefixtures("brought")

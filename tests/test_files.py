@@ -26,7 +26,12 @@ def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.ENOSPC, "make room"), (errno.EDQUOT, "make room"), (errno.EFBIG, "ulimit -f"), (errno.EIO, "")],
+    [
+        (errno.ENOSPC, "free some disk space"),
+        (errno.EDQUOT, "free some disk space"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EIO, ""),
+    ],
 )
 def test_only_a_full_disk_wants_room(number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
@@ -35,7 +40,9 @@ def test_only_a_full_disk_wants_room(number: int, remedy: str, tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(MergestreamError, match=rf"cannot be written: {os.strerror(number)}") as caught:
         write_text(tmp_path / "file", "text")
-    assert remedy in str(caught.value) and ("make room" in str(caught.value)) == (remedy == "make room")
+    assert remedy in str(caught.value) and ("free some disk space" in str(caught.value)) == (
+        remedy == "free some disk space"
+    )
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
@@ -161,11 +168,11 @@ def test_infinity_is_read_as_transformers_writes_it_but_not_where_it_is_kept(tmp
     path = tmp_path / "file.json"
     path.write_text('{"limits": [0, Infinity]}')
     assert read_json(path) == {"limits": [0, float("inf")]}
-    with pytest.raises(MergestreamError, match=r"file\.json is not valid JSON of finite numbers"):
+    with pytest.raises(MergestreamError, match=r"file\.json is not valid JSON with finite numbers"):
         read_json(path, finite=True)
 
 
 def test_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "file.json")
-    with pytest.raises(MergestreamError, match=r"file\.json is no regular file"):
+    with pytest.raises(MergestreamError, match=r"file\.json is not a regular file"):
         read_json(tmp_path / "file.json")

@@ -50,7 +50,7 @@ def test_all_else_is_read(tmp_path):
     path.write_text('{"λ": [1, 2.5, null, "\\u0007", "\\ud83d\\ude00"]}', encoding="utf-8")
     assert parse(read_text(path), path) == {"λ": [1, 2.5, None, "\a", "😀"]}
     path.write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(MergestreamError, match="is damaged: it is no text"):
+    with pytest.raises(MergestreamError, match="is damaged: it is not a text file"):
         read_text(path)
     with pytest.raises(MergestreamError, match=r"absent\.json cannot be read: No such file"):
         read_text(tmp_path / "absent.json")
@@ -71,7 +71,9 @@ def test_a_field_that_is_not_as_it_must_be_is_named():
         ("shape", [1, -1], r"shape\[1\]"),
         ("shape", 7, "shape"),
     ]:
-        with pytest.raises(MergestreamError, match=rf"^store/ours\.json is not one of ours: .*{named}.*; restore"):
+        with pytest.raises(
+            MergestreamError, match=rf"^store/ours\.json was not written by mergestream: .*{named}.*; restore"
+        ):
             validate({**good, field: value}, Thing, PATH)
     with pytest.raises(MergestreamError, match="missing required field `norm`"):
         validate({"name": "a", "size": 1}, Thing, PATH)

@@ -354,5 +354,6 @@ def _write_error(path: Path, error: OSError, needed: int) -> MergestreamError:
         return write_error(path, error)
     free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.is_dir())).free
     return MergestreamError(
-        f"{path} cannot be written: {needed} bytes are needed and {free} are free; make room and run it again"
+        f"{path} cannot be written: {needed} bytes are needed and {free} are free; "
+        "free some disk space and run the command again"
     )

@@ -123,7 +123,7 @@ def test_other_packages_bring_suites_as_objects_or_functions(monkeypatch):
         name: EntryPoint(name, f"tests.evaluation.test_catalogue:{value}", SUITES.group)
         for name, value in (("object", "BROUGHT"), ("function", "ClipSuite"), ("broken", "OWN_CLASS.title"))
     }
-    monkeypatch.setattr(SUITES, "_brought", entries)
+    monkeypatch.setattr(SUITES, "_external", entries)
     assert open_suite("object") == BROUGHT.limited() and open_suite("function", tasks=3).tasks == BROUGHT.tasks[:3]
     with pytest.raises(UsageError, match="is not a suite but str"):
         open_suite("broken")

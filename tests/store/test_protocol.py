@@ -283,7 +283,9 @@ def test_a_step_for_whose_manifest_there_is_no_room_is_abandoned(command, store,
     with no_room_for_the_manifest(monkeypatch, lambda: True):
         result = mergestream(*commands(store.path, toys)[command])
     assert result.code == 1
-    assert result.err.endswith("manifest.json cannot be written: No space left on device; make room and run it again\n")
+    assert result.err.endswith(
+        "manifest.json cannot be written: No space left on device; free some disk space and run the command again\n"
+    )
     assert files(store.path, ".json", ".safetensors") == before
     assert names(store, "steps") == names(store, "experts") == ["0001", "0002"]
     assert mergestream(*commands(store.path, toys)[command]).code == 0
