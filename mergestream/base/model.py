@@ -41,12 +41,12 @@ class BaseTensor(TensorSpec):
     module: str | None = None
     """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), where the architecture tells"""
 
-    @property
+    @cached_property
     def merges(self) -> bool:
         """Whether it has a state of its own: tied names, heads and integers have none."""
         return self.role in ("linear", "embedding", "other")
 
-    @property
+    @cached_property
     def state_dtype(self) -> str:
         """Task vectors and states are float32, and float64 for a float64 model."""
         return "F64" if self.dtype == "F64" else "F32"

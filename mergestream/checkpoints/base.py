@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -65,15 +66,15 @@ class TensorSpec:
     dtype: str
     shape: tuple[Count, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.numel * item_size(self.dtype)
 
-    @property
+    @cached_property
     def is_float(self) -> bool:
         return self.dtype in FLOATS.values()
 

@@ -138,13 +138,13 @@ class SafetensorsUploader(TensorWriter):
             shard.close()
         self._begin_staging()
 
-    def gathered(self) -> dict[str, str]:
+    def collected(self) -> dict[str, str]:
         """Where tensors are that have been uploaded: all of them, before anybody hears of it."""
         self._upload_all()
         where, self._where = self._where, {}
         return where
 
-    def gather(self, more: dict[str, str]) -> None:
+    def collect(self, more: dict[str, str]) -> None:
         self._where |= more
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.digest import tensor_digest
-from mergestream.engine import Gathers
+from mergestream.engine import Collector
 from mergestream.errors import MergestreamError
 from mergestream.files import replace_text, sync_directory, write_error
 from mergestream.sizes import CACHE_LINE
@@ -38,7 +38,7 @@ class _Plan:
     size: int
 
 
-class TensorWriter(Gathers):
+class TensorWriter(Collector):
     """Writes the tensors of a layout, in any order and from any thread."""
 
     resumed: bool
@@ -195,7 +195,7 @@ class SafetensorsWriter(TensorWriter):
         for file in self._files:
             os.fsync(file.fileno())
 
-    def gathered(self) -> set[str]:
+    def collected(self) -> set[str]:
         """What has been written: it is on the disk before anybody hears of it, for nobody else could bring it there."""
         try:
             self._sync()
@@ -204,7 +204,7 @@ class SafetensorsWriter(TensorWriter):
         written, self._written = self._written, set()
         return written
 
-    def gather(self, more: set[str]) -> None:
+    def collect(self, more: set[str]) -> None:
         self._written |= more
 
     def __getstate__(self) -> dict[str, Any]:

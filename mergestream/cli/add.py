@@ -17,7 +17,7 @@ from mergestream.cli.options import (
 )
 from mergestream.cli.printing import answer, say, with_notes
 from mergestream.errors import UsageError
-from mergestream.methods.scale import told_scale
+from mergestream.methods.scale import displayed_scale
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -69,6 +69,6 @@ def _absorb(store: Store, expert: str, options: Options) -> dict[str, Any]:
 
 
 def print_step(store: Store, entry: Expert) -> None:
-    name, scale = told_scale(store.manifest.method, entry.scale)
+    name, scale = displayed_scale(store.manifest.method, entry.scale)
     outcome = f"held {entry.kept:.1%}" if entry.cut else f"kept {entry.kept:.1%}  {name} {scale:.4g}"
     say(f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  {outcome}  {entry.seconds:.1f} s")

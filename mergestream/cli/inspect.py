@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from mergestream.cli.options import A_MODEL, ComputingOptions, StoredExpertOptions, WorkingStoreOptions, argument
 from mergestream.cli.printing import answer, counts_text, print_table, say
-from mergestream.methods.scale import told_scale
+from mergestream.methods.scale import displayed_scale
 from mergestream.sizes import format_size
 
 if TYPE_CHECKING:
-    from mergestream.store.collisions import Collisions
     from mergestream.store.inspection import Inspection
+    from mergestream.store.interference import Interference
 
 HELP = "tell what adding an expert would do; changes nothing"
 EXAMPLES = """
@@ -54,8 +54,8 @@ def print_inspection(inspection: Inspection) -> None:
     )
     if inspection.cosines:
         _print_cosines(inspection)
-    if inspection.collisions:
-        _print_collisions(inspection.collisions)
+    if inspection.interference:
+        _print_interference(inspection.interference)
     if inspection.kept < 1:
         _print_layers(inspection)
     _print_linear_weights(inspection)
@@ -73,11 +73,11 @@ def _print_cosines(inspection: Inspection) -> None:
 def _outcome(inspection: Inspection) -> str:
     if inspection.scale is None or inspection.distance is None:
         return f"held {inspection.kept:.1%}"
-    name, scale = told_scale(inspection.method, inspection.scale)
+    name, scale = displayed_scale(inspection.method, inspection.scale)
     return f"kept {inspection.kept:.1%}   {name} {scale:.4g}   distance to the base {inspection.distance:.4g}"
 
 
-def _print_collisions(found: Collisions) -> None:
+def _print_interference(found: Interference) -> None:
     say()
     say("predicted damage of each expert after adding it, and how much their inputs overlap with its own:")
     new = len(found.experts) - 1
@@ -96,7 +96,7 @@ def _shown(value: float | None) -> str:
 
 
 def _print_layers(inspection: Inspection) -> None:
-    held = inspection.collisions is not None
+    held = inspection.interference is not None
     say()
     say("layers of which the least would be held:" if held else "layers with the most interference:")
     least = list(inspection.layers.items())[:MOST_LAYERS]
@@ -107,7 +107,7 @@ def _print_linear_weights(inspection: Inspection) -> None:
     linear = {name: tensor for name, tensor in inspection.tensors.items() if tensor.role == "linear"}
     if not linear:
         return
-    held = inspection.collisions is not None
+    held = inspection.interference is not None
     say()
     say(f"linear weights by what {'would be held' if held else 'survives'}, least first:")
     least = sorted(linear.items(), key=lambda item: (item[1].kept, item[0]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import StoreOptions
 from mergestream.cli.printing import answer, print_table, say
-from mergestream.methods.scale import told_scale
+from mergestream.methods.scale import displayed_scale
 from mergestream.report.harness import told
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _print_ledger(history: Sequence[Expert], held: Mapping[str, float]) -> None:
 
 
 def _print_steps(method: str, history: Sequence[Expert]) -> None:
-    told = [told_scale(method, entry.scale) for entry in history]
+    told = [displayed_scale(method, entry.scale) for entry in history]
     print_table(
         ("expert", "added", "digest", "step", "‖Δ‖", "kept", told[0][0], "rank", "dropped"),
         (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import StoreOptions, switch
 from mergestream.cli.printing import answer, counts_text, print_table, say
-from mergestream.methods.scale import told_scale
+from mergestream.methods.scale import displayed_scale
 from mergestream.sizes import counted, format_size
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _print_status(store: Store) -> None:
 
 def _scale_text(method: str, last: Expert) -> str:
     distance = "" if last.distance is None else f"   distance to the base {last.distance:.6g}"
-    name, value = told_scale(method, last.scale)
+    name, value = displayed_scale(method, last.scale)
     return f"{name} {value:.6g}   n {last.mean_norm:.6g}{distance}"
 
 

@@ -11,7 +11,7 @@ from mergestream.registry import Registry
 from mergestream.sizes import format_size
 
 Result = TypeVar("Result")
-Finding = TypeVar("Finding")
+Value = TypeVar("Value")
 
 
 class Engine(Protocol):
@@ -47,32 +47,35 @@ def check_budget(memory: Mapping[str, int], most: int | None) -> None:
         )
 
 
-class Gathers(ABC):
-    """What jobs leave something in beside their results. An engine whose jobs work on copies elsewhere asks these, once
-    some jobs are done, and tells the original before it yields their results."""
+class Collector(ABC):
+    """An object in which jobs collect results beside what they return.
+
+    An engine that runs jobs on copies elsewhere asks each copy for its part, and merges the parts into the original
+    before it yields the results of these jobs.
+    """
 
     @abstractmethod
-    def gathered(self) -> Any:
-        """All that has been left here since this was last asked."""
+    def collected(self) -> Any:
+        """Everything collected here since the last call."""
 
     @abstractmethod
-    def gather(self, more: Any) -> None:
-        """Take what a copy has gathered."""
+    def collect(self, more: Any) -> None:
+        """Merge what a copy has collected."""
 
 
-class Findings(dict[str, Finding], Gathers):
-    """What is found out of each tensor on the way; a copy begins without."""
+class ResultsByTensor(dict[str, Value], Collector):
+    """Results collected by tensor name; a copy for a worker begins empty."""
 
-    def gathered(self) -> dict[str, Finding]:
+    def collected(self) -> dict[str, Value]:
         found = dict(self)
         self.clear()
         return found
 
-    def gather(self, more: Mapping[str, Finding]) -> None:
+    def collect(self, more: Mapping[str, Value]) -> None:
         self.update(more)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Findings, ()
+        return ResultsByTensor, ()
 
 
 ENGINES: Registry[Callable[..., Engine]] = Registry(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from mergestream.engine.base import Result, check_budget
-from mergestream.engine.travelling import Arrived, pack, unpack
+from mergestream.engine.packing import UnpackedWork, pack, unpack
 from mergestream.errors import EngineError, MergestreamError, UsageError, first_line
 from mergestream.interrupts import own_sigterm
 from mergestream.sizes import format_size
@@ -83,7 +83,7 @@ class RayEngine:
         if not costs:
             return
         memory = memory or {}
-        packed, gatherers = pack(work)
+        packed, collectors = pack(work)
         ray = connected(self.address)
         check_budget(memory, self.max_memory)
         nodes = _nodes(ray)
@@ -107,8 +107,8 @@ class RayEngine:
                     _check_room(_nodes(ray), {batch.names[0]: batch.memory for batch in running.values()})
                 for ref in done:
                     results, left = _result(ray, ref, running.pop(ref))
-                    for gatherer, more in zip(gatherers, left, strict=True):
-                        gatherer.gather(more)
+                    for collector, more in zip(collectors, left, strict=True):
+                        collector.collect(more)
                     yield from results
         finally:
             for ref in running:
@@ -262,15 +262,15 @@ def _result(ray: Any, ref: Any, batch: Batch) -> Any:
 
 # --- on a worker ---------------------------------------------------------------------------------------------
 
-_arrived: dict[str, Arrived[Any]] = {}
+_unpacked_work: dict[str, UnpackedWork[Any]] = {}
 """What this process is at work on, by the run: files are opened once"""
 
 
-def _unpacked(run: str, packed: bytes) -> Arrived[Any]:
-    if run not in _arrived:
-        _arrived.clear()
-        _arrived[run] = unpack(packed)
-    return _arrived[run]
+def _unpacked(run: str, packed: bytes) -> UnpackedWork[Any]:
+    if run not in _unpacked_work:
+        _unpacked_work.clear()
+        _unpacked_work[run] = unpack(packed)
+    return _unpacked_work[run]
 
 
 def run_batch(run: str, packed: bytes, names: Sequence[str]) -> tuple[list[tuple[str, Any]], list[Any]]:

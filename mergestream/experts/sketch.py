@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from mergestream.algebra.pieces import Elements, is_finite
-from mergestream.engine import Gathers
+from mergestream.engine import Collector
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,7 +67,7 @@ def error_of(width: int) -> float:
     return 1 / math.sqrt(width)
 
 
-class Sketch(Gathers):
+class Sketch(Collector):
     """The sketch of a whole task vector. The tensors may be added in any order, by any number of threads.
 
     What a tensor adds to a bucket is rounded to a grid of 2⁻⁴⁴ times the norm of the base, on which float64 sums are
@@ -116,12 +116,12 @@ class Sketch(Gathers):
             tensor.update(start, elements(start, stop))
         self.add(tensor)
 
-    def gathered(self) -> Tensor:
+    def collected(self) -> Tensor:
         found = self._buckets.clone()
         self._buckets.zero_()
         return found
 
-    def gather(self, more: Tensor) -> None:
+    def collect(self, more: Tensor) -> None:
         self._buckets += more
 
     def __reduce__(self) -> tuple[Any, ...]:

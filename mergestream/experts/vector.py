@@ -13,7 +13,7 @@ from mergestream.base.model import BaseModel, base_changed, unusable
 from mergestream.base.names import layer_of
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher, tensor_digest
-from mergestream.engine import Findings
+from mergestream.engine import ResultsByTensor
 from mergestream.errors import MergestreamError
 from mergestream.experts.prefix import NEARLY_ALL, Prefix, globs_of
 from mergestream.experts.vocabulary import ROWS, FittedCheckpoint, Vocab, fit
@@ -81,9 +81,9 @@ class TaskVector:
         self.names = model.merged
         self.heads = tuple(name for name in self.expert.tensors if self.fates.get(name) in ("head", "tokens"))
         """What stays with the expert"""
-        self.digests = Findings[str]()
+        self.digests = ResultsByTensor[str]()
         """Digests of the expert's tensors that have been read to their end."""
-        self.norm2 = Findings[float]()
+        self.norm2 = ResultsByTensor[float]()
         """‖Δ‖² of these"""
 
     @property

@@ -124,7 +124,7 @@ class _Content:
         modules, whole = _sort(reading, rank)
         experts = snapshot.manifest.history
         if isinstance(reading, EntriesReading):
-            experts = tuple(snapshot.manifest.expert(voice.name) for voice in reading.voices)
+            experts = tuple(snapshot.manifest.expert(expert.name) for expert in reading.experts)
         told, notes = agreement(snapshot, experts)
         notes += refusals(adapter_config(list(modules.values()), whole, told))
         if speaking := [expert.name for expert in experts if snapshot.tokens(expert)]:

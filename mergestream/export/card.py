@@ -13,7 +13,7 @@ from mergestream.escaping import code, markdown_text, one_line
 from mergestream.export.provenance import Provenance
 from mergestream.merging.entries import EntriesReading
 from mergestream.merging.reading import Reading, StateReading
-from mergestream.methods.scale import told_scale
+from mergestream.methods.scale import displayed_scale
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class CardFacts:
         experts: Sequence[Expert] = manifest.history
         weights, readout = None, "plain"
         if isinstance(reading, EntriesReading):
-            weights = {voice.name: voice.weight for voice in reading.voices}
+            weights = {expert.name: expert.weight for expert in reading.experts}
             experts = [entry for entry in experts if entry.name in weights]
         if isinstance(reading, EntriesReading | StateReading):
             readout = reading.readout.name
@@ -122,17 +122,17 @@ def _kept_by(facts: CardFacts) -> str:
 
 
 def _scale(facts: CardFacts) -> str:
-    name, value = told_scale(facts.method, facts.scale)
+    name, value = displayed_scale(facts.method, facts.scale)
     return f"Scale {facts.scale:.6g}" + (f" = 1/{name}, {name} = {value:.6g}" if value != facts.scale else "")
 
 
 def _multiplier(facts: CardFacts) -> str:
     """What the last column of the experts has."""
-    return told_scale(facts.method, facts.scale)[0] if facts.weights is None else "weight"
+    return displayed_scale(facts.method, facts.scale)[0] if facts.weights is None else "weight"
 
 
 def _row(number: int, row: CardRow | Expert, facts: CardFacts) -> str:
-    last = told_scale(facts.method, row.scale)[1] if facts.weights is None else facts.weights[row.name]
+    last = displayed_scale(facts.method, row.scale)[1] if facts.weights is None else facts.weights[row.name]
     return (
         f"| {number} | {markdown_text(row.name)} | {code(row.digest)} | {row.norm:.4g} | {row.kept:.1%} | {last:.4g} |"
     )

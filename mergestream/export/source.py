@@ -13,7 +13,7 @@ from mergestream.algebra.pieces import SquaredNorm
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.digest import combined_digest, tensor_digest
-from mergestream.engine import Findings
+from mergestream.engine import ResultsByTensor
 from mergestream.experts.vocabulary import ROWS
 from mergestream.merging.reading import Reading, cast, moved_by
 from mergestream.merging.step import Outcome, Step, Totals, overflow_explained, total
@@ -94,10 +94,10 @@ class ExpertsSource:
     step: Step
     base: Checkpoint
     thresholds: Thresholds
-    kept2: Findings[list[float | None]] = field(default_factory=Findings)
+    kept2: ResultsByTensor[list[float | None]] = field(default_factory=ResultsByTensor)
     """‖kept‖² of each task vector, None where all is kept, of the tensors that have been merged"""
-    direction2: Findings[float] = field(default_factory=Findings)
-    base_digests: Findings[str] = field(default_factory=Findings)
+    direction2: ResultsByTensor[float] = field(default_factory=ResultsByTensor)
+    base_digests: ResultsByTensor[str] = field(default_factory=ResultsByTensor)
     """Of the tensors of the base that have been read"""
 
     @property

@@ -156,7 +156,7 @@ def spoken(
     weights = dict.fromkeys(snapshot.manifest.names, 1.0)
     alone = False
     if isinstance(reading, EntriesReading):
-        weights = {voice.name: voice.weight for voice in reading.voices if voice.weight}
+        weights = {expert.name: expert.weight for expert in reading.experts if expert.weight}
         alone = reading.readout.name == "expert"
     speakers: dict[str, Speaker] = {}
     silent: list[str] = []

@@ -45,7 +45,7 @@ class Entries(Protocol):
 
 
 @dataclass(frozen=True)
-class Voice:
+class WeightedExpert:
     """An expert that is heard: its weight, how far its entry is cut, its norm, and the entry of each tensor."""
 
     name: str
@@ -55,8 +55,8 @@ class Voice:
     remembered: Entries
 
 
-class Clash(NamedTuple):
-    """What experts do to each other in one matrix, by their numbers among the voices."""
+class MatrixInterference(NamedTuple):
+    """What experts do to each other in one matrix, by their numbers among the experts."""
 
     damage: Mapping[int, float]
     overlap: Tensor
@@ -69,17 +69,17 @@ class EntriesReading(Reading):
 
     method: Ledger
     readout: EntriesReadout
-    voices: Sequence[Voice]
+    experts: Sequence[WeightedExpert]
     device: str = "cpu"
 
     @property
     def cut(self) -> int:
         """Entries are read as if so many experts shared the room."""
-        return sharing([voice.cut for voice in self.voices])
+        return sharing([expert.cut for expert in self.experts])
 
     def entries(self, name: str) -> list[Entry]:
         kept = self.method.directions(self.context(name), self.cut)
-        return [Entry(cut_entry(voice.remembered.entry(name), kept), voice.weight) for voice in self.voices]
+        return [Entry(cut_entry(expert.remembered.entry(name), kept), expert.weight) for expert in self.experts]
 
     def elements(self, name: str) -> Elements | None:
         direction = merge_entries(self.readout, self.entries(name), self.context(name), device=self.device)
@@ -115,14 +115,14 @@ class EntriesReading(Reading):
             raise UsageError(
                 f"{self.readout.name} does not add up task vectors, so {rule} is no scale of its own; pass a number"
             )
-        mean_norm = math.fsum(voice.norm for voice in self.voices) / len(self.voices)
-        return scale_value(rule, len(self.voices), mean_norm, lambda: self.norm(engine))
+        mean_norm = math.fsum(expert.norm for expert in self.experts) / len(self.experts)
+        return scale_value(rule, len(self.experts), mean_norm, lambda: self.norm(engine))
 
     def cost(self, name: str) -> Cost:
         tensor, context = self.model.tensors[name], self.context(name)
         if not tensor.merges:
             return Cost(tensor.nbytes, elements=tensor.numel)
-        forms = [voice.remembered.forms(name) for voice in self.voices]
+        forms = [expert.remembered.forms(name) for expert in self.experts]
         size = sum(form.nbytes for slots in forms for form in slots.values())
         whole = min(matrix_shape(context.shape)) if context.linear else 0  # others that are kept whole are summed up
         kept = self.method.directions(context, self.cut) or whole
@@ -137,14 +137,14 @@ class EntriesReading(Reading):
             context = self.context(name)
             _, m, n = stack_of(context)
             kept = self.method.directions(context, self.cut) or 1
-            together = min(kept * len(self.voices), 8 * min(m, n))
+            together = min(kept * len(self.experts), 8 * min(m, n))
             elements = 2 * math.prod(context.shape) + 2 * together * (m + n)
             whole = context.dtype.itemsize * elements + 12 * 8 * together**2
             sizes[name] = whole if tensor.merges else streamed_memory(context)
         return sizes
 
     def context(self, name: str) -> Context:
-        return tensor_context(self.model, name, len(self.voices))
+        return tensor_context(self.model, name, len(self.experts))
 
     @cached_property
     def linear(self) -> dict[str, int]:
@@ -164,10 +164,12 @@ class EntriesReading(Reading):
 
         yield from engine.run(self.linear, of_tensor, self.memory)
 
-    def clashes(self, engine: Engine) -> Iterator[tuple[str, list[Clash]]]:
+    def matrices(self, engine: Engine) -> Iterator[tuple[str, list[MatrixInterference]]]:
         """Of each matrix of every linear weight, all from one span: its products are what costs."""
-        count = len(self.voices)
-        return self.measured(engine, lambda span: Clash(self._damage(span), span.overlap(count), span.cosines(count)))
+        count = len(self.experts)
+        return self.measured(
+            engine, lambda span: MatrixInterference(self._damage(span), span.overlap(count), span.cosines(count))
+        )
 
     def _damage(self, span: Span) -> dict[int, float]:
         return span.damage(self.readout.coefficients(span))
@@ -179,7 +181,7 @@ class EntriesReading(Reading):
         for name, matrices in self.measured(engine, self._damage):
             found += matrices
             advance(self.linear[name])
-        return {self.voices[number].name: damage for number, damage in means(found).items()}
+        return {self.experts[number].name: damage for number, damage in means(found).items()}
 
     def balanced(self, engine: Engine, progress: Progress) -> EntriesReading:
         """With weights by which every expert's own directions are served alike: c_i ← c_i · damage_i / mean."""
@@ -192,11 +194,11 @@ class EntriesReading(Reading):
             mean = math.fsum(damage.values()) / max(len(damage), 1)
             if not mean:
                 break
-            voices = [
-                dataclasses.replace(voice, weight=voice.weight * damage.get(voice.name, mean) / mean)
-                for voice in reading.voices
+            experts = [
+                dataclasses.replace(expert, weight=expert.weight * damage.get(expert.name, mean) / mean)
+                for expert in reading.experts
             ]
-            reading = dataclasses.replace(reading, voices=voices)
+            reading = dataclasses.replace(reading, experts=experts)
         return reading
 
 

@@ -20,7 +20,7 @@ from mergestream.errors import UsageError
 from mergestream.experts.opening import task_vector
 from mergestream.ledger.method import Ledger
 from mergestream.ledger.selection import Selection
-from mergestream.merging.entries import EntriesReading, Voice
+from mergestream.merging.entries import EntriesReading, WeightedExpert
 from mergestream.merging.reading import Reading, StateReading
 from mergestream.merging.step import Step, Totals, no_state, total
 from mergestream.methods import as_method, method_text
@@ -233,10 +233,10 @@ class Merger:
                 readout=selection.of_state(self.method),
             )
         readout, weights = selection.of_entries(self.names)
-        voices = [
-            Voice(name, weights[name], totals.t, totals.norm, state)
+        experts = [
+            WeightedExpert(name, weights[name], totals.t, totals.norm, state)
             for name, totals, state in zip(self.names, self.history, self._states, strict=True)
             if name in weights
         ]
-        reading = EntriesReading(self._model, self.method, readout, voices, self._engine.device)
+        reading = EntriesReading(self._model, self.method, readout, experts, self._engine.device)
         return reading.balanced(self._engine, self._progress) if selection.balance else reading

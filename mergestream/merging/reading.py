@@ -15,7 +15,7 @@ from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
 from mergestream.algebra.pieces import Elements, SquaredNorm, exact_sum, is_finite, ranges
 from mergestream.base.model import BaseModel, base_changed
 from mergestream.checkpoints import Checkpoint, torch_dtype
-from mergestream.engine import Engine, Findings
+from mergestream.engine import Engine, ResultsByTensor
 from mergestream.errors import MergestreamError
 from mergestream.experts.vector import BasePieces
 from mergestream.ledger.readouts.base import StateReadout
@@ -31,7 +31,7 @@ class Reading(ABC):
     """What is remembered, ready to be read out."""
 
     model: BaseModel
-    norm2: Findings[float] = field(default_factory=Findings, kw_only=True)
+    norm2: ResultsByTensor[float] = field(default_factory=ResultsByTensor, kw_only=True)
     """‖direction‖² of the tensors that have been read out to their end"""
 
     @abstractmethod

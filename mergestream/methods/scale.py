@@ -54,6 +54,6 @@ def inverse(scale: float) -> float:
     return 1 / scale if scale else math.inf
 
 
-def told_scale(method: str, scale: float) -> tuple[str, float]:
+def displayed_scale(method: str, scale: float) -> tuple[str, float]:
     """What people are told of a scale, by its name: λ of OPCM, the scale itself of all others."""
     return ("λ", inverse(scale)) if method == "opcm" else ("scale", scale)

@@ -12,7 +12,7 @@ from mergestream.base.names import layer_of, natural
 from mergestream.display import matrix_frame
 from mergestream.experts.sketch import WIDTH, cosines, error_of
 from mergestream.sizes import counted
-from mergestream.store.collisions import largest_other
+from mergestream.store.interference import largest_other
 from mergestream.store.records import read_sketch, tensor_records
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_SHOWN = 24
 """Experts in a figure, or in a table with a column for each: more would be neither read nor affordable."""
 MOST_TOLD = 5
-"""Findings of one kind that are told."""
+"""ResultsByTensor of one kind that are told."""
 
 
 def choose(everyone: Sequence[int], *rankings: Sequence[int]) -> tuple[int, ...]:

@@ -134,7 +134,7 @@ class Facts:
                 self.history[one].name,
                 self.history[other].name,
                 cosine,
-                dict(list(self.ledger.collisions.opposed(one, other).items())[:MOST_LAYERS]) if self.ledger else {},
+                dict(list(self.ledger.interference.opposed(one, other).items())[:MOST_LAYERS]) if self.ledger else {},
             )
             for cosine, one, other in found
         )

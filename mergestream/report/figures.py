@@ -147,7 +147,7 @@ def damage(facts: LedgerFacts) -> go.Figure:
 
 def layer_damage(facts: LedgerFacts) -> go.Figure:
     """The predicted damage, experts × layers."""
-    found = facts.collisions
+    found = facts.interference
     hover = "%{y}, %{x}<br>predicted damage %{z:.4f}"
     figure = _matrix(found.layer_damage, labels(found.experts), labels(short_names(found.layers)), "damage", hover)
     return figure.update_traces(zmin=0, zmax=_largest(found.layer_damage))
@@ -165,7 +165,7 @@ def overlap(facts: LedgerFacts) -> go.Figure:
 def layer_overlap(facts: LedgerFacts) -> go.Figure:
     """The largest overlap of each expert with another one, experts × layers."""
     hover = "%{y}, %{x}<br>overlap %{z:.4f} with %{customdata}"
-    layers = labels(short_names(facts.collisions.layers))
+    layers = labels(short_names(facts.interference.layers))
     figure = _matrix(facts.layer_overlap, labels(facts.experts), layers, "largest overlap", hover)
     partners = [[label(partner or "") for partner in row] for row in facts.layer_partner]
     return figure.update_traces(zmin=0, zmax=_largest(facts.layer_overlap), customdata=partners)

@@ -19,7 +19,7 @@ from mergestream.files import remove
 from mergestream.report.diagnostics import holding
 from mergestream.report.harness import read_evaluation
 from mergestream.store.arrival import Candidate
-from mergestream.store.collisions import entries_reading
+from mergestream.store.interference import entries_reading
 from mergestream.store.manifest import Evaluation, Expert, Manifest, PassedGate
 from mergestream.store.parts import CANDIDATE
 from mergestream.store.snapshot import Snapshot

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mergestream.report.diagnostics import Survival, few, holding, plain
-from mergestream.store.collisions import Collisions, collisions
+from mergestream.store.interference import Interference, measure_interference
 
 if TYPE_CHECKING:
     from mergestream.engine import Engine
@@ -30,25 +30,25 @@ class LedgerFacts:
     """Entries are cut as if so many experts shared the room"""
     holding: Survival
     """The share of each tensor that the entries hold now"""
-    collisions: Collisions
+    interference: Interference
     closest: tuple[tuple[tuple[float, str] | None, ...], ...]
     """Expert × layer: the largest overlap with another expert there, and with whom"""
 
     @classmethod
     def of(cls, snapshot: Snapshot, engine: Engine, progress: Progress) -> LedgerFacts:
-        found = collisions(snapshot, engine, progress)
+        found = measure_interference(snapshot, engine, progress)
         layers, experts = range(len(found.layers)), range(len(found.experts))
         closest = tuple(tuple(found.closest_in(layer, expert) for layer in layers) for expert in experts)
         return cls(snapshot.manifest.sharing, holding(snapshot), found, closest)
 
     def of_experts(self, experts: Sequence[int]) -> LedgerFacts:
         """Only those experts; what they are closest to may be another one."""
-        found, closest = self.collisions.of_experts(experts), tuple(self.closest[i] for i in experts)
-        return replace(self, holding=self.holding.of_experts(experts), collisions=found, closest=closest)
+        found, closest = self.interference.of_experts(experts), tuple(self.closest[i] for i in experts)
+        return replace(self, holding=self.holding.of_experts(experts), interference=found, closest=closest)
 
     @property
     def experts(self) -> tuple[str, ...]:
-        return self.collisions.experts
+        return self.interference.experts
 
     @property
     def held(self) -> tuple[float, ...]:
@@ -57,11 +57,11 @@ class LedgerFacts:
 
     @property
     def damage(self) -> tuple[float | None, ...]:
-        return self.collisions.damage
+        return self.interference.damage
 
     @property
     def overlap(self) -> tuple[tuple[float | None, ...], ...]:
-        return self.collisions.overlap
+        return self.interference.overlap
 
     @property
     def layer_overlap(self) -> tuple[tuple[float | None, ...], ...]:
@@ -101,7 +101,7 @@ class LedgerFacts:
         )
 
     def to_json(self) -> dict[str, Any]:
-        found = plain(self.collisions)
+        found = plain(self.interference)
         for key in ("layer_overlap", "layer_cosine"):  # experts × experts for every layer: the largest are told
             del found[key]
         return {

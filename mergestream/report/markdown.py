@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mergestream.escaping import MAX_SENTENCE, code, markdown_text
-from mergestream.methods.scale import told_scale
+from mergestream.methods.scale import displayed_scale
 from mergestream.report.diagnostics import MOST_SHOWN, few
 from mergestream.report.facts import Facts, shown
 from mergestream.report.harness import told
@@ -85,7 +85,7 @@ def _scale_headings(facts: Facts) -> tuple[str, ...]:
 
 
 def _of_state(facts: Facts, number: int, entry: Expert) -> tuple[str, ...]:
-    scale = f"{told_scale(facts.manifest.method, entry.scale)[1]:.4g}"
+    scale = f"{displayed_scale(facts.manifest.method, entry.scale)[1]:.4g}"
     scales = (scale, f"{math.sqrt(number):.4g}") if facts.manifest.is_opcm else (scale,)
     return (shown(entry.distance, ".4g"), *scales, f"{entry.kept:.1%}")
 
@@ -119,7 +119,7 @@ def _survival(facts: Facts) -> Iterable[str]:
 
 
 def _ledger(ledger: LedgerFacts) -> Iterable[str]:
-    names, found = [markdown_text(name) for name in ledger.experts], ledger.collisions
+    names, found = [markdown_text(name) for name in ledger.experts], ledger.interference
     layers = ledger.holding.by_layer()
     yield from ("## What the entries hold, by layer (least first)", "")
     yield from _worst(layers.parts, layers.kept, names, ".1%", least=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream import __version__
 from mergestream.base.names import natural
 from mergestream.escaping import MAX_SENTENCE, one_line
-from mergestream.methods.scale import told_scale
+from mergestream.methods.scale import displayed_scale
 from mergestream.report.diagnostics import MOST_SHOWN, Survival, few
 from mergestream.report.facts import Facts, shown
 from mergestream.report.harness import told
@@ -114,10 +114,10 @@ def _tiles(facts: Facts) -> Iterator[str]:
     if facts.ledger:
         share, name = min(zip(facts.ledger.held, facts.ledger.experts, strict=True))
         yield tile(f"{share:.0%}", "least held", name)
-        if damaged := facts.ledger.collisions.largest_damage:
+        if damaged := facts.ledger.interference.largest_damage:
             yield tile(f"{damaged[0]:.2f}", "largest damage", damaged[1])
     else:
-        name, scale = told_scale(facts.manifest.method, last.scale)
+        name, scale = displayed_scale(facts.manifest.method, last.scale)
         hint = f"√{count} = {count**0.5:.3g}" if facts.manifest.is_opcm else "of the merged task vector"
         yield tile(f"{scale:.3g}", name, hint)
         yield tile(shown(last.distance, ".3g"), "‖merged − base‖", f"mean of the experts: {last.mean_norm:.3g}")
@@ -142,7 +142,9 @@ def _list(kind: str, title: str, sentences: Sequence[str]) -> str:
 
 
 def _experts(facts: Facts) -> str:
-    outcome = ("held", "damage", "collides most") if facts.ledger else ("kept", told_scale(facts.manifest.method, 1)[0])
+    outcome = (
+        ("held", "damage", "collides most") if facts.ledger else ("kept", displayed_scale(facts.manifest.method, 1)[0])
+    )
     headings = ("step", "expert", "added", "‖Δ‖", *outcome, "most similar", "gates", "digest")
     rows = "".join(_expert(facts, number, entry, headings) for number, entry in enumerate(facts.history, 1))
     head = "".join(
@@ -199,12 +201,12 @@ Cell = tuple[float | str, str]
 
 
 def _of_state(facts: Facts, entry: Expert) -> tuple[Cell, ...]:
-    _, scale = told_scale(facts.manifest.method, entry.scale)
+    _, scale = displayed_scale(facts.manifest.method, entry.scale)
     return _share(entry.kept), (scale, f"{scale:.4g}")
 
 
 def _of_ledger(ledger: LedgerFacts, expert: int) -> tuple[Cell, ...]:
-    damage, closest = ledger.damage[expert], ledger.collisions.closest(expert)
+    damage, closest = ledger.damage[expert], ledger.interference.closest(expert)
     found = _companion(closest and (closest[1], closest[0]))
     return _share(ledger.held[expert]), ("" if damage is None else damage, shown(damage)), found
 

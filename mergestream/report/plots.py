@@ -116,7 +116,7 @@ def _survival(facts: Facts) -> Iterator[Plot]:
 
 def _ledger(facts: Facts, everyone: LedgerFacts, ledger: LedgerFacts) -> Iterator[Plot]:
     """``ledger`` has the experts that are shown."""
-    layers, found = ledger.holding.by_layer(), ledger.collisions
+    layers, found = ledger.holding.by_layer(), ledger.interference
     tensors = facts.manifest.base.tensors
     weights = ledger.holding.select([tensors[name].role == "linear" for name in ledger.holding.parts])
     yield Plot(
@@ -175,7 +175,7 @@ def _least_held(ledger: LedgerFacts) -> str:
 
 
 def _largest_damage(ledger: LedgerFacts) -> str:
-    found = ledger.collisions.largest_damage
+    found = ledger.interference.largest_damage
     return f"The largest is {found[0]:.3f}, of {found[1]}." if found else ""
 
 

@@ -86,7 +86,7 @@ def _attention(facts: Facts) -> str:
     worst = max(facts.scores.compared(), key=lambda task: task.lost) if facts.scores else None
     if worst and worst.lost > LOST:
         return f"look at {worst.task} first, which has {worst.merged:.3g} where its expert has {worst.expert:.3g}"
-    damaged = facts.ledger and not facts.manifest.adapters and facts.ledger.collisions.largest_damage
+    damaged = facts.ledger and not facts.manifest.adapters and facts.ledger.interference.largest_damage
     if damaged and damaged[0] > DAMAGED:
         return f"look at {damaged[1]} first, which would be served badly (predicted damage {damaged[0]:.2f})"
     if facts.conflicts:

@@ -228,8 +228,8 @@ class StoreDirectory(Commits):
     def _inspect(self, expert: ExpertSource, options: Mapping[str, Any]) -> Inspection:
         from mergestream.merging.merger import MemoryState
         from mergestream.store.arrival import Arrival
-        from mergestream.store.collisions import arriving_collisions
         from mergestream.store.inspection import Inspection
+        from mergestream.store.interference import predicted_interference
         from mergestream.store.scratch import scratch
 
         with Arrival(self, expert, measured=True, **options) as arrival:
@@ -248,7 +248,7 @@ class StoreDirectory(Commits):
                     files.close()
                 seconds = time.monotonic() - started
                 arrival.note_oddities()
-                return Inspection.of(arrival, predicted, seconds, arriving_collisions(arrival, entry))
+                return Inspection.of(arrival, predicted, seconds, predicted_interference(arrival, entry))
 
     def undo(self) -> Expert:
         """Go back to before the last model; returns the entry that was taken back."""

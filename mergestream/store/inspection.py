@@ -16,7 +16,7 @@ from mergestream.store.records import cosines_to
 
 if TYPE_CHECKING:
     from mergestream.store.arrival import Arrival
-    from mergestream.store.collisions import Collisions
+    from mergestream.store.interference import Interference
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,16 @@ class Inspection:
     """Bytes that the new step takes"""
     tensors: Mapping[str, TensorInspection]
     notes: Sequence[str]
-    collisions: Collisions | None = None
+    interference: Interference | None = None
     """Of a ledger, after adding it: the last of the experts is the new one"""
 
     def __repr__(self) -> str:
-        kept = "held" if self.collisions else "kept"
+        kept = "held" if self.interference else "kept"
         return f"<Inspection of {self.source!r}: step {self.step}, ‖Δ‖ {self.norm:.4g}, {kept} {self.kept:.1%}>"
 
     @classmethod
     def of(
-        cls, arrival: Arrival, predicted: Estimate, seconds: float, collisions: Collisions | None = None
+        cls, arrival: Arrival, predicted: Estimate, seconds: float, interference: Interference | None = None
     ) -> Inspection:
         """The facts of an arrival that was absorbed without being written, in so many seconds."""
         store, totals, before = arrival.store, arrival.totals, arrival.mean_norm_before
@@ -92,8 +92,8 @@ class Inspection:
             relative_norm=totals.norm / before if before else 1.0,
             cosines=cosines_to(store.place, store.history, arrival.sketch.values()),
             kept=totals.kept,
-            scale=None if collisions else totals.scale,
-            distance=None if collisions else totals.distance or 0.0,
+            scale=None if interference else totals.scale,
+            distance=None if interference else totals.distance or 0.0,
             fates=arrival.fates,
             seconds=round(seconds + predicted.writing, 3),
             predicted=predicted,
@@ -101,7 +101,7 @@ class Inspection:
             disk=sum(spec.nbytes for spec in (*arrival.layout.values(), *arrival.blocks.values())),
             tensors={name: TensorInspection.of(arrival, name) for name in arrival.vector.names},
             notes=arrival.notes,
-            collisions=collisions,
+            interference=interference,
         )
 
     @property
@@ -121,11 +121,11 @@ class Inspection:
         return dict(sorted(shares.items(), key=lambda item: (item[1], item[0])))
 
     def to_json(self) -> dict[str, Any]:
-        data = dataclasses.asdict(dataclasses.replace(self, collisions=None))
+        data = dataclasses.asdict(dataclasses.replace(self, interference=None))
         data |= {"lambda": self.lambda_, "layers": self.layers}
         data["predicted"]["bottleneck"] = self.predicted.bottleneck
-        del data["collisions"]
-        if found := self.collisions:
+        del data["interference"]
+        if found := self.interference:
             data |= {"held": self.kept, "damage": dict(zip(found.experts, found.damage, strict=True))}
             data["overlap"] = {
                 expert: {"mean": found.overlap[-1][number], "layers": found.of_pair(-1, number)}

@@ -99,7 +99,7 @@ class Snapshot:
         """All that is remembered, or what was chosen of it, ready to be read out."""
         from mergestream.ledger.method import Ledger
         from mergestream.ledger.selection import Selection
-        from mergestream.merging.entries import EntriesReading, Voice
+        from mergestream.merging.entries import EntriesReading, WeightedExpert
         from mergestream.merging.reading import StateReading
 
         model, method, selection = self.manifest.base, self.method, selection or Selection()
@@ -110,12 +110,12 @@ class Snapshot:
             state, step = self.state, self.manifest.step
             return StateReading(model, method, step, state.read, *norms, engine.device, ranks, readout, state.copies)
         chosen, weights = selection.of_entries(self.manifest.names, self.manifest.adapters)
-        voices = [
-            Voice(entry.name, weights[entry.name], entry.cut, entry.norm, self.readers[entry.number])
+        experts = [
+            WeightedExpert(entry.name, weights[entry.name], entry.cut, entry.norm, self.readers[entry.number])
             for entry in self.manifest.history
             if entry.name in weights
         ]
-        reading = EntriesReading(model, method, chosen, voices, engine.device)
+        reading = EntriesReading(model, method, chosen, experts, engine.device)
         return reading.balanced(engine, progress or Progress()) if selection.balance else reading
 
     def held(self) -> dict[str, dict[str, float]]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.digest import json_digest
-from mergestream.methods.scale import told_scale
+from mergestream.methods.scale import displayed_scale
 from mergestream.report.diagnostics import holding
-from mergestream.store.collisions import entries_reading
+from mergestream.store.interference import entries_reading
 from mergestream.store.records import cosines_to, read_sketch
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def scalars(manifest: Manifest, number: int, cosines: Shares, held: Shares, dama
         **_by_name("score", evaluation.get("scores", {}) if evaluation else {}),
     }
     if not manifest.is_ledger:  # whose scale is decided when it is read out
-        name, value = told_scale(manifest.method, entry.scale)
+        name, value = displayed_scale(manifest.method, entry.scale)
         found |= {"distance": entry.distance, "scale": entry.scale, "lambda": value if name == "λ" else None}
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mergestream.methods.scale import told_scale
+from mergestream.methods.scale import displayed_scale
 from tests.conftest import Toys
 
 
@@ -55,7 +55,7 @@ def test_only_opcm_speaks_of_lambda(done) -> None:
     assert ["λ" in json.dumps(method, ensure_ascii=False) for method in methods] == [
         method["name"] == "opcm" for method in methods
     ]
-    assert told_scale("opcm", 0.5) == ("λ", 2.0) and told_scale("task_arithmetic", 0.5) == ("scale", 0.5)
+    assert displayed_scale("opcm", 0.5) == ("λ", 2.0) and displayed_scale("task_arithmetic", 0.5) == ("scale", 0.5)
 
 
 def test_a_gate_may_be_on_either(tmp_path: Path, toys: Toys, done, mergestream) -> None:

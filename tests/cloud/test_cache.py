@@ -12,7 +12,7 @@ import torch
 
 from mergestream import cache_objects
 from mergestream.checkpoints import open_checkpoint
-from mergestream.engine.travelling import pack, unpack
+from mergestream.engine.packing import pack, unpack
 from mergestream.objects.cache import Cache, cache_in_use
 from tests.cloud.server import BUCKET, upload
 from tests.conftest import files, save_model, toy_base, toy_expert

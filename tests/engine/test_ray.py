@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from mergestream import LocalEngine, MergestreamError, RayEngine, Store, merge
-from mergestream.engine import Findings
+from mergestream.engine import ResultsByTensor
 from mergestream.engine import ray as engine
-from mergestream.engine.travelling import pack, unpack
+from mergestream.engine.packing import pack, unpack
 from mergestream.errors import EngineError, UsageError
 from mergestream.interrupts import own_sigterm
 from mergestream.testing import save_adapter
@@ -324,7 +324,7 @@ def test_small_tensors_go_together_and_large_ones_first():
 
 
 def test_findings_are_gathered_by_a_copy_and_come_home():
-    findings = Findings[int]({"before": 0})
+    findings = ResultsByTensor[int]({"before": 0})
 
     def work(name: str) -> str:
         findings[name] = len(name)

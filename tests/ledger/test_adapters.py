@@ -13,7 +13,7 @@ from mergestream import Ledger, Store
 from mergestream.algebra.lowrank import LowRank
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.store.collisions import collisions
+from mergestream.store.interference import measure_interference
 from tests.experts.adapters.test_store import assert_same_model, store_of
 from tests.workshop import Workshop, gpt2, llama
 
@@ -62,10 +62,10 @@ def test_adapters_are_tempered_and_full_experts_agree_by_default(tmp_path, works
 def test_an_adapter_that_comes_to_full_experts_is_inspected_as_it_would_be_read_out(tmp_path, workshop, llamas):
     base, adapters = llamas
     store = store_of(tmp_path / "store", base, [workshop.merged(base, adapters[0], "full")], EXACT)
-    told = store.inspect(adapters[1]).collisions
+    told = store.inspect(adapters[1]).interference
     store.add(adapters[1])
     with store.snapshot() as snapshot:
-        found = collisions(snapshot, store.engine, store.progress)
+        found = measure_interference(snapshot, store.engine, store.progress)
     assert told is not None and told.damage == pytest.approx(found.damage, rel=1e-9)
 
 

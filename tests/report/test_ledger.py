@@ -20,7 +20,7 @@ from mergestream.report import figures
 from mergestream.report.facts import Facts
 from mergestream.report.ledger import COLLIDING, DAMAGED, LedgerFacts
 from mergestream.report.page import page
-from mergestream.store.collisions import collisions
+from mergestream.store.interference import measure_interference
 from tests.conftest import files, save_model
 from tests.report.conftest import EXPERTS, expert, make_store, model
 
@@ -123,7 +123,7 @@ def test_held_is_the_share_of_the_leading_directions(ledger: Store, models: Path
 def test_damage_is_what_the_formula_of_the_readout_says(ledger: Store, models: Path) -> None:
     experts = [deltas(models, name) for name in EXPERTS]
     plain = {tensor: plain_damage([delta[tensor] for delta in experts]) for tensor in LINEAR}
-    found = facts_of(ledger).collisions
+    found = facts_of(ledger).interference
     assert found.layers == LAYERS
     for i in range(len(EXPERTS)):
         assert found.damage[i] == pytest.approx(mean([plain[tensor][i] for tensor in LINEAR]), abs=1e-5)
@@ -154,7 +154,7 @@ def test_overlap_is_the_cosine_of_what_experts_answer_to(ledger: Store, models: 
             }
             assert found.layer_overlap[i][n] == pytest.approx(max(others.values()), abs=1e-5)
             assert found.layer_partner[i][n] == max(others, key=lambda name: others[name])
-    pair = found.collisions.of_pair(0, 2)
+    pair = found.interference.of_pair(0, 2)
     assert list(pair.values()) == sorted(pair.values(), reverse=True) and set(pair) == set(LAYERS)
 
 
@@ -170,7 +170,7 @@ def test_entries_are_cut_as_more_experts_come(tmp_path: Path, models: Path) -> N
 
 def test_the_numbers_do_not_depend_on_the_number_of_workers(ledger: Store) -> None:
     with ledger.snapshot() as snapshot:
-        alone, many = (collisions(snapshot, LocalEngine(workers=count), Progress()) for count in (1, 8))
+        alone, many = (measure_interference(snapshot, LocalEngine(workers=count), Progress()) for count in (1, 8))
     assert alone == many
 
 
@@ -197,7 +197,7 @@ def test_inspect_predicts_what_the_report_tells_afterwards(pair: Store, models: 
     assert files(pair.path) == before
     assert told.lambda_ is None and told.distance is None
     pair.add(models / "pets")
-    assert told.collisions == facts_of(pair).collisions
+    assert told.interference == facts_of(pair).interference
     assert told.kept == pair.history[-1].kept
 
 
@@ -216,8 +216,8 @@ def test_inspect_as_json_and_as_text(pair: Store, models: Path, done) -> None:
 def test_inspect_the_first_expert_and_one_that_is_the_base(tmp_path: Path, models: Path) -> None:
     store = Store.create(tmp_path / "store", models / "base", Ledger())
     first = store.inspect(models / "cars")
-    assert first.collisions.experts == ("cars",) and first.collisions.damage[0] == pytest.approx(0, abs=1e-4)
-    assert store.inspect(models / "base").collisions.damage == (None,)
+    assert first.interference.experts == ("cars",) and first.interference.damage[0] == pytest.approx(0, abs=1e-4)
+    assert store.inspect(models / "base").interference.damage == (None,)
 
 
 # --- gates -------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_figures_have_the_numbers(ledger: Store) -> None:
     assert overlap.z[0][1] == found.overlap[0][1] and overlap.z[0][0] is None and overlap.zmin == 0
     layers = figures.layer_overlap(found).data[0]
     assert layers.z[2][3] == found.layer_overlap[2][3] and layers.customdata[2][3] == found.layer_partner[2][3]
-    assert figures.layer_damage(found).data[0].z[0][0] == found.collisions.layer_damage[0][0]
+    assert figures.layer_damage(found).data[0].z[0][0] == found.interference.layer_damage[0][0]
     held = figures.held(found.holding).data[0]
     assert held.z[1][0] == found.held[1] and "held" in held.hovertemplate
 

@@ -107,8 +107,8 @@ def test_the_cosine_in_a_layer_is_of_what_the_entries_hold(opposed: Path, models
         return float((a * b).sum() / (a.norm() * b.norm()))
 
     plain = mean([cosine(f"encoder.layer.2.{part}.weight") for part in ("up", "down")])
-    place = found.collisions.layers.index("encoder.layer.2")
-    assert found.collisions.layer_cosine[place][0, 1] == pytest.approx(plain, abs=1e-5)
+    place = found.interference.layers.index("encoder.layer.2")
+    assert found.interference.layer_cosine[place][0, 1] == pytest.approx(plain, abs=1e-5)
 
 
 def test_an_accumulator_has_forgotten_the_layers(opposed: Path, tmp_path: Path) -> None:

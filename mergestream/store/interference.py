@@ -14,7 +14,7 @@ from mergestream.base.names import layer_of, natural
 from mergestream.engine import Engine
 from mergestream.ledger.method import Ledger
 from mergestream.ledger.selection import Selection
-from mergestream.merging.entries import Clash, EntriesReading, Voice, means
+from mergestream.merging.entries import EntriesReading, MatrixInterference, WeightedExpert, means
 from mergestream.progress import Progress
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Matrix = tuple[Row, ...]
 
 
 @dataclass(frozen=True)
-class Collisions:
+class Interference:
     """What experts do to each other in the linear weights; a layer, and all of them, are the mean over their matrices.
 
     None stands where there is nothing to measure: an expert that has moved no linear weight, two that have moved none
@@ -52,32 +52,32 @@ class Collisions:
     """The cosine of Δ_i and Δ_j by layer, of what the entries hold: below zero they pull against each other"""
 
     @classmethod
-    def of(cls, reading: EntriesReading, engine: Engine, progress: Progress) -> Collisions:
+    def of(cls, reading: EntriesReading, engine: Engine, progress: Progress) -> Interference:
         """As the experts of a reading would be merged by it, in one pass over the linear weights."""
-        found: dict[str, list[Clash]] = {}
+        found: dict[str, list[MatrixInterference]] = {}
         with progress.task("comparing the experts", 4 * sum(reading.linear.values())) as advance:
-            for name, clashes in reading.clashes(engine):
-                found[name] = clashes
+            for name, matrices in reading.matrices(engine):
+                found[name] = matrices
                 advance(4 * reading.linear[name])
-        layers: dict[str, list[Clash]] = {}
+        layers: dict[str, list[MatrixInterference]] = {}
         for name in reading.linear:  # and not as they finished: sums depend on the order
             layers.setdefault(layer_of(name), []).extend(found[name])
-        names, count = sorted(layers, key=natural), len(reading.voices)
+        names, count = sorted(layers, key=natural), len(reading.experts)
         by_layer = [_damage(layers[name], count) for name in names]
-        together = [clash for clashes in layers.values() for clash in clashes]
+        together = [matrix for matrices in layers.values() for matrix in matrices]
         return cls(
-            experts=tuple(voice.name for voice in reading.voices),
+            experts=tuple(expert.name for expert in reading.experts),
             layers=tuple(names),
             damage=_damage(together, count),
             layer_damage=tuple(tuple(row[expert] for row in by_layer) for expert in range(count)),
-            overlap=_with_none(_mean((clash.overlap for clash in together), count)),
-            layer_overlap=tuple(_mean((clash.overlap for clash in layers[name]), count) for name in names),
-            layer_cosine=tuple(_mean((clash.cosines for clash in layers[name]), count) for name in names),
+            overlap=_with_none(_mean((matrix.overlap for matrix in together), count)),
+            layer_overlap=tuple(_mean((matrix.overlap for matrix in layers[name]), count) for name in names),
+            layer_cosine=tuple(_mean((matrix.cosines for matrix in layers[name]), count) for name in names),
         )
 
-    def of_experts(self, experts: Sequence[int]) -> Collisions:
+    def of_experts(self, experts: Sequence[int]) -> Interference:
         """Only those experts."""
-        return Collisions(
+        return Interference(
             experts=tuple(self.experts[i] for i in experts),
             layers=self.layers,
             damage=tuple(self.damage[i] for i in experts),
@@ -125,9 +125,9 @@ class Collisions:
         return None if found is None else (found[0], self.experts[found[1]])
 
 
-def collisions(snapshot: Snapshot, engine: Engine, progress: Progress) -> Collisions:
+def measure_interference(snapshot: Snapshot, engine: Engine, progress: Progress) -> Interference:
     """Of all experts in a ledger, merged as they are by default."""
-    return Collisions.of(entries_reading(snapshot, engine), engine, progress)
+    return Interference.of(entries_reading(snapshot, engine), engine, progress)
 
 
 def entries_reading(snapshot: Snapshot, engine: Engine) -> EntriesReading:
@@ -136,17 +136,17 @@ def entries_reading(snapshot: Snapshot, engine: Engine) -> EntriesReading:
     return reading
 
 
-def arriving_collisions(arrival: Arrival, entry: MemoryState | Scratch) -> Collisions:
+def predicted_interference(arrival: Arrival, entry: MemoryState | Scratch) -> Interference:
     """Of all experts in a ledger and one that has been absorbed only to know of it, which is the last."""
     store, name = arrival.store, arrival.name
-    new = Voice(name, 1.0, arrival.cut, arrival.totals.norm, entry)
+    new = WeightedExpert(name, 1.0, arrival.cut, arrival.totals.norm, entry)
     assert isinstance(store.method, Ledger)
     with ExitStack() as opened:
-        known = entries_reading(opened.enter_context(store.snapshot()), store.engine).voices if store.history else ()
+        known = entries_reading(opened.enter_context(store.snapshot()), store.engine).experts if store.history else ()
         adapters = store.manifest.adapters | ({name} if arrival.rank else set())
         readout, _ = Selection().of_entries([*store.manifest.names, name], adapters)
         reading = EntriesReading(arrival.vector.model, store.method, readout, [*known, new], store.engine.device)
-        return Collisions.of(reading, store.engine, store.progress)
+        return Interference.of(reading, store.engine, store.progress)
 
 
 def _mean(found: Iterable[Tensor], count: int) -> np.ndarray:
@@ -168,6 +168,6 @@ def largest_other(row: Sequence[float | None], own: int) -> tuple[float, int] | 
     return max(((value, i) for i, value in enumerate(row) if value is not None and i != own), default=None)
 
 
-def _damage(clashes: Iterable[Clash], count: int) -> Row:
-    known = means(clash.damage for clash in clashes)
+def _damage(matrices: Iterable[MatrixInterference], count: int) -> Row:
+    known = means(matrix.damage for matrix in matrices)
     return tuple(known.get(expert) for expert in range(count))

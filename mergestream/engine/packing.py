@@ -15,50 +15,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
-from mergestream.engine.base import Gathers, Result
+from mergestream.engine.base import Collector, Result
 from mergestream.engine.local import keep_freed_memory, single_threaded
 from mergestream.objects import cache_in_use, cache_objects
 
 
 @dataclass(frozen=True)
-class Arrived(Generic[Result]):
+class UnpackedWork(Generic[Result]):
     """Work that was unpacked, and the copies that gather what it leaves in them."""
 
     work: Callable[[str], Result]
-    gatherers: Sequence[Gathers]
+    collectors: Sequence[Collector]
 
     def run(self, names: Iterable[str]) -> tuple[list[tuple[str, Result]], list[Any]]:
         """The results, and what was gathered on the way."""
         keep_freed_memory()
         with single_threaded():
             results = [(name, self.work(name)) for name in names]
-        return results, [gatherer.gathered() for gatherer in self.gatherers]
+        return results, [collector.collected() for collector in self.collectors]
 
 
-def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Gathers]]:
+def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Collector]]:
     """The work as bytes, and the originals of what gathers in it, in the order in which `unpack` gives the copies."""
     from ray.cloudpickle import Pickler
 
-    gatherers: list[Gathers] = []
+    collectors: list[Collector] = []
 
     class Packer(Pickler):
         def reducer_override(self, item: Any) -> Any:
-            if isinstance(item, Gathers):
-                gatherers.append(item)
+            if isinstance(item, Collector):
+                collectors.append(item)
             return super().reducer_override(item)
 
     packed = io.BytesIO()
     packer = Packer(packed)
     packer.dump((Path.cwd(), cache_in_use()))
     packer.dump(work)
-    packer.dump(list(gatherers))  # by reference: one packer dumps each object once
-    return packed.getvalue(), gatherers
+    packer.dump(list(collectors))  # by reference: one packer dumps each object once
+    return packed.getvalue(), collectors
 
 
-def unpack(packed: bytes) -> Arrived[Any]:
+def unpack(packed: bytes) -> UnpackedWork[Any]:
     unpickler = pickle.Unpickler(io.BytesIO(packed))
     directory, cache = unpickler.load()
     with suppress(OSError):  # where it is not there, paths that are relative to it are not either
         os.chdir(directory)
     cache_objects(*cache)
-    return Arrived(unpickler.load(), unpickler.load())
+    return UnpackedWork(unpickler.load(), unpickler.load())
