@@ -1,18 +1,111 @@
-"""What the documentation shows is there: the sentences of errors are the program's, and the notebook runs."""
+"""The documentation is true: its commands run, its options and pages exist, its errors are the program's own."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+from itertools import takewhile
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from mergestream.cli import main
+
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced code blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_fits_on_few_screens():
+    lines = README.read_text("utf-8").splitlines()
+    assert len(lines) < 120
+    assert [line for line in lines if len(line) > 120] == []
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_readme_run_as_pasted(tmp_path, monkeypatch):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, start in {
+        "python": "",
+        "mergestream": '-c "from mergestream.cli import main; raise SystemExit(main())"',
+    }.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {start} "$@"\n')
+        (programs / name).chmod(0o755)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    shell = next(block for block in blocks(README, "shell") if "make_models" in block)
+    assert len(shell.splitlines()) == 5
+    subprocess.run(["bash", "-e", "-c", shell], cwd=tmp_path, env=environment, check=True, capture_output=True)
+
+    folder = tmp_path / "examples" / "own_suite"
+    assert (folder / "merged" / "model.safetensors").exists()
+    monkeypatch.chdir(folder)
+    exec(blocks(README, "python")[0], {})
+    assert (folder / "merged-2" / "model.safetensors").exists()
+    assert (folder / "ring-again" / "model.safetensors").exists()
+
+
+def test_the_picture_is_what_its_script_draws(tmp_path):
+    copy = tmp_path / "site" / "picture.py"
+    copy.parent.mkdir()
+    shutil.copy(ROOT / "docs/site/picture.py", copy)
+    subprocess.run([sys.executable, copy], check=True)
+    assert (tmp_path / "idea.svg").read_bytes() == (ROOT / "docs/idea.svg").read_bytes()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_of_the_repository(page):
+    targets = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", page.read_text("utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every mergestream command in the code blocks of a page."""
+    text = page.read_text("utf-8")
+    for block in re.findall(r"^```.*?\n(.*?)^```|((?:^    .*\n)+)", text, re.MULTILINE | re.DOTALL):
+        for line in "".join(block).replace("\\\n", " ").splitlines():
+            if found := re.match(r"\s*(?:\$ |- run: )?mergestream ([a-z].*)", line):
+                lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|>&;")
+                lexer.whitespace_split = True
+                yield list(takewhile(lambda word: word[0] not in "|>&;", lexer))
+
+
+@cache
+def options(command: str) -> set[str]:
+    """The options that a command lists in its help."""
+    output = StringIO()
+    with redirect_stdout(output), pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert not end.value.code, f"there is no command {command}"
+    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", output.getvalue()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_and_options_exist(page):
+    for command, *rest in commands(page):
+        used = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
+        assert used <= options(command), (command, rest)
 
 
 def sentences(source: str) -> Iterator[str]:
@@ -39,17 +132,16 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 
 
 def test_the_tour_in_python_runs(tmp_path, monkeypatch):
-    """Every block in turn; a line that ends in a comment <…> shows what its value says of itself, … for anything."""
+    """Run every block in turn. A line that ends in a comment <…> shows the repr of its value, with … for anything."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    page = (ROOT / "docs/tutorials/python.md").read_text("utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    shown = 0
+    tour = blocks(ROOT / "docs/tutorials/python.md", "python")
+    checked = 0
     with warnings.catch_warnings():
-        for block in blocks:
+        for block in tour:
             exec(block, names)
-            for line, told in re.findall(r"^(\w+)  # (<.*>)$", block, re.MULTILINE):
-                assert re.fullmatch(re.escape(told).replace("…", ".*"), repr(names[line]))
-                shown += 1
-    assert len(blocks) > 8 and shown == 2
+            for name, expected in re.findall(r"^(\w+)  # (<.*>)$", block, re.MULTILINE):
+                assert re.fullmatch(re.escape(expected).replace("…", ".*"), repr(names[name]))
+                checked += 1
+    assert len(tour) > 8 and checked == 2
     assert {path.name for path in tmp_path.iterdir()} >= {"store", "merged", "legal-again", "both"}

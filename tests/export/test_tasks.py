@@ -155,7 +155,7 @@ def test_one_store_for_classifiers_with_different_labels(name, places, done, tmp
     loaded(transformers.AutoModel, merged)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/how-to/heads.md"])
+@pytest.mark.parametrize("page", ["docs/how-to/heads.md"])
 def test_the_example_works_as_it_is_written(page, classifiers, done, tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
     example = next(block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "--heads" in block)
