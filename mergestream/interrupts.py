@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: both end the work at hand as a KeyboardInterrupt, but not where it must not be cut in two."""
+"""Signals: SIGTERM ends work like Ctrl-C does, and neither interrupts a critical section."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from types import FrameType
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, where it is to be taken like Ctrl-C."""
+    """Raised by SIGTERM inside `terminated_like_interrupted`."""
 
 
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """Have SIGTERM raise `Terminated`."""
+    """Make SIGTERM raise `Terminated`."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
     with own_sigterm():
-        if _may_set_handlers():
+        if _is_main_thread():
             signal.signal(signal.SIGTERM, terminate)
         yield
 
 
 @contextmanager
 def own_sigterm() -> Iterator[None]:
-    """Keep what SIGTERM does here, whatever is made of it meanwhile, by a library too."""
-    if not _may_set_handlers():
+    """Restore the SIGTERM handler afterwards, in case a library replaces it."""
+    if not _is_main_thread():
         yield
         return
     earlier = signal.getsignal(signal.SIGTERM)
@@ -41,26 +41,25 @@ def own_sigterm() -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until this is done."""
-    if not _may_set_handlers():  # and is never interrupted
+    """Delay Ctrl-C and SIGTERM until the context ends."""
+    if not _is_main_thread():  # signals interrupt only the main thread
         yield
         return
-    waiting: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
+    delayed: list[int] = []
 
-    def wait(number: int, frame: FrameType | None) -> None:
-        waiting.append(number)
+    def delay(number: int, frame: FrameType | None) -> None:
+        delayed.append(number)
 
-    earlier = {number: signal.signal(number, wait) for number in signals}
+    earlier = {number: signal.signal(number, delay) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        for arrived in waiting:
+        for arrived in delayed:
             signal.raise_signal(arrived)
 
 
-def _may_set_handlers() -> bool:
-    """Which only the main thread may."""
+def _is_main_thread() -> bool:
+    """Check whether this thread may set signal handlers."""
     return threading.current_thread() is threading.main_thread()

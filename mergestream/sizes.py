@@ -1,4 +1,4 @@
-"""Sizes in bytes and other counts, and how people write and read them."""
+"""Sizes in bytes and counts: parse what users write, format what they read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection
 from mergestream.errors import UsageError
 
 CACHE_LINE = 64
-"""Where torch lets its arrays start, and we let a file's"""
+"""Alignment of arrays in bytes: what torch allocates, and where data in our files starts"""
 
 _UNITS = {
     "b": 1,
@@ -24,7 +24,7 @@ _UNITS = {
 
 
 def parse_size(text: str) -> int:
-    """``4GB`` → 4 000 000 000, ``512MiB`` → 536 870 912."""
+    """Parse bytes: ``4GB`` → 4 000 000 000, ``512MiB`` → 536 870 912."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?(?=b?$))?b?", text.strip().lower())
     if match is None:
         raise UsageError(f"{text} is not a size; write for example 500MB or 4GiB")
@@ -35,7 +35,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: float) -> str:
-    """1 234 567 → ``1.2 MB``."""
+    """Format bytes: 1 234 567 → ``1.2 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
@@ -43,11 +43,11 @@ def format_size(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def counted(number: int, what: str) -> str:
-    """``1 expert``, ``3 experts``"""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def counted(number: int, noun: str) -> str:
+    """Format a count with its noun: ``1 expert``, ``3 experts``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def shorten_list(names: Collection[str], most: int = 3) -> str:
-    """``a, b, c, …``: the first of them, and whether there are more."""
+    """List the first names: ``a, b, c, …``."""
     return ", ".join(list(names)[:most]) + (", …" if len(names) > most else "")

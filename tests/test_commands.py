@@ -52,9 +52,9 @@ def test_places_are_filled_once_and_no_shell_looks_at_them(tmp_path: Path) -> No
 def test_a_failure_is_told_by_its_last_words_or_its_code() -> None:
     with pytest.raises(MergestreamError, match=r"failed: no such task$"):
         run_command(python("import sys; print('x', file=sys.stderr); sys.exit('no such task')"))
-    with pytest.raises(MergestreamError, match=r"failed: it ended with code 3$"):
+    with pytest.raises(MergestreamError, match=r"failed: exit code 3$"):
         run_command(python("raise SystemExit(3)"))
-    with pytest.raises(MergestreamError, match="no-such-program of --evaluate cannot be run"):
+    with pytest.raises(MergestreamError, match="no-such-program cannot be run"):
         run_command("no-such-program {model}", model="m")
 
 

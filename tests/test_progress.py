@@ -1,4 +1,4 @@
-"""Progress in a real kernel: bars without being asked, and tables for what the last line of a cell is."""
+"""Progress bars: none by default, in a real notebook kernel below the cell, on a terminal in `tests/cli`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mergestream.progress import NotebookProgress, Progress, default_progress
 from tests.conftest import Toys, toy_base
 
 
-def test_outside_of_notebooks_nothing_is_shown():
+def test_nothing_is_shown_outside_of_notebooks():
     assert type(default_progress()) is Progress
 
 
@@ -23,7 +23,11 @@ def test_a_kernel_shows_bars_and_tables(tmp_path, toys: Toys) -> None:
         "store = mergestream.Store.create('store', base='base.safetensors')",
         f"store.add({str(toys.experts[0])!r}, name='legal')\nstore",
         "print(type(default_progress()).__name__)",
-        "with default_progress().task('working <b>', 10) as advance:\n    advance(4)\n    raise KeyError('stop')",
+        "import time\n"
+        "with default_progress().task('working <b>', 1000) as advance:\n"
+        "    time.sleep(0.2)\n"
+        "    advance(400)\n"
+        "    raise KeyError('stop')",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     seen: list[str] = []
@@ -36,8 +40,9 @@ def test_a_kernel_shows_bars_and_tables(tmp_path, toys: Toys) -> None:
 
     Client(notebook, resources={"metadata": {"path": tmp_path}}, allow_errors=True, timeout=120).execute()
     added, kind, failed = (cell["outputs"] for cell in notebook.cells[1:])
-    assert any("reading the base" in html and "<progress" in html for html in seen)
+    assert any("reading the base" in html and "━" in html for html in seen)
     assert any("absorbing expert-1" in html for html in seen) and any("working &lt;b&gt;" in html for html in seen)
-    assert "<progress" not in str(notebook), "a bar goes when the work is done, or has failed"
+    assert any("0/1.0 kB" in html for html in seen) and any("0.4/1.0 kB" in html for html in seen), "it moves"
+    assert "━" not in str(notebook), "a bar disappears when the work is done, or has failed"
     assert "1 expert merged by ledger" in added[-1]["data"]["text/html"] and "legal" in added[-1]["data"]["text/html"]
     assert kind[0]["text"].strip() == NotebookProgress.__name__ and failed[-1]["ename"] == "KeyError"

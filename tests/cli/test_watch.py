@@ -40,13 +40,13 @@ class Bench:
         save_file(model(0), place / "base.safetensors")
         self.base, self.incoming, self.now = place / "base.safetensors", place / "incoming", 0.0
         self.incoming.mkdir()
-        self.store = Store.create(place / "store", self.base, progress=TerminalProgress(bars=False))
+        self.store = Store.create(place / "store", self.base, progress=TerminalProgress())
         self.tried: list[str] = []
         self.watcher = self.watch()
 
     def watch(self, tell: Printed | None = None, **options: Any) -> Watcher:
         """A watch that starts anew, in a process of its own as it were."""
-        store = Store(self.store.path, progress=TerminalProgress(bars=False))
+        store = Store(self.store.path, progress=TerminalProgress())
         add = store.add
 
         def trying(path: str, **options: Any) -> Any:

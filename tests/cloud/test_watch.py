@@ -28,11 +28,11 @@ class Bench:
     def __init__(self, place: Path, base: Path, bucket: obstore.store.S3Store) -> None:
         self.place, self.bucket, self.folder, self.now = place, bucket, f"{place.name}/incoming", 0.0
         self.url = f"s3://{BUCKET}/{self.folder}"
-        self.store = Store.create(place / "store", base, "average", progress=TerminalProgress(bars=False))
+        self.store = Store.create(place / "store", base, "average", progress=TerminalProgress())
         self.watcher = self.watch()
 
     def watch(self) -> Watcher:
-        store = Store(self.store.path, progress=TerminalProgress(bars=False))
+        store = Store(self.store.path, progress=TerminalProgress())
         self.watcher = Watcher(store, incoming_at(self.url), {}, 10.0, Printed(), clock=lambda: self.now)
         return self.watcher
 

@@ -104,7 +104,7 @@ def test_a_score_that_is_too_low_leaves_the_store_unchanged(store: Store, models
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("raise SystemExit(3)", "ended with code 3"),
+        ("raise SystemExit(3)", "exit code 3"),
         ("print('no figures here, v2')", "printed no number"),
         ("pass", "printed no number"),
         ("print(0.5, '1e999')", "printed inf as its last number"),
@@ -125,7 +125,7 @@ def test_an_evaluation_that_fails_leaves_the_store_unchanged(
     ("gates", "command", "message"),
     [
         (["score>=1"], None, "needs a command"),
-        ([], "python score.py", "does not say where the model goes"),
+        ([], "python score.py", "does not contain {model}"),
         ([], "python 'score.py {model}", "is not a command line"),
     ],
 )
@@ -142,7 +142,7 @@ def test_the_command_sees_no_shell(tmp_path: Path) -> None:
 
 
 def test_a_missing_program_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MergestreamError, match="no-such-program of --evaluate cannot be run"):
+    with pytest.raises(MergestreamError, match="no-such-program cannot be run"):
         evaluate("no-such-program {model}", tmp_path, tmp_path)
 
 
