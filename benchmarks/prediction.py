@@ -29,7 +29,7 @@ from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.digest import TensorHasher
 from mergestream.engine import LocalEngine
-from mergestream.experts.opening import task_vector
+from mergestream.experts import make_task_vector
 from mergestream.export.source import ExpertsSource
 from mergestream.merging.prediction import FLUSHES, Estimate, Sample, Stopwatch, measured_rates, predict
 from mergestream.merging.reading import StateReading
@@ -98,7 +98,7 @@ def reading_out(sample: Sample, method: Method) -> Callable[[], object]:
 def merging(models: Family, method: Method, engine: LocalEngine, place: Path) -> Estimate:
     with open_checkpoint(models.base) as base:
         model = BaseModel.examine(base, measure=False)
-        vectors = [task_vector(model, base, open_checkpoint(expert)) for expert in models.experts]
+        vectors = [make_task_vector(model, base, open_checkpoint(expert)) for expert in models.experts]
         step = Step(method, vectors)
         costs = list(map(step.carrying_cost, model.tensors))
         inputs = [base, *(vector.expert for vector in vectors)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
-from mergestream.experts.opening import ExpertSource
+from mergestream.experts import ExpertSource
 from mergestream.progress import Progress
 from mergestream.store.directory import StoreDirectory
 from mergestream.store.history import History

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.checkpoints import TensorSpec, dtype_name
-from mergestream.checkpoints.blueprint import few_modules, quiet_and_offline, refuse_large_numbers
+from mergestream.checkpoints.meta_model import few_modules, quiet_and_offline, refuse_large_numbers
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, is_finite, ranges
-from mergestream.base.anatomy import Role, anatomy, model_names, tied_names
+from mergestream.base.roles import Role, find_roles, model_names, tied_names
 from mergestream.checkpoints import DTYPES, Checkpoint, TensorSpec
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
 from mergestream.digest import TensorHasher, combined_digest
@@ -85,7 +85,7 @@ class BaseModel:
         progress: Progress | None = None,
     ) -> BaseModel:
         """Find out what each tensor is, and measure them all; without ``measure`` no weight is read."""
-        parts = anatomy(checkpoint, linear=linear, not_linear=not_linear, heads=heads)
+        parts = find_roles(checkpoint, linear=linear, not_linear=not_linear, heads=heads)
         if not any(part.role in ("linear", "embedding", "other") for part in parts.values()):
             raise MergestreamError(f"{checkpoint.source} has no floating-point tensor to merge")
         measured = dict.fromkeys(parts, Measured("", 0.0))

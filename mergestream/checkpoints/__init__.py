@@ -4,7 +4,7 @@ Everything is checked from the headers before a single weight is read; nothing i
 beyond plain tensors; no path outside the given directory is followed.
 """
 
-from mergestream.checkpoints.base import (
+from mergestream.checkpoints.checkpoint import (
     DTYPES,
     FLOATS,
     Checkpoint,
@@ -15,7 +15,7 @@ from mergestream.checkpoints.base import (
     torch_dtype,
 )
 from mergestream.checkpoints.layout import WEIGHT_SUFFIXES
-from mergestream.checkpoints.opening import open_checkpoint
+from mergestream.checkpoints.reader import open_checkpoint
 from mergestream.checkpoints.writer import SafetensorsWriter
 
 __all__ = [

@@ -16,10 +16,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mergestream.checkpoints.base import Shard, TensorInfo, TensorSpec, check_dtype, dtype_name, item_size, torch_dtype
+from mergestream.checkpoints.checkpoint import (
+    Shard,
+    TensorInfo,
+    TensorSpec,
+    check_dtype,
+    dtype_name,
+    item_size,
+    torch_dtype,
+)
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
-from mergestream.checkpoints.strangers import METADATA
 from mergestream.checkpoints.torch_file import WRAPPERS, check_pickle
+from mergestream.checkpoints.unsupported import METADATA
 from mergestream.errors import MergestreamError, first_line
 from mergestream.escaping import is_utf8
 from mergestream.files import MAX_JSON_BYTES

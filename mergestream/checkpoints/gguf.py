@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints.base import FileCheckpoint, Shard, TensorInfo
-from mergestream.checkpoints.blueprint import few_modules, quiet_and_offline, refuse_large_numbers
+from mergestream.checkpoints.checkpoint import FileCheckpoint, Shard, TensorInfo
+from mergestream.checkpoints.meta_model import few_modules, quiet_and_offline, refuse_large_numbers
 from mergestream.errors import MergestreamError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class GgufCheckpoint(FileCheckpoint):
         self._file = file
         (Path(self._made.name) / "config.json").write_text(json.dumps(file.config, indent=1) + "\n", encoding="utf-8")
         if quantised := sorted(file.types - _PLAIN):
-            self.remark = (
+            self.note = (
                 f"{source} is quantised ({', '.join(quantised)}) and was dequantised to float32: differences contain "
                 "what its rounding has changed"
             )

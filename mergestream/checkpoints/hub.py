@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mergestream.checkpoints.layout import CODE, find_weights, is_index, may_go_along, names_code, read_index
-from mergestream.checkpoints.strangers import no_weights
+from mergestream.checkpoints.unsupported import no_weights
 from mergestream.errors import MergestreamError, first_line
 from mergestream.objects import Listing, Object, Url, fault
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints.base import Checkpoint, describe, shared_views
+from mergestream.checkpoints.checkpoint import Checkpoint, describe, shared_views
 from mergestream.errors import MergestreamError, UsageError
 
 if TYPE_CHECKING:

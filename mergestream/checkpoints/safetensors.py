@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints.base import Shard, TensorInfo, check_dtype, item_size, torch_dtype
+from mergestream.checkpoints.checkpoint import Shard, TensorInfo, check_dtype, item_size, torch_dtype
 from mergestream.errors import MergestreamError
 from mergestream.objects import SMALL, Neighbours, Object
 

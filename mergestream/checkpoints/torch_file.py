@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints.base import Shard, describe, shared_views
+from mergestream.checkpoints.checkpoint import Shard, describe, shared_views
 from mergestream.errors import MergestreamError, first_line
 from mergestream.escaping import is_utf8
 

@@ -9,7 +9,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from mergestream.checkpoints.base import TensorSpec, item_size
+from mergestream.checkpoints.checkpoint import TensorSpec, item_size
 from mergestream.checkpoints.writer import (
     TensorWriter,
     checked_bytes,

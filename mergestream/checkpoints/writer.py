@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mergestream.checkpoints.base import TensorSpec, dtype_name, item_size
+from mergestream.checkpoints.checkpoint import TensorSpec, dtype_name, item_size
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.digest import tensor_digest
 from mergestream.engine import Collector

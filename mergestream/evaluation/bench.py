@@ -203,14 +203,14 @@ def cosines(suite: Suite, on_progress: OnProgress) -> list[list[float]]:
 
     from mergestream.base.model import BaseModel
     from mergestream.checkpoints import open_checkpoint
-    from mergestream.experts.opening import open_expert, task_vector
+    from mergestream.experts import make_task_vector, open_expert
 
     products = torch.zeros(len(suite.tasks), len(suite.tasks), dtype=torch.float64)
     with ExitStack() as files:
         base = files.enter_context(open_checkpoint(suite.base()))
         model = BaseModel.examine(base, measure=False)
         experts = [files.enter_context(closing(open_expert(suite.expert(task)))) for task in suite.tasks]
-        vectors = [task_vector(model, base, expert) for expert in experts]
+        vectors = [make_task_vector(model, base, expert) for expert in experts]
         for done, name in enumerate(model.merged, 1):
             size = model.tensors[name].numel
             deltas = torch.stack([vector.elements(name)(0, size).double() for vector in vectors])

@@ -64,8 +64,8 @@ class Stream:
 
 def model_digest(directory: Path) -> str:
     """The digest of a model's tensors, however they are sharded, or of an adapter's."""
+    from mergestream.experts import open_expert
     from mergestream.experts.adapters import Adapter
-    from mergestream.experts.opening import open_expert
 
     with closing(open_expert(directory)) as model:
         weights = model.weights if isinstance(model, Adapter) else model

@@ -15,7 +15,7 @@ from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.engine import ResultsByTensor
 from mergestream.errors import MergestreamError
-from mergestream.experts.prefix import NEARLY_ALL, Prefix, globs_of
+from mergestream.experts.names import NEARLY_ALL, Prefix, globs_of
 from mergestream.experts.vocabulary import ROWS, FittedCheckpoint, Vocab, fit
 from mergestream.sizes import shorten_list
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.algebra.lowrank import LowRank
-    from mergestream.experts.adapters.config import Told
+    from mergestream.experts.adapters.config import AdapterConfig
 
-Fate = Literal["merged", "copied", "head", "tokens", "tied", "unchanged", "ignored"]
+TensorAction = Literal["merged", "copied", "head", "tokens", "tied", "unchanged", "ignored"]
 """What happens to a tensor; ``unchanged`` ones are missing from the expert, ``tokens`` are rows that it alone has."""
 MOST_GLOBS = 6
 """That an error has for the user to type"""
@@ -56,7 +56,7 @@ class BasePieces:
 class TaskVector:
     """The difference of one expert from the base, tensor by tensor."""
 
-    told: Told | None = None
+    adapter_config: AdapterConfig | None = None
     """What the configuration of an adapter tells of it"""
 
     def __init__(
@@ -77,9 +77,9 @@ class TaskVector:
         self.expert, self.tokens, told = fit(model, base, expert, vocab, (*ignore, *self.in_factors))
         self.notes = (*((self.renaming,) if self.renaming else ()), *told)
         """What is to be told of the expert, in sentences"""
-        self.fates = account(model, self.expert, partial=partial, ignore=ignore)
+        self.actions = plan_tensors(model, self.expert, partial=partial, ignore=ignore)
         self.names = model.merged
-        self.heads = tuple(name for name in self.expert.tensors if self.fates.get(name) in ("head", "tokens"))
+        self.heads = tuple(name for name in self.expert.tensors if self.actions.get(name) in ("head", "tokens"))
         """What stays with the expert"""
         self.digests = ResultsByTensor[str]()
         """Digests of the expert's tensors that have been read to their end."""
@@ -194,7 +194,7 @@ class TaskVector:
         return tensor
 
     def _reads(self, name: str) -> bool:
-        return self.fates[name] not in ("unchanged", "ignored")
+        return self.actions[name] not in ("unchanged", "ignored")
 
     def _stored(self, name: str) -> str:
         """The name under which the expert stores a tensor that may be tied to others."""
@@ -208,7 +208,7 @@ class TaskVector:
     def _check_ties(self, name: str) -> None:
         stored = self._stored(name)
         for alias in self._aliases(name):
-            present = alias in self.expert.tensors and self.fates.get(alias) == "tied" and alias != stored
+            present = alias in self.expert.tensors and self.actions.get(alias) == "tied" and alias != stored
             if present and tensor_digest(self.expert.read(alias)) != self.digests[name]:
                 raise MergestreamError(
                     f"{self.expert.source} has different tensors {stored} and {alias}, which are one in the "
@@ -226,7 +226,9 @@ def _difference(theirs: Tensor, base: Tensor) -> Tensor:
     return converted - base if converted is theirs else converted.sub_(base)
 
 
-def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequence[str]) -> dict[str, Fate]:
+def plan_tensors(
+    model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequence[str]
+) -> dict[str, TensorAction]:
     """What will happen to every tensor of base and expert, or an error that says what does not fit."""
     names = model.tensors.keys() | expert.tensors.keys()
     ignored: set[str] = set()
@@ -237,49 +239,49 @@ def account(model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequ
         ignored |= matching
     aliases = model.ties
     stored = {*expert.tensors, *(aliases[name] for name in expert.tensors if name in aliases)}
-    fates: dict[str, Fate] = {}
+    actions: dict[str, TensorAction] = {}
     missing = []
     for name, tensor in model.tensors.items():
         if name in ignored:
-            fates[name] = "ignored"
+            actions[name] = "ignored"
         elif tensor.role in ("tied", "copied", "head"):
-            fates[name] = tensor.role
+            actions[name] = tensor.role
         elif name in stored:
-            fates[name] = "merged"
+            actions[name] = "merged"
         elif partial:
-            fates[name] = "unchanged"
+            actions[name] = "unchanged"
         else:
             missing.append(name)
     extra = []
     for name in expert.tensors:
-        if name in fates:
+        if name in actions:
             continue
         if name in ignored:
-            fates[name] = "ignored"
+            actions[name] = "ignored"
         elif name.startswith(ROWS) and isinstance(expert, FittedCheckpoint):
-            fates[name] = "tokens"
+            actions[name] = "tokens"
         elif model.is_head(name):
-            fates[name] = "head"
+            actions[name] = "head"
         elif name in aliases:
-            fates[name] = "tied"
+            actions[name] = "tied"
         else:
             extra.append(name)
     if missing:
         few_missing = len(missing) <= (1 - NEARLY_ALL) * len(model.merged)
-        as_heads = f"; {_as_heads([*missing, *extra], fates, 'when the store is made')}" if few_missing else ""
+        as_heads = f"; {_as_heads([*missing, *extra], actions, 'when the store is made')}" if few_missing else ""
         raise MergestreamError(
             f"{expert.source} lacks {_some(missing)} of the base; if they are meant to be unchanged, pass --partial"
             f"{as_heads}"
         )
     if extra:
         raise MergestreamError(
-            f"{expert.source} has {_some(extra)} that the base has not; {_as_heads(extra, fates)}, "
-            f"{_options('--ignore', extra, fates)} leaves it out"
+            f"{expert.source} has {_some(extra)} that the base has not; {_as_heads(extra, actions)}, "
+            f"{_options('--ignore', extra, actions)} leaves it out"
         )
-    for name, fate in fates.items():
-        if fate in ("merged", "tied") and name in expert.tensors:
+    for name, action in actions.items():
+        if action in ("merged", "tied") and name in expert.tensors:
             _check_form(model, expert, name, aliases.get(name, name))
-    return fates
+    return actions
 
 
 def _check_form(model: BaseModel, expert: Checkpoint, name: str, canonical: str) -> None:

@@ -94,7 +94,7 @@ class FittedCheckpoint(Checkpoint):
         """The new rows of each table, and where they are stored"""
         for name, table in tables.items() if tokens else ():
             self._stored.setdefault(f"{ROWS}{table}", name)
-        self.source, self.directory, self.remark = expert.source, expert.directory, expert.remark
+        self.source, self.directory, self.note = expert.source, expert.directory, expert.note
         self.copies = expert.copies + (0 if rows.is_prefix else 2)
         in_common = {name: self._form(name) for name in tables}
         new = {key: self._form_of_new(name) for key, name in self._stored.items()}

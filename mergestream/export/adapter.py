@@ -15,13 +15,13 @@ from torch import Tensor
 from mergestream.algebra.bounds import matrix_shape
 from mergestream.algebra.lowrank import LowRank
 from mergestream.algebra.svd import thin_svd
+from mergestream.base.config_only import ConfigOnlyBase
 from mergestream.base.model import BaseModel, BaseTensor
-from mergestream.base.skeleton import Skeleton
 from mergestream.checkpoints import FLOATS, Checkpoint, open_checkpoint
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.experts.adapters.config import Told
+from mergestream.experts.adapters.config import AdapterConfig
 from mergestream.export.agreement import agreement, refusals
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
@@ -115,7 +115,7 @@ class _Content:
     reading: Reading
     modules: dict[str, AdaptedModule]
     whole: dict[str, str]
-    told: Told
+    told: AdapterConfig
     notes: list[str]
     """What its inputs do not agree on, and what those who serve adapters have against it"""
 
@@ -147,7 +147,7 @@ class _Content:
         """The adapter and its card."""
         model, reading, dtype = self.reading.model, self.reading, FLOATS[output.dtype or "float32"]
         with ExitStack() as stack:
-            base: Checkpoint = Skeleton(model.source, None, model.tensors)
+            base: Checkpoint = ConfigOnlyBase(model.source, None, model.tensors)
             if self.whole:
                 base = stack.enter_context(self.snapshot.manifest.open_base())
 

@@ -8,14 +8,14 @@ from typing import Any, cast
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints.location import hub_name, locate_here
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters.config import Told
+from mergestream.experts.adapters.config import AdapterConfig
 from mergestream.files import read_json
 from mergestream.sizes import shorten_list
 from mergestream.store.manifest import Expert
 from mergestream.store.records import read_record
 from mergestream.store.snapshot import Snapshot
 
-_USUAL: Told = {
+_USUAL: AdapterConfig = {
     "revision": None,
     "task_type": None,
     "auto_mapping": None,
@@ -28,7 +28,7 @@ USUAL_RANK, LARGEST_RANK = 16, 512
 """What vLLM takes unless it is told otherwise (--max-lora-rank), and what it can be told"""
 
 
-def agreement(snapshot: Snapshot, experts: Sequence[Expert]) -> tuple[Told, list[str]]:
+def agreement(snapshot: Snapshot, experts: Sequence[Expert]) -> tuple[AdapterConfig, list[str]]:
     """What is told of the adapter that is made of these experts, and sentences about what they do not agree on."""
     records = {entry.name: read_record(snapshot.place, entry).get("adapter") for entry in experts}
     theirs = {name: told for name, told in records.items() if told is not None}
@@ -37,10 +37,10 @@ def agreement(snapshot: Snapshot, experts: Sequence[Expert]) -> tuple[Told, list
     told = {**_USUAL, **agreed, **_base(snapshot.manifest.base, theirs, strangers)}
     if told["task_type"] is None and told["auto_mapping"] is None:
         told["auto_mapping"] = _auto_mapping(snapshot.manifest.base)
-    return cast(Told, told), sentences
+    return cast(AdapterConfig, told), sentences
 
 
-def _agreed(theirs: Mapping[str, Told]) -> tuple[dict[str, Any], list[str]]:
+def _agreed(theirs: Mapping[str, AdapterConfig]) -> tuple[dict[str, Any], list[str]]:
     agreed, sentences = {}, []
     for field, usual in _USUAL.items():
         said: dict[str, list[str]] = {}
@@ -55,7 +55,7 @@ def _agreed(theirs: Mapping[str, Told]) -> tuple[dict[str, Any], list[str]]:
     return agreed, sentences
 
 
-def _base(base: BaseModel, theirs: Mapping[str, Told], strangers: set[str]) -> dict[str, str | None]:
+def _base(base: BaseModel, theirs: Mapping[str, AdapterConfig], strangers: set[str]) -> dict[str, str | None]:
     """The base, by its name on the hub where it has one; ``strangers`` were made for another."""
     if name := hub_name(base.source):
         return {"base_model_name_or_path": name, "revision": base.source.partition("@")[2] or None}

@@ -14,8 +14,8 @@ from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import combined_digest
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.experts.opening import open_expert, task_vector
-from mergestream.experts.origin import origin
+from mergestream.experts import make_task_vector, open_expert
+from mergestream.experts.base_check import check_base
 from mergestream.experts.vocabulary import Vocab
 from mergestream.export.card import CardFacts, CardRow
 from mergestream.export.directory import Output
@@ -90,14 +90,14 @@ def merge(
         for expert in experts:
             found = open_expert(expert)
             stack.callback(found.close)
-            vectors.append(task_vector(model, opened, found, partial=partial, ignore=ignore, vocab=vocab))
+            vectors.append(make_task_vector(model, opened, found, partial=partial, ignore=ignore, vocab=vocab))
             for sentence in vectors[-1].notes:
                 progress.note(sentence)
             for name in vectors[-1].heads:  # new tokens: to be checked, and to tell duplicates
                 vectors[-1].head(name)
-        for remark in (opened.remark, *(vector.expert.remark for vector in vectors)):
-            if remark:
-                progress.note(remark)
+        for note in (opened.note, *(vector.expert.note for vector in vectors)):
+            if note:
+                progress.note(note)
         called = list(names or ())
         for vector in vectors[len(called) :]:
             called.append(expert_name(vector.expert.source, called))
@@ -131,11 +131,11 @@ def _recipe(source: ExpertsSource, card: CardFacts, result: str, options: Option
 def _check_origins(source: ExpertsSource, progress: Progress, allow_other_base: bool) -> None:
     """Refuse a model of another base, or tell of it where it is allowed."""
     for vector in source.step.vectors:
-        found = origin(vector, vector.norm2)
-        if found.other and not allow_other_base:
-            raise MergestreamError(f"{found.told}; pass --allow-other-base to merge it all the same")
-        if found.told:
-            progress.note(found.told)
+        found = check_base(vector, vector.norm2)
+        if found.is_other and not allow_other_base:
+            raise MergestreamError(f"{found.note}; pass --allow-other-base to merge it all the same")
+        if found.note:
+            progress.note(found.note)
 
 
 def _card(source: ExpertsSource, given: Sequence[str], command: str | None, allow_duplicate: bool) -> CardFacts:

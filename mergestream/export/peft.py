@@ -16,7 +16,7 @@ from torch import Tensor
 from mergestream.algebra.lowrank import LowRank, squared_norm
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, torch_dtype
 from mergestream.engine import Engine
-from mergestream.experts.adapters.config import CONFIG_NAME, Told
+from mergestream.experts.adapters.config import CONFIG_NAME, AdapterConfig
 from mergestream.experts.adapters.reading import PREFIX
 from mergestream.files import write_json
 from mergestream.merging.reading import cast
@@ -67,7 +67,7 @@ def write_adapter(
     *,
     whole: Mapping[str, TensorSpec],
     read_whole: Callable[[str], Tensor],
-    told: Told,
+    told: AdapterConfig,
     engine: Engine,
     memory: Mapping[str, int],
     dtype: str = "F32",
@@ -121,7 +121,7 @@ def modules_saved(paths: Collection[str], whole: Collection[str]) -> set[str]:
     return {name.rpartition(".")[0] for name in whole if not name.endswith(".bias")} - set(paths)
 
 
-def adapter_config(modules: Sequence[AdaptedModule], whole: Collection[str], told: Told) -> dict[str, Any]:
+def adapter_config(modules: Sequence[AdaptedModule], whole: Collection[str], told: AdapterConfig) -> dict[str, Any]:
     """The fields that PEFT needs, and what is told beside them; it fills in the rest."""
     paths = {module.path for module in modules}
     saved = modules_saved(paths, whole)

@@ -13,11 +13,11 @@ from torch import Tensor
 from mergestream.algebra.lowrank import LowRank
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import TensorSpec, dtype_name, open_checkpoint, torch_dtype
-from mergestream.checkpoints.opening import Source
+from mergestream.checkpoints.reader import Source
 from mergestream.display import data_frame, html_table
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import UsageError
-from mergestream.experts.opening import task_vector
+from mergestream.experts import make_task_vector
 from mergestream.ledger.method import Ledger
 from mergestream.ledger.selection import Selection
 from mergestream.merging.entries import EntriesReading, WeightedExpert
@@ -137,7 +137,7 @@ class Merger:
         name = name or str(len(self.names) + 1)
         if name in self.names:
             raise UsageError(f"an expert named {name} has been absorbed already; choose another name")
-        vector = task_vector(self._model, self._base, open_checkpoint(expert), ignore=ignore, vocab=vocab)
+        vector = make_task_vector(self._model, self._base, open_checkpoint(expert), ignore=ignore, vocab=vocab)
         for sentence in vector.notes:
             Progress().note(sentence)
         read_state = self._states[-1].read if self._states else no_state
@@ -210,7 +210,7 @@ class Merger:
             merger.history.append(Totals(int(t), norm, mean_norm, known, *others))
             merger.names.append(str(int(t)))
         if merger.history:
-            vector = task_vector(merger._model, merger._base, merger._base)
+            vector = make_task_vector(merger._model, merger._base, merger._base)
             state = MemoryState(Step(method, [vector], len(merger.history) - 1))
             for (slot, name), value in state.items():
                 if (found := remembered[f"state/{slot}/{name}"]).shape != value.shape:

@@ -28,7 +28,7 @@ from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, open_checkpoint, torch_dtype
 from mergestream.digest import tensor_digest
 from mergestream.engine import LocalEngine
-from mergestream.experts.opening import task_vector
+from mergestream.experts import make_task_vector
 from mergestream.experts.sketch import Sketch
 from mergestream.merging.cost import Cost, together
 from mergestream.merging.merger import MemoryState
@@ -240,7 +240,7 @@ class Sample:
         self.elements, self.tensors = count * size, count
         self.base = open_checkpoint(self.models[0])
         self.model = BaseModel.examine(self.base, progress=Progress())
-        self.vectors = [task_vector(self.model, self.base, open_checkpoint(model)) for model in self.models[1:]]
+        self.vectors = [make_task_vector(self.model, self.base, open_checkpoint(model)) for model in self.models[1:]]
         self.engine = LocalEngine(workers)
 
     def absorbed(self, method: Method, vector: int, before: MemoryState | None) -> MemoryState:

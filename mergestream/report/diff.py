@@ -12,7 +12,7 @@ import torch
 
 from mergestream.algebra.pieces import Elements, ranges
 from mergestream.base.names import layer_of
-from mergestream.experts.opening import open_expert, task_vector
+from mergestream.experts import make_task_vector, open_expert
 
 if TYPE_CHECKING:
     from mergestream.store import StoreDirectory
@@ -106,7 +106,7 @@ def _open(stack: ExitStack, store: StoreDirectory, which: str) -> Model:
     base = stack.enter_context(store.open_base())
     opened = open_expert(which)
     stack.callback(opened.close)
-    vector = task_vector(store.manifest.base, base, opened, partial=True, vocab="base")
+    vector = make_task_vector(store.manifest.base, base, opened, partial=True, vocab="base")
     return Model(opened.source, vector.elements)
 
 

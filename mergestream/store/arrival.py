@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.algebra.bounds import FactorBounds
-from mergestream.base.skeleton import Skeleton
+from mergestream.base.config_only import ConfigOnlyBase
 from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name
 from mergestream.digest import combined_digest
 from mergestream.errors import MergestreamError
 from mergestream.escaping import MAX_SENTENCE, one_line
+from mergestream.experts import ExpertSource, make_task_vector, open_expert
 from mergestream.experts.adapters import Adapter
-from mergestream.experts.opening import ExpertSource, open_expert, task_vector
-from mergestream.experts.origin import Origin, origin
+from mergestream.experts.base_check import BaseCheck, check_base
 from mergestream.experts.sketch import Sketch
 from mergestream.ledger.method import FEWEST
 from mergestream.merging.step import Discard, Outcome, StateWriter, Step, Totals, no_state, total
@@ -153,21 +153,21 @@ class Arrival:
     @property
     def fates(self) -> dict[str, int]:
         """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored."""
-        return dict(sorted(Counter(self.vector.fates.values()).items()))
+        return dict(sorted(Counter(self.vector.actions.values()).items()))
 
     def _open(self, expert: ExpertSource, model: BaseModel, **options: Any) -> TaskVector:
         store, opened = self.store, open_expert(expert)
         self._files.callback(opened.close)
         base: Checkpoint
         if not model.measured and isinstance(opened, Adapter) and not opened.whole:
-            base = Skeleton(model.source, None, model.tensors)
+            base = ConfigOnlyBase(model.source, None, model.tensors)
         else:
             base = self._files.enter_context(store.open_base())
             if not model.measured:  # from now on it must stay what it is
                 model = model.with_weights(base, store.engine, store.progress)
         if isinstance(opened, Adapter) and not store.method.factored:
             self.note(f"{store.method.name} needs dense tensors: the adapter is multiplied out, one by one")
-        vector = task_vector(model, base, opened, **options)
+        vector = make_task_vector(model, base, opened, **options)
         for sentence in vector.notes:
             self.note(sentence)
         return vector
@@ -312,7 +312,7 @@ class Arrival:
         options: Options = {**self.options}
         if self.duplicate_of is not None or self.totals.norm == 0:
             options["allow_duplicate"] = True
-        if self.origin.other:
+        if self.base_check.is_other:
             options["allow_other_base"] = True
         return options
 
@@ -333,12 +333,12 @@ class Arrival:
             )
 
     @cached_property
-    def origin(self) -> Origin:
-        return origin(self.vector, {name: outcome.norm2 for name, outcome in self.outcomes.items()})
+    def base_check(self) -> BaseCheck:
+        return check_base(self.vector, {name: outcome.norm2 for name, outcome in self.outcomes.items()})
 
     def refuse_other_base(self) -> None:
-        if self.origin.other:
-            raise MergestreamError(f"{self.origin.told}; pass --allow-other-base to add it all the same")
+        if self.base_check.is_other:
+            raise MergestreamError(f"{self.base_check.note}; pass --allow-other-base to add it all the same")
 
     def note(self, sentence: str) -> None:
         """Tell the user now, and keep it for the history, as text that can be kept: there are others' names in it."""
@@ -348,9 +348,9 @@ class Arrival:
     def note_oddities(self) -> None:
         """Tell of a model that is not what it was, whose base is another one, or not known, or that outweighs all
         others."""
-        for remark in (self.vector.expert.remark, self.origin.told):
-            if remark:
-                self.note(remark)
+        for note in (self.vector.expert.note, self.base_check.note):
+            if note:
+                self.note(note)
         mean = self.mean_norm_before
         if mean and self.totals.norm >= LARGE * mean:
             self.note(

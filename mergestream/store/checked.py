@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.checkpoints.location import Location
-from mergestream.checkpoints.opening import open_located
+from mergestream.checkpoints.reader import open_located
 from mergestream.digest import tensor_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError

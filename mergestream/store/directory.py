@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergestream.base.config_only import match_names, open_base
 from mergestream.base.model import BaseModel
-from mergestream.base.skeleton import open_base, under_names
 from mergestream.checkpoints import WEIGHT_SUFFIXES, Checkpoint, open_checkpoint
 from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import EngineError, MergestreamError, StoreBusyError, UsageError
-from mergestream.experts.opening import ExpertSource
+from mergestream.experts import ExpertSource
 from mergestream.files import DRAFT_SUFFIX, local_path, new_directories
 from mergestream.methods import as_method
 from mergestream.progress import Progress
@@ -99,8 +99,8 @@ class StoreDirectory(Commits):
                 engine=engine,
                 progress=progress,
             )
-            if checkpoint.remark:
-                (progress or Progress()).note(checkpoint.remark)
+            if checkpoint.note:
+                (progress or Progress()).note(checkpoint.note)
         model = dataclasses.replace(model, given=str(base))
         manifest = Manifest(method.name, method.parameters, model, keep, max_rank, commit=new_mark(place))
         try:
@@ -369,7 +369,7 @@ class StoreDirectory(Commits):
         """The store's base at another place."""
         model = self.manifest.base
         with open_checkpoint(base) as found:
-            checkpoint = under_names(found, model.tensors)
+            checkpoint = match_names(found, model.tensors)
             if not model.measured:
                 model = model.with_weights(checkpoint, self.engine, self.progress)
             else:

@@ -36,7 +36,7 @@ class TensorInspection:
         tensor, outcome = arrival.vector.model.tensors[name], arrival.outcomes[name]
         norm = math.sqrt(outcome.norm2)
         relative = norm / tensor.norm if tensor.norm else 0.0
-        return cls(tensor.role, arrival.vector.fates[name], norm, relative, outcome.kept, outcome.protected)
+        return cls(tensor.role, arrival.vector.actions[name], norm, relative, outcome.kept, outcome.protected)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from mergestream.base.config_only import match_names
 from mergestream.base.model import BaseModel
-from mergestream.base.skeleton import under_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
 from mergestream.display import html_table
@@ -206,7 +206,7 @@ class Manifest:
         except MergestreamError as error:
             needed = "if it has moved, pass" if self.base.measured else "its weights are needed now: pass"
             raise MergestreamError(f"the base cannot be opened: {error}; {needed} --base PATH") from error
-        checkpoint = under_names(checkpoint, self.base.tensors)
+        checkpoint = match_names(checkpoint, self.base.tensors)
         self.base.check(checkpoint)
         return checkpoint
 

@@ -14,8 +14,8 @@ from mergestream.checkpoints import SafetensorsWriter, TensorSpec
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters.config import Told
-from mergestream.experts.prefix import Prefix
+from mergestream.experts.adapters.config import AdapterConfig
+from mergestream.experts.names import Prefix
 from mergestream.experts.sketch import FORMAT, READABLE, WIDTH, cosines
 from mergestream.experts.vocabulary import ROWS, Token
 from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
@@ -57,7 +57,7 @@ def write_record(store: Place, folder: str, arrival: Arrival, sketch: Tensor) ->
         "sketch": write_sketch(directory, sketch),
         "heads": {name: vector.digests[name] for name in vector.heads},
         "config": config,
-        "adapter": vector.told,
+        "adapter": vector.adapter_config,
         "prefix": asdict(vector.prefix),
         "tokens": [asdict(token) for token in vector.tokens],
         "tensors": {
@@ -116,7 +116,7 @@ class _Record(TypedDict):
 class Record(_Record, total=False):
     """What is remembered of an expert."""
 
-    adapter: Told | None
+    adapter: AdapterConfig | None
     """What its configuration tells, of an adapter; older stores lack it"""
     prefix: Prefix
     """By which its names differ from the base's; older stores lack it"""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mergestream.base.architecture import load_architecture
-from mergestream.base.skeleton import open_base
+from mergestream.base.config_only import open_base
 from mergestream.errors import MergestreamError
 
 transformers = pytest.importorskip("transformers")
@@ -333,11 +333,11 @@ def test_a_model_that_nobody_can_have_is_not_built(number, tmp_path):
         "vocab_size": 8,
     }
     (tmp_path / "config.json").write_text(json.dumps({**llama, **number}))
-    with pytest.raises(MergestreamError, match=r"cannot be told from config.json \(.*TooLargeError\)"):
+    with pytest.raises(MergestreamError, match=r"config.json does not describe its tensors \(.*TooLargeError\)"):
         open_base(tmp_path, config_only=True)
 
 
 def test_modules_are_counted_while_a_model_is_built(tmp_path, monkeypatch):
-    monkeypatch.setattr("mergestream.checkpoints.blueprint.MOST_MODULES", 10)
+    monkeypatch.setattr("mergestream.checkpoints.meta_model.MOST_MODULES", 10)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 8}))
     assert load_architecture(tmp_path) == "config.json not usable by transformers: TooLargeError"

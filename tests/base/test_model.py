@@ -7,7 +7,7 @@ import pytest
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
-from tests.base.test_anatomy import clip, gpt2, save
+from tests.base.test_roles import clip, gpt2, save
 
 pytest.importorskip("transformers")
 

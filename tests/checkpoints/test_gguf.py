@@ -100,7 +100,7 @@ def test_quantised_models_are_merged_with_a_note_and_transformers_loads_the_resu
 def test_one_that_is_not_quantised_needs_no_note(tmp_path):
     kept = write_gguf(tmp_path / "tiny.gguf", kind="F16")
     checkpoint = open_checkpoint(tmp_path / "tiny.gguf")
-    assert checkpoint.remark is None
+    assert checkpoint.note is None
     assert torch.equal(checkpoint.read("model.layers.0.mlp.up_proj.weight"), kept["blk.0.ffn_up.weight"])
 
 

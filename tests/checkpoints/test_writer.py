@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, dtype_name, open_checkpoint, torch_dtype
-from mergestream.checkpoints.base import _DTYPES
+from mergestream.checkpoints.checkpoint import _DTYPES
 from mergestream.errors import MergestreamError
 
 

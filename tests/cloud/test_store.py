@@ -15,7 +15,7 @@ import pytest
 
 from mergestream import LocalEngine, MergestreamError, Store
 from mergestream.checkpoints import uploading
-from mergestream.checkpoints.base import item_size
+from mergestream.checkpoints.checkpoint import item_size
 from mergestream.cli.watch import Printed, Watcher
 from mergestream.errors import StoreBusyError
 from mergestream.store.incoming import incoming_at

@@ -63,7 +63,7 @@ def test_every_tensor_has_a_fate():
     head, extra = {"head.weight": torch.ones(3, 8)}, {"extra.bias": torch.ones(2)}
     expert = {n: t for n, t in toy_expert(1).items() if n != "temperature"} | head | extra
     found = vector(expert, heads=("head.*",), partial=True, ignore=["extra.*", "half.*"])
-    assert found.fates == {
+    assert found.actions == {
         **dict.fromkeys(toy_base(), "merged"),
         "position_ids": "copied",
         "mask": "copied",
@@ -79,7 +79,7 @@ def test_every_tensor_has_a_fate():
 
 def test_integers_of_the_expert_do_not_matter():
     expert = toy_expert(1) | {"position_ids": torch.zeros(3, dtype=torch.int32)}
-    assert vector(expert).fates["position_ids"] == "copied"
+    assert vector(expert).actions["position_ids"] == "copied"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_tied_tensor_counts_once():
     expert = {name: tensor + 1 for name, tensor in base.items()}
     found = vector(expert, base)
     assert found.names == ("embed_tokens.weight", "layer.weight")
-    assert found.fates["lm_head.weight"] == "tied"
+    assert found.actions["lm_head.weight"] == "tied"
     list(found.pieces("embed_tokens.weight"))
     untied = vector(expert | {"lm_head.weight": expert["lm_head.weight"] + 1}, base)
     with pytest.raises(MergestreamError, match=r"different tensors embed_tokens.weight and lm_head.weight.*tie them"):

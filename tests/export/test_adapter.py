@@ -152,7 +152,7 @@ def test_an_older_checkpoint_has_other_names_than_its_class(tmp_path, workshop):
 def test_weights_are_not_read_before_they_are_needed(tmp_path, material, monkeypatch):  # noqa: F811
     base, adapters, merged = material
     reads = []
-    import mergestream.checkpoints.base as formats
+    import mergestream.checkpoints.checkpoint as formats
 
     original = formats.FileCheckpoint.read
 

@@ -28,13 +28,13 @@ from safetensors.torch import save
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from mergestream.base.config_only import open_base
 from mergestream.base.model import BaseModel
-from mergestream.base.skeleton import open_base
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.checkpoints.layout import companions
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError
-from mergestream.experts.opening import open_expert, task_vector
+from mergestream.experts import make_task_vector, open_expert
 from tests.gguf_files import write_gguf
 
 SECONDS = 20.0
@@ -93,7 +93,7 @@ def swallow(path: Path) -> None:
                 BaseModel.examine(opened, measure=opened.has_weights, engine=LocalEngine(1))
     expert = open_expert(path)
     try:
-        vector = task_vector(model, base, expert, partial=True)
+        vector = make_task_vector(model, base, expert, partial=True)
         for name in vector.names:
             for _ in vector.pieces(name):
                 pass

@@ -20,7 +20,7 @@ from mergestream.base.model import BaseModel
 from mergestream.checkpoints import SafetensorsWriter, open_checkpoint
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.engine import LocalEngine
-from mergestream.experts.opening import task_vector
+from mergestream.experts import make_task_vector
 from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.ledger.readouts.iso import Iso
 from mergestream.ledger.readouts.tempered import Tempered
@@ -96,7 +96,7 @@ def test_reads_and_writes_of_a_merge_are_what_was_said(method: Method, toys: Toy
     experts = toys.experts[:3]
     with open_checkpoint(toys.base) as base:
         model = BaseModel.examine(base, measure=False)
-        step = Step(method, [task_vector(model, base, open_checkpoint(expert)) for expert in experts])
+        step = Step(method, [make_task_vector(model, base, open_checkpoint(expert)) for expert in experts])
         said = together(map(step.carrying_cost, model.tensors))
     monkeypatch.setattr("mergestream.export.one_shot._check_origins", lambda *_: None)  # reads a few tensors more
     with counted(monkeypatch) as seen:

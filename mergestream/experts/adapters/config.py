@@ -50,7 +50,7 @@ _READ = {
 }  # fmt: skip
 
 
-class Told(TypedDict, total=False):
+class AdapterConfig(TypedDict, total=False):
     """The fields that tell where an adapter belongs and what it is for: one that is merged of several has them, too.
 
     Neither those of the training (how the factors began) nor those that choose modules: what was chosen is in the file.
@@ -66,7 +66,7 @@ class Told(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
+class LoraConfig:
     """The fields of a LoRA configuration that matter for its weights, and what it tells."""
 
     path: Path
@@ -77,7 +77,7 @@ class AdapterConfig:
     rank_pattern: PatternTable
     alpha_pattern: PatternTable
     fan_in_fan_out: bool
-    told: Told
+    inherited: AdapterConfig
 
     def rank(self, module: str) -> int:
         return int(self.rank_pattern.get(module, self.r))
@@ -88,7 +88,7 @@ class AdapterConfig:
         return float(alpha / (math.sqrt(rank) if self.rslora else rank))
 
 
-def read_config(directory: Path) -> AdapterConfig:
+def read_config(directory: Path) -> LoraConfig:
     """Read and check the configuration of the adapter in ``directory``."""
     path = directory / CONFIG_NAME
     fields = read_json(path)
@@ -105,7 +105,7 @@ def read_config(directory: Path) -> AdapterConfig:
             f"{path}: init_lora_weights={init} cannot be honoured (it changes the base's weights); {WAY_OUT}"
         )
     base = fields.get("base_model_name_or_path")
-    config = AdapterConfig(
+    config = LoraConfig(
         path,
         str(base) if base else None,
         _field(path, fields, "r", 8, int),
@@ -114,19 +114,19 @@ def read_config(directory: Path) -> AdapterConfig:
         _pattern(path, fields, "rank_pattern", int),
         _pattern(path, fields, "alpha_pattern", (int, float)),
         bool(fields.get("fan_in_fan_out")),
-        _told(path, fields),
+        _inherited(path, fields),
     )
     if config.r < 1 or any(rank < 1 for rank in config.rank_pattern.values.values()):
         raise MergestreamError(f"{path}: r and the ranks of rank_pattern must be at least 1")
     return config
 
 
-def _told(path: Path, fields: Mapping[str, Any]) -> Told:
+def _inherited(path: Path, fields: Mapping[str, Any]) -> AdapterConfig:
     try:
-        json.dumps(told := convert(fields, Told), allow_nan=False)
+        json.dumps(inherited := convert(fields, AdapterConfig), allow_nan=False)
     except ValueError as error:
         raise MergestreamError(f"{path} is no configuration of PEFT: {error}; download or copy it again") from error
-    return told
+    return inherited
 
 
 def _field(path: Path, fields: Mapping[str, Any], name: str, default: Any, kind: Any) -> Any:

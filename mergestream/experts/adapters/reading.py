@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from mergestream.algebra.pieces import is_finite, squared_norm
 from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.checkpoints.location import Location
-from mergestream.checkpoints.opening import open_located
+from mergestream.checkpoints.reader import open_located
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, AdapterConfig, read_config
+from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, LoraConfig, read_config
 from mergestream.experts.adapters.naming import translator
-from mergestream.experts.prefix import Prefix, between
+from mergestream.experts.names import Prefix, prefix_between
 from mergestream.objects import Object
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Adapter:
 
     source: str
     directory: Path
-    config: AdapterConfig
+    config: LoraConfig
     weights: Checkpoint
     factors: Mapping[str, Factors]
     """By module"""
@@ -105,7 +105,7 @@ class Adapter:
         if both := whole.keys() & terms.keys():
             raise MergestreamError(f"{self.source} has both factors and a whole tensor for {min(both)}; {WAY_OUT}")
         extra = tuple(name for name in self.whole if found[name] is None)
-        prefix = between({f"{module}.weight": target for module, target in targets.items()} or found)
+        prefix = prefix_between({f"{module}.weight": target for module, target in targets.items()} or found)
         return BoundAdapter(self, tensors, terms, whole, copies, extra, prefix)
 
     def _is_transposed(self, module: str, shape: tuple[int, ...]) -> bool | None:

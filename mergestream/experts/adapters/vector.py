@@ -62,7 +62,7 @@ class AdapterVector(TaskVector):
         )
         adapted, prefix = AdaptedTensors(self.adapter), self.adapter.prefix
         super().__init__(model, base, adapted, partial=True, ignore=ignore, prefix=prefix, vocab=vocab)
-        self.told = adapter.config.told
+        self.adapter_config = adapter.config.inherited
 
     @property
     def renaming(self) -> None:

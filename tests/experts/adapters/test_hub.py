@@ -11,7 +11,7 @@ from tests.handmade import handmade_adapter
 PROGRAM = """
 import json, pathlib, sys
 from mergestream import Store
-from mergestream.base.skeleton import open_base
+from mergestream.base.config_only import open_base
 base, adapter, place = sys.argv[1:]
 store = Store.create(place, base, config_only=True)
 entry = store.add(adapter)

@@ -1,4 +1,4 @@
-"""What every checkpoint is, whatever its format: named tensors that are described before they are read."""
+"""The interface of all checkpoint formats: named tensors, described from the headers before any weight is read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# The dtypes we merge or carry over, by their safetensors name: bytes per element and torch's name.
+# The supported dtypes by their safetensors name: bytes per element and torch's name.
 _DTYPES = {
     "F64": (8, "float64"),
     "F32": (4, "float32"),
@@ -46,17 +46,37 @@ _ALIASES = {
     **{"fp32": "float32", "f32": "float32", "float": "float32", "single": "float32"},
     **{"fp64": "float64", "f64": "float64", "double": "float64"},
 }
-"""What else people call them"""
+"""Other names that ``--dtype`` accepts"""
 
 
 def float_name(dtype: str | torch.dtype) -> str:
-    """Torch's name of a floating-point type, however a user calls it: ``bf16``, ``BF16``, ``torch.bfloat16``."""
+    """Return torch's name of a floating-point type: ``bf16``, ``BF16`` and ``torch.bfloat16`` give ``bfloat16``."""
     name = str(dtype).removeprefix("torch.").lower()
     name = _ALIASES.get(name, name)
     if name not in FLOATS:
         near = did_you_mean(name, (*FLOATS, *_ALIASES))
         raise UsageError(f"--dtype {dtype} is not one of {', '.join(FLOATS)}{near} (short: bf16, fp16, fp32, fp64)")
     return name
+
+
+def item_size(dtype: str) -> int:
+    """Bytes per element of a safetensors dtype."""
+    return _DTYPES[dtype][0]
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a safetensors name: ``"BF16"`` gives ``torch.bfloat16``."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _DTYPES[name][1])
+    return dtype
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors name of a torch dtype; raises KeyError for an unsupported one."""
+    return _NAMES[str(dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True)
@@ -68,14 +88,17 @@ class TensorSpec:
 
     @cached_property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @cached_property
     def nbytes(self) -> int:
-        return self.numel * item_size(self.dtype)
+        """Size in bytes."""
+        return self.numel * _DTYPES[self.dtype][0]
 
     @cached_property
     def is_float(self) -> bool:
+        """Whether the dtype is a floating-point type."""
         return self.dtype in FLOATS.values()
 
 
@@ -87,45 +110,67 @@ class TensorInfo(TensorSpec):
 
 
 class Checkpoint(ABC):
-    """Named tensors, described by ``tensors`` without reading them.
-
-    ``aliases`` maps the later name of a tensor that is stored once under several names to its first name.
-    ``fingerprint`` changes when a file does, and costs no reading of the data; in memory there is none.
-    ``directory`` is where a config and a tokenizer may lie, if the checkpoint is a directory.
-    """
+    """Named tensors, described by ``tensors`` without reading them."""
 
     source: str
+    """How the user named it: path, URL or hub id"""
     directory: Path | None = None
+    """The directory with the config and the tokenizer, if there is one"""
     tensors: Mapping[str, TensorInfo]
     aliases: Mapping[str, str] = MappingProxyType({})
+    """Later name to first name, for tensors that share their memory"""
     fingerprint: str | None = None
-    remark: str | None = None
-    """What a user should know of it when it is merged"""
+    """Changes when a file changes; computed from the headers. None for a model in memory."""
+    note: str | None = None
+    """A sentence that the user should read when this checkpoint is merged"""
     copies: int = 0
-    """How often a tensor is in memory while it is read: not at all where it is a view of the file"""
+    """Copies of a tensor in memory while it is read; 0 if the tensor is a view of the file"""
     has_weights: ClassVar[bool] = True
-    """Whether there is anything to read: of some bases only the configuration is known."""
+    """False for a base of which only the configuration is known"""
 
     def companions(self) -> Iterator[Path]:
-        """The files of its directory that go with the model wherever it goes."""
+        """The files beside the weights that belong to the model: config, tokenizer, custom code."""
         return companions(self.directory) if self.directory else iter(())
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, possibly a view of the file or of the caller's memory: never write to it."""
+        """Read a tensor to the CPU. It may be a view of the file or of the caller's memory: never write to it."""
 
     def stored_name(self, name: str) -> str:
-        """What the file calls a tensor."""
+        """The tensor's name in the file."""
         return name
 
     def close(self) -> None:  # noqa: B027
-        """Release the files, if there are any; tensors that were read stay valid."""
+        """Release the files. Tensors that were read stay valid."""
 
     def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class RenamedCheckpoint(Checkpoint):
+    """A checkpoint whose tensors have other names."""
+
+    def __init__(self, checkpoint: Checkpoint, stored: Mapping[str, str]) -> None:
+        """``stored`` maps each new name to the name in the checkpoint; it omits the tensors to leave out."""
+        self._checkpoint, self._stored = checkpoint, stored
+        self.source, self.directory = checkpoint.source, checkpoint.directory
+        self.tensors = MappingProxyType({name: checkpoint.tensors[old] for name, old in stored.items()})
+        self.fingerprint, self.note, self.copies = checkpoint.fingerprint, checkpoint.note, checkpoint.copies
+
+    def companions(self) -> Iterator[Path]:
+        return self._checkpoint.companions()
+
+    def read(self, name: str) -> Tensor:
+        return self._checkpoint.read(self._stored[name])
+
+    def stored_name(self, name: str) -> str:
+        return self._stored.get(name, name)
+
+    def close(self) -> None:
+        self._checkpoint.close()
 
 
 class Shard(ABC):
@@ -137,13 +182,15 @@ class Shard(ABC):
     aliases: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str) -> Tensor:
+        """Read a tensor to the CPU, if possible as a view of the file."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the file. Tensors that were read stay valid."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """It travels as a place: who gets it opens the file again."""
+        """Pickle the path only: a worker process opens the file again."""
         return type(self), (self.path,)
 
 
@@ -182,32 +229,15 @@ class FileCheckpoint(Checkpoint):
             shard.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened_again, (self.fingerprint, type(self), *self._arguments())
+        return _reopen, (self.fingerprint, type(self), *self._arguments())
 
     def _arguments(self) -> tuple[Any, ...]:
-        """What it was made of."""
+        """The arguments of the constructor."""
         return self.source, self.directory, self._shards
 
 
-def item_size(dtype: str) -> int:
-    return _DTYPES[dtype][0]
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors name: ``"BF16"`` gives ``torch.bfloat16``."""
-    import torch
-
-    dtype: torch.dtype = getattr(torch, _DTYPES[name][1])
-    return dtype
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name of a torch dtype; a KeyError for one that no checkpoint may have."""
-    return _NAMES[_torch_name(dtype)]
-
-
 def check_dtype(dtype: str, where: str) -> None:
-    """Refuse a dtype, by its safetensors or its torch name, that cannot be merged."""
+    """Refuse a dtype that cannot be merged, given by its safetensors or torch name."""
     if dtype in _DTYPES or dtype in _NAMES:
         return
     if dtype.lower().startswith(("f8", "f6", "f4", "float8", "float4", "q", "i4", "u4")):
@@ -218,18 +248,18 @@ def check_dtype(dtype: str, where: str) -> None:
 
 
 def describe(name: str, tensor: Tensor, holder: str | Path) -> TensorInfo:
-    """The info of a tensor that torch holds, refused unless it is a plain dense one."""
+    """Describe a torch tensor; refuse it unless it is plain and dense."""
     import torch
 
     where = f"the tensor {name!r} in {holder}"
-    check_dtype(_torch_name(tensor.dtype), where)
+    check_dtype(str(tensor.dtype).removeprefix("torch."), where)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_neg():
         raise MergestreamError(f"{where} is not a plain dense tensor; save it dense, with its data")
     return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), Path(holder).name)
 
 
 def shared_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Tensors that are the same view of the same memory: later name to first name."""
+    """Map the later name to the first name of tensors that are the same view of the same memory."""
     first: dict[tuple[object, ...], str] = {}
     aliases = {}
     for name, tensor in tensors.items():
@@ -241,30 +271,26 @@ def shared_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _torch_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _opened_again(fingerprint: str, kind: type[FileCheckpoint], *arguments: Any) -> FileCheckpoint:
-    """A checkpoint that was opened elsewhere, if it is the same here."""
+def _reopen(fingerprint: str, kind: type[FileCheckpoint], *arguments: Any) -> FileCheckpoint:
+    """Open a checkpoint again in another process; refuse files that differ from those of the first process."""
     checkpoint = kind(*arguments)
     if checkpoint.fingerprint != fingerprint:
         checkpoint.close()
-        raise MergestreamError(f"{checkpoint.source} is not the same files everywhere")
+        raise MergestreamError(
+            f"{checkpoint.source} has other files on this machine than on the first; use a shared directory"
+        )
     return checkpoint
 
 
 def _fingerprint(shards: Iterable[Shard]) -> str:
+    """Digest of sizes, modification times (or ETags) and tensor descriptions of all files."""
     lines = []
     for shard in shards:
-        lines.append(f"{shard.path.name} {_version(shard.path)}")
+        if isinstance(shard.path, Object):
+            version = f"{shard.path.size} {shard.path.tag}"
+        else:
+            stat = shard.path.stat()
+            version = f"{stat.st_size} {stat.st_mtime_ns}"
+        lines.append(f"{shard.path.name} {version}")
         lines += [f"{name} {info.dtype} {info.shape}" for name, info in shard.tensors.items()]
     return text_digest("\n".join(lines))
-
-
-def _version(file: Path | Object) -> str:
-    """Another one for a file that was changed."""
-    if isinstance(file, Object):
-        return f"{file.size} {file.tag}"
-    stat = file.stat()
-    return f"{stat.st_size} {stat.st_mtime_ns}"

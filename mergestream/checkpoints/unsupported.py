@@ -52,12 +52,12 @@ _FILES = {
 def no_weights(names: Collection[str], source: str, directory: Path | None = None) -> MergestreamError:
     """For a directory that leads to no weights; of one on the hub only the names are known."""
     return MergestreamError(
-        what_else(names, source, directory)
+        explain_directory(names, source, directory)
         or f"{source} holds no checkpoint: neither model.safetensors nor pytorch_model.bin"
     )
 
 
-def what_else(names: Collection[str], source: str, directory: Path | None = None) -> str | None:
+def explain_directory(names: Collection[str], source: str, directory: Path | None = None) -> str | None:
     """What a directory without weights holds instead, and what to do; None where that cannot be told."""
     if not names:
         return f"{source} is empty; give the directory that the model was saved to"
@@ -66,7 +66,7 @@ def what_else(names: Collection[str], source: str, directory: Path | None = None
     return next((found for look in looks if (found := look(names, source, directory))), None)
 
 
-def what_file(path: Path) -> str | None:
+def explain_file(path: Path) -> str | None:
     """What a file is that is no checkpoint of ours, and what to do; None where that cannot be told."""
     known = _known(path.name)
     return f"{path} is {known[0]}, which mergestream does not read: {known[1]}" if known else None

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from mergestream import Store
-from mergestream.base.skeleton import open_base
+from mergestream.base.config_only import open_base
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
-from mergestream.experts.opening import open_expert
+from mergestream.experts import open_expert
 
 
 def refused(source: Path) -> str:

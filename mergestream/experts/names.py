@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from mergestream.base.skeleton import Renamed
 from mergestream.checkpoints import Checkpoint
+from mergestream.checkpoints.checkpoint import RenamedCheckpoint
 from mergestream.errors import MergestreamError
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ def under_base_names(model: BaseModel, expert: Checkpoint, ignore: Sequence[str]
             )
         stored[called] = name
     same = all(called == name for called, name in stored.items())
-    return (expert if same else Renamed(expert, stored)), prefix
+    return (expert if same else RenamedCheckpoint(expert, stored)), prefix
 
 
-def between(names: Mapping[str, str | None]) -> Prefix:
+def prefix_between(names: Mapping[str, str | None]) -> Prefix:
     """The prefix of most names, given with those of the base for them, where there are."""
     found = [pair for name, target in names.items() if target and (pair := _before_common_end(name, target))]
     return Prefix(*max(found, key=found.count)) if found else Prefix()

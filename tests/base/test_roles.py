@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mergestream.base.anatomy import Part, anatomy, tied_names
+from mergestream.base.roles import TensorRole, find_roles, tied_names
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import UsageError
 
@@ -74,9 +74,9 @@ def save(model: nn.Module, directory: Path) -> Path:
     return directory
 
 
-def examine(source, **options) -> dict[str, Part]:
+def examine(source, **options) -> dict[str, TensorRole]:
     with open_checkpoint(source) as base:
-        return anatomy(base, **options)
+        return find_roles(base, **options)
 
 
 def linear_layers(model: nn.Module) -> int:
@@ -125,10 +125,10 @@ def test_the_rule_decides_and_says_so_without_transformers(make, tmp_path, monke
 def test_rules_read_well(tmp_path):
     parts = examine(save(gpt2(), tmp_path))
     conv1d, embedding = parts["transformer.h.0.attn.c_attn.weight"], parts["transformer.wte.weight"]
-    assert conv1d == Part("linear", "Conv1D in GPT2LMHeadModel", module="Conv1D")
-    assert embedding == Part("embedding", "torch.nn.Embedding in GPT2LMHeadModel", module="torch.nn.Embedding")
-    assert parts["transformer.h.0.ln_1.bias"] == Part("other", "bias of torch.nn.LayerNorm in GPT2LMHeadModel")
-    assert examine({"fc.weight": torch.ones(2, 2)}) == {"fc.weight": Part("linear", "2-D *.weight")}
+    assert conv1d == TensorRole("linear", "Conv1D in GPT2LMHeadModel", module="Conv1D")
+    assert embedding == TensorRole("embedding", "torch.nn.Embedding in GPT2LMHeadModel", module="torch.nn.Embedding")
+    assert parts["transformer.h.0.ln_1.bias"] == TensorRole("other", "bias of torch.nn.LayerNorm in GPT2LMHeadModel")
+    assert examine({"fc.weight": torch.ones(2, 2)}) == {"fc.weight": TensorRole("linear", "2-D *.weight")}
 
 
 def test_a_config_that_transformers_does_not_know_leaves_it_to_the_rule(tmp_path):
@@ -178,7 +178,7 @@ def test_a_model_class_of_somebody_else_falls_back_to_the_model_type(tmp_path):
     save_file(tensors, directory / "model.safetensors")
     parts = examine(directory)
     assert parts["model.layers.0.mlp.up_proj.weight"].rule == "torch.nn.Linear in LlamaModel"
-    assert parts["my_head.weight"] == Part("linear", "2-D *.weight (not in LlamaModel)")
+    assert parts["my_head.weight"] == TensorRole("linear", "2-D *.weight (not in LlamaModel)")
     assert parts["lm_head.weight"].tied_to == "model.embed_tokens.weight"
 
 
@@ -219,7 +219,7 @@ def test_stacked_experts_are_linear_slice_by_slice(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     by_architecture = examine(tmp_path)
     for name in stacked:
-        assert by_rule[name] == Part("linear", "3-D, stacked experts")
+        assert by_rule[name] == TensorRole("linear", "3-D, stacked experts")
         assert by_architecture[name].role == "linear"
         assert "MixtralExperts in MixtralForCausalLM" in by_architecture[name].rule
 
@@ -240,7 +240,7 @@ def test_convolutions_attention_and_lone_parameters_are_other():
     roles = Counter(part.role for part in parts.values())
     linear = {name for name, part in parts.items() if part.role == "linear"}
     assert linear == {"attention.out_proj.weight", "head.weight"}
-    assert parts["norm.num_batches_tracked"] == Part("copied", "integer tensor")
+    assert parts["norm.num_batches_tracked"] == TensorRole("copied", "integer tensor")
     assert parts["attention.in_proj_weight"].role == parts["conv.weight"].role == "other"
     assert roles["embedding"] == roles["tied"] == 0
 
@@ -289,11 +289,11 @@ def small() -> dict[str, torch.Tensor]:
 def test_overrides():
     parts = examine(small(), linear=["r*"], not_linear=["fc.*"], heads=["fc.bias", "only.in.experts"])
     assert parts == {
-        "fc.weight": Part("other", "--not-linear fc.*"),
-        "fc.bias": Part("head", "--heads fc.bias"),
-        "raw": Part("linear", "--linear r*"),
-        "steps": Part("copied", "integer tensor"),
-        "mask": Part("copied", "boolean tensor"),
+        "fc.weight": TensorRole("other", "--not-linear fc.*"),
+        "fc.bias": TensorRole("head", "--heads fc.bias"),
+        "raw": TensorRole("linear", "--linear r*"),
+        "steps": TensorRole("copied", "integer tensor"),
+        "mask": TensorRole("copied", "boolean tensor"),
     }
 
 
@@ -324,9 +324,11 @@ def test_shared_storage_is_one_tensor_and_the_embedding_has_the_role():
         {"lm_head.weight": table, "embed_tokens.weight": table, "a.weight": table[:4], "b.weight": table[:4]}
     )
     assert parts["embed_tokens.weight"].role == "embedding"
-    assert parts["lm_head.weight"] == Part("tied", "shares storage with embed_tokens.weight", "embed_tokens.weight")
+    assert parts["lm_head.weight"] == TensorRole(
+        "tied", "shares storage with embed_tokens.weight", "embed_tokens.weight"
+    )
     assert parts["a.weight"].role == "linear"
-    assert parts["b.weight"] == Part("tied", "shares storage with a.weight", "a.weight")
+    assert parts["b.weight"] == TensorRole("tied", "shares storage with a.weight", "a.weight")
 
 
 def test_equal_bytes_tie_only_with_an_embedding():
@@ -374,7 +376,7 @@ def test_what_the_config_ties_but_the_file_does_not_is_independent(tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, directory / "model.safetensors")
     with open_checkpoint(directory) as base:
-        parts = anatomy(base)
+        parts = find_roles(base)
         assert tied_names(base, parts) == {}
     assert (parts["lm_head.weight"].role, parts["model.embed_tokens.weight"].role) == ("linear", "embedding")
     assert "ties it, but the stored values differ" in parts["lm_head.weight"].rule
@@ -386,7 +388,7 @@ def test_an_untied_head_leaves_the_embeddings_tied(tmp_path):
     tensors["lm_head.weight"] = tensors["shared.weight"] + 1
     save_file(tensors, directory / "model.safetensors")
     with open_checkpoint(directory) as base:
-        parts = anatomy(base)
+        parts = find_roles(base)
         names = tied_names(base, parts)
     assert parts["lm_head.weight"].role == "linear"
     assert names == dict.fromkeys(["decoder.embed_tokens.weight", "encoder.embed_tokens.weight"], "shared.weight")
@@ -409,7 +411,7 @@ def test_a_head_stored_in_place_of_its_embedding_counts_as_the_embedding(tmp_pat
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, directory / "model.safetensors")
     with open_checkpoint(directory) as base:
-        parts = anatomy(base)
+        parts = find_roles(base)
         assert parts["lm_head.weight"].role == "embedding"
         assert tied_names(base, parts)["model.embed_tokens.weight"] == "lm_head.weight"
 
@@ -439,7 +441,7 @@ def test_names_that_only_an_expert_may_store(make, expected, installed, tmp_path
     if not installed:
         monkeypatch.setitem(sys.modules, "transformers", None)
     with open_checkpoint(directory) as base:
-        names = tied_names(base, anatomy(base))
+        names = tied_names(base, find_roles(base))
     assert expected.items() <= names.items()
     assert bool(names) == bool(expected)
 
@@ -448,7 +450,7 @@ def test_overrides_and_heads_hold_for_a_tied_tensor_as_a_whole():
     table = torch.randn(8, 4)
     tensors = {"embed_tokens.weight": table, "lm_head.weight": table}
     parts = examine(tensors, linear=["lm_head*"])
-    assert parts["embed_tokens.weight"] == Part("linear", "--linear lm_head*")
+    assert parts["embed_tokens.weight"] == TensorRole("linear", "--linear lm_head*")
     assert parts["lm_head.weight"].tied_to == "embed_tokens.weight"
     assert {part.role for part in examine(tensors, heads=["*.weight"]).values()} == {"head"}
     with pytest.raises(UsageError, match=r"--heads lm_head\* matches lm_head\.weight, which is tied to embed_tokens"):
@@ -467,7 +469,7 @@ def test_a_large_model_is_examined_at_once(tmp_path):
     base = open_checkpoint(tensors)
     base.directory = tmp_path
     start = time.process_time()
-    parts = anatomy(base)
+    parts = find_roles(base)
     assert time.process_time() - start < 2
     assert Counter(part.role for part in parts.values())["linear"] == 7 * 32 + 1
     assert all("LlamaForCausalLM" in part.rule for part in parts.values())
@@ -476,5 +478,5 @@ def test_a_large_model_is_examined_at_once(tmp_path):
 def test_importing_it_imports_neither_torch_nor_transformers():
     import subprocess
 
-    code = "import sys, mergestream.base.anatomy; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, mergestream.base.roles; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -25,7 +25,7 @@ Role = Literal["linear", "embedding", "other", "copied", "head", "tied"]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorRole:
     """One tensor's role. A ``linear`` tensor of three dimensions is one matrix per index of the first."""
 
     role: Role
@@ -45,9 +45,9 @@ class Tie:
     reason: str
 
 
-def anatomy(
+def find_roles(
     base: Checkpoint, *, linear: Sequence[str] = (), not_linear: Sequence[str] = (), heads: Sequence[str] = ()
-) -> dict[str, Part]:
+) -> dict[str, TensorRole]:
     """The part that every tensor of the base plays, in the base's order.
 
     ``linear`` and ``not_linear`` are globs that override what is found; tensors that match one of ``heads``
@@ -61,7 +61,7 @@ def anatomy(
     ties += _ties_by_bytes(base, found, architecture)
     ties = [tie for tie in ties if found[tie.first].role != "copied"]
     overrides = _overrides(base, found, linear, not_linear)
-    kept: dict[str, Part] = {}
+    kept: dict[str, TensorRole] = {}
     for glob in heads:
         kept |= {name: replace(found[name], role="head", rule=f"--heads {glob}") for name in _matching(glob, found)}
     parts = found | overrides
@@ -70,7 +70,7 @@ def anatomy(
     return parts | kept
 
 
-def tied_names(base: Checkpoint, parts: Mapping[str, Part]) -> dict[str, str]:
+def tied_names(base: Checkpoint, parts: Mapping[str, TensorRole]) -> dict[str, str]:
     """Names that an expert may store and the base does not, because they are tied to one that it stores."""
     architecture = _architecture(base)
     if isinstance(architecture, Architecture):
@@ -111,9 +111,9 @@ def _architecture(base: Checkpoint) -> Architecture | str:
     return load_architecture(base.directory)
 
 
-def _part(name: str, info: TensorInfo, architecture: Architecture | str) -> Part:
+def _part(name: str, info: TensorInfo, architecture: Architecture | str) -> TensorRole:
     if not info.is_float:
-        return Part("copied", f"{'boolean' if info.dtype == 'BOOL' else 'integer'} tensor")
+        return TensorRole("copied", f"{'boolean' if info.dtype == 'BOOL' else 'integer'} tensor")
     ndim = len(info.shape)
     if isinstance(architecture, str):
         return _by_rule(name, ndim, architecture)
@@ -124,33 +124,33 @@ def _part(name: str, info: TensorInfo, architecture: Architecture | str) -> Part
     return replace(part, module=slot.module) if slot.is_weight else part
 
 
-def _by_architecture(name: str, ndim: int, slot: Slot, rule: str) -> Part:
+def _by_architecture(name: str, ndim: int, slot: Slot, rule: str) -> TensorRole:
     if slot.kind == "custom":
         if ndim == 3 and _EXPERTS.search(slot.owner):
-            return Part("linear", f"3-D, {rule}")
+            return TensorRole("linear", f"3-D, {rule}")
         return _by_rule(name, ndim, rule)
     if slot.kind == "linear":
         # Stored otherwise than it is used (a convolution that became a linear layer): no matrix on disk.
-        return Part("linear", rule) if ndim == 2 else _by_rule(name, ndim, rule)
-    return Part("embedding" if slot.kind == "embedding" else "other", rule)
+        return TensorRole("linear", rule) if ndim == 2 else _by_rule(name, ndim, rule)
+    return TensorRole("embedding" if slot.kind == "embedding" else "other", rule)
 
 
-def _by_rule(name: str, ndim: int, remark: str) -> Part:
-    """What name and number of dimensions tell; ``remark`` says why nothing better is known."""
+def _by_rule(name: str, ndim: int, note: str) -> TensorRole:
+    """What name and number of dimensions tell; ``note`` says why nothing better is known."""
     path, _, leaf = name.rpartition(".")
     owner = next((piece for piece in reversed(path.split(".")) if not piece.isdigit()), "")
-    suffix = f" ({remark})" if remark else ""
+    suffix = f" ({note})" if note else ""
     if ndim == 3 and _EXPERTS.search(name) and not leaf.endswith("bias"):
-        return Part("linear", f"3-D, stacked experts{suffix}")
+        return TensorRole("linear", f"3-D, stacked experts{suffix}")
     if ndim != 2:
-        return Part("other", f"{ndim}-D{suffix}")
+        return TensorRole("other", f"{ndim}-D{suffix}")
     if leaf != "weight":
-        return Part("other", f"2-D, not *.weight{suffix}")
+        return TensorRole("other", f"2-D, not *.weight{suffix}")
     if _EMBEDDING.search(owner):
-        return Part("embedding", f"2-D *.weight, named as an embedding{suffix}")
+        return TensorRole("embedding", f"2-D *.weight, named as an embedding{suffix}")
     if _NORM.search(owner):
-        return Part("other", f"2-D *.weight, named as a norm{suffix}")
-    return Part("linear", f"2-D *.weight{suffix}")
+        return TensorRole("other", f"2-D *.weight, named as a norm{suffix}")
+    return TensorRole("linear", f"2-D *.weight{suffix}")
 
 
 # --- what the user says -----------------------------------------------------------------------------------
@@ -161,13 +161,13 @@ def _matching(glob: str, names: Iterable[str]) -> list[str]:
 
 
 def _overrides(
-    base: Checkpoint, found: Mapping[str, Part], linear: Sequence[str], not_linear: Sequence[str]
-) -> dict[str, Part]:
+    base: Checkpoint, found: Mapping[str, TensorRole], linear: Sequence[str], not_linear: Sequence[str]
+) -> dict[str, TensorRole]:
     options: list[tuple[str, Role, Sequence[str]]] = [
         ("--linear", "linear", linear),
         ("--not-linear", "other", not_linear),
     ]
-    chosen: dict[str, Part] = {}
+    chosen: dict[str, TensorRole] = {}
     for option, role, globs in options:
         for glob in globs:
             names = _matching(glob, base.tensors)
@@ -192,7 +192,9 @@ def _overrides(
 # --- tied tensors -----------------------------------------------------------------------------------------
 
 
-def _ties_of_architecture(base: Checkpoint, found: dict[str, Part], architecture: Architecture | str) -> list[Tie]:
+def _ties_of_architecture(
+    base: Checkpoint, found: dict[str, TensorRole], architecture: Architecture | str
+) -> list[Tie]:
     """Ties that the model makes, where the stored values agree; where they do not, the rules in ``found`` say so."""
     if isinstance(architecture, str):
         return []
@@ -206,8 +208,8 @@ def _ties_of_architecture(base: Checkpoint, found: dict[str, Part], architecture
         for same in classes:
             ties += [Tie(name, same[0], f"tied by {architecture.name} to") for name in same[1:]]
         if len(classes) > 1:
-            remark = f" ({architecture.name} ties it, but the stored values differ)"
-            found |= {name: replace(found[name], rule=found[name].rule + remark) for name in names}
+            note = f" ({architecture.name} ties it, but the stored values differ)"
+            found |= {name: replace(found[name], rule=found[name].rule + note) for name in names}
         elif names and all(found[name].role == "linear" for name in names):
             # Only the head is stored: the embedding that it is tied to is not, but it counts as one.
             embeddings = [slot for slot in group if architecture.slots[slot].kind == "embedding"]
@@ -217,7 +219,7 @@ def _ties_of_architecture(base: Checkpoint, found: dict[str, Part], architecture
     return ties
 
 
-def _ties_by_bytes(base: Checkpoint, found: dict[str, Part], architecture: Architecture | str) -> list[Tie]:
+def _ties_by_bytes(base: Checkpoint, found: dict[str, TensorRole], architecture: Architecture | str) -> list[Tie]:
     """Matrices equal to an embedding, unless the architecture knows both: then it is the one to say.
 
     Equal linear weights are no tie, for deepened models repeat layers; nor are constants, for two
@@ -277,8 +279,8 @@ def _groups(ties: Iterable[Tie], order: Iterable[str]) -> list[dict[str, str]]:
 
 
 def _tied(
-    group: dict[str, str], found: dict[str, Part], overrides: dict[str, Part], kept: dict[str, Part]
-) -> dict[str, Part]:
+    group: dict[str, str], found: dict[str, TensorRole], overrides: dict[str, TensorRole], kept: dict[str, TensorRole]
+) -> dict[str, TensorRole]:
     """One part for the whole group: what the user says of any member holds for all, for they are one."""
     merged = [name for name in group if name not in kept]
     if merged and len(merged) < len(group):
@@ -314,7 +316,7 @@ _TIED_TO = {
 }
 
 
-def _absent_names(architecture: Architecture, parts: Mapping[str, Part]) -> dict[str, str]:
+def _absent_names(architecture: Architecture, parts: Mapping[str, TensorRole]) -> dict[str, str]:
     """The names in the architecture's ties that ``parts`` lacks, each with the tensor that stands for it."""
     slots, slot_of = architecture.slots, architecture.slot_of
     stored = {slot_of(name): parts[name].tied_to or name for name in parts}

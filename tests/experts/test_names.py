@@ -8,8 +8,8 @@ import torch
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
-from mergestream.experts.opening import task_vector
-from mergestream.experts.prefix import Prefix, between, globs_of
+from mergestream.experts import make_task_vector
+from mergestream.experts.names import Prefix, globs_of, prefix_between
 from mergestream.experts.vector import TaskVector
 from tests.conftest import StateDict, toy_base, toy_expert
 
@@ -20,7 +20,7 @@ def put_before(prefix: str, tensors: StateDict) -> StateDict:
 
 def vector(expert: StateDict, base: StateDict | None = None, *, heads: tuple[str, ...] = (), **options) -> TaskVector:
     checkpoint = open_checkpoint(base or toy_base())
-    return task_vector(BaseModel.examine(checkpoint, heads=heads), checkpoint, open_checkpoint(expert), **options)
+    return make_task_vector(BaseModel.examine(checkpoint, heads=heads), checkpoint, open_checkpoint(expert), **options)
 
 
 HEAD = {"classifier.weight": torch.ones(3, 8), "classifier.bias": torch.ones(3)}
@@ -32,7 +32,7 @@ def test_a_prefix_on_either_side_makes_no_difference(theirs, ours):
     found = vector(put_before(theirs, toy_expert(1)), put_before(ours, toy_base()))
     plain = vector(toy_expert(1))
     assert found.names == tuple(ours + name for name in plain.names)
-    assert set(found.fates.values()) == {"merged", "copied"}
+    assert set(found.actions.values()) == {"merged", "copied"}
     for name in plain.names:
         assert torch.equal(found.whole(ours + name), plain.whole(name))
         assert found.digests[ours + name] == plain.digests[name]
@@ -59,9 +59,9 @@ def test_a_base_with_a_head_and_experts_without():
     base = put_before("bert.", toy_base()) | HEAD
     with pytest.raises(MergestreamError, match=r"lacks 2 tensors .*--partial; --heads 'classifier.\*' when"):
         vector(toy_expert(1), base)
-    assert vector(toy_expert(1), base, partial=True).fates["classifier.weight"] == "unchanged"
+    assert vector(toy_expert(1), base, partial=True).actions["classifier.weight"] == "unchanged"
     bare = vector(toy_expert(1), base, heads=("classifier.*",))
-    assert bare.heads == () and bare.fates["bert.layers.0.q.weight"] == "merged"
+    assert bare.heads == () and bare.actions["bert.layers.0.q.weight"] == "merged"
     both = vector(toy_expert(1) | HEAD, base, heads=("classifier.*",))
     assert both.heads == tuple(HEAD) and both.prefix == Prefix("", "bert.")
 
@@ -116,7 +116,7 @@ def test_another_module_of_the_same_shape_is_no_prefix():
 def test_what_is_left_out_may_be_named_as_the_file_does():
     for glob in ("bert.half.*", "half.*"):
         found = vector(put_before("bert.", toy_expert(1)), ignore=[glob])
-        assert found.fates["half.weight"] == "ignored" and not found.whole("half.weight").any()
+        assert found.actions["half.weight"] == "ignored" and not found.whole("half.weight").any()
 
 
 def test_an_error_names_the_tensor_as_the_file_does():
@@ -160,5 +160,5 @@ def test_globs_match_whole_modules_and_nothing_else():
 
 def test_the_prefix_between_names_is_that_of_most():
     names = {"lm_head.weight": "wte.weight", **{f"transformer.h.{n}.weight": f"h.{n}.weight" for n in range(2)}}
-    assert between(names) == Prefix("transformer.", "")
-    assert between({"classifier.weight": None}) == Prefix()
+    assert prefix_between(names) == Prefix("transformer.", "")
+    assert prefix_between({"classifier.weight": None}) == Prefix()

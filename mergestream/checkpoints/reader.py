@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from mergestream.checkpoints.base import Checkpoint, FileCheckpoint, Shard
+from mergestream.checkpoints.checkpoint import Checkpoint, FileCheckpoint, Shard
 from mergestream.checkpoints.layout import TORCH_SUFFIXES, WEIGHT_SUFFIXES, find_weights, is_index, read_index
 from mergestream.checkpoints.location import Location, locate, system_errors_explained
 from mergestream.checkpoints.safetensors import SafetensorsFile, SafetensorsObject
-from mergestream.checkpoints.strangers import METADATA, no_weights, what_file
+from mergestream.checkpoints.unsupported import METADATA, explain_file, no_weights
 from mergestream.errors import MergestreamError
 from mergestream.escaping import is_utf8
 from mergestream.files import read_json
@@ -128,7 +128,7 @@ def _open_file(location: Location, name: str) -> Shard:
         return TorchFile(path)
     *suffixes, last = WEIGHT_SUFFIXES
     raise MergestreamError(
-        what_file(path)
+        explain_file(path)
         or f"{path} is no checkpoint: give a directory, or a file that ends in {', '.join(suffixes)} or {last}"
     )
 

@@ -1,0 +1,130 @@
+"""Check whether an expert was fine-tuned from the base: by its weights, or by the model that an adapter names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mergestream.base.config_only import match_names
+from mergestream.base.model import BaseModel
+from mergestream.checkpoints import Checkpoint
+from mergestream.checkpoints.layout import model_config
+from mergestream.checkpoints.location import Location, locate_here, without_revision
+from mergestream.checkpoints.reader import open_located
+from mergestream.digest import tensor_digest
+from mergestream.errors import MergestreamError
+from mergestream.experts.adapters.vector import AdapterVector
+from mergestream.experts.vector import TaskVector
+
+OTHER_BASE = 0.7
+"""Largest plausible ‖Δ‖/‖θ⁰‖ of a matrix: two unrelated models are about 1.4 apart, fine-tuning moves at most 0.1."""
+_SAMPLE = 4
+"""Weights that are compared bit by bit"""
+_SHAPE_FIELDS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "n_embd", "n_layer", "n_head"),
+)
+"""Config fields that all copies of one model share; names, dtypes and token ids may differ."""
+
+
+class BaseCheck(NamedTuple):
+    """The result of the check."""
+
+    is_other: bool = False
+    """Whether the expert was made from another base"""
+    note: str | None = None
+    """A sentence for the user if the base differs or is unknown"""
+
+
+def check_base(vector: TaskVector, norms2: Mapping[str, float]) -> BaseCheck:
+    """Check the base of an expert; ``norms2`` holds ‖Δ‖² of every merged tensor."""
+    if isinstance(vector, AdapterVector):
+        return _check_adapter(vector)
+    closest = math.inf
+    for distance in _distances(vector, norms2):
+        if distance <= OTHER_BASE:
+            return BaseCheck()
+        closest = min(closest, distance)
+    if math.isinf(closest):  # no matrix to compare
+        return BaseCheck()
+    return BaseCheck(
+        True,
+        f"{vector.expert.source} was probably not fine-tuned from this base: even its closest matrix differs from the "
+        f"base by {closest:.2f} times the base's norm",
+    )
+
+
+def _distances(vector: TaskVector, norms2: Mapping[str, float]) -> Iterator[float]:
+    """‖Δ‖/‖θ⁰‖ of each matrix; small matrices first, because one close matrix ends the search."""
+    tensors = vector.model.tensors
+    matrices = [name for name in norms2 if vector.actions[name] == "merged" and len(tensors[name].shape) >= 2]
+    for name in sorted(matrices, key=lambda name: tensors[name].numel):
+        norm = tensors[name].norm if vector.model.measured else float(vector.base.read(name).double().norm())
+        if norm:
+            yield math.sqrt(norms2[name]) / norm
+
+
+def _check_adapter(vector: AdapterVector) -> BaseCheck:
+    adapter, base = vector.adapter.adapter, vector.model.source
+    named = adapter.config.base
+    if named is None:
+        return BaseCheck(note=f"{adapter.source} does not say which model it was made for; its shapes fit the base")
+    here, ours = locate_here(named), locate_here(base)
+    same_name = without_revision(named).lower() == without_revision(base).lower()
+    if same_name or (here is not None and here == ours):
+        return BaseCheck()
+    difference = _find_difference(here, named, ours, vector) if here else None
+    if difference is None:
+        return BaseCheck(
+            note=f"{adapter.source} was made for {named}, which cannot be compared with the base {base}; its shapes fit"
+        )
+    if difference:
+        return BaseCheck(
+            True, f"{adapter.source} was made for {named}, which is not the base of this store: {difference}"
+        )
+    return BaseCheck()
+
+
+def _find_difference(here: Path, named: str, ours: Path | None, vector: AdapterVector) -> str | None:
+    """How a local model differs from the base: empty if it does not, None if that is unknown."""
+    config, own = _read_config(here), _read_config(ours)
+    for field in _SHAPE_FIELDS:
+        if field in config and field in own and config[field] != own[field]:
+            return f"{field} is {config[field]} there and {own[field]} here"
+    if config.get("quantization_config"):
+        return None
+    try:
+        with open_located(Location(here, named)) as found:
+            return _find_different_tensor(match_names(found, vector.model.tensors), vector.model, vector.base)
+    except MergestreamError:
+        return None
+
+
+def _find_different_tensor(found: Checkpoint, model: BaseModel, base: Checkpoint) -> str | None:
+    """Compare all shapes and a sample of the weights; returns as `_find_difference` does."""
+    shared = [name for name in model.tensors if name in found.tensors]
+    for name in shared:
+        if found.tensors[name].shape != model.tensors[name].shape:
+            theirs, ours = list(found.tensors[name].shape), list(model.tensors[name].shape)
+            return f"{name} has the shape {theirs} there and {ours} here"
+    if not (model.measured or base.has_weights):
+        return None
+    comparable = [
+        (tensor.numel, name)
+        for name, tensor in model.tensors.items()
+        if tensor.role == "linear" and name in found.tensors and found.tensors[name].dtype == tensor.dtype
+    ]
+    for _, name in sorted(comparable)[:_SAMPLE]:
+        if tensor_digest(found.read(name)) != (model.tensors[name].digest or tensor_digest(base.read(name))):
+            return f"{name} has other values there"
+    return "" if comparable else None
+
+
+def _read_config(directory: Path | None) -> dict[str, Any]:
+    """The config of a model; empty if it is missing or broken."""
+    try:
+        return model_config(directory)
+    except MergestreamError:
+        return {}
