@@ -83,7 +83,7 @@ def test_links_lead_to_files_of_the_repository(page):
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of every mergestream command in the code blocks of a page."""
     text = page.read_text("utf-8")
-    for block in re.findall(r"^```.*?\n(.*?)^```|((?:^    .*\n)+)", text, re.MULTILINE | re.DOTALL):
+    for block in re.findall(r"^```[^\n]*\n(.*?)^```|((?:^    [^\n]*\n)+)", text, re.MULTILINE | re.DOTALL):
         for line in "".join(block).replace("\\\n", " ").splitlines():
             if found := re.match(r"\s*(?:\$ |- run: )?mergestream ([a-z].*)", line):
                 lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|>&;")
