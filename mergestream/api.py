@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial as bind
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
+from mergestream.errors import first_line
 from mergestream.experts import ExpertSource
 from mergestream.progress import Progress
 from mergestream.store.directory import StoreDirectory
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from mergestream.engine import Engine
     from mergestream.experts.vocabulary import Vocab
-    from mergestream.export.directory import Output
-    from mergestream.export.model import Illustrate
+    from mergestream.export.model import DrawPictures
     from mergestream.export.peft import Energy
     from mergestream.report.diagnostics import Similarity, Survival
     from mergestream.report.scores import Scores
@@ -124,25 +123,19 @@ class Store(StoreDirectory):
         the base's, ``command`` goes into the model card, and ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
-        from mergestream.export.model import export_model
-        from mergestream.ledger.selection import Selection
+        from mergestream.export.model import write_model
+        from mergestream.export.recipe import ReadoutChoice
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
-        selection = Selection(readout, only, without, weights or {}, balance)
-        with self._exporting(output, pictures) as (snapshot, draw):
-            export_model(
-                snapshot,
-                output,
-                self.engine,
-                self.progress,
-                selection=selection,
-                scale=scale,
-                task=task,
-                illustrate=draw,
-            )
-            if task is None and (tasks := snapshot.tasks):
-                base = "the base's head" if snapshot.manifest.base.has_head else "no head, as the base"
-                self.progress.note(f"{output} has {base}; --task puts that of an expert there: {', '.join(tasks)}")
+        output.keep_off(*self.sources)
+        choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task)
+        with self.snapshot() as snapshot, output.draft() as draft:
+            draw = self._picture_drawer(snapshot) if pictures else None
+            write_model(snapshot, draft, output, self.engine, self.progress, choice, draw)
+            tasks = snapshot.tasks
+        if task is None and tasks:
+            base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
+            self.progress.note(f"{output} has {base}; --task adds the head of an expert: {', '.join(tasks)}")
         return output.path
 
     def export_adapter(
@@ -162,23 +155,16 @@ class Store(StoreDirectory):
     ) -> Energy:
         """Write the merged task vector as a PEFT adapter of the base, exactly or cut down to ``rank``; returns how much
         of it was left out. What it is made of is chosen as in `export`."""
-        from mergestream.export.adapter import export_adapter
+        from mergestream.export.adapter import write_merged_adapter
         from mergestream.export.directory import Output
-        from mergestream.ledger.selection import Selection
+        from mergestream.export.recipe import ReadoutChoice
 
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
-        selection = Selection(readout, only, without, weights or {}, balance)
-        with self._exporting(output) as (snapshot, draw):
-            return export_adapter(
-                snapshot,
-                output,
-                self.engine,
-                self.progress,
-                selection=selection,
-                rank=rank,
-                scale=scale,
-                illustrate=draw,
-            )
+        output.keep_off(*self.sources)
+        choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
+        with self.snapshot() as snapshot, output.draft() as draft:
+            draw = self._picture_drawer(snapshot)
+            return write_merged_adapter(snapshot, draft, output, self.engine, self.progress, choice, rank, draw)
 
     def export_adapters(
         self,
@@ -190,24 +176,19 @@ class Store(StoreDirectory):
         command: str | None = None,
     ) -> dict[str, Energy]:
         """Write every expert of a ledger as a PEFT adapter of the base, in a directory of its own below ``out``."""
-        from mergestream.export.adapter import export_adapters
+        from mergestream.export.adapter import write_expert_adapters
         from mergestream.export.directory import Output
 
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
-        with self._exporting(output, pictures=False) as (snapshot, _):
-            return export_adapters(snapshot, output, self.engine, self.progress, rank=rank)
+        output.keep_off(*self.sources)
+        with self.snapshot() as snapshot, output.draft() as draft:
+            return write_expert_adapters(snapshot, draft, output, self.engine, self.progress, rank)
 
-    @contextmanager
-    def _exporting(self, output: Output, pictures: bool = True) -> Iterator[tuple[Snapshot, Illustrate | None]]:
-        """What is to be written, and what draws the pictures of the same step for its card."""
-        while True:
-            found = self.similarity() if pictures else None
-            seen = self.manifest
-            with self.snapshot() as snapshot:
-                if found is None or snapshot.manifest == seen:  # else a writer has been faster
-                    output.keep_off(*self.sources)
-                    yield snapshot, bind(draw_pictures, self.progress, seen, found) if found else None
-                    return
+    def _picture_drawer(self, snapshot: Snapshot) -> DrawPictures:
+        """Draws the pictures of a card; the sketches are read now, because a writer may remove them later."""
+        from mergestream.report.diagnostics import similarity
+
+        return bind(draw_pictures, self.progress, snapshot.manifest, similarity(snapshot))
 
     def similarity(self) -> Similarity:
         """Cosines of all task vectors, from their sketches."""
@@ -292,11 +273,14 @@ class Store(StoreDirectory):
         return tensor_records(self.place, self.history[number - 1], self.manifest.base.merged)
 
 
-def draw_pictures(progress: Progress, manifest: Manifest, found: Similarity, directory: Path) -> dict[str, str]:
-    """The model card's pictures: files and what they show; none, and a note, where matplotlib is not installed."""
+def draw_pictures(progress: Progress, manifest: Manifest, similarity: Similarity, directory: Path) -> dict[str, str]:
+    """Draw the pictures of a model card; returns their file names and captions. A failure is a note."""
     try:
         from mergestream.report.pictures import write_pictures
+
+        return write_pictures(directory, manifest, similarity)
     except ImportError:
         progress.note("the model card has no pictures: they need matplotlib; pip install 'mergestream[report]'")
-        return {}
-    return write_pictures(directory, manifest, found)
+    except Exception as error:
+        progress.note(f"the model card has no pictures: they could not be drawn ({first_line(error)})")
+    return {}

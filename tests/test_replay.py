@@ -138,7 +138,7 @@ def test_models_that_have_moved_are_named(
     first = make_first(tmp_path)
     monkeypatch.chdir(tmp_path)
     result = mergestream("replay", first, "-o", "again")
-    assert result.code == 1 and "say where it is: --base base --source expert-1=expert-1" in result.err
+    assert result.code == 1 and "say where they are: --base base --source expert-1=expert-1" in result.err
     moved = ("--base", here / "base", "--source", f"expert-1={here / 'expert-1'}")
     assert mergestream("replay", first, "-o", "again", *moved).code == 0
     assert written(tmp_path / "again") == written(first)
@@ -180,19 +180,19 @@ def change(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("edit", "sentence"),
     [
-        (lambda data: data.pop("recipe"), "is no recipe: give the mergestream.json"),
+        (lambda data: data.pop("recipe"), "is not a recipe; pass the mergestream.json"),
         (change("recipe", 2), "a recipe of format 2; upgrade"),
-        (change("method", ["x"]), "no recipe that can be followed: Expected `str`, got `array` - at `$.method`"),
+        (change("method", ["x"]), "not a valid recipe: Expected `str`, got `array` - at `$.method`"),
         (change("method", "evil"), "there is no method evil"),
         (change("parameters", {"x": 1}), "x"),
-        (change("experts", []), "every expert needs a name"),
+        (change("experts", []), "every expert needs a unique name"),
         (change("result", "x"), "result"),
         (lambda data: data["experts"][0].update(options={"evaluate": "rm"}), "added with evaluate, which this version"),
         (lambda data: data["experts"][0].update(options={"partial": "rm"}), "`bool`"),
         (lambda data: data["experts"][0].update(digest=""), "digest"),
         (lambda data: data["experts"][0].update(source="/etc/passwd"), "--source expert-1=/etc/passwd"),
         (lambda data: data["experts"][0].update(source="../x"), "--source expert-1=../x"),
-        (lambda data: data["base"].update(source="base/../../base"), "lies outside of this directory"),
+        (lambda data: data["base"].update(source="base/../../base"), "lie outside of this directory"),
         (lambda data: data["form"].update(dtype="int8"), "int8"),
     ],
 )

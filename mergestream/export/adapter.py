@@ -1,4 +1,4 @@
-"""Read the merged task vector out of a store as a PEFT adapter of its base."""
+"""Export a merged task vector, or every expert of a ledger, as PEFT adapters of the base."""
 
 from __future__ import annotations
 
@@ -18,133 +18,115 @@ from mergestream.algebra.svd import thin_svd
 from mergestream.base.config_only import ConfigOnlyBase
 from mergestream.base.model import BaseModel, BaseTensor
 from mergestream.checkpoints import FLOATS, Checkpoint, open_checkpoint
+from mergestream.checkpoints.layout import CARD
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.experts.adapters.config import AdapterConfig
-from mergestream.export.agreement import agreement, refusals
+from mergestream.export.adapter_config import adapter_config, common_fields, saved_modules, serving_notes
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
-from mergestream.export.model import Illustrate, written_form
-from mergestream.export.peft import AdaptedModule, Energy, Kind, adapter_config, modules_saved, write_adapter
-from mergestream.export.recipe import Form, Recipe
+from mergestream.export.labels import Labels
+from mergestream.export.model import DrawPictures, cast_spec
+from mergestream.export.peft import AdaptedModule, Energy, Kind, write_adapter
+from mergestream.export.recipe import Form, ReadoutChoice, Recipe
 from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.cost import WORKSPACE
-from mergestream.merging.entries import EntriesReading
 from mergestream.merging.reading import Reading
 from mergestream.merging.step import overflow_explained, refuse_overflow
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
 
 
-def export_adapter(snapshot: Snapshot, output: Output, engine: Engine, progress: Progress, **choices: Any) -> Energy:
-    """`write_merged` to a directory that is replaced whole, or not at all."""
-    with output.draft() as draft:
-        return write_merged(snapshot, draft, output, engine, progress, **choices)
-
-
-def write_merged(
+def write_merged_adapter(
     snapshot: Snapshot,
     draft: Path,
     output: Output,
     engine: Engine,
     progress: Progress,
-    *,
-    selection: Selection | None = None,
+    choice: ReadoutChoice | None = None,
     rank: int | None = None,
-    scale: str | float | None = None,
-    illustrate: Illustrate | None = None,
+    draw: DrawPictures | None = None,
 ) -> Energy:
-    """Write scale · direction as factors, exactly or cut down to ``rank``; returns what that leaves out.
+    """Write scale · direction as factors, exactly or truncated to ``rank``; returns what the truncation cuts off.
 
-    Weights whose state is dense have no small exact rank: they need ``rank``. Other dense tensors (biases,
-    norms) go along whole, as ``modules_to_save`` do.
+    Dense linear weights have no small exact rank, so they need ``rank``. Other dense tensors (biases, norms) are
+    written whole.
     """
-    content = _Content.of(snapshot, snapshot.reading(engine, selection, progress), rank)
-    factor = content.reading.scale(scale, engine)
-    _tell({output.path.name: content}, progress)
-    with progress.task(f"writing {output.path.name}", content.count) as advance:
-        energy = content.write(draft, output, engine, factor, illustrate, lambda name: advance(1))
-    form = Form("lora", rank, output.dtype, pictures=bool(illustrate))
-    output.mark(draft, Recipe.of(snapshot, form, _digest(draft), selection, scale).to_json())
+    choice = choice or ReadoutChoice()
+    plan = AdapterPlan.of(snapshot, snapshot.reading(engine, choice, progress), rank)
+    scale = plan.reading.scale(choice.scale, engine)
+    _report_notes({output.path.name: plan}, progress)
+    with progress.task(f"writing {output.path.name}", plan.size) as advance:
+        energy = plan.write(draft, output, engine, scale, advance)
+    plan.write_card(draft, output, scale, energy, draw(draft) if draw else {})
+    form = Form("lora", rank, output.dtype, pictures=draw is not None)
+    output.mark(draft, Recipe.of(snapshot.manifest, form, _digest(draft), readout=choice).to_json())
     return energy
 
 
-def export_adapters(
-    snapshot: Snapshot, output: Output, engine: Engine, progress: Progress, rank: int | None = None
-) -> dict[str, Energy]:
-    """`write_each` to a directory that is replaced whole, or not at all."""
-    with output.draft() as draft:
-        return write_each(snapshot, draft, output, engine, progress, rank)
-
-
-def write_each(
+def write_expert_adapters(
     snapshot: Snapshot, draft: Path, output: Output, engine: Engine, progress: Progress, rank: int | None = None
 ) -> dict[str, Energy]:
-    """Write every expert of a ledger as an adapter in a directory of its own name."""
-    names = snapshot.manifest.names
-    for name in names:
+    """Write every expert of a ledger as an adapter, each to a directory of its name."""
+    plans = {}
+    for name in snapshot.manifest.names:
         if name in (".", "..") or Path(name).name != name:
             raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
-    contents = {
-        name: _Content.of(snapshot, snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}")), rank) for name in names
-    }
-    _tell(contents, progress)
-    total = sum(content.count for content in contents.values())
+        reading = snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}"))
+        plans[name] = AdapterPlan.of(snapshot, reading, rank)
+    _report_notes(plans, progress)
     energies = {}
-    with progress.task(f"writing {output.path.name}", total) as advance:
-        for name, content in contents.items():
+    with progress.task(f"writing {output.path.name}", sum(plan.size for plan in plans.values())) as advance:
+        for name, plan in plans.items():
             (draft / name).mkdir()
-            energies[name] = content.write(draft / name, output, engine, 1.0, None, lambda name: advance(1))
-    digest = combined_digest({name: _digest(draft / name) for name in names})
-    output.mark(draft, Recipe.of(snapshot, Form("loras", rank, output.dtype), digest).to_json())
+            energies[name] = plan.write(draft / name, output, engine, 1.0, advance)
+            plan.write_card(draft / name, output, 1.0, energies[name])
+    digest = combined_digest({name: _digest(draft / name) for name in plans})
+    output.mark(draft, Recipe.of(snapshot.manifest, Form("loras", rank, output.dtype), digest).to_json())
     return energies
 
 
 def _digest(adapter: Path) -> str:
-    """Of the tensors that were written."""
+    """The digest of an adapter's tensors."""
     with open_checkpoint(adapter / "adapter_model.safetensors") as written:
         return combined_digest({name: tensor_digest(written.read(name)) for name in written.tensors})
 
 
 @dataclass(frozen=True)
-class _Content:
-    """What an adapter holds: factors by the name of their tensor, and whole parameters with the name of theirs."""
+class AdapterPlan:
+    """What an adapter will contain."""
 
     snapshot: Snapshot
     reading: Reading
     modules: dict[str, AdaptedModule]
+    """The modules with factors, by the name of their tensor"""
     whole: dict[str, str]
-    told: AdapterConfig
+    """Parameters that are written whole, with the name of their tensor"""
+    config: dict[str, Any]
     notes: list[str]
-    """What its inputs do not agree on, and what those who serve adapters have against it"""
 
     @classmethod
-    def of(cls, snapshot: Snapshot, reading: Reading, rank: int | None) -> _Content:
-        modules, whole = _sort(reading, rank)
-        experts = snapshot.manifest.history
-        if isinstance(reading, EntriesReading):
-            experts = tuple(snapshot.manifest.expert(expert.name) for expert in reading.experts)
-        told, notes = agreement(snapshot, experts)
-        notes += refusals(adapter_config(list(modules.values()), whole, told))
-        if speaking := [expert.name for expert in experts if snapshot.tokens(expert)]:
-            notes.append(f"an adapter has no place for the new tokens of {', '.join(speaking)}; --format full has")
-        return cls(snapshot, reading, modules, whole, told, notes)
+    def of(cls, snapshot: Snapshot, reading: Reading, rank: int | None) -> AdapterPlan:
+        """Plan the adapter of a reading, with factors of at most ``rank``."""
+        modules, whole = _classify(reading, rank)
+        weights, history = reading.weights, snapshot.manifest.history
+        experts = [entry for entry in history if weights is None or entry.name in weights]
+        fields, notes = common_fields(snapshot, experts)
+        config = adapter_config(list(modules.values()), whole, fields)
+        notes += serving_notes(config)
+        if with_tokens := [expert.name for expert in experts if snapshot.tokens(expert)]:
+            names = ", ".join(with_tokens)
+            notes.append(f"an adapter cannot hold the new tokens of {names}; export with --format full for them")
+        return cls(snapshot, reading, modules, whole, config, notes)
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return len(self.modules) + len(self.whole)
 
     def write(
-        self,
-        directory: Path,
-        output: Output,
-        engine: Engine,
-        scale: float,
-        illustrate: Illustrate | None,
-        advance: Callable[[str], None],
+        self, directory: Path, output: Output, engine: Engine, scale: float, advance: Callable[[int], None]
     ) -> Energy:
-        """The adapter and its card."""
+        """Write the tensors and the config."""
         model, reading, dtype = self.reading.model, self.reading, FLOATS[output.dtype or "float32"]
         with ExitStack() as stack:
             base: Checkpoint = ConfigOnlyBase(model.source, None, model.tensors)
@@ -156,56 +138,61 @@ class _Content:
                 pieces = [piece for _, piece in reading.pieces(name, base, scale, dtype)]
                 return torch.cat(pieces).view(model.tensors[name].shape)
 
-            energy = write_adapter(
+            return write_adapter(
                 directory,
+                self.config,
                 self.modules,
                 lambda name: _factors(reading, name) * scale,
-                whole={parameter: written_form(model.tensors[name], dtype) for parameter, name in self.whole.items()},
+                whole={parameter: cast_spec(model.tensors[name], dtype) for parameter, name in self.whole.items()},
                 read_whole=read_whole,
-                told=self.told,
                 engine=engine,
                 memory=self._memory(),
                 dtype=dtype,
                 advance=advance,
             )
-        pictures = illustrate(directory) if illustrate else {}
-        distance = math.sqrt(energy.total + scale**2 * math.fsum(reading.norm2.values()))
-        facts = CardFacts.of(self.snapshot, reading, scale, distance, None, output.command, pictures)
-        (directory / "README.md").write_text(model_card(facts, library="peft"), encoding="utf-8")
-        return energy
+
+    def write_card(
+        self, directory: Path, output: Output, scale: float, energy: Energy, pictures: Mapping[str, str] | None = None
+    ) -> None:
+        """Write the model card of the adapter."""
+        distance = math.sqrt(energy.total + scale**2 * math.fsum(self.reading.norm2.values()))
+        facts = CardFacts.of(
+            *(self.snapshot, self.reading, scale, distance), command=output.command, pictures=pictures or {}
+        )
+        (directory / CARD).write_text(model_card(facts, Labels("peft")), encoding="utf-8")
 
     def _memory(self) -> dict[str, int]:
-        """Of what is written: a merged matrix that has no factors is decomposed."""
-        taken = self.reading.memory
+        """Peak bytes of each module and parameter; a merged matrix without factors is decomposed."""
+        memory = self.reading.memory
         for name, module in self.modules.items():
             if self.reading.rank_bound(name) is None:
-                taken[name] = max(taken[name], WORKSPACE * torch.float32.itemsize * math.prod(module.shape))
-        return taken | {parameter: taken[name] for parameter, name in self.whole.items()}
+                memory[name] = max(memory[name], WORKSPACE * torch.float32.itemsize * math.prod(module.shape))
+        return memory | {parameter: memory[name] for parameter, name in self.whole.items()}
 
 
-def _tell(contents: Mapping[str, _Content], progress: Progress) -> None:
-    """The notes on adapters, each once, by the names of those that it is about."""
-    about: dict[str, list[str]] = {}
-    for name, content in contents.items():
-        for note in content.notes:
-            about.setdefault(note, []).append(name)
-    for note, names in about.items():
+def _report_notes(plans: Mapping[str, AdapterPlan], progress: Progress) -> None:
+    """Report every note once, with the names of the adapters it is about."""
+    names_by_note: dict[str, list[str]] = {}
+    for name, plan in plans.items():
+        for note in plan.notes:
+            names_by_note.setdefault(note, []).append(name)
+    for note, names in names_by_note.items():
         progress.note(f"{', '.join(names)}: {note}")
 
 
-def _sort(reading: Reading, rank: int | None) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
-    """The modules that get factors, by the name of their tensor, and whole parameters with the name of theirs."""
+def _classify(reading: Reading, rank: int | None) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
+    """The modules that get factors, and the parameters that are written whole, as in `AdapterPlan`."""
     model = reading.model
-    called = {stored: name for name, stored in model.spellings.items()}
+    spelling = {stored: name for name, stored in model.spellings.items()}
     modules: dict[str, AdaptedModule] = {}
     whole: dict[str, str] = {}
     for name in model.merged:
-        tensor, parameter = model.tensors[name], called.get(name, name)
-        module, _, leaf = parameter.rpartition(".")
+        tensor, parameter = model.tensors[name], spelling.get(name, name)
+        path, _, leaf = parameter.rpartition(".")
         bound = reading.rank_bound(name)
         if bound is None and reading.is_zero(name):
             continue
-        if bound is None and not _is_weight(tensor, leaf):
+        if bound is None and not _can_have_factors(tensor, leaf):
             if leaf not in ("weight", "bias"):
                 raise MergestreamError(f"{name} has changed, and an adapter cannot hold it; export with --format full")
             whole[parameter] = name
@@ -215,26 +202,22 @@ def _sort(reading: Reading, rank: int | None) -> tuple[dict[str, AdaptedModule],
                 f"the state of {name} is dense, so it has no small exact rank; choose one with --rank K, or export "
                 "with --format full"
             )
-        most = min(matrix_shape(tensor.shape)) if bound is None else bound
-        if most:
-            chosen = most if rank is None else min(most, rank)
-            modules[name] = AdaptedModule(module, _kind(model, name), chosen, tensor.shape)
-    # PEFT takes another module than those with factors as a whole, unless only its bias has changed.
-    saved = modules_saved({module.path for module in modules.values()}, whole)
-    for name in model.tensors:
-        parameter = called.get(name, name)
+        largest = min(matrix_shape(tensor.shape)) if bound is None else bound
+        if largest:
+            chosen = largest if rank is None else min(largest, rank)
+            modules[name] = AdaptedModule(path, _kind(model, name), chosen, tensor.shape)
+    saved = saved_modules({module.path for module in modules.values()}, whole)
+    for name in model.tensors:  # PEFT needs every parameter of a module that it saves whole
+        parameter = spelling.get(name, name)
         if parameter.rpartition(".")[0] in saved:
             whole[parameter] = name
     return modules, whole
 
 
-def _is_weight(tensor: BaseTensor, leaf: str) -> bool:
-    """Whether PEFT has factors for it."""
-    return (
-        leaf == "weight"
-        and (tensor.role in ("linear", "embedding") or (tensor.module or "").startswith("torch.nn.Conv"))
-        and len(tensor.shape) != 3
-    )
+def _can_have_factors(tensor: BaseTensor, leaf: str) -> bool:
+    """Whether PEFT has factors for a tensor."""
+    is_weight = tensor.role in ("linear", "embedding") or (tensor.module or "").startswith("torch.nn.Conv")
+    return leaf == "weight" and is_weight and len(tensor.shape) != 3
 
 
 def _kind(model: BaseModel, name: str) -> Kind:
@@ -244,6 +227,7 @@ def _kind(model: BaseModel, name: str) -> Kind:
 
 
 def _factors(reading: Reading, name: str) -> LowRank:
+    """The direction of a tensor in factors; a dense one is decomposed."""
     with overflow_explained(name):
         direction = reading.direction(name)
         if isinstance(direction, LowRank):

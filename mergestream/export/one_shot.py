@@ -1,36 +1,52 @@
-"""Merge several models that are all at hand, in one go."""
+"""Merge several experts in one command, without a store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
 
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import open_checkpoint
-from mergestream.checkpoints.location import shown
+from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import combined_digest
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts import make_task_vector, open_expert
 from mergestream.experts.base_check import check_base
+from mergestream.experts.vector import TaskVector
 from mergestream.experts.vocabulary import Vocab
-from mergestream.export.card import CardFacts, CardRow
+from mergestream.export.card import CardFacts, without_dates
+from mergestream.export.companions import write_companions
 from mergestream.export.directory import Output
-from mergestream.export.model import write_companions, write_model, write_tensors
-from mergestream.export.provenance import Added, Provenance, undated
-from mergestream.export.recipe import BaseUsed, ExpertUsed, Form, Recipe
+from mergestream.export.model import write_card, write_model, write_tensors
+from mergestream.export.recipe import Form, Recipe
 from mergestream.export.source import ExpertsSource
-from mergestream.export.vocabulary import GrownSource, Speaker
+from mergestream.export.vocabulary import ExpertTokens, ExtendedVocabularySource
 from mergestream.merging.step import Step, carries_through
 from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods import as_method
 from mergestream.methods.base import Method
 from mergestream.progress import Progress, default_progress
 from mergestream.store.directory import StoreDirectory, expert_name
-from mergestream.store.manifest import Options
+from mergestream.store.manifest import Expert, Manifest, Options
+
+
+@dataclass(frozen=True)
+class MergeInputs:
+    """What a one-shot merge combines: a base, experts in their order, and a method."""
+
+    base: str | Path
+    experts: Sequence[str | Path]
+    method: Method
+    linear: Sequence[str]
+    not_linear: Sequence[str]
+    options: Options
+    """With which each expert is added"""
+    names: Sequence[str] = ()
+    """Of the experts; by default the last parts of their paths"""
 
 
 def merge(
@@ -52,106 +68,143 @@ def merge(
     engine: Engine | None = None,
     progress: Progress | None = None,
     command: str | None = None,
-    names: Sequence[str] | None = None,
-    approve: Callable[[Recipe], None] | None = None,
 ) -> None:
-    """Merge ``experts`` in their order by a method, or the one of that name, and write the result to ``out``.
+    """Merge ``experts`` in their order with a method, or the method of that name, and write the result to ``out``.
 
-    They are called by ``names``, or by the last parts of their paths. ``approve`` may refuse what was made, by raising
-    an error, before it takes its place.
-
-    Where the method allows it, each tensor is carried through all models and written straight to the
-    output, so that every file is read once; otherwise the models pass through a temporary store.
+    If the method allows it, each tensor is merged in one pass over all experts and written at once, so that every file
+    is read once; otherwise the experts pass through a temporary store.
     """
-    method = as_method(method)
     if vocab == "union":
         raise UsageError(
-            "--vocab union keeps new tokens with each expert in a store, and a merge has none: base or grow"
+            "--vocab union keeps new tokens with each expert in a store, which a merge does not have; pass base or grow"
         )
+    options: Options = {"partial": partial, "ignore": list(ignore), "allow_duplicate": allow_duplicate}
+    options["allow_other_base"] = allow_other_base
+    if vocab is not None:
+        options["vocab"] = vocab
+    inputs = MergeInputs(base, experts, as_method(method), linear, not_linear, options)
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     output.keep_off(base, *experts)
-    engine = engine or LocalEngine()
-    progress = progress or default_progress()
-    if not carries_through(method, len(experts)):
-        with output.draft() as draft:
-            path = draft.with_name("store")
-            store = StoreDirectory.create(
-                path, base, method, linear=linear, not_linear=not_linear, keep=0, engine=engine, progress=progress
-            )
-            for expert, name in zip_longest(experts, names or ()):
-                store.absorb(expert, name, partial, ignore, allow_duplicate, allow_other_base, vocab=vocab)
-            with store.snapshot() as snapshot:
-                write_model(undated(snapshot), draft, output, engine, progress)
-        return
+    with output.draft() as draft:
+        if carries_through(inputs.method, len(experts)):
+            merge_in_one_pass(inputs, draft, output, engine or LocalEngine(), progress or default_progress())
+        else:
+            _merge_by_steps(inputs, draft, output, engine or LocalEngine(), progress or default_progress())
+
+
+def _merge_by_steps(inputs: MergeInputs, draft: Path, output: Output, engine: Engine, progress: Progress) -> None:
+    """Add one expert after the other to a temporary store beside the draft, and export it."""
+    store = StoreDirectory.create(
+        draft.with_name("store"),
+        inputs.base,
+        inputs.method,
+        linear=inputs.linear,
+        not_linear=inputs.not_linear,
+        keep=0,
+        engine=engine,
+        progress=progress,
+    )
+    for expert in inputs.experts:
+        store.absorb(expert, **inputs.options)
+    with store.snapshot() as snapshot:
+        write_model(without_dates(snapshot), draft, output, engine, progress)
+
+
+def merge_in_one_pass(inputs: MergeInputs, draft: Path, output: Output, engine: Engine, progress: Progress) -> Recipe:
+    """Merge each tensor of all experts at once, and write it; returns the recipe."""
     with ExitStack() as stack:
-        opened = stack.enter_context(open_checkpoint(base))
-        model = BaseModel.examine(opened, linear=linear, not_linear=not_linear, measure=False)
-        vectors = []
-        for expert in experts:
-            found = open_expert(expert)
-            stack.callback(found.close)
-            vectors.append(make_task_vector(model, opened, found, partial=partial, ignore=ignore, vocab=vocab))
-            for sentence in vectors[-1].notes:
-                progress.note(sentence)
-            for name in vectors[-1].heads:  # new tokens: to be checked, and to tell duplicates
-                vectors[-1].head(name)
-        for note in (opened.note, *(vector.expert.note for vector in vectors)):
-            if note:
-                progress.note(note)
-        called = list(names or ())
-        for vector in vectors[len(called) :]:
-            called.append(expert_name(vector.expert.source, called))
-        step = Step(method, vectors, device=engine.device, experts=called)
-        source = ExpertsSource(step, opened, find_thresholds(step, engine))
-        speakers = [Speaker(vector.tokens, vector.expert) for vector in vectors if vector.tokens]
-        grown = GrownSource(source, speakers, opened) if speakers else None
-        draft = stack.enter_context(output.draft())
-        result = write_tensors(grown or source, draft, output, engine, progress)
-        _check_origins(source, progress, allow_other_base)
-        given = [str(base), *map(str, experts)]
-        card = _card(source, given, command, allow_duplicate)
-        write_companions(draft, output, opened, card, grown=grown)
-        options: Options = {"partial": partial, "ignore": list(ignore), "allow_duplicate": allow_duplicate}
-        options["allow_other_base"] = allow_other_base
-        if vocab is not None:
-            options["vocab"] = vocab
-        form = Form(dtype=output.dtype, max_shard_size=max_shard_size)
-        recipe = _recipe(source, card, result, options, form)
-        if approve:
-            approve(recipe)
+        base = stack.enter_context(open_checkpoint(inputs.base))
+        model = BaseModel.examine(base, linear=inputs.linear, not_linear=inputs.not_linear, measure=False)
+        vectors = _open_experts(inputs, model, base, stack, progress)
+        names = list(inputs.names)
+        for vector in vectors[len(names) :]:
+            names.append(expert_name(vector.expert.source, names))
+        step = Step(inputs.method, vectors, device=engine.device, experts=names)
+        source = ExpertsSource(step, base, find_thresholds(step, engine))
+        tokens = [ExpertTokens(vector.tokens, vector.expert) for vector in vectors if vector.tokens]
+        extended = ExtendedVocabularySource(source, tokens, base) if tokens else None
+        digest = write_tensors(extended or source, draft, output, engine, progress)
+        for vector in vectors:
+            _check_origin(vector, progress, inputs.options.get("allow_other_base", False))
+        manifest = _manifest(source, inputs)
+        write_companions(draft, base, output.dtype, extended)
+        write_card(draft, CardFacts(manifest, source.scale, source.distance, command=output.command), base)
+        form = Form(dtype=output.dtype, max_shard_size=output.max_shard_size)
+        recipe = Recipe.of(manifest, form, digest, made_by="merge")
         output.mark(draft, recipe.to_json())
+        return recipe
 
 
-def _recipe(source: ExpertsSource, card: CardFacts, result: str, options: Options, form: Form) -> Recipe:
-    base = BaseUsed(card.base, source.base_digest, source.model.linear, source.model.not_linear)
-    experts = tuple(ExpertUsed(came.name, came.source, came.digest, options) for came in card.provenance.experts)
-    return Recipe("merge", base, card.method, card.parameters, experts, form, result)
+def _open_experts(
+    inputs: MergeInputs, model: BaseModel, base: Checkpoint, stack: ExitStack, progress: Progress
+) -> list[TaskVector]:
+    """The task vectors of all experts, whose files ``stack`` closes."""
+    options, vectors = inputs.options, []
+    notes = [base.note]
+    for expert in inputs.experts:
+        found = open_expert(expert)
+        stack.callback(found.close)
+        vector = make_task_vector(
+            *(model, base, found),
+            partial=options.get("partial", False),
+            ignore=options.get("ignore", ()),
+            vocab=options.get("vocab"),
+        )
+        for name in vector.heads:  # rows of new tokens: reading them checks them, and adds them to the digest
+            vector.head(name)
+        notes += [*vector.notes, vector.expert.note]
+        vectors.append(vector)
+    for note in filter(None, notes):
+        progress.note(note)
+    return vectors
 
 
-def _check_origins(source: ExpertsSource, progress: Progress, allow_other_base: bool) -> None:
-    """Refuse a model of another base, or tell of it where it is allowed."""
-    for vector in source.step.vectors:
-        found = check_base(vector, vector.norm2)
-        if found.is_other and not allow_other_base:
-            raise MergestreamError(f"{found.note}; pass --allow-other-base to merge it all the same")
-        if found.note:
-            progress.note(found.note)
+def _check_origin(vector: TaskVector, progress: Progress, allow_other_base: bool) -> None:
+    """Refuse an expert of another base, or note it if that is allowed."""
+    found = check_base(vector, vector.norm2)
+    if found.is_other and not allow_other_base:
+        raise MergestreamError(f"{found.note}; pass --allow-other-base to merge it anyway")
+    if found.note:
+        progress.note(found.note)
 
 
-def _card(source: ExpertsSource, given: Sequence[str], command: str | None, allow_duplicate: bool) -> CardFacts:
-    """``given`` is how the user has named base and experts."""
-    rows: list[CardRow] = []
-    added: list[Added] = []
-    steps = zip(source.step.experts, source.step.vectors, source.totals(), given[1:], strict=True)
-    for name, vector, totals, named in steps:
+def _manifest(source: ExpertsSource, inputs: MergeInputs) -> Manifest:
+    """The manifest that a store of these experts would have, for the card and the recipe."""
+    history: list[Expert] = []
+    found = zip(source.step.experts, source.step.vectors, source.totals(), inputs.experts, strict=True)
+    for number, (name, vector, totals, given) in enumerate(found, 1):
         digest = combined_digest(vector.digests)
-        same = "the base" if totals.norm == 0 else next((row.name for row in rows if row.digest == digest), None)
-        if same is not None and not allow_duplicate:
+        same = "the base" if totals.norm == 0 else next((old.name for old in history if old.digest == digest), None)
+        if same is not None and not inputs.options.get("allow_duplicate"):
             raise MergestreamError(
                 f"{vector.expert.source} is the same model as {same}; pass --allow-duplicate to merge it again"
             )
-        rows.append(CardRow(name, digest, totals.norm, totals.kept, totals.scale))
-        added.append(Added(name, shown(vector.expert.source, named), digest, totals.norm, totals.kept))
-    method, base = source.step.method, shown(source.base.source, given[0])
-    about = base, method.name, method.parameters, rows, source.scale, source.distance
-    return CardFacts(*about, command=command, provenance=Provenance(added))
+        history.append(
+            Expert(
+                name=name,
+                number=number,
+                source=vector.expert.source,
+                given=str(given),
+                digest=digest,
+                added="",
+                seconds=0.0,
+                norm=totals.norm,
+                kept=totals.kept,
+                scale=totals.scale,
+                mean_norm=totals.mean_norm,
+                direction_norm=None,
+                distance=None,
+                lost=0.0,
+                rank=0,
+                state="",
+                record="",
+                fates={},
+                options=inputs.options,
+            )
+        )
+    tensors = {
+        name: dataclasses.replace(tensor, digest=source.base_digests[tensor.tied_to or name])
+        for name, tensor in source.model.tensors.items()
+    }
+    base = dataclasses.replace(source.model, tensors=tensors, given=str(inputs.base))
+    return Manifest(inputs.method.name, inputs.method.parameters, base, keep=0, history=tuple(history))

@@ -1,4 +1,4 @@
-"""``mergestream.json`` beside an export: what it was made of and how, so that it can be made again."""
+"""The recipe in ``mergestream.json``: what an export was made from, so that `replay` can make it again."""
 
 from __future__ import annotations
 
@@ -15,60 +15,49 @@ from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 from mergestream.ledger.selection import Selection
 from mergestream.schema import Count, Number, Plain
-from mergestream.store.manifest import Expert, Options
-from mergestream.store.snapshot import Snapshot
+from mergestream.store.manifest import Manifest, Options
 
 FORMAT = 1
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-Format = Literal["full", "lora", "loras"]
 
 
 @dataclass(frozen=True)
-class BaseUsed:
-    """The base, and how its tensors were sorted."""
+class RecipeBase:
+    """The base, and the globs that classified its tensors."""
 
     source: str
     digest: Digest | None
-    """None where its weights were never read"""
+    """None if its weights were never read"""
     linear: tuple[str, ...] = ()
     not_linear: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class ExpertUsed:
-    """One expert, and what it was added with."""
+class RecipeExpert:
+    """One expert, and the options it was added with."""
 
     name: str
     source: str
     digest: Digest
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
     cut: Count = 0
-    """In a ledger: how many experts its entry leaves room for"""
+    """In a ledger: its entry was cut as if so many experts shared the budget"""
 
 
 @dataclass(frozen=True)
-class Readout:
-    """What was chosen when the model was read out."""
+class ReadoutChoice(Selection):
+    """How the model was read out."""
 
-    readout: str | None = None
-    only: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    weights: Mapping[str, float] = field(default_factory=dict)
-    balance: bool = False
     scale: str | float | None = None
     task: str | None = None
-
-    @property
-    def selection(self) -> Selection:
-        return Selection(self.readout, self.only, self.without, self.weights, self.balance)
 
 
 @dataclass(frozen=True)
 class Form:
-    """How it was written."""
+    """The format of the files."""
 
-    format: Format = "full"
+    format: Literal["full", "lora", "loras"] = "full"
     rank: Number | None = None
     dtype: str | None = None
     max_shard_size: Number | None = None
@@ -77,82 +66,74 @@ class Form:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that it takes to make an export again."""
+    """Everything that is needed to make an export again."""
 
     made_by: Literal["store", "merge"]
-    """Step by step, or each tensor carried through all experts at once"""
-    base: BaseUsed
+    """``store``: experts were added one by one; ``merge``: each tensor was merged in one pass over all experts"""
+    base: RecipeBase
     method: str
     parameters: Mapping[str, Plain]
-    experts: tuple[ExpertUsed, ...]
+    experts: tuple[RecipeExpert, ...]
     form: Form
     result: Digest
-    """Of the tensors that were written"""
-    readout: Readout = field(default_factory=Readout)
+    """Digest of the written tensors"""
+    readout: ReadoutChoice = field(default_factory=ReadoutChoice)
     max_rank: Number | None = None
     exact: bool = True
-    """Whether the same bytes come again; not where an expert was subtracted from a sum, which rounds"""
+    """False if an expert was subtracted from a sum: that rounds, so that a replay gives other bits"""
 
     @classmethod
     def of(
         cls,
-        snapshot: Snapshot,
+        manifest: Manifest,
         form: Form,
         result: str,
-        selection: Selection | None = None,
-        scale: str | float | None = None,
-        task: str | None = None,
+        *,
+        readout: ReadoutChoice | None = None,
+        made_by: Literal["store", "merge"] = "store",
     ) -> Recipe:
-        """Of what is read out of a store."""
-        manifest, chosen = snapshot.manifest, selection or Selection()
-        base = manifest.base
-        globs = base.linear, base.not_linear, base.heads
+        """The recipe of an export of a store with this manifest."""
+        base, history = manifest.base, manifest.history
+        digest = base.digest if base.measured else None
         return cls(
-            made_by="store",
-            base=BaseUsed(shown(base.source, base.given), base.digest if base.measured else None, *globs),
+            made_by=made_by,
+            base=RecipeBase(shown(base.source, base.given), digest, base.linear, base.not_linear, base.heads),
             method=manifest.method,
             parameters=manifest.parameters,
-            max_rank=manifest.max_rank,
-            experts=tuple(map(_expert, manifest.history)),
-            readout=Readout(**{**dataclasses.asdict(chosen), "scale": scale, "task": task}),
+            experts=tuple(
+                RecipeExpert(entry.name, shown(entry.source, entry.given), entry.digest, entry.options, entry.cut)
+                for entry in history
+            ),
             form=form,
-            exact=manifest.is_ledger or [entry.number for entry in manifest.history] == [*range(1, manifest.step + 1)],
             result=result,
+            readout=readout or ReadoutChoice(),
+            max_rank=manifest.max_rank,
+            exact=manifest.is_ledger or [entry.number for entry in history] == [*range(1, len(history) + 1)],
         )
 
     def to_json(self) -> dict[str, Any]:
+        """The keys of ``mergestream.json`` that `read_recipe` reads."""
         return {"recipe": FORMAT, **dataclasses.asdict(self)}
 
 
-def _expert(entry: Expert) -> ExpertUsed:
-    return ExpertUsed(entry.name, shown(entry.source, entry.given), entry.digest, entry.options, entry.cut)
-
-
 def read_recipe(path: Path) -> Recipe:
-    """What a file says, held against the types; it may come from anybody."""
+    """Read and validate a recipe; the file is untrusted."""
     data = read_json(path, finite=True)
     if "recipe" not in data:
-        raise MergestreamError(
-            f"{path} is no recipe: give the mergestream.json of an export of this version or a later one"
-        )
+        raise MergestreamError(f"{path} is not a recipe; pass the mergestream.json of an export")
     if data["recipe"] != FORMAT:
-        raise MergestreamError(f"{path} is a recipe of format {data['recipe']!r}; upgrade mergestream to follow it")
+        raise MergestreamError(f"{path} is a recipe of format {data['recipe']!r}; upgrade mergestream to replay it")
     try:
         recipe = convert(data, Recipe)
-        for expert in recipe.experts:
-            _check_options(expert)
     except ValueError as error:
-        raise MergestreamError(f"{path} is no recipe that can be followed: {error}") from error
-    names = [expert.name for expert in recipe.experts]
-    if not names or len(set(names)) < len(names):
-        raise MergestreamError(f"{path} is no recipe that can be followed: every expert needs a name of its own")
+        raise MergestreamError(f"{path} is not a valid recipe: {error}") from error
+    for expert in data["experts"]:
+        if unknown := expert.get("options", {}).keys() - Options.__annotations__.keys():
+            raise MergestreamError(
+                f"{path}: {expert['name']} was added with {min(unknown)}, which this version of mergestream does not "
+                "know; upgrade mergestream to replay it"
+            )
+    names = {expert.name for expert in recipe.experts}
+    if not names or len(names) < len(recipe.experts):
+        raise MergestreamError(f"{path} is not a valid recipe: every expert needs a unique name")
     return recipe
-
-
-def _check_options(expert: ExpertUsed) -> None:
-    """An option that is not known would be left out in silence."""
-    if unknown := expert.options.keys() - Options.__annotations__.keys():
-        raise ValueError(
-            f"{expert.name} was added with {min(unknown)}, which this version of mergestream does not know"
-        )
-    convert(expert.options, Options)

@@ -1,4 +1,4 @@
-"""Where merged tensors come from, piece by piece: a store's state, or experts that are all at hand."""
+"""Sources of merged tensors: what a store remembers, or experts that are merged in one pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from mergestream.algebra.pieces import SquaredNorm
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorSpec
-from mergestream.digest import combined_digest, tensor_digest
+from mergestream.digest import tensor_digest
 from mergestream.engine import ResultsByTensor
 from mergestream.experts.vocabulary import ROWS
 from mergestream.merging.reading import Reading, cast, moved_by
@@ -24,8 +24,10 @@ from mergestream.store.records import Task
 
 @dataclass(frozen=True)
 class StateSource:
-    """A state that is read out, as the model of a task where one is given: with its head in place of the base's, and
-    under the names that its class has for the tensors."""
+    """Reads tensors out of a store: θ⁰ + scale · direction.
+
+    With a ``task`` it has the head of that expert, and the tensor names of the expert's class.
+    """
 
     reading: Reading
     base: Checkpoint
@@ -36,45 +38,38 @@ class StateSource:
     def model(self) -> BaseModel:
         return self.reading.model
 
-    @property
-    def forms(self) -> Mapping[str, TensorSpec]:
-        """Every tensor that is written, in the types of the base."""
-        tensors = {**self.model.tensors, **self._heads}
-        return {written: tensors[name] for written, name in self._names.items()}
-
-    @property
-    def memory(self) -> Mapping[str, int]:
-        """Bytes that each takes at its peak."""
-        memory, tensors = self.reading.memory, self.reading.model.tensors
-        return {
-            written: memory[name] + self.base.copies * tensors[name].nbytes
-            for written, name in self._names.items()
-            if name in memory
-        }
-
-    @property
-    def _heads(self) -> Mapping[str, TensorSpec]:
+    @cached_property
+    def _heads(self) -> dict[str, TensorSpec]:
         kept = self.task.heads.tensors if self.task else {}
-        return {name: form for name, form in kept.items() if not name.startswith(ROWS)}
-
-    def original(self, name: str) -> str:
-        """What the base, or the expert whose head it is, calls a tensor that is written."""
-        return self._names[name]
+        return {name: spec for name, spec in kept.items() if not name.startswith(ROWS)}
 
     @cached_property
-    def _names(self) -> dict[str, str]:
-        """What is written, by the name that it gets."""
+    def names(self) -> dict[str, str]:
+        """Every tensor by the name it is written under, with its name in the base or the expert."""
         tensors = self.model.tensors
         if self.task is None:
             return {name: name for name in tensors}
-        # A head of the base has no place in another class.
+        # The task's class has no place for a head of the base.
         placed = [name for name in tensors if tensors[name].role != "head" or name in self._heads]
         names = {self.task.prefix.name_in_task(name): name for name in placed}
         return {**names, **{name: name for name in self._heads if name not in tensors}}
 
+    @cached_property
+    def layout(self) -> dict[str, TensorSpec]:
+        """Every tensor that is written, in the base's dtype."""
+        tensors = {**self.model.tensors, **self._heads}
+        return {written: tensors[name] for written, name in self.names.items()}
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Peak bytes per tensor."""
+        memory, tensors, copies = self.reading.memory, self.model.tensors, self.base.copies
+        known = {written: name for written, name in self.names.items() if name in memory}
+        return {written: memory[name] + copies * tensors[name].nbytes for written, name in known.items()}
+
     def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
-        """A tensor in order, each piece with the number of its first element, rounded once, to ``dtype``."""
-        name = self._names[name]
+        """Consecutive pieces of a tensor, each with its first element, rounded once to ``dtype``."""
+        name = self.names[name]
         if self.task and name in self._heads:
             yield 0, cast(self.task.heads.read(name).reshape(-1), dtype, name)
         else:
@@ -83,33 +78,34 @@ class StateSource:
 
     @property
     def distance(self) -> float:
-        """‖merged − θ⁰‖, once all has been read."""
+        """‖merged − θ⁰‖, after all tensors were read."""
         return abs(self.scale) * math.sqrt(math.fsum(self.reading.norm2.values()))
 
 
 @dataclass(frozen=True)
 class ExpertsSource:
-    """Carries each tensor through all task vectors at once: every file is read once, and no state is kept."""
+    """Merges each tensor of all experts in one pass: every file is read once, and no state is kept."""
 
     step: Step
     base: Checkpoint
     thresholds: Thresholds
     kept2: ResultsByTensor[list[float | None]] = field(default_factory=ResultsByTensor)
-    """‖kept‖² of each task vector, None where all is kept, of the tensors that have been merged"""
+    """‖kept‖² of each expert by tensor; None where all of Δ is kept"""
     direction2: ResultsByTensor[float] = field(default_factory=ResultsByTensor)
+    """‖direction‖² by tensor"""
     base_digests: ResultsByTensor[str] = field(default_factory=ResultsByTensor)
-    """Of the tensors of the base that have been read"""
 
     @property
     def model(self) -> BaseModel:
         return self.step.vectors[0].model
 
-    @property
-    def forms(self) -> Mapping[str, TensorSpec]:
-        return self.model.tensors
+    @cached_property
+    def names(self) -> dict[str, str]:
+        return {name: name for name in self.model.tensors}
 
-    def original(self, name: str) -> str:
-        return name
+    @property
+    def layout(self) -> Mapping[str, TensorSpec]:
+        return self.model.tensors
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -117,10 +113,11 @@ class ExpertsSource:
 
     @cached_property
     def scale(self) -> float:
-        """No norm decides it: else the method could not be carried through."""
+        """The method's scale, which depends on no norm: such methods pass through a temporary store instead."""
         return scale_value(self.step.method.scale_rule, self.step.counts[-1], math.nan, lambda: math.nan)
 
     def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
+        """Consecutive pieces of a tensor, each with its first element, rounded once to ``dtype``."""
         name = self.model.tensors[name].tied_to or name
         if not self.model.tensors[name].merges:
             tensor = self.base.read(name)
@@ -138,14 +135,8 @@ class ExpertsSource:
         self.base_digests[name], self.direction2[name] = base.digest(), norm.total()
         self.kept2[name] = [_sum(parts) for parts in zip(*kept, strict=True)] or [None] * len(self.step.vectors)
 
-    @property
-    def base_digest(self) -> str:
-        """As a store has it, once all has been read."""
-        tensors = self.model.tensors.items()
-        return combined_digest({name: self.base_digests[tensor.tied_to or name] for name, tensor in tensors})
-
     def totals(self) -> list[Totals]:
-        """What each model adds to the merge, once all has been read."""
+        """The scalars of the model after each expert, after all tensors were read."""
         found: list[Totals] = []
         for number, (t, vector) in enumerate(zip(self.step.counts, self.step.vectors, strict=True)):
             outcomes = []
@@ -158,11 +149,11 @@ class ExpertsSource:
 
     @property
     def distance(self) -> float:
+        """‖merged − θ⁰‖, after all tensors were read."""
         return abs(self.scale) * math.sqrt(math.fsum(self.direction2.values()))
 
 
 Source = StateSource | ExpertsSource
-"""The tensors of a merged model."""
 
 
 def _sum(parts: Sequence[float | None]) -> float | None:

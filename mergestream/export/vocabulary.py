@@ -1,4 +1,4 @@
-"""Tokens that experts have added: their rows in the tables of a merged model, its tokenizer and its config."""
+"""Tokens that experts have added: their rows in the embedding tables of a merged model, and in its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from mergestream.checkpoints.tokenizer import add_tokens, read_tokenizer
 from mergestream.errors import MergestreamError
 from mergestream.experts.vocabulary import ROWS, Token, rows_of, with_rows
 from mergestream.export.source import Source
-from mergestream.merging.entries import EntriesReading
 from mergestream.merging.reading import Reading, cast
 from mergestream.progress import Progress
 from mergestream.schema import invalid_file
@@ -25,8 +24,8 @@ from mergestream.sizes import shorten_list
 from mergestream.store.snapshot import Snapshot
 
 
-class Speaker(NamedTuple):
-    """An expert whose tokens go into the model: the tokens, the rows that were kept of them, and its weight."""
+class ExpertTokens(NamedTuple):
+    """The tokens that one expert adds, the checkpoint with their rows, and the expert's weight."""
 
     tokens: Sequence[Token]
     kept: Checkpoint
@@ -34,170 +33,147 @@ class Speaker(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GrownSource:
-    """A merged model with the tokens of experts, in the order of arrival; of what several have added, their mean."""
+class ExtendedVocabularySource:
+    """A source whose embedding tables also have the tokens of experts.
+
+    New rows are in the order in which experts were added; the row of a token of several experts is their mean.
+    """
 
     source: Source
-    speakers: Sequence[Speaker]
+    experts: Sequence[ExpertTokens]
     base: Checkpoint
 
     @cached_property
     def tokens(self) -> dict[str, Token]:
-        """In the order of arrival; of what several have, as the first has it"""
+        """The new tokens by their text, each as its first expert has it."""
         tokens: dict[str, Token] = {}
-        for speaker in self.speakers:
-            for token in speaker.tokens:
+        for expert in self.experts:
+            for token in expert.tokens:
                 tokens.setdefault(token.content, token)
         return tokens
 
     @cached_property
     def tables(self) -> dict[str, str]:
-        """Every tensor with a row for each token, and the name under which the new rows were kept."""
-        ties = self.source.model.ties
-        kept = {key for speaker in self.speakers for key in speaker.kept.tensors if key.startswith(ROWS)}
-        names = {name: self.source.original(name) for name in self.source.forms}
-        found = {name: f"{ROWS}{ties.get(original, original)}" for name, original in names.items()}
+        """Every tensor with a row per token, with the name that its new rows are kept under."""
+        ties, layout = self.source.model.ties, self.source.layout
+        kept = {key for expert in self.experts for key in expert.kept.tensors}
+        found = {name: f"{ROWS}{ties.get(stored, stored)}" for name, stored in self.source.names.items()}
         tables = {name: key for name, key in found.items() if key in kept}
-        for tokens, rows, _ in self.speakers:
+        for tokens, rows, _ in self.experts:
             for name, key in tables.items():
-                form = self.source.forms[name]
-                width = form.numel // max(rows_of(form.shape), 1)
+                width = layout[name].numel // max(rows_of(layout[name].shape), 1)
                 if key in rows.tensors and rows.tensors[key].shape != (len(tokens), width):
                     raise invalid_file(Path(rows.source), f"{key} is not as wide as {name} of the base")
         if not tables:
-            raise invalid_file(Path(self.speakers[0].kept.source), "it has no rows for the tokens that it is for")
+            raise invalid_file(Path(self.experts[0].kept.source), "it has no rows for its tokens")
         return tables
 
     @cached_property
+    def base_size(self) -> int:
+        """The number of rows in the base."""
+        return rows_of(self.source.layout[next(iter(self.tables))].shape)
+
+    @cached_property
     def size(self) -> int:
-        """How many rows the base has."""
-        return rows_of(self.source.forms[next(iter(self.tables))].shape)
+        """The number of rows that are written."""
+        return max(self.base_size, max(self.rows.values()) + 1)
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """The row of every new token: after the last token of the base, or after its last row where none tells."""
-        end = self.size
+        """The row of every new token: after the base's last token, or after its last row if the token has no name."""
+        end = self.base_size
         named = [content for content, token in self.tokens.items() if token.added is not None]
         if named:
             tokenizer = read_tokenizer(self.base.directory)
             if tokenizer is None or not tokenizer.ids.keys().isdisjoint(named):
                 raise MergestreamError(
-                    f"the tokenizer of the base {self.base.source} is not the one that {named[0]} was to be added to; "
-                    "restore it"
+                    f"{self.base.source}: the tokenizer of the base has changed since {named[0]} was added; restore it"
                 )
             end = tokenizer.end
         rows = {content: end + number for number, content in enumerate(named)}
+        first = max(self.base_size, end + len(named))
         nameless = [content for content in self.tokens if content not in rows]
-        return rows | {content: max(self.size, end + len(named)) + number for number, content in enumerate(nameless)}
+        return rows | {content: first + number for number, content in enumerate(nameless)}
 
-    @property
-    def forms(self) -> Mapping[str, TensorSpec]:
-        forms = dict(self.source.forms)
+    @cached_property
+    def layout(self) -> dict[str, TensorSpec]:
+        """Every tensor that is written, in the base's dtype."""
+        layout = dict(self.source.layout)
         for name in self.tables:
-            size = max(self.size, max(self.rows.values()) + 1)
-            forms[name] = TensorSpec(forms[name].dtype, with_rows(forms[name].shape, size))
-        return forms
+            layout[name] = TensorSpec(layout[name].dtype, with_rows(layout[name].shape, self.size))
+        return layout
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """With the rows after the base's last token, and the new ones in float64 twice."""
-        memory, forms = dict(self.source.memory), self.forms
+        """Peak bytes per tensor: the rows after the base's last token, and the new rows in float64 twice."""
+        memory = dict(self.source.memory)
         for name in self.tables:
-            size = rows_of(forms[name].shape)
-            width, tail = forms[name].numel // size, size - min(self.rows.values())
+            width, tail = self.layout[name].numel // self.size, self.size - min(self.rows.values())
             memory[name] = memory.get(name, 0) + 8 * width * (tail + 2 * len(self.rows))
         return memory
 
     def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
+        """Consecutive pieces of a tensor; a table ends with one piece that holds every new row."""
         if name not in self.tables:
             yield from self.source.pieces(name, dtype)
             return
-        form = self.forms[name]
-        width = form.numel // rows_of(form.shape)
-        edge = min(self.rows.values()) * width
-        tail = torch.zeros(form.numel - edge, dtype=torch_dtype(dtype))
+        numel = self.layout[name].numel
+        width, first_row = numel // self.size, min(self.rows.values())
+        edge = first_row * width
+        tail = torch.zeros(numel - edge, dtype=torch_dtype(dtype))
         for start, piece in self.source.pieces(name, dtype):
             before = min(max(edge - start, 0), piece.numel())
             if before:
                 yield start, piece[:before]
             behind = max(start - edge, 0)
             tail[behind : behind + piece.numel() - before] = piece[before:]
-        places = torch.tensor(list(self.rows.values())) - edge // width
+        places = torch.tensor(list(self.rows.values())) - first_row
         tail.view(-1, width)[places] = cast(self._new_rows(self.tables[name], width), dtype, name)
         yield edge, tail
 
     def _new_rows(self, key: str, width: int) -> Tensor:
-        """The mean of all that have a token, by their weights."""
+        """The weighted mean of the experts that have each token."""
         order = {content: number for number, content in enumerate(self.rows)}
-        total, weights = torch.zeros(len(order), width, dtype=torch.float64), torch.zeros(len(order), 1).double()
-        for tokens, kept, weight in self.speakers:
+        total = torch.zeros(len(order), width, dtype=torch.float64)
+        weights = torch.zeros(len(order), 1, dtype=torch.float64)
+        for tokens, kept, weight in self.experts:
             if key in kept.tensors:
                 places = [order[token.content] for token in tokens]
                 total[places] += weight * kept.read(key).reshape(len(tokens), width).double()
                 weights[places] += weight
-        return total / weights.where(weights > 0, torch.ones(()).double())
+        return total / weights.where(weights > 0, 1.0)
 
     def extend_tokenizer(self, directory: Path) -> None:
         """Add the tokens that have a name to the tokenizer's files."""
-        named = {
-            content: (row, token.added)
-            for content, row in self.rows.items()
-            if (token := self.tokens[content]).added is not None
-        }
+        found = {content: (row, self.tokens[content].added) for content, row in self.rows.items()}
+        named = {content: (row, added) for content, (row, added) in found.items() if added is not None}
         if named:
             add_tokens(directory, named)
 
 
-def spoken(
+def select_tokens(
     snapshot: Snapshot, reading: Reading, task: str | None, stack: ExitStack, progress: Progress
-) -> dict[str, Speaker]:
-    """The experts whose tokens a model has, by name: those that are read out and were added to grow it, the only one
-    that is read out, and the one whose task it is."""
-    weights = dict.fromkeys(snapshot.manifest.names, 1.0)
-    alone = False
-    if isinstance(reading, EntriesReading):
-        weights = {expert.name: expert.weight for expert in reading.experts if expert.weight}
-        alone = reading.readout.name == "expert"
-    speakers: dict[str, Speaker] = {}
-    silent: list[str] = []
+) -> dict[str, ExpertTokens]:
+    """The experts whose tokens go into the model, by name.
+
+    These are the task's expert, selected experts that were added with ``--vocab grow``, and an expert that is read out
+    alone. ``stack`` closes their files.
+    """
+    every_expert = dict.fromkeys(snapshot.manifest.names, 1.0)
+    weights = {name: weight for name, weight in (reading.weights or every_expert).items() if weight}
+    is_alone = reading.readout_name == "expert"
+    experts: dict[str, ExpertTokens] = {}
+    left_out: list[str] = []
     for entry in snapshot.manifest.history:
         tokens = snapshot.tokens(entry)
         if not tokens or (entry.name not in weights and entry.name != task):
             continue
-        if entry.name == task or alone or entry.options.get("vocab") == "grow":
+        if entry.name == task or is_alone or entry.options.get("vocab") == "grow":
             kept = stack.enter_context(snapshot.open_task(entry.name).heads)
-            speakers[entry.name] = Speaker(tokens, kept, weights.get(entry.name, 1.0))
+            experts[entry.name] = ExpertTokens(tokens, kept, weights.get(entry.name, 1.0))
         else:
-            silent.append(entry.name)
-    if silent:
-        progress.note(
-            f"tokens that were kept with {shorten_list(silent)} are not in the model; --task {silent[0]} puts them in"
-        )
-    return speakers
-
-
-def config_for(
-    config: Mapping[str, Any], ours: Mapping[str, Any], grown: GrownSource | None, own: Sequence[Token] = ()
-) -> dict[str, Any]:
-    """A config for tables as they are written: the base's (``ours``), or that of an expert with tokens of its ``own``.
-
-    A token that an expert's config names by its number has another one now, or where it was not kept the base's.
-    """
-    size = ours.get("vocab_size")
-    if grown and size == grown.size:
-        size = rows_of(grown.forms[next(iter(grown.tables))].shape)
-    numbers = {token.id: grown.rows[token.content] for token in own} if grown else {}
-
-    def number(key: str, old: Any) -> Any:
-        lost = isinstance(old, int) and isinstance(size, int) and old >= size
-        return numbers.get(old, ours.get(key) if lost else old)
-
-    fitted = dict(config)
-    for key, value in config.items():
-        if isinstance(value, Mapping) and isinstance(ours.get(key), Mapping):
-            fitted[key] = config_for(value, ours[key], grown, own)
-        elif key == "vocab_size" and size is not None:
-            fitted[key] = size
-        elif key.endswith("_token_id"):
-            fitted[key] = [number(key, old) for old in value] if isinstance(value, list) else number(key, value)
-    return fitted
+            left_out.append(entry.name)
+    if left_out:
+        names = shorten_list(left_out)
+        progress.note(f"the model leaves out the tokens of {names}; --task {left_out[0]} adds that expert's")
+    return experts

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from mergestream.checkpoints.location import shown
 from mergestream.errors import MergestreamError
 from mergestream.escaping import code
-from mergestream.export.provenance import Provenance
+from mergestream.export.card import history_section, removed_experts
 from mergestream.files import local_path, sync_directory, sync_file
 from mergestream.hub.repository import connect, explained, push_files, repository_name
 from mergestream.store.directory import StoreDirectory
@@ -97,7 +97,7 @@ def _card(path: Path, manifest: Manifest, name: str) -> str:
         f"Experts of {code(base)}, merged by {code(manifest.method)}. To go on with it:",
         "",
         f"    mergestream pull hf://{name} store",
-        *Provenance.of(path, manifest).markdown(),
+        *history_section(manifest, removed_experts(path, manifest)),
         "",
     ]
     return "\n".join(lines)

@@ -73,6 +73,14 @@ class EntriesReading(Reading):
     device: str = "cpu"
 
     @property
+    def readout_name(self) -> str:
+        return self.readout.name
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {expert.name: expert.weight for expert in self.experts}
+
+    @property
     def cut(self) -> int:
         """Entries are read as if so many experts shared the room."""
         return sharing([expert.cut for expert in self.experts])

@@ -63,6 +63,16 @@ class Reading(ABC):
     def memory(self) -> dict[str, int]:
         """Bytes that reading out each tensor takes at its peak."""
 
+    @property
+    @abstractmethod
+    def readout_name(self) -> str:
+        """The name of the readout."""
+
+    @property
+    def weights(self) -> Mapping[str, float] | None:
+        """The weights of the selected experts; None if the method does not keep experts apart."""
+        return None
+
     def pieces(self, name: str, base: Checkpoint, scale: float, dtype: str) -> Iterator[tuple[int, Tensor]]:
         """The merged tensor in order, as (first element, elements), rounded once, to ``dtype``."""
         tensor = self.model.tensors[name]
@@ -115,6 +125,10 @@ class StateReading(Reading):
     readout: StateReadout = field(default_factory=Plain)
     copies: int = 0
     """How often the state is in memory while it is read: not at all where it is a view of a file"""
+
+    @property
+    def readout_name(self) -> str:
+        return self.readout.name
 
     def elements(self, name: str) -> Elements | None:
         context, state = self._context(name), self._state(name)

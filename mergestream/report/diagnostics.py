@@ -162,8 +162,9 @@ class Survival:
         return Survival(self.experts, tuple(members), tuple(norm), tuple(kept), tuple(protected))
 
 
-def similarity(store: StoreDirectory) -> Similarity:
-    sketches = [read_sketch(store.place, entry) for entry in store.history]
+def similarity(store: StoreDirectory | Snapshot) -> Similarity:
+    """Cosines of the task vectors of a store, or of one of its snapshots."""
+    sketches = [read_sketch(store.place, entry) for entry in store.manifest.history]
     width = min(map(len, sketches), default=WIDTH)
     names = tuple(store.manifest.names)
     return Similarity(names, tuple(map(tuple, cosines(sketches))), error_of(width))

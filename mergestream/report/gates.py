@@ -14,7 +14,7 @@ from mergestream.commands import NUMBER, SCORES, CommandError, check_command, la
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import one_line
 from mergestream.export.directory import Output
-from mergestream.export.model import export_model
+from mergestream.export.model import write_model
 from mergestream.files import remove
 from mergestream.report.diagnostics import holding
 from mergestream.report.harness import read_evaluation
@@ -146,8 +146,8 @@ class Gatekeeper:
         place = store.place / CANDIDATE
         output = Output(place / "model")
         try:
-            with candidate.snapshot() as snapshot:
-                export_model(snapshot, output, store.engine, store.progress)
+            with candidate.snapshot() as snapshot, output.draft() as draft:
+                write_model(snapshot, draft, output, store.engine, store.progress)
             scores = place / "scores"
             scores.mkdir()
             return evaluate(command, output.path, scores)

@@ -12,8 +12,8 @@ import torch
 
 from mergestream import Average, Store
 from mergestream.errors import MergestreamError, MergestreamWarning
-from mergestream.export.agreement import refusals
-from mergestream.export.peft import AdaptedModule, adapter_config
+from mergestream.export.adapter_config import adapter_config, serving_notes
+from mergestream.export.peft import AdaptedModule
 from tests.workshop import Workshop, edit_config, gpt2, llama
 
 FIELDS: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "lora_dropout": 0.25}
@@ -94,9 +94,12 @@ def test_the_name_of_the_base_on_the_hub_is_the_one_that_all_were_made_for(tmp_p
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"modules_to_save": ["ln_f"]}, r"out: vLLM .* refuse modules_to_save \(transformer.ln_f\); --format full"),
-        ({"bias": "lora_only"}, r"out: vLLM .* refuse biases \(bias=lora_only\); --format full"),
-        ({"rank_pattern": {"h.0.attn.c_attn": 5}}, r"are 2 to 5 \(rank_pattern\).*--rank 2 makes them alike"),
+        (
+            {"modules_to_save": ["ln_f"]},
+            r"vLLM .* refuse .* modules_to_save \(transformer.ln_f\); .*--format full",
+        ),
+        ({"bias": "lora_only"}, r"out: vLLM .* refuse .* biases \(bias=lora_only\); .*--format full"),
+        ({"rank_pattern": {"h.0.attn.c_attn": 5}}, r"ranks from 2 to 5 \(rank_pattern\).*--rank 2 makes them equal"),
     ],
 )
 def test_what_servers_refuse_is_told(tmp_path: Path, workshop: Workshop, fields: dict[str, Any], sentence: str) -> None:
@@ -107,11 +110,11 @@ def test_what_servers_refuse_is_told(tmp_path: Path, workshop: Workshop, fields:
         store.export_adapter(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("rank", "sentence"), [(17, "--max-lora-rank, and this has 17"), (513, "512 at most")])
+@pytest.mark.parametrize(("rank", "sentence"), [(17, "start vLLM with --max-lora-rank 17"), (513, "at most 512")])
 def test_a_rank_that_servers_must_be_told_of_or_refuse(rank: int, sentence: str) -> None:
     config = adapter_config([AdaptedModule("layer", "linear", rank, (1024, 1024))], (), {})
-    assert [sentence in refusal for refusal in refusals(config)] == [True]
-    assert not list(refusals({**config, "r": 16}))
+    assert [sentence in refusal for refusal in serving_notes(config)] == [True]
+    assert not list(serving_notes({**config, "r": 16}))
 
 
 def test_an_odd_field_is_one_sentence(tmp_path: Path, workshop: Workshop) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import mergestream.export.model
 import mergestream.files
-from mergestream import Average, MergestreamError, Store, __version__
+from mergestream import Average, MergestreamError, MergestreamWarning, Store, __version__
 from mergestream.errors import UsageError
 from mergestream.export.directory import Output
 from tests.conftest import files, save_model, toy_base, toy_expert
@@ -287,6 +287,19 @@ def test_the_pictures_are_of_the_step_that_is_exported(tmp_path, toys, monkeypat
     assert files(store.export(tmp_path / "disturbed")) == undisturbed
 
 
+@pytest.mark.draws
+def test_pictures_are_drawn_after_the_weights_and_may_fail(store, tmp_path, monkeypatch):
+    def fail(directory: Path, *_: object) -> None:
+        assert (directory / "model.safetensors").stat().st_size > 1000
+        raise RuntimeError("no font\nsecond line")
+
+    monkeypatch.setattr("mergestream.report.pictures.write_pictures", fail)
+    with pytest.warns(MergestreamWarning, match=r"no pictures: they could not be drawn \(no font\)"):
+        out = store.export(tmp_path / "merged")
+    assert "![" not in (out / "README.md").read_text(encoding="utf-8")
+    assert load_file(out / "model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("called", "dtype"),
     [
@@ -326,7 +339,7 @@ def test_the_config_of_an_expert_with_a_head_is_kept_only_if_it_is_json(tmp_path
     store = Store.create(tmp_path / "store", model("base", 0), Average(), heads=["head.*"])
     expert = model("expert", 1)
     (expert / "config.json").write_text('{"limits": [0, Infinity]}')
-    with pytest.raises(MergestreamError, match=r"config\.json is not valid JSON of finite numbers"):
+    with pytest.raises(MergestreamError, match=r"config\.json is not valid JSON with finite numbers"):
         store.add(expert)
     assert not store.history
 

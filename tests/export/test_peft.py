@@ -8,6 +8,7 @@ import torch
 from mergestream import LocalEngine
 from mergestream.algebra.lowrank import dense
 from mergestream.checkpoints import TensorSpec, open_checkpoint
+from mergestream.export.adapter_config import adapter_config
 from mergestream.export.peft import AdaptedModule, write_adapter
 from tests.workshop import bind, clip, gpt2, llama
 
@@ -39,11 +40,11 @@ def written(workshop, base, adapters, rank=None, whole=()):
     out = workshop.directory / "written"
     energy = write_adapter(
         out,
+        adapter_config(list(modules.values()), whole, {"base_model_name_or_path": str(base)}),
         modules,
         total.__getitem__,
         whole={name: TensorSpec("F64", theta.tensors[name].shape) for name in whole},
         read_whole=lambda name: theta.read(name) + 1,
-        told={"base_model_name_or_path": str(base)},
         engine=LocalEngine(2),
         memory={},
         dtype="F64",
@@ -106,9 +107,13 @@ def test_rank_below_the_room_is_padded(workshop):
     value = bound.delta(name, torch.float64)
     module = AdaptedModule(name.removesuffix(".weight"), "linear", 5, tuple(value.shape))
     out = workshop.directory / "padded"
-    nothing = {"whole": {}, "told": {}, "memory": {}}
+    config, nothing = adapter_config([module], (), {}), {"whole": {}, "memory": {}}
     write_adapter(
-        out, {name: module}, lambda _: value, read_whole=theta.read, engine=LocalEngine(1), dtype="F64", **nothing
+        *(out, config, {name: module}, lambda _: value),
+        read_whole=theta.read,
+        engine=LocalEngine(1),
+        dtype="F64",
+        **nothing,
     )
     merged = open_checkpoint(workshop.merged(base, out))
     assert torch.allclose(merged.read(name) - theta.read(name), value.dense(), rtol=0, atol=1e-13)

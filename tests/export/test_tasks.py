@@ -318,7 +318,7 @@ def test_what_wraps_a_model_for_training_is_taken_off(wrap, classifiers, tmp_pat
     store.add(classifiers.experts["spam"])
     entry = store.add(tmp_path / "news.pt")
     assert entry.digest == classifiers.store(tmp_path / "other").add(classifiers.experts["news"]).digest
-    with pytest.warns(MergestreamWarning, match=r"news came without a config\.json: the base's is written"):
+    with pytest.warns(MergestreamWarning, match=r"news has no config\.json, so the base's is written"):
         export(store, tmp_path / "out", task="news")
     merged = loaded(SEQUENCES, tmp_path / "out", num_labels=5)
     assert torch.equal(merged.classifier.weight, model.classifier.weight)
@@ -419,12 +419,12 @@ def test_a_classifier_is_no_encoder_of_sentences(classifiers, tmp_path):
 def test_an_export_without_a_task_says_whose_head_it_has(classifiers, mergestream, tmp_path):
     bare = classifiers.store(tmp_path / "bare")
     headed = classifiers.store(tmp_path / "headed", classifiers.experts["mood"])
-    for store, head in ((bare, "no head, as the base"), (headed, "the base's head")):
+    for store, head in ((bare, "no head, like the base"), (headed, "the base's head")):
         for name in ("spam", "news"):
             store.add(classifiers.experts[name])
         out = tmp_path / f"from-{store.path.name}"
         told = mergestream("export", store.path, out)
-        assert told.err == f"note: {out} has {head}; --task puts that of an expert there: spam, news\n"
+        assert told.err == f"note: {out} has {head}; --task adds the head of an expert: spam, news\n"
         with warnings.catch_warnings():
             warnings.simplefilter("error", MergestreamWarning)
             export(store, tmp_path / "news", task="news", overwrite=True)

@@ -128,7 +128,7 @@ def test_union_keeps_new_tokens_with_their_expert(family, tmp_path):
     store = made(tmp_path / "store", base, "ledger")
     store.add(one, vocab="union")
     store.add(two, vocab="union")
-    with pytest.warns(MergestreamWarning, match="tokens that were kept with one, two are not in the model; --task one"):
+    with pytest.warns(MergestreamWarning, match="the model leaves out the tokens of one, two; --task one"):
         plain = store.export(tmp_path / "plain", pictures=False)
     assert auto(plain).config.vocab_size == len(WORDS)
     for place, choice in (("task", {"task": "two"}), ("back", {"readout": "expert:two"})):
@@ -467,7 +467,7 @@ def test_a_tokenizer_that_has_gone_is_told(tied, tmp_path):
     store = made(tmp_path / "store", own)
     store.add(one, vocab="grow")
     (own / "tokenizer.json").unlink()
-    with pytest.raises(MergestreamError, match="is not the one that <a> was to be added to; restore it"):
+    with pytest.raises(MergestreamError, match="the tokenizer of the base has changed since <a> was added; restore it"):
         store.export(tmp_path / "out", pictures=False)
     assert not (tmp_path / "out").exists()
 
@@ -503,7 +503,7 @@ def test_an_embedding_that_an_adapter_saved_whole_is_as_any(method, tmp_path):
     assert len(transformers.AutoTokenizer.from_pretrained(out)) == 13
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-2 if method == "ledger" else 1e-6, rtol=0)
-    with pytest.warns(MergestreamWarning, match="no place for the new tokens of expert; --format full has"):
+    with pytest.warns(MergestreamWarning, match="cannot hold the new tokens of expert; export with --format full"):
         store.export_adapter(tmp_path / "adapter", rank=2)
 
 

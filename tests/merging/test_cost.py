@@ -98,7 +98,7 @@ def test_reads_and_writes_of_a_merge_are_what_was_said(method: Method, toys: Toy
         model = BaseModel.examine(base, measure=False)
         step = Step(method, [make_task_vector(model, base, open_checkpoint(expert)) for expert in experts])
         said = together(map(step.carrying_cost, model.tensors))
-    monkeypatch.setattr("mergestream.export.one_shot._check_origins", lambda *_: None)  # reads a few tensors more
+    monkeypatch.setattr("mergestream.export.one_shot._check_origin", lambda *_: None)  # reads a few tensors more
     with counted(monkeypatch) as seen:
         merge(toys.base, experts, tmp_path / "out", method, engine=LocalEngine(1))
     assert (said.reads, said.writes) == (seen.read, seen.written)

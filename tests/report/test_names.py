@@ -58,19 +58,21 @@ def test_the_card_shows_names_and_obeys_none(hostile: Store, tmp_path: Path, cap
 
 def test_the_card_names_no_base_that_is_none(hostile: Store, tmp_path: Path, models: Path) -> None:
     """The front matter is YAML, and the hub reads it."""
-    from mergestream.export.card import CardFacts, model_card
-    from mergestream.export.model import _hub_id
+    from mergestream.export.card import CardFacts, hub_id, model_card
+    from mergestream.export.labels import Labels
 
     class Base:
         source, directory = str(tmp_path), tmp_path
 
     for remembered, found in (("org/model", "org/model"), ("a/b\n---\nx: y", None), ("a/b: c", None), ("../b", None)):
         (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": remembered}))
-        assert _hub_id(Base()) == found
-    facts = CardFacts("b`a\nse", "m", {"x\n": "# y"}, (), 1.0, 1.0)
-    front = model_card(facts, "org/model").split("---\n")[1]
+        assert hub_id(Base()) == found
+    base = dataclasses.replace(hostile.manifest.base, given="b`a\nse")
+    manifest = dataclasses.replace(hostile.manifest, base=base, method="m", parameters={"x\n": "# y"}, history=())
+    facts = CardFacts(manifest, 1.0, 1.0)
+    front = model_card(facts, Labels(), "org/model").split("---\n")[1]
     assert 'base_model:\n- "org/model"\n' in front
-    assert_harmless(model_card(facts), heads=1)
+    assert_harmless(model_card(facts, Labels()), heads=1)
 
 
 def test_markdown_shows_names_and_obeys_none(hostile: Store) -> None:
