@@ -16,7 +16,7 @@ In memory::
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "Store": "mergestream.api",
