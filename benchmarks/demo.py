@@ -84,7 +84,7 @@ def merged_model(suite: Suite, results: Results, output: Path) -> tuple[Path, Pa
     """The ledger once more, kept: a store to go on with, its merged model, and its report with the scores."""
     from mergestream.api import Store
     from mergestream.report.facts import Facts
-    from mergestream.report.page import page
+    from mergestream.report.render import render_html
     from mergestream.report.scores import Scores, attach
 
     (run,) = results.methods["ledger"]
@@ -97,7 +97,7 @@ def merged_model(suite: Suite, results: Results, output: Path) -> tuple[Path, Pa
     merged, report = output / "merged", output / "report.html"
     if not merged.is_dir():
         store.export(merged)
-    report.write_text(page(Facts.of(store)), encoding="utf-8")
+    report.write_text(render_html(Facts.of(store)), encoding="utf-8")
     return merged, report
 
 

@@ -19,7 +19,7 @@ from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import Row
 from mergestream.evaluation.tables import plain
 from mergestream.files import write_text
-from mergestream.report.markdown import table
+from mergestream.display import markdown_table as table
 from mergestream.report.metrics import Spread
 
 NAMES = {
@@ -167,8 +167,8 @@ def picture(proofs: Sequence[Proof], path: Path) -> None:
     """ACC on the vision suite against the number of merged models."""
     from matplotlib.figure import Figure
 
-    from mergestream.report.pictures import CURVES as COLOURS
-    from mergestream.report.pictures import GREY
+    from mergestream.report.figures import CURVES as COLOURS
+    from mergestream.report.figures import GREY
 
     chosen = [proof for proof in proofs if proof.suite == "vision"]
     counts = [proof.tasks for proof in chosen]

@@ -76,7 +76,7 @@ def main() -> None:
             facts["lambda"] = 1 / store(arguments.store, arguments.max_memory).add(arguments.path).scale
     else:
         with suppress(ImportError):
-            import_module("mergestream.report.pictures")  # imports matplotlib, which draws the model card's pictures
+            import_module("mergestream.report.figures")  # imports matplotlib, which draws the model card's pictures
         with work():
             store(arguments.store, arguments.max_memory).export(arguments.path)
 

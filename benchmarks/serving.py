@@ -21,7 +21,7 @@ from benchmarks.suites.language import SUITE, LanguageSuite
 from examples.serving import serve
 from mergestream import Store
 from mergestream.files import write_json, write_text
-from mergestream.report.markdown import table
+from mergestream.display import markdown_table as table
 
 
 def serving(suite: LanguageSuite, place: Path) -> dict[str, Any]:

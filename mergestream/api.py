@@ -276,7 +276,7 @@ class Store(StoreDirectory):
 def draw_pictures(progress: Progress, manifest: Manifest, similarity: Similarity, directory: Path) -> dict[str, str]:
     """Draw the pictures of a model card; returns their file names and captions. A failure is a note."""
     try:
-        from mergestream.report.pictures import write_pictures
+        from mergestream.report.figures import write_pictures
 
         return write_pictures(directory, manifest, similarity)
     except ImportError:

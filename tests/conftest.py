@@ -80,10 +80,10 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
 @pytest.fixture(autouse=True)
 def undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Pictures are empty files, as drawing takes most of an export; tests that are marked ``draws`` look at them."""
-    from mergestream.report import pictures
+    from mergestream.report import figures
 
     drawn = request.node.get_closest_marker("draws") is not None
-    with nullcontext() if drawn else patch.object(pictures, "save", lambda figure, path, **options: path.touch()):
+    with nullcontext() if drawn else patch.object(figures, "save", lambda figure, path, **options: path.touch()):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.cli.options import StoreOptions
 from mergestream.cli.printing import answer, print_table, say
 from mergestream.methods.scale import displayed_scale
-from mergestream.report.harness import told
+from mergestream.report.harness import describe_evaluation
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -41,7 +41,7 @@ def run(options: Options) -> int:
 def _held(store: Store) -> dict[str, float]:
     """The share of each expert that its entry in a ledger holds now."""
     found = store.survival()
-    return dict(zip(found.experts, found.together, strict=True))
+    return dict(zip(found.experts, found.total, strict=True))
 
 
 def _print_ledger(history: Sequence[Expert], held: Mapping[str, float]) -> None:
@@ -73,7 +73,7 @@ def _print_steps(method: str, history: Sequence[Expert]) -> None:
 def _print_notes(history: Sequence[Expert]) -> None:
     for entry in history:
         if entry.evaluation:
-            say(f"score after {entry.name}: {told(entry.evaluation)}")
+            say(f"score after {entry.name}: {describe_evaluation(entry.evaluation)}")
         for note in entry.notes:
             say(f"note on {entry.name}: {note}")
 

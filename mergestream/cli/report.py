@@ -9,55 +9,59 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
 from mergestream.cli.printing import answer, is_json, print_text, say
-from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
-    from mergestream.api import Store
     from mergestream.report.facts import Facts
 
 HELP = "write a page with the figures and facts of a store"
 EXAMPLES = """
-mergestream report store -o report.html
-mergestream report store --format md
-mergestream report store -o report.json
+mergestream report store
+mergestream report store -o report.md
+mergestream report store --format json
 """
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
-"""By a file's ending."""
+"""By the ending of the file"""
 
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions):
-    out: str | None = argument("-o", "--out", metavar="FILE", help="where to (md and json: standard output)")
+    out: str | None = argument(
+        "-o", "--out", metavar="FILE", help="the file to write (STORE-report.html; md and json: standard output)"
+    )
     format: str | None = argument(
-        "--format", choices=("html", "md", "json"), help="what to write (by FILE's ending, or html)"
+        "--format", choices=("html", "md", "json"), help="the format (by the ending of FILE, or html)"
     )
 
 
 def run(options: Options) -> int:
+    from mergestream.report.facts import Facts
+
     out = Path(options.out) if options.out else None
-    usual = "json" if is_json() and not out else "html"
-    form = options.format or (FORMATS.get(out.suffix.lower(), usual) if out else usual)
-    if form == "html" and out is None:
-        raise UsageError("say where the page is to be written: -o report.html")
+    default = "json" if is_json() and not out else "html"
+    form = options.format or (FORMATS.get(out.suffix.lower(), default) if out else default)
     store = options.open_store()
+    if form == "html":
+        out = out or _default_file(options.store)
     if out is None:
-        _print(_facts(store), form)
+        _print(Facts.of(store), form)
         return 0
     from mergestream.export.places import refuse_file
     from mergestream.files import write_text
 
     refuse_file(out, *store.sources)
-    write_text(out, _render(_facts(store), form))
+    write_text(out, _render(Facts.of(store), form))
     answer({"store": str(store.place), "out": str(out), "format": form})
     say(f"{out}: the report of {options.store}")
     return 0
 
 
-def _facts(store: Store) -> Facts:
-    from mergestream.report.facts import Facts
-
-    return Facts.of(store)
+def _default_file(store: str) -> Path:
+    """``STORE-report.html``, beside the store; for a store in a bucket in the working directory."""
+    if "://" in store:
+        return Path(f"{store.rstrip('/').rpartition('/')[2]}-report.html")
+    path = Path(store) if Path(store).name.strip(".") else Path(store).resolve()
+    return path.with_name(f"{path.name}-report.html")
 
 
 def _print(facts: Facts, form: str) -> None:
@@ -67,18 +71,14 @@ def _print(facts: Facts, form: str) -> None:
 
 
 def _render(facts: Facts, form: str) -> str:
-    if form == "html":
-        from mergestream.report.page import page
+    if form == "json":
+        return _json(facts.to_json())
+    from mergestream.report.render import render_html, render_markdown
 
-        return page(facts)
-    if form == "md":
-        from mergestream.report.markdown import markdown
-
-        return markdown(facts)
-    return _json(facts.to_json())
+    return render_html(facts) if form == "html" else render_markdown(facts)
 
 
 def _json(data: dict[str, Any]) -> str:
-    """A line for each fact: hundreds of experts have matrices that nobody reads number by number."""
+    """One line for each key: nobody reads the matrices of hundreds of experts number by number."""
     lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in data.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"

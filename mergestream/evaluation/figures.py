@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
-from mergestream.report import pictures
+from mergestream.report import figures as pictures
 from mergestream.report.metrics import Spread, seen_means
-from mergestream.report.pictures import heat_map, label, scaling, similarity
+from mergestream.report.figures import heat_map, label, scaling, similarity
 
 GIGABYTE = 1e9
 Drawn = dict[str, Figure]

@@ -124,7 +124,7 @@ def _steps(stream: Stream, work: Path, make: Callable[[int, str], dict[str, Any]
 def _merged(suite: Suite, stream: Stream, directory: Path, engine: Engine) -> list[dict[str, Any]]:
     from mergestream.api import Store
     from mergestream.report.facts import Facts, finite
-    from mergestream.report.markdown import markdown
+    from mergestream.report.render import render_markdown
 
     method = stream.row.method()
     path = directory / "work" / "store"
@@ -157,7 +157,7 @@ def _merged(suite: Suite, stream: Stream, directory: Path, engine: Engine) -> li
     steps = _steps(stream, directory / "work", absorb)
     store.attach_scores(stream.order, [[step["accuracies"].get(task) for task in stream.order] for step in steps])
     if stream.entries == "all":
-        write_text(directory / "report.md", markdown(Facts.of(store)))
+        write_text(directory / "report.md", render_markdown(Facts.of(store)))
     return steps
 
 

@@ -12,7 +12,7 @@ from mergestream.escaping import MAX_SENTENCE, markdown_text, one_line
 from mergestream.evaluation.checkout import table1_value
 from mergestream.evaluation.results import Results
 from mergestream.files import write_text
-from mergestream.report.markdown import table as markdown_table
+from mergestream.display import markdown_table
 from mergestream.report.metrics import Spread, mean
 
 PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"

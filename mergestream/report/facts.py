@@ -1,4 +1,4 @@
-"""All that a report tells, whatever form it takes."""
+"""All data of a report, whatever format it is written in."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 from mergestream.escaping import shell_command
-from mergestream.report.diagnostics import MOST_SHOWN, Similarity, Survival, few, plain, similarity, survival
+from mergestream.report.diagnostics import MAX_EXPERTS, Similarity, Survival, fields_of, similarity, survival
 from mergestream.report.ledger import LedgerFacts
 from mergestream.report.scores import Scores, attached
-from mergestream.report.verdict import signed, verdict
+from mergestream.report.wording import format_number, short_name, shorten_findings
 from mergestream.store.arrival import LARGE
 
 if TYPE_CHECKING:
@@ -21,39 +21,40 @@ if TYPE_CHECKING:
     from mergestream.store.manifest import Manifest
 
 SIMILAR = 0.5
-"""A cosine above this is no coincidence: unrelated task vectors have nearly none."""
+"""Two experts are similar from this cosine on; unrelated task vectors have a cosine of nearly 0"""
 OPPOSED = -0.2
-"""Experts with a cosine below this take away from each other what is added up."""
+"""Two experts cancel each other when they are added up, from this cosine down"""
 FORGOTTEN = 0.05
-"""Tasks that have lost more than this share of the mean score are being forgotten."""
-LITTLE = 0.5
-"""An expert of which less than this enters the state is hardly merged."""
-MOST_LAYERS = 3
-"""Layers of a conflict that are told"""
-_OF_STATES = ("scale", "direction_norm", "distance", "lost", "rank")
-"""What an expert in a ledger has not: it depends on how the ledger is read out, or there is nothing to bound"""
-_OF_TENSORS = ("role", "rule", "dtype", "shape", "norm", "digest")
+"""Tasks are being forgotten when they have lost more than this share of the mean score"""
+LOW_KEPT = 0.5
+"""An expert is hardly merged when less than this share of it entered the state"""
+MAX_LAYERS = 3
+"""Layers that are named for each conflict"""
+_STATE_KEYS = ("scale", "direction_norm", "distance", "lost", "rank")
+"""What an expert in a ledger does not have: the readout decides it, or there is nothing to bound"""
+_TENSOR_KEYS = ("role", "rule", "dtype", "shape", "norm", "digest")
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two experts that pull against each other."""
+    """Two experts with opposed task vectors."""
 
     one: str
     other: str
     cosine: float
     layers: dict[str, float]
-    """Where most, and the cosine there; of a ledger, for other stores forget it"""
+    """The most opposed layers and their cosines; only a ledger knows them"""
 
     def __str__(self) -> str:
-        most = [f"{layer} ({signed(value, '.2f')})" for layer, value in self.layers.items()]
-        where = f", most in {', '.join(most)}" if most else ""
-        return f"{self.one} and {self.other} pull against each other (cosine {signed(self.cosine, '.2f')}){where}."
+        layers = [f"{layer} ({format_number(value, '.2f')})" for layer, value in self.layers.items()]
+        where = f", most in {', '.join(layers)}" if layers else ""
+        cosine = format_number(self.cosine, ".2f")
+        return f"{short_name(self.one)} and {short_name(self.other)} oppose each other (cosine {cosine}){where}."
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The state of a store and how it came to be."""
+    """The state of a store and how it was made."""
 
     store: str
     manifest: Manifest
@@ -61,18 +62,30 @@ class Facts:
     survival: Survival
     scores: Scores | None
     commands: tuple[str, ...]
+    """The command lines that make this store again"""
     ledger: LedgerFacts | None = None
+    """What only a ledger with experts has; it decides which sections there are"""
 
     @classmethod
     def of(cls, store: StoreDirectory) -> Facts:
+        """Read a store; a writer that commits meanwhile makes it start again."""
         return store.retried(lambda: cls._read(store))
 
     @classmethod
     def _read(cls, store: StoreDirectory) -> Facts:
-        ledger = _ledger(store)
-        found = ledger.holding if ledger else survival(store)
-        commands = tuple(_commands(store))
-        return cls(str(store.place), store.manifest, similarity(store), found, attached(store), commands, ledger)
+        ledger = None
+        if store.manifest.is_ledger and store.history:
+            with store.snapshot() as snapshot:
+                ledger = LedgerFacts.of(snapshot, store.engine, store.progress)
+        return cls(
+            store=str(store.place),
+            manifest=store.manifest,
+            similarity=similarity(store),
+            survival=ledger.survival if ledger else survival(store),
+            scores=attached(store),
+            commands=tuple(_commands(str(store.place), store.manifest)),
+            ledger=ledger,
+        )
 
     @property
     def history(self) -> tuple[Expert, ...]:
@@ -84,85 +97,89 @@ class Facts:
         return ", ".join(f"{key} = {value}" for key, value in self.manifest.parameters.items())
 
     @cached_property
-    def shown_experts(self) -> tuple[int, ...]:
-        """The places of the experts in figures, and in tables with a column for each: all, but in large stores."""
+    def selected(self) -> tuple[int, ...]:
+        """Positions of the experts that have a column in tables: all, except in large stores."""
         everyone = range(len(self.history))
         worst = [-(self.ledger.damage[i] or 0.0) if self.ledger else self.history[i].kept for i in everyone]
-        return self.similarity.chosen(sorted(everyone, key=lambda i: worst[i]))
+        return self.similarity.choose(sorted(everyone, key=lambda i: worst[i]))
 
     @property
     def selection(self) -> str:
-        """A sentence about them, where they are not all."""
-        if len(self.shown_experts) == len(self.history):
+        """Says which experts are selected, if not all are."""
+        if len(self.selected) == len(self.history):
             return ""
-        worst = "that are served worst" if self.ledger else "of which the least entered"
+        worst = "the most damaged" if self.ledger else "those of which the least was kept"
         return (
-            f"Of {len(self.history)} experts {len(self.shown_experts)} are shown: the latest, the closest to another, "
-            f"the most opposed to another, and those {worst}."
+            f"This shows {len(self.selected)} of {len(self.history)} experts: the latest, the most similar to another, "
+            f"the most opposed to another, and {worst}."
         )
 
     @cached_property
-    def shown(self) -> Facts:
-        """The same of the experts that are shown, and of as many of the last scores."""
-        places = self.shown_experts
+    def reduced(self) -> Facts:
+        """The same facts of the selected experts, and of the latest scores."""
         return replace(
             self,
-            manifest=replace(self.manifest, history=tuple(self.history[i] for i in places)),
-            similarity=self.similarity.of_experts(places),
-            survival=self.survival.of_experts(places),
-            scores=self.scores and self.scores.latest(MOST_SHOWN),
-            ledger=self.ledger and self.ledger.of_experts(places),
+            manifest=replace(self.manifest, history=tuple(self.history[i] for i in self.selected)),
+            similarity=self.similarity.select_experts(self.selected),
+            survival=self.survival.select_experts(self.selected),
+            scores=self.scores and self.scores.latest(MAX_EXPERTS),
+            ledger=self.ledger and self.ledger.select_experts(self.selected),
         )
 
     def nearest(self, number: int) -> tuple[str, float] | None:
-        """The other expert with the largest cosine to the one of a step, and that cosine."""
+        """The most similar other expert of step ``number``, and the cosine."""
         found = self.similarity.nearest[number - 1]
         return None if found is None else (self.history[found[1]].name, found[0])
 
     def relative_norm(self, number: int) -> float:
-        """The norm of a step's task vector over the mean of the others'."""
+        """The norm of the task vector of step ``number`` over the mean of the others."""
         others = [entry.norm for i, entry in enumerate(self.history, 1) if i != number]
         mean = math.fsum(others) / len(others) if others else 0.0
         return self.history[number - 1].norm / mean if mean else 1.0
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
-        """The experts with strongly negative cosines, the most opposed first."""
-        found = sorted(pair for pair in self.similarity.pairs() if pair[0] <= OPPOSED)
+        """The pairs of experts with strongly negative cosines, the most opposed first."""
         return tuple(
-            Conflict(
-                self.history[one].name,
-                self.history[other].name,
-                cosine,
-                dict(list(self.ledger.interference.opposed(one, other).items())[:MOST_LAYERS]) if self.ledger else {},
-            )
-            for cosine, one, other in found
+            Conflict(self.history[one].name, self.history[other].name, cosine, self._opposed_layers(one, other))
+            for cosine, one, other in sorted(pair for pair in self.similarity.pairs() if pair[0] <= OPPOSED)
         )
+
+    def _opposed_layers(self, one: int, other: int) -> dict[str, float]:
+        layers = self.ledger.interference.opposed(one, other) if self.ledger else {}
+        return dict(list(layers.items())[:MAX_LAYERS])
 
     def findings(self) -> list[str]:
         """What deserves a look, in sentences."""
         relative = {entry.name: self.relative_norm(number) for number, entry in enumerate(self.history, 1)}
-        found = few(
-            f"{name} is {times:.1f} times as large as the others in the mean."
+        found = shorten_findings(
+            f"{short_name(name)} is {times:.1f} times as large as the other experts on average."
             for name, times in relative.items()
             if times >= LARGE
         )
-        if not self.ledger:
-            little = (entry for entry in self.history if entry.kept < LITTLE)
-            found += few(f"Only {entry.kept:.0%} of {entry.name} entered the merged state." for entry in little)
-        found += few(
-            f"{self.history[later].name} and {self.history[earlier].name} are similar (cosine {value:.2f})."
+        found += shorten_findings(
+            f"Only {entry.kept:.0%} of {short_name(entry.name)} entered the merged state."
+            for entry in self.history
+            if entry.kept < LOW_KEPT and not self.ledger
+        )
+        names = [short_name(entry.name) for entry in self.history]
+        found += shorten_findings(
+            f"{names[later]} and {names[earlier]} are similar (cosine {value:.2f})."
             for value, earlier, later in sorted(self.similarity.pairs(), reverse=True)
             if value >= SIMILAR
         )
-        found += few(f"{entry.name}: {note}." for entry in self.history for note in entry.notes)
+        found += shorten_findings(f"{short_name(entry.name)}: {note}." for entry in self.history for note in entry.notes)
         found += self.ledger.findings() if self.ledger else ()
         if (scores := self.scores) and scores.acc and scores.bwt and scores.bwt < -FORGOTTEN * abs(scores.acc):
-            found.append(f"Tasks have lost {-scores.bwt:.3g} of {scores.metric} in the mean since their experts came.")
+            found.append(
+                f"Tasks have lost {-scores.bwt:.3g} of {scores.metric} on average since their experts were added."
+            )
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the same store gives the same report, to the byte."""
+        from mergestream.report.verdict import next_step, verdict
+
         method, base = self.manifest.method, self.manifest.base
         return {
             "mergestream": __version__,
@@ -171,22 +188,23 @@ class Facts:
             "base": {"source": base.source, "digest": base.digest},
             "experts": [self._expert_json(number, entry) for number, entry in enumerate(self.history, 1)],
             "verdict": verdict(self),
+            "next_step": asdict(next_step(self)),
             "findings": self.findings(),
             "conflicts": [asdict(conflict) for conflict in self.conflicts],
-            "similarity": plain(self.similarity),
-            "layers": plain(self.survival.by_layer()),
-            "survival": plain(self.survival),
-            "scores": {**plain(self.scores), "ACC": self.scores.acc, "BWT": self.scores.bwt} if self.scores else None,
+            "similarity": fields_of(self.similarity),
+            "layers": fields_of(self.survival.by_layer()),
+            "survival": fields_of(self.survival),
+            "scores": self.scores and {**fields_of(self.scores), "ACC": self.scores.acc, "BWT": self.scores.bwt},
             "tensors": [
-                {"name": name, **{key: getattr(tensor, key) for key in _OF_TENSORS}}
+                {"name": name, **{key: getattr(tensor, key) for key in _TENSOR_KEYS}}
                 for name, tensor in base.tensors.items()
             ],
-            "ledger": self.ledger.to_json() if self.ledger else None,
+            "ledger": self.ledger and self.ledger.to_json(),
             "commands": self.commands,
         }
 
     def _expert_json(self, number: int, entry: Expert) -> dict[str, Any]:
-        left_out = ("fates", *(_OF_STATES if self.ledger else ()))
+        left_out = {"fates", *(_STATE_KEYS if self.ledger else ())}
         outcome: dict[str, Any] = {"lambda": finite(entry.lambda_), "sqrt_t": math.sqrt(number)}
         if self.ledger:
             outcome = {"held": self.ledger.held[number - 1], "damage": self.ledger.damage[number - 1]}
@@ -199,44 +217,31 @@ class Facts:
         }
 
 
-def _ledger(store: StoreDirectory) -> LedgerFacts | None:
-    if not (store.manifest.is_ledger and store.history):
-        return None
-    with store.snapshot() as snapshot:
-        return LedgerFacts.of(snapshot, store.engine, store.progress)
-
-
-def shown(value: float | None, form: str = ".3f") -> str:
-    """A number for people; a dash where it is not known."""
-    return "–" if value is None else format(value, form)
-
-
 def finite(value: float) -> float | None:
-    """JSON knows no infinity."""
+    """None for infinity and NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
-def _commands(store: StoreDirectory) -> Iterator[str]:
-    """The command lines that make this store again."""
+def _commands(store: str, manifest: Manifest) -> Iterator[str]:
+    """The command lines that make a store again."""
 
-    def repeated(option: str, values: Iterable[str]) -> list[str]:
+    def repeat(option: str, values: Iterable[str]) -> list[str]:
         return [part for value in values for part in (option, value)]
 
-    manifest, path = store.manifest, str(store.place)
-    init = ["init", path, "--base", manifest.base.source, "--method", manifest.method]
-    init += repeated("--set", (f"{key}={value}" for key, value in manifest.parameters.items()))
-    init += repeated("--linear", manifest.base.linear)
-    init += repeated("--not-linear", manifest.base.not_linear)
-    init += repeated("--heads", manifest.base.heads)
+    init = ["init", store, "--base", manifest.base.source, "--method", manifest.method]
+    init += repeat("--set", (f"{key}={value}" for key, value in manifest.parameters.items()))
+    init += repeat("--linear", manifest.base.linear)
+    init += repeat("--not-linear", manifest.base.not_linear)
+    init += repeat("--heads", manifest.base.heads)
     init += ["--max-rank", str(manifest.max_rank)] if manifest.max_rank is not None else []
     init += ["--config-only"] if not manifest.base.measured else []
     yield shell_command(["mergestream", *init, "--keep", str(manifest.keep)])
     for entry in manifest.history:
-        add = ["add", path, entry.source]
-        add += ["--name", entry.name] if entry.name.isprintable() else []  # else it is the one of its path
-        allowed = ("partial", "allow_duplicate", "allow_other_base")
-        add += [f"--{option.replace('_', '-')}" for option in allowed if entry.options.get(option)]
-        add += repeated("--ignore", entry.options.get("ignore", ()))
-        add += repeated("--gate", (gate["gate"] for gate in entry.gates))
+        add = ["add", store, entry.source]
+        add += ["--name", entry.name] if entry.name.isprintable() else []  # else its path gives the name
+        switches = ("partial", "allow_duplicate", "allow_other_base")
+        add += [f"--{option.replace('_', '-')}" for option in switches if entry.options.get(option)]
+        add += repeat("--ignore", entry.options.get("ignore", ()))
+        add += repeat("--gate", (gate["gate"] for gate in entry.gates))
         add += ["--evaluate", entry.evaluation["command"]] if entry.evaluation else []
         yield shell_command(["mergestream", *add])

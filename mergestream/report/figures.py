@@ -1,319 +1,203 @@
-"""The report's figures as plotly figure objects, for the page and for notebooks::
-
-figures.similarity(store.similarity()).show()
-"""
+"""Charts as matplotlib figures, from plain numbers: for the report, for model cards and for benchmarks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mergestream.errors import MergestreamError
+import matplotlib
+import numpy as np
+from matplotlib.colors import Colormap, LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from mergestream.escaping import one_line
-from mergestream.report.diagnostics import Similarity, Survival
-from mergestream.report.facts import finite
-from mergestream.report.ledger import DAMAGED, LedgerFacts
-from mergestream.report.scores import Scores, TaskScore
-
-try:
-    import plotly.graph_objects as go
-except ImportError as error:
-    raise MergestreamError("figures need the package plotly; pip install 'mergestream[report]'") from error
+from mergestream.report.diagnostics import MAX_EXPERTS
+from mergestream.report.wording import short_names
 
 if TYPE_CHECKING:
-    from mergestream.store import Expert
+    from matplotlib.axes import Axes
 
-BLUE, ORANGE, GREY = "#2f6fde", "#d9730d", "#8a94a3"
-SEQUENTIAL = ["#eef3fb", "#b9d0f5", "#7ba7ea", "#3f7ad6", "#1d4fa5", "#0c2d6b"]
-DIVERGING = ["#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5"]
-LONGEST_NAME = 28
-"""Characters of a name in a figure."""
-MOST_LABELLED = 12
-"""Cells carry their values up to this many in a row."""
-TALLEST = 40
-"""Up to this many rows a matrix grows; more share the height."""
-MOST_SEPARATED = 80
-"""Up to this many columns there is a gap between them."""
+    from mergestream.report.diagnostics import Similarity
+    from mergestream.report.scores import Scores
+    from mergestream.store.manifest import Expert, Manifest
 
-
-def scaling(history: Sequence[Expert]) -> go.Figure:
-    """λ_t against √t (the paper's adaptive scaling factors)."""
-    steps = list(range(1, len(history) + 1))
-    figure = go.Figure()
-    figure.add_scatter(
-        x=steps,
-        y=[math.sqrt(t) for t in steps],
-        name="√t",
-        mode="lines",
-        line={"color": GREY, "dash": "dash", "width": 2},
-        hovertemplate="√%{x} = %{y:.4f}<extra></extra>",
-    )
-    figure.add_scatter(
-        x=steps,
-        y=[finite(entry.lambda_) for entry in history],
-        name="λ",
-        customdata=labels([entry.name for entry in history]),
-        mode="lines+markers",
-        line={"color": BLUE, "width": 2.5},
-        marker={"size": 8},
-        hovertemplate="step %{x}: %{customdata}<br>λ = %{y:.4f}<extra></extra>",
-    )
-    return _steps(figure, len(steps), "scaling factor")
+BLUE, ORANGE, GREY, PALE = "#2f6fde", "#d9730d", "#8a94a3", "#a9c4f2"
+CURVES = (BLUE, ORANGE, "#2e8b57", "#8e44ad", "#c0392b", "#16808f", "#7a6a2f", "#444b55")
+DIVERGING = ("#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5")
+MAX_CELL_VALUES = 20
+"""Cells carry their values up to this many in a row"""
+MAX_TICKS = 40
+"""Names beside a matrix, and rows up to which it grows"""
+MAX_TITLE = 120
+"""Characters of a title, or of a name in a legend"""
+INK = "#010203"
+"""The colour of text in a figure; on the page it becomes the page's own"""
 
 
-def norms(history: Sequence[Expert]) -> go.Figure:
+def write_pictures(directory: Path, manifest: Manifest, found: Similarity) -> dict[str, str]:
+    """Draw the pictures of a model card; returns the file names with descriptions."""
+    figures: dict[str, tuple[Figure, str]] = {}
+    if manifest.is_opcm:
+        curve = scaling({"λ": [entry.lambda_ for entry in manifest.history]})
+        figures["lambda.png"] = (curve, "The scaling factor λ after each expert, against √t")
+    if manifest.step > 1:
+        some = found.select_experts(found.choose())
+        of = f"{len(some.experts)} of " if len(some.experts) < len(found.experts) else ""
+        description = f"Cosine similarity of {of}the experts' task vectors"
+        figures["similarity.png"] = (similarity(some.experts, some.cosines), description)
+    for name, (figure, _) in figures.items():
+        save(figure, directory / name, dpi=120, metadata={"Software": None})
+    return {name: description for name, (_, description) in figures.items()}
+
+
+def save(figure: Figure, path: Path, **options: Any) -> None:
+    """Write a figure; characters that no font has become boxes, without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        figure.savefig(path, **options)
+
+
+def inline_svg(figure: Figure) -> str:
+    """A figure as an SVG element of an HTML page, in the page's text colour; the same figure gives the same text."""
+    out = StringIO()
+    unknown = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    settings = {"svg.hashsalt": "mergestream", "svg.fonttype": "none"}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        figure.savefig(out, format="svg", transparent=True, metadata=unknown)
+    text = out.getvalue().replace(INK, "currentColor")
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :])
+
+
+def label(text: str, limit: int = MAX_TITLE) -> str:
+    """Text for matplotlib: one line, with dollar signs that start no formula."""
+    return one_line(text, limit).replace("$", r"\$")
+
+
+def scaling(curves: Mapping[str, Sequence[float]], bands: Mapping[str, Sequence[float]] | None = None) -> Figure:
+    """λ_t against √t (the paper's adaptive scaling factors), one curve per name; ``bands`` are error bars."""
+    count = max(map(len, curves.values()), default=0)
+    figure, axes = _step_axes(count, "scaling factor λ")
+    steps = range(1, count + 1)
+    axes.plot(steps, [math.sqrt(t) for t in steps], "--", color=GREY, label="√t")
+    for number, (name, values) in enumerate(curves.items()):
+        colour, band, x = CURVES[number % len(CURVES)], (bands or {}).get(name), steps[: len(values)]
+        axes.errorbar(x, values, band, fmt="o-", markersize=4, capsize=2, color=colour, label=label(name))
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    return figure
+
+
+def norms(history: Sequence[Expert]) -> Figure:
     """‖Δ_t‖, its running mean n_t, and ‖merged − base‖ after each step."""
-    steps = list(range(1, len(history) + 1))
-    figure = go.Figure()
-    figure.add_bar(
-        x=steps,
-        y=[entry.norm for entry in history],
-        name="‖Δ‖ of the expert",
-        customdata=labels([entry.name for entry in history]),
-        marker={"color": "#a9c4f2", "line": {"width": 0}},
-        hovertemplate="step %{x}: %{customdata}<br>‖Δ‖ = %{y:.5g}<extra></extra>",
-    )
-
-    def line(name: str, symbol: str, values: Sequence[float | None], **style: Any) -> None:
-        figure.add_scatter(
-            x=steps,
-            y=values,
-            name=name,
-            mode="lines+markers",
-            line={"width": 2.5, **style},
-            marker={"size": 7},
-            hovertemplate=f"after step %{{x}}<br>{symbol} = %{{y:.5g}}<extra></extra>",
-        )
-
-    line("n, their mean", "n", [entry.mean_norm for entry in history], color=GREY, dash="dash")
+    figure, axes = _step_axes(len(history), "norm")
+    steps = range(1, len(history) + 1)
+    axes.vlines(steps, 0, [entry.norm for entry in history], color=PALE, linewidth=max(1, 160 / (len(history) + 9)))
+    axes.plot(steps, [entry.norm for entry in history], "_", color=BLUE, label="‖Δ‖ of the expert")
+    axes.plot(steps, [entry.mean_norm for entry in history], "o--", markersize=3, color=GREY, label="mean ‖Δ‖")
     if any(entry.distance is not None for entry in history):
-        line("‖merged − base‖", "‖merged − base‖", [entry.distance for entry in history], color=ORANGE)
-    figure.update_layout(bargap=0.35)
-    return _steps(figure, len(steps), "norm").update_yaxes(rangemode="tozero")
+        distances = [math.nan if entry.distance is None else entry.distance for entry in history]
+        axes.plot(steps, distances, "o-", markersize=4, color=ORANGE, label="‖merged − base‖")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    return figure
 
 
-def similarity(similarity: Similarity) -> go.Figure:
-    """The cosine matrix. Colours are for the cosines between different experts; the diagonal is one."""
-    names = labels(similarity.experts)
-    others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(similarity.cosines)]
-    limit = max([0.05, *(abs(value) for row in others for value in row if value is not None)])
-    figure = _matrix(others, names, names, "cosine", "%{y} · %{x}<br>cosine %{z:.4f}", cells=".2f")
-    return figure.update_traces(zmin=-limit, zmax=limit, colorscale=DIVERGING, meta="diverging")
+def against_experts(scores: Scores) -> Figure:
+    """A line for each task from the score of the merged model to that of the task's expert, the largest loss first."""
+    tasks = sorted(scores.compared(), key=lambda task: -task.lost)[:MAX_EXPERTS]
+    figure = Figure(figsize=(8, 1.2 + 0.28 * max(len(tasks), 3)), layout="constrained")
+    axes = _style(figure.subplots())
+    places = range(len(tasks))
+
+    def values(key: str) -> list[float]:
+        found = (getattr(task, key) for task in tasks)
+        return [math.nan if value is None else value for value in found]
+
+    axes.hlines(places, values("merged"), values("expert"), color=PALE, linewidth=4)
+    for key, name, marker, colour in (
+        ("base", "base", "o", GREY),
+        ("merged", "merged", "o", BLUE),
+        ("expert", "expert alone", "D", ORANGE),
+    ):
+        if not all(map(math.isnan, values(key))):
+            fill = "none" if key == "base" else colour
+            axes.plot(values(key), places, marker, color=colour, markerfacecolor=fill, label=name)
+    axes.set_yticks(places, [label(name) for name in short_names(task.task for task in tasks)], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(label(scores.metric))
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    return figure
 
 
-def survival(survival: Survival, became: Literal["entered", "held"] = "entered") -> go.Figure:
-    """The share of each expert that entered the state, or is held by a ledger: experts × layers (or tensors), and all
-    of them together."""
-    shares = [[total, None, *kept] for total, kept in zip(survival.together, survival.kept, strict=True)]
-    columns = labels(["together", " ", *short_names(survival.parts)])
-    quantity = "share kept" if became == "entered" else "share held"
-    figure = _matrix(shares, labels(survival.experts), columns, quantity, f"%{{y}}, %{{x}}<br>%{{z:.1%}} {became}")
-    least = min(value for row in survival.kept for value in row)
-    figure.update_traces(zmin=min(0.9, math.floor(least * 10) / 10), zmax=1)
-    return figure.update_traces(colorbar={"tickformat": ".0%"})
+def similarity(names: Sequence[str], cosines: Sequence[Sequence[float | None]], title: str = "") -> Figure:
+    """The cosine matrix; the colours span the cosines between different experts."""
+    others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(cosines)]
+    limit = max(0.05, *(abs(value) for row in others for value in row if value is not None), 0.0)
+    colours = LinearSegmentedColormap.from_list("mergestream", DIVERGING)
+    return heat_map(others, names, names, (-limit, limit), ".2f", "cosine", title=title, colours=colours)
 
 
-def protected(survival: Survival) -> go.Figure:
-    """The number of protected directions q when each expert came: experts × layers (or tensors)."""
-    most = max((q for row in survival.protected for q in row if q is not None), default=0)
-    hover = "%{y}, %{x}<br>%{z:.1f} directions protected"
-    figure = _matrix(survival.protected, labels(survival.experts), labels(short_names(survival.parts)), "q", hover)
-    return figure.update_traces(zmin=0, zmax=max(most, 1))
-
-
-def held(holding: Survival) -> go.Figure:
-    """The share of each expert that its entry in a ledger holds now."""
-    return survival(holding, "held")
-
-
-def damage(facts: LedgerFacts) -> go.Figure:
-    """The predicted damage of each expert, and from where on it is served badly."""
-    names = labels(facts.experts)
-    figure = go.Figure()
-    figure.add_bar(
-        x=names,
-        y=facts.damage,
-        marker={"color": [ORANGE if (value or 0) > DAMAGED else BLUE for value in facts.damage], "line": {"width": 0}},
-        hovertemplate="%{x}<br>predicted damage %{y:.4f}<extra></extra>",
-    )
-    figure.update_layout(meta={"least_width": 80 + 22 * len(names)})
-    figure.add_hline(y=DAMAGED, line={"color": GREY, "dash": "dash", "width": 2})
-    figure.update_xaxes(type="category", tickangle=-45, automargin=True)
-    figure.update_yaxes(title="predicted damage", rangemode="tozero", zeroline=False)
-    return figure.update_layout(height=360, bargap=0.35, margin={"l": 64, "r": 16, "t": 24, "b": 16}, showlegend=False)
-
-
-def layer_damage(facts: LedgerFacts) -> go.Figure:
-    """The predicted damage, experts × layers."""
-    found = facts.interference
-    hover = "%{y}, %{x}<br>predicted damage %{z:.4f}"
-    figure = _matrix(found.layer_damage, labels(found.experts), labels(short_names(found.layers)), "damage", hover)
-    return figure.update_traces(zmin=0, zmax=_largest(found.layer_damage))
-
-
-def overlap(facts: LedgerFacts) -> go.Figure:
-    """How much experts answer to the same inputs. Colours are for different experts; an expert's own is one."""
-    others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(facts.overlap)]
-    hover = "%{y} · %{x}<br>overlap %{z:.4f}"
-    names = labels(facts.experts)
-    figure = _matrix(others, names, names, "overlap", hover, cells=".2f")
-    return figure.update_traces(zmin=0, zmax=_largest(others))
-
-
-def layer_overlap(facts: LedgerFacts) -> go.Figure:
-    """The largest overlap of each expert with another one, experts × layers."""
-    hover = "%{y}, %{x}<br>overlap %{z:.4f} with %{customdata}"
-    layers = labels(short_names(facts.interference.layers))
-    figure = _matrix(facts.layer_overlap, labels(facts.experts), layers, "largest overlap", hover)
-    partners = [[label(partner or "") for partner in row] for row in facts.layer_partner]
-    return figure.update_traces(zmin=0, zmax=_largest(facts.layer_overlap), customdata=partners)
-
-
-def against_experts(tasks: Sequence[TaskScore], metric: str) -> go.Figure:
-    """A line for each task, from what the merged model scores to what the task's expert does alone."""
-    names = labels([task.task for task in tasks])
-    merged, experts = [task.merged for task in tasks], [task.expert for task in tasks]
-    base = [task.base for task in tasks]
-    form = _form([merged, experts, base])
-    figure = go.Figure()
-    gaps = [[one, other, None] for one, other in zip(merged, experts, strict=True)]
-    figure.add_scatter(
-        x=[value for gap in gaps for value in gap],
-        y=[name for name in names for _ in range(3)],
-        mode="lines",
-        line={"color": "#a9c4f2", "width": 5},
-        showlegend=False,
-        hoverinfo="skip",
-    )
-    points = {
-        "base": (base, GREY, "circle-open"),
-        "merged": (merged, BLUE, "circle"),
-        "expert alone": (experts, ORANGE, "diamond"),
-    }
-    for name, (values, colour, symbol) in points.items():
-        if any(value is not None for value in values):
-            figure.add_scatter(
-                x=values,
-                y=names,
-                name=name,
-                mode="markers",
-                marker={"color": colour, "symbol": symbol, "size": 11},
-                hovertemplate=f"%{{y}}<br>{name} %{{x:{form}}}<extra></extra>",
-            )
-    figure.update_xaxes(title=label(metric), tickformat=".0%" if form == ".1%" else None, zeroline=False)
-    figure.update_yaxes(type="category", autorange="reversed", automargin=True)
-    return figure.update_layout(
-        height=120 + 22 * max(len(tasks), 3),
-        margin={"l": 16, "r": 16, "t": 36, "b": 48},
-        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
-    )
-
-
-def scores(scores: Scores, first: int = 1) -> go.Figure:
-    """The accuracy matrix: the score on each task after each step. Below the diagonal are tasks seen before.
-
-    ``first`` is the number of the first step.
-    """
-    rows = {f"after step {i}": row for i, row in enumerate(scores.matrix, first)}
-    if scores.base:
-        rows = {"base": scores.base, **rows}
-    if scores.experts:
-        rows["experts alone"] = scores.experts
-    form = _form(rows.values())
-    metric = label(scores.metric)
-    hover = f"%{{x}}, %{{y}}<br>{metric.replace('%{', '% {')} %{{z:{form}}}"
-    cells = ".0%" if form == ".1%" else ".3g"
-    figure = _matrix(list(rows.values()), list(rows), labels(scores.tasks), metric, hover, cells=cells)
-    return figure.update_traces(colorbar={"tickformat": cells})
-
-
-def _form(rows: Iterable[Sequence[float | None]]) -> str:
-    """How scores are written: as shares where all may be."""
-    return ".1%" if all(value is None or 0 <= value <= 1 for row in rows for value in row) else ".4g"
-
-
-def label(text: str) -> str:
-    """A name as plotly writes it: short, and with nothing that it would take for a tag."""
-    return escape(one_line(text, LONGEST_NAME), quote=False)
-
-
-def labels(names: Sequence[str]) -> list[str]:
-    """The same of many, each another: plotly takes those that are the same for one."""
-    found: dict[str, None] = {}
-    for shown in map(label, names):
-        while shown in found:
-            shown += "′"
-        found[shown] = None
-    return list(found)
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Without the path that all have in common."""
-    split = [name.split(".") for name in names]
-    common = 0
-    while len(names) > 1 and all(len(parts) > common + 1 and parts[common] == split[0][common] for parts in split):
-        common += 1
-    return [".".join(parts[common:]) for parts in split]
-
-
-def _largest(values: Sequence[Sequence[float | None]]) -> float:
-    """Where the colours of a matrix end; a little of all is no reason for the darkest."""
-    return max([0.05, *(value for row in values for value in row if value is not None)])
-
-
-def _steps(figure: go.Figure, steps: int, title: str) -> go.Figure:
-    figure.update_xaxes(title="experts absorbed, t", range=[0.5, max(steps, 4) + 0.5], zeroline=False)
-    figure.update_xaxes(dtick=1 if steps <= 10 else None)
-    figure.update_yaxes(title=title, zeroline=False)
-    return figure.update_layout(
-        height=360,
-        margin={"l": 64, "r": 16, "t": 24, "b": 56},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-    )
-
-
-def _matrix(
+def heat_map(
     values: Sequence[Sequence[float | None]],
     rows: Sequence[str],
     columns: Sequence[str],
+    limits: tuple[float, float],
+    form: str,
     quantity: str,
-    hover: str,
     *,
-    cells: str | None = None,
-) -> go.Figure:
-    """A heat map with rows of one height, whatever room the names of the columns take below them; up to some
-    columns, its cells carry their values in the form ``cells``. Where the page is too narrow for it, it scrolls."""
-    height = 28 * min(max(len(rows), 2), TALLEST)
-    names = 16 + 5 * max(map(len, columns), default=0)
-    written = cells if len(columns) <= MOST_LABELLED else None
-    column = 36 if written else 14 if len(columns) <= MOST_SEPARATED else 4
-    figure = go.Figure(
-        go.Heatmap(
-            x=list(columns),
-            y=list(rows),
-            z=values,
-            colorscale=SEQUENTIAL,
-            colorbar={
-                **{"title": {"text": quantity, "side": "top"}, "thickness": 10, "outlinewidth": 0, "nticks": 4},
-                **{"orientation": "h", "lenmode": "pixels", "len": 180, "x": 0, "xanchor": "left"},
-                **{"xpad": 0, "y": 1, "yanchor": "bottom"},
-            },
-            hovertemplate=f"{hover}<extra></extra>",
-            hoverongaps=False,
-            xgap=1 if len(columns) <= MOST_SEPARATED else 0,
-            ygap=1,
-            meta="sequential",
-        )
-    )
-    if written:
-        text = [["" if value is None else format(value, written) for value in row] for row in values]
-        figure.update_traces(text=text, texttemplate="%{text}")
-    common = {"type": "category", "automargin": True, "showgrid": False, "zeroline": False, "ticks": ""}
-    figure.update_xaxes(tickangle=-45, **common).update_yaxes(autorange="reversed", **common)
-    return figure.update_layout(
-        height=height + names + 96,
-        margin={"l": 16, "r": 16, "t": 80, "b": 16},
-        meta={"least_width": 90 + 4 * max(map(len, rows), default=0) + column * len(columns)},
-    )
+    title: str = "",
+    colours: str | Colormap = "viridis",
+) -> Figure:
+    """A matrix in colours between ``limits``, with its values in the cells; None leaves a cell empty."""
+    size = 2.2 + 0.42 * min(len(rows), MAX_TICKS)
+    figure = Figure(figsize=(size + 0.8, size), layout="constrained")
+    axes = figure.subplots()
+    known = np.array([[math.nan if value is None else value for value in row] for row in values])
+    image = axes.imshow(known, cmap=colours, vmin=limits[0], vmax=limits[1])
+    axes.set_xticks(*_ticks(columns), rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_yticks(*_ticks(rows), fontsize=8)
+    axes.set_title(label(title))
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    if len(columns) <= MAX_CELL_VALUES:
+        brightness = image.to_rgba(known)[..., :3] @ (0.3, 0.59, 0.11)
+        for i, j in np.argwhere(~np.isnan(known)):
+            text = format(round(known[i, j], 2) + 0.0, form)  # 0.00 and not -0.00
+            colour = "black" if brightness[i, j] > 0.5 else "white"
+            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
+    figure.colorbar(image, label=quantity, shrink=0.8)
+    return figure
+
+
+def _step_axes(count: int, quantity: str) -> tuple[Figure, Axes]:
+    """A figure with the steps of a store along the x-axis."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = _style(figure.subplots())
+    axes.set(xlabel="experts absorbed, t", ylabel=quantity, xlim=(0.5, max(count, 4) + 0.5))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, axes
+
+
+def _style(axes: Axes) -> Axes:
+    """A light grid, no frame, and text in a colour that the page can replace."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[:].set_color(GREY)
+    axes.tick_params(colors=INK)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def _ticks(names: Iterable[str]) -> tuple[range, list[str]]:
+    """Positions on an axis, and the names there; of too many names every second, third, …"""
+    short = [label(name) for name in short_names(names)]
+    places = range(0, len(short), math.ceil(len(short) / MAX_TICKS) or 1)
+    return places, [short[place] for place in places]

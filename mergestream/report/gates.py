@@ -16,7 +16,7 @@ from mergestream.escaping import one_line
 from mergestream.export.directory import Output
 from mergestream.export.model import write_model
 from mergestream.files import remove
-from mergestream.report.diagnostics import holding
+from mergestream.report.diagnostics import ledger_survival
 from mergestream.report.harness import read_evaluation
 from mergestream.store.arrival import Candidate
 from mergestream.store.interference import entries_reading
@@ -125,7 +125,7 @@ class Gatekeeper:
         held = damage = None
         if self.asks_for("held") or self.asks_for("damage"):
             with candidate.snapshot() as snapshot:
-                held = holding(snapshot).together[-1] if self.asks_for("held") else None
+                held = ledger_survival(snapshot).total[-1] if self.asks_for("held") else None
                 damage = self._largest_damage(candidate, snapshot) if self.asks_for("damage") else None
         return {
             **{"held": held, "damage": damage},

@@ -41,7 +41,7 @@ def read_evaluation(command: str, directory: Path) -> Evaluation:
     return {"command": command, "score": score, "scores": {task: value for task, (value, _) in found.items()}}
 
 
-def told(evaluation: Evaluation) -> str:
+def describe_evaluation(evaluation: Evaluation) -> str:
     """``0.71 (topic 0.92, code 0.5)``"""
     scores = evaluation.get("scores", {})
     tasks = [f"{task} {value:.4g}" for task, value in scores.items()]

@@ -1,4 +1,4 @@
-"""What a ledger tells of its experts now: how much of each it holds, and how they get into each other's way."""
+"""What a ledger holds of each expert, and how the experts interfere with each other."""
 
 from __future__ import annotations
 
@@ -6,45 +6,51 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mergestream.report.diagnostics import Survival, few, holding, plain
-from mergestream.store.interference import Interference, measure_interference
+from mergestream.report.diagnostics import Survival, fields_of, ledger_survival
+from mergestream.report.wording import short_name, shorten_findings
+from mergestream.store.interference import Interference, entries_reading, measure_interference
 
 if TYPE_CHECKING:
     from mergestream.engine import Engine
     from mergestream.progress import Progress
     from mergestream.store.snapshot import Snapshot
 
-DAMAGED = 0.3
-"""An expert with more predicted damage is served badly; eight tasks of the project's suites have 0.08 to 0.24."""
-COLLIDING = 0.5
-"""Two experts with a larger overlap answer to the same inputs; alphabets have 0.45 with each other."""
-LITTLE_HELD = 0.5
-"""An entry that holds less than this has little left of its expert; eight of the project's suites have 0.7 to 0.86."""
+HIGH_DAMAGE = 0.3
+"""The merged model serves an expert badly above this; eight tasks of the project's suites have 0.08 to 0.24"""
+HIGH_OVERLAP = 0.5
+"""Two experts respond to the same inputs above this; similar alphabets have 0.45"""
+LOW_SHARE = 0.5
+"""An entry that holds less has lost much of its expert; eight experts of the project's suites have 0.7 to 0.86"""
 
 
 @dataclass(frozen=True)
 class LedgerFacts:
-    """Of all experts, in the order in which they came, as they are read out by default."""
+    """All experts of a ledger, in the order they were added, merged by the default readout."""
 
-    room_for: int
-    """Entries are cut as if so many experts shared the room"""
-    holding: Survival
+    sharing: int
+    """Entries are cut as if this many experts shared the budget"""
+    survival: Survival
     """The share of each tensor that the entries hold now"""
     interference: Interference
     closest: tuple[tuple[tuple[float, str] | None, ...], ...]
-    """Expert × layer: the largest overlap with another expert there, and with whom"""
+    """Expert × layer: the largest overlap with another expert, and the name of that expert"""
 
     @classmethod
     def of(cls, snapshot: Snapshot, engine: Engine, progress: Progress) -> LedgerFacts:
+        """Measure it, in one pass over the linear weights."""
         found = measure_interference(snapshot, engine, progress)
         layers, experts = range(len(found.layers)), range(len(found.experts))
         closest = tuple(tuple(found.closest_in(layer, expert) for layer in layers) for expert in experts)
-        return cls(snapshot.manifest.sharing, holding(snapshot), found, closest)
+        return cls(snapshot.manifest.sharing, ledger_survival(snapshot), found, closest)
 
-    def of_experts(self, experts: Sequence[int]) -> LedgerFacts:
-        """Only those experts; what they are closest to may be another one."""
-        found, closest = self.interference.of_experts(experts), tuple(self.closest[i] for i in experts)
-        return replace(self, holding=self.holding.of_experts(experts), interference=found, closest=closest)
+    def select_experts(self, experts: Sequence[int]) -> LedgerFacts:
+        """Only those experts; the closest one to each may be another."""
+        return replace(
+            self,
+            survival=self.survival.select_experts(experts),
+            interference=self.interference.of_experts(experts),
+            closest=tuple(self.closest[i] for i in experts),
+        )
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -53,7 +59,7 @@ class LedgerFacts:
     @property
     def held(self) -> tuple[float, ...]:
         """The share of each expert's ‖Δ‖² that its entry holds now, over all tensors."""
-        return self.holding.together
+        return self.survival.total
 
     @property
     def damage(self) -> tuple[float | None, ...]:
@@ -65,46 +71,55 @@ class LedgerFacts:
 
     @property
     def layer_overlap(self) -> tuple[tuple[float | None, ...], ...]:
-        """Expert × layer: the largest overlap with another expert there."""
+        """Expert × layer: the largest overlap with another expert."""
         return tuple(tuple(found and found[0] for found in row) for row in self.closest)
 
     @property
     def layer_partner(self) -> tuple[tuple[str | None, ...], ...]:
-        """Expert × layer: with whom that is."""
+        """Expert × layer: the expert with that overlap."""
         return tuple(tuple(found and found[1] for found in row) for row in self.closest)
 
-    def pairs(self) -> Iterator[tuple[float, str, str]]:
-        """The overlap of every two experts that have moved a linear weight in common, and their names."""
-        for i, row in enumerate(self.overlap):
-            for j, value in enumerate(row[:i]):
-                if value is not None:
-                    yield value, self.experts[j], self.experts[i]
+    def pairs(self) -> list[tuple[float, str, str]]:
+        """The overlap and the names of every two experts that moved a linear weight in common, the largest first."""
+        return sorted(
+            (
+                (value, self.experts[j], self.experts[i])
+                for i, row in enumerate(self.overlap)
+                for j, value in enumerate(row[:i])
+                if value is not None
+            ),
+            reverse=True,
+        )
 
-    def _damages(self) -> Iterator[tuple[float, str]]:
-        return ((damage, name) for damage, name in zip(self.damage, self.experts, strict=True) if damage is not None)
+    def damaged(self) -> list[tuple[float, str]]:
+        """The experts with a high predicted damage, the largest first."""
+        known = zip(self.damage, self.experts, strict=True)
+        return sorted(((value, name) for value, name in known if value and value > HIGH_DAMAGE), reverse=True)
 
     def findings(self) -> Iterator[str]:
         """What deserves a look, in sentences."""
-        held = sorted(zip(self.held, self.experts, strict=True))
-        yield from few(
-            f"The entry of {name} holds only {share:.0%} of it." for share, name in held if share < LITTLE_HELD
+        yield from shorten_findings(
+            f"The ledger holds only {share:.0%} of {short_name(name)}."
+            for share, name in sorted(zip(self.held, self.experts, strict=True))
+            if share < LOW_SHARE
         )
-        yield from few(
-            f"{name} would be served badly by the merged model (predicted damage {damage:.2f})."
-            for damage, name in sorted(self._damages(), reverse=True)
-            if damage > DAMAGED
+        yield from shorten_findings(
+            f"The merged model would serve {short_name(name)} badly (predicted damage {damage:.2f})."
+            for damage, name in self.damaged()
         )
-        yield from few(
-            f"{one} and {other} answer to the same inputs (overlap {value:.2f})."
-            for value, one, other in sorted(self.pairs(), reverse=True)
-            if value > COLLIDING
+        yield from shorten_findings(
+            f"{short_name(one)} and {short_name(other)} respond to the same inputs (overlap {value:.2f})."
+            for value, one, other in self.pairs()
+            if value > HIGH_OVERLAP
         )
 
     def to_json(self) -> dict[str, Any]:
-        found = plain(self.interference)
-        for key in ("layer_overlap", "layer_cosine"):  # experts × experts for every layer: the largest are told
-            del found[key]
-        return {
-            **{"room_for": self.room_for, "held": self.held, **found},
-            **{"layer_overlap": self.layer_overlap, "layer_partner": self.layer_partner},
-        }
+        """Plain data; by layer only the largest overlap of each expert, not experts × experts."""
+        found = {key: value for key, value in fields_of(self.interference).items() if key != "layer_cosine"}
+        by_layer = {"layer_overlap": self.layer_overlap, "layer_partner": self.layer_partner}
+        return {"room_for": self.sharing, "held": self.held, **found, **by_layer}
+
+
+def predicted_damage(snapshot: Snapshot, engine: Engine) -> dict[str, float]:
+    """The predicted damage of each expert in a ledger that has moved a linear weight."""
+    return entries_reading(snapshot, engine).damage(engine)

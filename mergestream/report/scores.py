@@ -119,6 +119,11 @@ class Scores:
         )
 
     @property
+    def has_experts(self) -> bool:
+        """Whether there is a task with the score of its own expert, to compare with."""
+        return any(task.expert is not None for task in self.compared())
+
+    @property
     def acc(self) -> float | None:
         """ACC: the mean over all tasks after the last step."""
         return average_accuracy(self.matrix)

@@ -1,11 +1,13 @@
-"""The first sentence of a report: what was merged, how good it is as far as is known, and what to look at."""
+"""The first lines of a report: what was merged, how good it is, and what to do next."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mergestream.report.ledger import DAMAGED
+from mergestream.escaping import shell_command
 from mergestream.report.metrics import mean
+from mergestream.report.wording import format_range, short_name
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
@@ -14,82 +16,116 @@ if TYPE_CHECKING:
     from mergestream.report.scores import Scores
 
 LOST = 0.1
-"""A task that has lost more than this share of what its expert scores alone deserves a look."""
+"""A task has a problem when it has lost more than this share of its expert's own score"""
+MAX_LEFT_OUT = 3
+"""Experts that one is advised to leave out; with more of them, serving all separately is simpler"""
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """What to do with the store now."""
+
+    advice: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The experts that a merged model serves badly, the worst first, and a sentence about the worst."""
+
+    experts: list[str]
+    sentence: str
 
 
 def verdict(facts: Facts) -> str:
+    """What was merged, how good it is as far as is known, and the largest problem."""
     if not facts.history:
-        return "Nothing is merged yet: add the first expert (mergestream add)."
-    count = len(facts.history)
-    merged = f"{counted(count, 'expert')} {'is' if count == 1 else 'are'} merged by {facts.manifest.method}"
-    return f"{merged}: {_quality(facts)}; {_attention(facts)}."
-
-
-def signed(value: float, form: str = ".3f") -> str:
-    """With its sign, and a minus as long as the plus."""
-    return format(value, f"+{form}").replace("-", "−")
-
-
-def bwt_in_words(bwt: float) -> str:
-    """Which way round BWT, a mean over tasks, is to be read."""
-    return f"{'below 0: forgotten' if bwt < 0 else 'not below 0: nothing forgotten'} since their own experts came"
-
-
-def _quality(facts: Facts) -> str:
+        return "This store has no experts yet."
+    sentences = [f"{counted(len(facts.history), 'expert')} merged by {facts.manifest.method}."]
     if facts.scores:
-        return _scored(facts, facts.scores)
-    found = _held(facts, facts.ledger) if facts.ledger else _kept(facts)
-    last = facts.history[-1].evaluation
-    return f"the model scored {last['score']:g} when the last one came, and {found}" if last else found
+        sentences.append(_describe_scores(facts, facts.scores))
+    else:
+        if last := facts.history[-1].evaluation:
+            sentences.append(f"The model scored {last['score']:g} after the last expert.")
+        sentences.append(_describe_ledger(facts, facts.ledger) if facts.ledger else _describe_state(facts))
+    if problem := find_problem(facts):
+        sentences.append(problem.sentence)
+    elif not facts.findings():
+        sentences.append("There are no findings.")
+    return " ".join(sentences)
 
 
-def _scored(facts: Facts, scores: Scores) -> str:
-    """By the scores, the best there is to know."""
-    when = "" if len(scores.matrix) == len(facts.history) else f"after step {len(scores.matrix)} "
-    found = scores.compared()
-    merged = mean([task.merged for task in found])
-    alone, base = mean([task.expert for task in found]), mean([task.base for task in found])
-    if merged is None:
-        return f"{when}the model was not scored on all tasks"
-    before = "" if base is None else f"; the base has {base:.3g}"
-    if alone is None or alone <= 0 or merged < 0:
-        return f"{when}the model has a mean {scores.metric} of {merged:.3g}{before and f' ({before[2:]})'}"
-    return (
-        f"{when}the model keeps {merged / alone:.0%} of what they score alone "
-        f"({scores.metric} {merged:.3g} against {alone:.3g} in the mean{before})"
-    )
+def next_step(facts: Facts) -> NextStep:
+    """Merge, serve the experts one by one, or leave one out."""
+    problem = find_problem(facts)
+    if not facts.history:
+        return _advise("Add the first expert.", "add", facts.store, "EXPERT")
+    if problem is None:
+        unknown = facts.ledger and facts.manifest.adapters and not facts.scores
+        advice = "Merge the adapters, and score the model before you use it." if unknown else "Merge the experts."
+        return _advise(advice, "export", facts.store, "merged")
+    worst = problem.experts
+    names = " and ".join(map(short_name, worst))
+    if facts.ledger and len(worst) <= MAX_LEFT_OUT and 2 * len(worst) <= len(facts.history):
+        left_out = ("--without", ",".join(worst))
+        advice = f"Leave out {names}, and serve {'them' if len(worst) > 1 else 'it'} separately."
+        return _advise(advice, "export", facts.store, "merged", *left_out)
+    if facts.ledger:
+        advice = "Serve the experts one by one as adapters: one model does not serve most of them well."
+        return _advise(advice, "export", facts.store, "adapters", "--format", "loras")
+    if worst[0] == facts.history[-1].name:
+        return _advise(f"Take back {short_name(worst[0])}, the last expert, and serve it alone.", "undo", facts.store)
+    advice = f"Merge by a ledger, which can leave out {short_name(worst[0])} later; {facts.manifest.method} cannot."
+    return _advise(advice, "init", f"{facts.store}-ledger", "--base", facts.manifest.base.source)
 
 
-def _held(facts: Facts, ledger: LedgerFacts) -> str:
-    """By what a ledger predicts, without data."""
-    held = f"the ledger holds {_range(ledger.held, '.0%')} of each"
-    known = [value for value in ledger.damage if value is not None]
-    if facts.manifest.adapters:
-        return f"{held}, and of adapters only scores tell how good the model is"
-    return f"{held} and predicts a damage of {_range(known, '.2f')} (0 is none, 1 the base)" if known else held
-
-
-def _kept(facts: Facts) -> str:
-    """By what entered the state, and how alike the experts are."""
-    kept = f"{_range([entry.kept for entry in facts.history], '.0%')} of each entered"
-    cosines = [value for value, _, _ in facts.similarity.pairs()]
-    return f"{kept}, at cosines of {_range(cosines, '.2f')} to each other" if cosines else kept
-
-
-def _range(values: list[float] | tuple[float, ...], form: str) -> str:
-    least, most = (format(value + 0.0, form).replace("-", "−") for value in (min(values), max(values)))
-    return least if least == most else f"{least} to {most}"
-
-
-def _attention(facts: Facts) -> str:
-    """The first thing to look at."""
-    worst = max(facts.scores.compared(), key=lambda task: task.lost) if facts.scores else None
-    if worst and worst.lost > LOST:
-        return f"look at {worst.task} first, which has {worst.merged:.3g} where its expert has {worst.expert:.3g}"
-    damaged = facts.ledger and not facts.manifest.adapters and facts.ledger.interference.largest_damage
-    if damaged and damaged[0] > DAMAGED:
-        return f"look at {damaged[1]} first, which would be served badly (predicted damage {damaged[0]:.2f})"
+def find_problem(facts: Facts) -> Problem | None:
+    """By the scores, else by the predicted damage, else by opposed task vectors."""
+    if facts.scores:
+        tasks = zip(facts.scores.compared(), facts.history, strict=False)
+        found = sorted(((task, entry) for task, entry in tasks if task.lost > LOST), key=lambda pair: -pair[0].lost)
+        if found:
+            worst = found[0][0]
+            sentence = f"{short_name(worst.task)} lost most: {worst.merged:.3g}, its expert has {worst.expert:.3g}."
+            return Problem([entry.name for _, entry in found], sentence)
+    if facts.ledger and not facts.manifest.adapters and (damaged := facts.ledger.damaged()):
+        damage, name = damaged[0]
+        sentence = f"The model would serve {short_name(name)} worst (predicted damage {damage:.2f})."
+        return Problem([name for _, name in damaged], sentence)
     if facts.conflicts:
-        worst_pair = facts.conflicts[0]
-        return f"look at {worst_pair.one} and {worst_pair.other} first, which pull against each other"
-    return "see what is worth a look below" if facts.findings() else "nothing stands out"
+        return Problem([facts.conflicts[0].other], str(facts.conflicts[0]))
+    return None
+
+
+def _advise(advice: str, *arguments: str) -> NextStep:
+    return NextStep(advice, shell_command(["mergestream", *arguments]))
+
+
+def _describe_scores(facts: Facts, scores: Scores) -> str:
+    step = len(scores.matrix)
+    model = "The model" if step == len(facts.history) else f"After step {step} the model"
+    tasks = scores.compared()
+    merged, experts, base = (mean([getattr(task, key) for task in tasks]) for key in ("merged", "expert", "base"))
+    if merged is None:
+        return f"{model} was not scored on all tasks."
+    of_base = "" if base is None else f", base {base:.3g}"
+    if experts is None or experts <= 0 or merged < 0:
+        return f"{model} has a mean {scores.metric} of {merged:.3g}{of_base}."
+    share = f"{model} keeps {merged / experts:.0%} of the experts' own scores"
+    return f"{share} (mean {scores.metric} {merged:.3g}, experts {experts:.3g}{of_base})."
+
+
+def _describe_ledger(facts: Facts, ledger: LedgerFacts) -> str:
+    held = f"The ledger holds {format_range(ledger.held, '.0%')} of each."
+    if facts.manifest.adapters:
+        return f"{held} Only scores show how good a merge of adapters is."
+    known = [value for value in ledger.damage if value is not None]
+    damage = f" Predicted damage: {format_range(known, '.2f')} (0 is none, 1 is the base)." if known else ""
+    return held + damage
+
+
+def _describe_state(facts: Facts) -> str:
+    kept = f"{format_range([entry.kept for entry in facts.history], '.0%')} of each entered the merged state."
+    cosines = [value for value, _, _ in facts.similarity.pairs()]
+    return f"{kept} Cosines between experts: {format_range(cosines, '.2f')}." if cosines else kept
+

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.digest import json_digest
 from mergestream.methods.scale import displayed_scale
-from mergestream.report.diagnostics import holding
+from mergestream.report.diagnostics import ledger_survival
 from mergestream.store.interference import entries_reading
 from mergestream.store.records import cosines_to, read_sketch
 
@@ -63,8 +63,8 @@ class TrackedStep:
 def _of_ledger(store: StoreDirectory) -> tuple[Shares, Shares]:
     """What the entries hold now, and the predicted damage."""
     with store.snapshot() as snapshot:
-        found = holding(snapshot)
-        return dict(zip(found.experts, found.together, strict=True)), entries_reading(snapshot, store.engine).damage(
+        found = ledger_survival(snapshot)
+        return dict(zip(found.experts, found.total, strict=True)), entries_reading(snapshot, store.engine).damage(
             store.engine
         )
 

@@ -1,0 +1,310 @@
+"""The sections of a report: one list, which templates render as a page and as Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mergestream.methods.scale import displayed_scale
+from mergestream.report.diagnostics import MAX_EXPERTS, Survival
+from mergestream.report.harness import describe_evaluation
+from mergestream.report.ledger import HIGH_DAMAGE, LedgerFacts
+from mergestream.report.tables import (
+    Cell,
+    Table,
+    companion_cell,
+    layer_table,
+    name_cell,
+    number_cell,
+    pair_table,
+    share_of,
+)
+from mergestream.report.wording import (
+    explain_bwt,
+    format_change,
+    format_number,
+    short_name,
+    short_names,
+    shorten_findings,
+)
+from mergestream.sizes import counted
+
+if TYPE_CHECKING:
+    from mergestream.report.facts import Facts
+    from mergestream.report.scores import Scores
+    from mergestream.store import Expert
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with sentences, a table, a figure and a caption, each of them optional."""
+
+    key: str
+    title: str
+    caption: str = ""
+    sentences: Sequence[str] = ()
+    table: Table | None = None
+    figure: tuple[str, Any] | None = None
+    """The function in ``figures`` that draws it, and what; Markdown has no figures"""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number at the top of the page."""
+
+    label: str
+    value: str
+    hint: str
+    tone: str = ""
+
+
+def make_sections(facts: Facts) -> list[Section]:
+    """All sections that a store has data for."""
+    found = [
+        *([_against_experts(facts.scores)] if facts.scores and facts.scores.has_experts else []),
+        Section("findings", "Findings", sentences=facts.findings()),
+        Section("conflicts", "Conflicts", sentences=shorten_findings(map(str, facts.conflicts))),
+    ]
+    found = [section for section in found if section.sentences or section.table]
+    if not facts.history:
+        return found
+    found.append(_experts(facts))
+    if facts.manifest.is_opcm:
+        found.append(_scaling(facts.history))
+    found.append(_norms(facts))
+    if len(facts.history) > 1:
+        found.append(_similarity(facts))
+    if facts.scores:
+        found.append(_scores(facts, facts.scores))
+    matrices = _ledger_sections(facts, facts.ledger) if facts.ledger else _state_sections(facts)
+    for section in matrices:
+        found.append(replace(section, caption=f"{section.caption} {facts.selection}".strip()))
+    return found
+
+
+def make_tiles(facts: Facts) -> Iterator[Tile]:
+    """The numbers at the top of the page."""
+    if not facts.history:
+        yield Tile("experts", "0", "add one: mergestream add")
+        return
+    last, count = facts.history[-1], len(facts.history)
+    yield Tile("experts", str(count), f"the last: {short_name(last.name)}")
+    if facts.ledger:
+        share, name = min(zip(facts.ledger.held, facts.ledger.experts, strict=True))
+        yield Tile("least held", f"{share:.0%}", short_name(name))
+        if largest := facts.ledger.interference.largest_damage:
+            yield Tile("largest damage", f"{largest[0]:.2f}", short_name(largest[1]))
+    else:
+        label, scale = displayed_scale(facts.manifest.method, last.scale)
+        hint = f"√{count} = {count**0.5:.3g}" if facts.manifest.is_opcm else "of the merged task vector"
+        yield Tile(label, f"{scale:.3g}", hint)
+        yield Tile("‖merged − base‖", format_number(last.distance, ".3g"), f"mean of the experts: {last.mean_norm:.3g}")
+        least = min(facts.history, key=lambda entry: entry.kept)
+        yield Tile("least kept", f"{least.kept:.0%}", short_name(least.name))
+    if pair := max(facts.similarity.pairs(), default=None):
+        names = (short_name(facts.history[i].name) for i in pair[1:])
+        yield Tile("largest cosine", format_number(pair[0], ".2f"), " and ".join(names))
+    if facts.scores and facts.scores.acc is not None:
+        yield Tile("ACC", format_number(facts.scores.acc), f"mean {facts.scores.metric} over all tasks")
+    if facts.scores and (bwt := facts.scores.bwt) is not None:
+        yield Tile("BWT", format_change(bwt), explain_bwt(bwt), "lost" if bwt < 0 else "won")
+
+
+def _against_experts(scores: Scores) -> Section:
+    tasks = sorted(scores.compared(), key=lambda task: -task.lost)
+    worst = tasks[:MAX_EXPERTS]
+    caption = f"The {scores.metric} of the merged model on each task, and of the task's own expert"
+    caption += " and the base." if scores.base else "."
+    if worst[0].lost > 0:
+        caption += f" {short_name(worst[0].task)} lost most, {worst[0].lost:.0%} of its expert's score."
+    if len(worst) < len(tasks):
+        caption += f" This shows the {len(worst)} of {len(tasks)} tasks that lost most."
+    rows = [
+        [
+            name_cell(task.task),
+            *(number_cell(value) for value in (task.merged, task.expert, task.base)),
+            Cell(format_number(task.lost, ".1%"), sort=task.lost),
+        ]
+        for task in worst
+    ]
+    table = Table(("task", "merged", "expert", "base", "lost"), rows)
+
+    return Section("against", "Scores against the experts", caption, table=table, figure=("against_experts", scores))
+
+
+def _experts(facts: Facts) -> Section:
+    if facts.ledger:
+        outcome: tuple[str, ...] = ("held", "damage", "overlaps most with")
+        cells = partial(_ledger_cells, facts.ledger)
+    else:
+        outcome = ("kept", displayed_scale(facts.manifest.method, 1)[0])
+        cells = partial(_state_cells, facts)
+    rows = [
+        [
+            replace(name_cell(entry.name), title=entry.source),
+            Cell(str(number), sort=number),
+            Cell(entry.added.replace("T", " ").replace("+00:00", ""), sort=entry.added),
+            number_cell(entry.norm, ".4g"),
+            *cells(number - 1),
+            companion_cell(facts.nearest(number)),
+            Cell(_describe_gates(entry), sort=len(entry.gates)),
+        ]
+        for number, entry in enumerate(facts.history, 1)
+    ]
+    headings = ("expert", "step", "added", "‖Δ‖", *outcome, "most similar", "gates")
+    return Section("experts", "Experts, in the order they were added", table=Table(headings, rows))
+
+
+def _state_cells(facts: Facts, position: int) -> list[Cell]:
+    entry = facts.history[position]
+    _, scale = displayed_scale(facts.manifest.method, entry.scale)
+    return [Cell(f"{entry.kept:.1%}", sort=entry.kept, bar=entry.kept), number_cell(scale, ".4g")]
+
+
+def _ledger_cells(ledger: LedgerFacts, position: int) -> list[Cell]:
+    held, closest = ledger.held[position], ledger.interference.closest(position)
+    companion = companion_cell(closest and (closest[1], closest[0]))
+    return [Cell(f"{held:.1%}", sort=held, bar=held), number_cell(ledger.damage[position]), companion]
+
+
+def _describe_gates(entry: Expert) -> str:
+    found = [f"{gate['gate']} ({format_number(gate['value'])})" for gate in entry.gates]
+    found += [f"score {describe_evaluation(entry.evaluation)}"] if entry.evaluation else []
+    return ", ".join(found) or "–"
+
+
+def _scaling(history: Sequence[Expert]) -> Section:
+    last, count = history[-1], len(history)
+    caption = (
+        f"λ is {last.lambda_:.4g} after {counted(count, 'expert')}; √t is {count**0.5:.4g}. "
+        "Orthogonal task vectors of equal norm give λ = √t."
+    )
+    rows = [
+        [name_cell(entry.name), Cell(str(t)), number_cell(entry.lambda_, ".4f"), number_cell(math.sqrt(t), ".4f")]
+        for t, entry in enumerate(history, 1)
+    ]
+
+    table = Table(("expert", "step", "λ", "√t"), rows)
+    curves = {"λ": [entry.lambda_ for entry in history]}
+    return Section("scaling", "Scaling factor", caption, table=table, figure=("scaling", curves))
+
+
+def _norms(facts: Facts) -> Section:
+    history, last = facts.history, facts.history[-1]
+    caption = f"The experts are {last.mean_norm:.4g} away from the base on average."
+    if last.distance is not None:
+        caption += f" The merged model is {last.distance:.4g} away from it."
+    headings = ("expert", "step", "‖Δ‖", "mean ‖Δ‖", *(() if facts.ledger else ("‖merged − base‖",)))
+    rows = [
+        [
+            name_cell(entry.name),
+            Cell(str(step)),
+            *(number_cell(value, ".5g") for value in (entry.norm, entry.mean_norm)),
+            *(() if facts.ledger else (number_cell(entry.distance, ".5g"),)),
+        ]
+        for step, entry in enumerate(history, 1)
+    ]
+
+    return Section("norms", "Distance to the base", caption, table=Table(headings, rows), figure=("norms", history))
+
+
+def _similarity(facts: Facts) -> Section:
+    found, shown = facts.similarity, facts.reduced.similarity
+    pairs = list(found.pairs())
+    caption = f"Cosines of the task vectors, estimated from sketches (standard error {found.standard_error:.4f})."
+    if pairs:
+        value, one, other = max(pairs)
+        mean = math.fsum(abs(pair[0]) for pair in pairs) / len(pairs)
+        names = f"{short_name(found.experts[one])} and {short_name(found.experts[other])}"
+        caption += f" {names} are the most similar ({format_number(value)}); the mean magnitude is {mean:.3f}."
+    table = pair_table("cosine", shown.experts, shown.cosines)
+    return Section("similarity", "Similarity of the experts", f"{caption} {facts.selection}".strip(), table=table)
+
+
+def _scores(facts: Facts, scores: Scores) -> Section:
+    last = facts.reduced.scores or scores
+    first = len(scores.matrix) - len(last.matrix) + 1
+    rows = {f"after step {step}": row for step, row in enumerate(last.matrix, first)}
+    if last.base:
+        rows = {"base": last.base, **rows}
+    if last.experts:
+        rows["experts alone"] = last.experts
+    caption = f"The {scores.metric} of the merged model on each task."
+    if scores.acc is not None:
+        caption += f" ACC {scores.acc:.3f} is the mean after the last step."
+    if scores.bwt is not None:
+        caption += f" BWT {format_change(scores.bwt)} is the mean change since a task's expert was added"
+        caption += f" ({explain_bwt(scores.bwt)})."
+    if last != scores:
+        caption += f" This shows the last {len(last.matrix)} steps and {len(last.tasks)} tasks."
+    values = [value for row in rows.values() for value in row if value is not None]
+    least, most = min(values, default=0.0), max(values, default=0.0)
+    cells = [
+        [Cell(name), *(number_cell(value, shade=share_of(value, least, most)) for value in row)]
+        for name, row in rows.items()
+    ]
+    table = Table(("", *short_names(last.tasks)), cells)
+    return Section("scores", f"Scores ({scores.metric})", caption, table=table)
+
+
+def _state_sections(facts: Facts) -> Iterator[Section]:
+    """What only an accumulator has: how much entered its state, and how much of the state was protected."""
+    layers = facts.reduced.survival.by_layer()
+    caption = "The share of each task vector's squared norm that entered the merged state. "
+    table = layer_table(layers, layers.kept, ".1%", totals=layers.total, low_is_bad=True)
+    yield Section("survival", "Share kept, by layer", caption + _describe_least(facts.survival.by_layer()), table=table)
+    if any(layers.projected):
+        projected = layers.select_parts(layers.projected)
+        most = max(value for row in projected.protected for value in row if value is not None)
+        caption = (
+            "q is the number of leading directions of the merged state that a new expert may not change. "
+            "For a layer it is the mean over its linear weights. The first expert meets an empty state."
+        )
+        table = layer_table(projected, projected.protected, ".1f", limit=most)
+        yield Section("protected", "Protected rank", caption, table=table)
+
+
+def _ledger_sections(facts: Facts, everyone: LedgerFacts) -> Iterator[Section]:
+    """What only a ledger has: how much its entries hold, and how the experts interfere."""
+    ledger = facts.reduced.ledger or everyone
+    layers, found = ledger.survival.by_layer(), ledger.interference
+    by_layer = replace(layers, parts=found.layers)
+    share, name = min(zip(everyone.held, everyone.experts, strict=True))
+    caption = (
+        "The share of each task vector's squared norm that its entry holds while "
+        f"{counted(ledger.sharing, 'expert')} share the budget. The least is {share:.1%}, of {short_name(name)}."
+    )
+    table = layer_table(layers, layers.kept, ".1%", totals=ledger.held, low_is_bad=True)
+    yield Section("held", "Share held, by layer", caption, table=table)
+    if not found.layers:
+        return
+    caption = (
+        "How far the merged model is from each expert on that expert's own inputs: 0 is no difference, 1 is as far as "
+        f"the base. Above {HIGH_DAMAGE} the model serves an expert badly."
+    )
+    if largest := everyone.interference.largest_damage:
+        caption += f" The largest is {largest[0]:.3f}, of {short_name(largest[1])}."
+    table = layer_table(by_layer, found.layer_damage, ".3f", totals=ledger.damage)
+    yield Section("damage", "Predicted damage, by layer", caption, table=table)
+    if len(ledger.experts) == 1:
+        return
+    caption = "How much two experts respond to the same inputs, from 0 to 1, on average over the linear weights."
+    for value, one, other in everyone.pairs()[:1]:
+        caption += f" The largest is {value:.3f}, of {short_name(one)} and {short_name(other)}."
+    table = pair_table("overlap", ledger.experts, ledger.overlap)
+    yield Section("overlap", "Overlap of inputs", caption, table=table)
+    caption = "The largest overlap of each expert with another one; hover over a cell to see which."
+    table = layer_table(by_layer, ledger.layer_overlap, ".3f", titles=ledger.layer_partner)
+    yield Section("layer-overlap", "Overlap of inputs, by layer", caption, table=table)
+
+
+def _describe_least(layers: Survival) -> str:
+    share, layer, expert = min(
+        (share, layer, expert)
+        for expert, row in zip(layers.experts, layers.kept, strict=True)
+        for layer, share in zip(layers.parts, row, strict=True)
+    )
+    return "All of it did." if share > 0.9995 else f"The least is {share:.1%}, of {short_name(expert)} in {layer}."
