@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.suites.language import SUITE, LanguageSuite
 from examples.serving import serve
 from mergestream import Store
-from mergestream.files import write_json, write_text
 from mergestream.display import markdown_table as table
+from mergestream.files import write_json, write_text
 
 
 def serving(suite: LanguageSuite, place: Path) -> dict[str, Any]:

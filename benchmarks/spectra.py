@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.suites.experts import ExpertSuite
+from mergestream.display import markdown_table as table
 from mergestream.evaluation.suites.catalogue import open_suite
 from mergestream.files import write_json, write_text
-from mergestream.display import markdown_table as table
 
 LEADING = 16
 """Directions of an expert that count as its leading ones: the rank of the adapters"""

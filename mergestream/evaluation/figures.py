@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
 from mergestream.report import figures as pictures
-from mergestream.report.metrics import Spread, seen_means
 from mergestream.report.figures import heat_map, label, scaling, similarity
+from mergestream.report.metrics import Spread, seen_means
 
 GIGABYTE = 1e9
 Drawn = dict[str, Figure]

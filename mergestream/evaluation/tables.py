@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mergestream.display import markdown_table
 from mergestream.escaping import MAX_SENTENCE, markdown_text, one_line
 from mergestream.evaluation.checkout import table1_value
 from mergestream.evaluation.results import Results
 from mergestream.files import write_text
-from mergestream.display import markdown_table
 from mergestream.report.metrics import Spread, mean
 
 PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"

@@ -72,7 +72,7 @@ class Similarity:
                     yield value, earlier, later
 
     def choose(self, *rankings: Sequence[int]) -> tuple[int, ...]:
-        """The experts to show in a large store: the latest, the closest, the most opposed, the first of each ranking."""
+        """The experts to show in a large store: the latest, closest, most opposed, and the first of each ranking."""
         everyone = range(len(self.experts))
         closest = [found[0] if found else -math.inf for found in self.nearest]
         opposed = [min((value for value in row if value is not None), default=math.inf) for row in self.cosines]
@@ -180,9 +180,7 @@ def ledger_survival(snapshot: Snapshot) -> Survival:
     return _read_survival(snapshot.place, snapshot.manifest, snapshot.held())
 
 
-def _read_survival(
-    place: Place, manifest: Manifest, held: Mapping[str, Mapping[str, float]] | None = None
-) -> Survival:
+def _read_survival(place: Place, manifest: Manifest, held: Mapping[str, Mapping[str, float]] | None = None) -> Survival:
     """From the records of the experts; ``held`` replaces the shares that they had when they were added."""
     parts = tuple(sorted(manifest.base.merged, key=natural))  # files have layer.10 before layer.2
     records = {entry.name: tensor_records(place, entry, parts) for entry in manifest.history}

@@ -168,7 +168,9 @@ class Facts:
             for value, earlier, later in sorted(self.similarity.pairs(), reverse=True)
             if value >= SIMILAR
         )
-        found += shorten_findings(f"{short_name(entry.name)}: {note}." for entry in self.history for note in entry.notes)
+        found += shorten_findings(
+            f"{short_name(entry.name)}: {note}." for entry in self.history for note in entry.notes
+        )
         found += self.ledger.findings() if self.ledger else ()
         if (scores := self.scores) and scores.acc and scores.bwt and scores.bwt < -FORGOTTEN * abs(scores.acc):
             found.append(

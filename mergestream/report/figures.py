@@ -67,12 +67,15 @@ def inline_svg(figure: Figure) -> str:
     """A figure as an SVG element of an HTML page, in the page's text colour; the same figure gives the same text."""
     out = StringIO()
     unknown = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    settings = {"svg.hashsalt": "mergestream", "svg.fonttype": "none"}
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
+    with (
+        matplotlib.rc_context({"svg.hashsalt": "mergestream", "svg.fonttype": "none"}),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", UserWarning)
         figure.savefig(out, format="svg", transparent=True, metadata=unknown)
     text = out.getvalue().replace(INK, "currentColor")
-    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :])
+    # Namespaces, names of groups and fonts: the page has its own.
+    return re.sub(r' xmlns(:\w+)?="[^"]*"|(?<=<g) id="[^"]*"| font-family: [^;]*;', "", text[text.index("<svg") :])
 
 
 def label(text: str, limit: int = MAX_TITLE) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from mergestream import __version__
 from mergestream.base.names import natural
@@ -32,19 +32,23 @@ def render_html(facts: Facts) -> str:
     """One page that needs nothing else: styles, scripts, figures and all data are in it."""
     script = _template("script.js")
     policy = b64encode(sha256(script.encode()).digest()).decode()
-    return _environment(lambda text: one_line(text, MAX_SENTENCE), svg=_draw).get_template("report.html").render(
-        **_context(facts),
-        name=Path(facts.store).name or facts.store,
-        base=Path(facts.manifest.base.source).name or facts.manifest.base.source,
-        tiles=list(make_tiles(facts)),
-        is_large=len(facts.history) > MAX_EXPERTS,
-        definitions=_definitions(facts),
-        selected=short_names(entry.name for entry in facts.reduced.history) if _lists_experts(facts) else [],
-        style=Markup(_template("style.css")),
-        script=Markup(script),
-        script_hash=Markup(f"'sha256-{policy}'"),
-        data=Markup(json.dumps(_tensor_data(facts), allow_nan=False).replace("<", "\\u003c")),
-        version=__version__,
+    return (
+        _environment(lambda text: one_line(text, MAX_SENTENCE), svg=_draw)
+        .get_template("report.html")
+        .render(
+            **_context(facts),
+            name=Path(facts.store).name or facts.store,
+            base=Path(facts.manifest.base.source).name or facts.manifest.base.source,
+            tiles=list(make_tiles(facts)),
+            is_large=len(facts.history) > MAX_EXPERTS,
+            definitions=_definitions(facts),
+            selected=short_names(entry.name for entry in facts.reduced.history) if _lists_experts(facts) else [],
+            style=Markup(_template("style.css")),
+            script=Markup(script),
+            script_hash=Markup(f"'sha256-{policy}'"),
+            data=Markup(json.dumps(_tensor_data(facts), allow_nan=False).replace("<", "\\u003c")),
+            version=__version__,
+        )
     )
 
 
@@ -108,7 +112,7 @@ def _lists_experts(facts: Facts) -> bool:
 
 
 def _tensor_data(facts: Facts) -> dict[str, Any]:
-    """The table of tensors; ‖Δ‖, the share kept and q have one row for all experts, and one for each selected expert."""
+    """The table of tensors; ‖Δ‖, the share kept and q for all experts, and for each selected expert."""
     positions = {name: i for i, name in enumerate(facts.survival.parts)}
     some = facts.reduced.survival if _lists_experts(facts) else facts.reduced.survival.select_experts([])
     last = facts.survival.protected[-1] if facts.history else ()

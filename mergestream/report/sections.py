@@ -296,7 +296,7 @@ def _ledger_sections(facts: Facts, everyone: LedgerFacts) -> Iterator[Section]:
         caption += f" The largest is {value:.3f}, of {short_name(one)} and {short_name(other)}."
     table = pair_table("overlap", ledger.experts, ledger.overlap)
     yield Section("overlap", "Overlap of inputs", caption, table=table)
-    caption = "The largest overlap of each expert with another one; hover over a cell to see which."
+    caption = "The largest overlap of each expert with another one. On the page, the tooltip of a cell names it."
     table = layer_table(by_layer, ledger.layer_overlap, ".3f", titles=ledger.layer_partner)
     yield Section("layer-overlap", "Overlap of inputs, by layer", caption, table=table)
 

@@ -67,7 +67,10 @@ def pair_table(quantity: str, experts: Sequence[str], values: Sequence[Sequence[
     rows = [
         [
             name_cell(experts[i]),
-            *(number_cell(value, shade=None if i == j or value is None else value / most) for j, value in enumerate(row)),
+            *(
+                number_cell(value, shade=None if i == j or value is None else value / most)
+                for j, value in enumerate(row)
+            ),
         ]
         for i, row in enumerate(values)
     ]
@@ -97,7 +100,7 @@ def layer_table(
         return max((-value if low_is_bad else value for row in values if (value := row[part]) is not None), default=0)
 
     rows = [
-        [Cell(name), *cells([row[part] for row in values], titles and [row[part] for row in titles])]
+        [Cell(name), *cells([row[part] for row in values], [row[part] for row in titles] if titles else None)]
         for part, name in enumerate(_without_common_path(layers.parts))
     ]
     order = sorted(range(len(rows)), key=lambda part: -badness(part))

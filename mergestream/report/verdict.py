@@ -128,4 +128,3 @@ def _describe_state(facts: Facts) -> str:
     kept = f"{format_range([entry.kept for entry in facts.history], '.0%')} of each entered the merged state."
     cosines = [value for value, _, _ in facts.similarity.pairs()]
     return f"{kept} Cosines between experts: {format_range(cosines, '.2f')}." if cosines else kept
-

@@ -81,7 +81,7 @@ def test_survival_adds_up_to_what_the_history_says(scored: Store) -> None:
 
 def test_the_first_expert_survives_whole_and_later_ones_do_not(scored: Store) -> None:
     found = scored.survival()
-    projected = found.select(found.projected)
+    projected = found.select_parts(found.projected)
     assert set(found.kept[0]) == {1.0}
     assert all(share < 1 for row in projected.kept[1:] for share in row)
     assert all(q is not None and q > 0 for row in projected.protected[1:] for q in row)

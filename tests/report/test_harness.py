@@ -13,7 +13,7 @@ import torch
 
 from mergestream import Store
 from mergestream.commands import CommandError
-from mergestream.report.harness import read_evaluation, told
+from mergestream.report.harness import describe_evaluation, read_evaluation
 
 LM_EVAL = {
     "results": {
@@ -44,7 +44,7 @@ def test_of_lm_eval_each_task_or_its_group_has_its_first_metric_of_which_more_is
     found = read_evaluation("harness", written(tmp_path, LM_EVAL))
     assert found["scores"] == {"topic": 0.5, "facts": 0.7, "wiki": 12.5}
     assert found["score"] == pytest.approx(0.6)  # perplexities are no part of it
-    assert told(found) == "0.6 (topic 0.5, facts 0.7, wiki 12.5)"
+    assert describe_evaluation(found) == "0.6 (topic 0.5, facts 0.7, wiki 12.5)"
 
 
 def test_where_less_is_better_everywhere_the_score_is_the_mean_all_the_same(tmp_path: Path):
@@ -56,7 +56,7 @@ def test_plain_objects_will_do_and_files_add_up(tmp_path: Path):
     found = read_evaluation("mine", written(tmp_path, {"a": 1, "model": "x", "b": 0.5}, {"c": 0}))
     assert (found["score"], found["scores"]) == (0.5, {"a": 1.0, "b": 0.5, "c": 0.0})
     many = read_evaluation("mine", written(tmp_path, {f"t{i:02}": i for i in range(30)}))
-    assert told(many).endswith("t07 7, t08 8, t09 9, … and 21 more)")
+    assert describe_evaluation(many).endswith("t07 7, t08 8, t09 9, … and 21 more)")
 
 
 @pytest.mark.parametrize(
@@ -139,5 +139,5 @@ def test_lm_eval_scores_the_merged_model_before_it_counts(language: Path, done):
     (entry,) = Store(store).history
     assert entry.evaluation == {"command": command, "score": 1.0, "scores": {"colours": 1.0}}
     assert "score after expert: 1 (colours 1)" in done("log", store)
-    assert "score 1 (colours 1) by" in done("report", store, "--format", "md")
+    assert "score 1 (colours 1) |" in done("report", store, "--format", "md")
     assert not (store / "candidate").exists()

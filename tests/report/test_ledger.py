@@ -16,10 +16,10 @@ from mergestream import Ledger, Store
 from mergestream.engine import LocalEngine
 from mergestream.engine.local import single_threaded
 from mergestream.progress import Progress
-from mergestream.report import figures
 from mergestream.report.facts import Facts
-from mergestream.report.ledger import COLLIDING, DAMAGED, LedgerFacts
-from mergestream.report.page import page
+from mergestream.report.ledger import HIGH_DAMAGE, HIGH_OVERLAP, LedgerFacts
+from mergestream.report.render import render_html
+from mergestream.report.sections import make_sections
 from mergestream.store.interference import measure_interference
 from tests.conftest import files, save_model
 from tests.report.conftest import EXPERTS, expert, make_store, model
@@ -114,7 +114,7 @@ def mean(values: list[float]) -> float:
 
 def test_held_is_the_share_of_the_leading_directions(ledger: Store, models: Path) -> None:
     found = facts_of(ledger)
-    assert found.experts == EXPERTS and found.room_for == 8
+    assert found.experts == EXPERTS and found.sharing == 8
     for name, held, entry in zip(EXPERTS, found.held, ledger.history, strict=True):
         assert held == pytest.approx(plain_held(deltas(models, name)), rel=1e-5)
         assert held == pytest.approx(entry.kept, rel=1e-5)
@@ -163,8 +163,8 @@ def test_entries_are_cut_as_more_experts_come(tmp_path: Path, models: Path) -> N
     for seed in range(9 - len(EXPERTS)):
         store.add(save_model(tmp_path / f"more-{seed}", expert(model(), 50 + seed)))
     found = store.survival()
-    assert found.together[0] == pytest.approx(plain_held(deltas(models, "cars"), sharing=9), rel=1e-5)
-    assert found.together[0] < store.history[0].kept
+    assert found.total[0] == pytest.approx(plain_held(deltas(models, "cars"), sharing=9), rel=1e-5)
+    assert found.total[0] < store.history[0].kept
     assert store.manifest.sharing == 9
 
 
@@ -184,7 +184,7 @@ def test_what_experts_have_not_moved_is_not_compared(tmp_path: Path, models: Pat
     found = facts_of(store)
     assert found.damage[1] is None and found.overlap[0][1] is None and found.held[1] == 1
     assert found.layer_partner == ((None,) * 4,) * 2
-    assert "largest damage" in page(Facts.of(store))
+    assert "largest damage" in render_html(Facts.of(store))
     json.dumps(Facts.of(store).to_json(), allow_nan=False)
 
 
@@ -258,15 +258,20 @@ def test_only_a_ledger_predicts_damage(store: Store, mergestream, quantity: str)
 
 
 def test_the_page_has_the_sections_of_a_ledger_and_none_of_a_state(ledger: Store) -> None:
-    text = page(Facts.of(ledger))
-    body = text[: text.index("<script>")]
-    for heading in ("What the entries hold", "Predicted damage", "Colliding inputs", "Colliding inputs, by layer"):
+    text = render_html(Facts.of(ledger))
+    body = text[text.index("<body>") : text.index("<script>")]
+    for heading in (
+        "Share held, by layer",
+        "Predicted damage, by layer",
+        "Overlap of inputs",
+        "Overlap of inputs, by layer",
+    ):
         assert f"<h2>{heading}</h2>" in body
-    for label in ("least held", "largest damage", "collides most"):
+    for label in ("least held", "largest damage", "overlaps most with"):
         assert label in body
-    for absent in ("λ", "√", "Scaling factor", "Protected rank", "‖merged − base‖", ">kept<", ">q<"):
+    for absent in ("λ", "√", "Scaling factor", "Protected rank", "‖merged − base‖", ">kept<", ">q<", "Share kept"):
         assert absent not in body
-    assert page(Facts.of(Store(ledger.path))) == text
+    assert render_html(Facts.of(Store(ledger.path))) == text
 
 
 def test_json_and_markdown_have_the_same_facts(ledger: Store, done) -> None:
@@ -277,9 +282,9 @@ def test_json_and_markdown_have_the_same_facts(ledger: Store, done) -> None:
     assert data["ledger"]["layer_overlap"] == [list(row) for row in found.layer_overlap]
     assert data["experts"][1]["held"] == found.held[1] and data["experts"][1]["damage"] == found.damage[1]
     assert not {"lambda", "sqrt_t", "distance"} & data["experts"][0].keys()
-    assert data["survival"]["kept"] == [list(row) for row in found.holding.kept]
+    assert data["survival"]["kept"] == [list(row) for row in found.survival.kept]
     text = done("report", ledger.path, "--format", "md")
-    for heading in ("## What the entries hold", "## Predicted damage", "## Colliding inputs"):
+    for heading in ("## Share held", "## Predicted damage", "## Overlap of inputs"):
         assert heading in text
     assert f"| {found.held[1]:.1%} | {found.damage[1]:.3f} |" in text and "λ" not in text
 
@@ -291,19 +296,21 @@ def test_other_stores_have_no_facts_of_a_ledger(scored: Store) -> None:
 
 def test_an_empty_ledger_has_a_report(tmp_path: Path, models: Path) -> None:
     facts = Facts.of(Store.create(tmp_path / "store", models / "base", Ledger()))
-    assert "add one" in page(facts) and facts.to_json()["experts"] == []
+    assert "add one" in render_html(facts) and facts.to_json()["experts"] == []
 
 
-def test_figures_have_the_numbers(ledger: Store) -> None:
+def test_tables_have_the_numbers(ledger: Store) -> None:
     found = facts_of(ledger)
-    assert tuple(figures.damage(found).data[0].y) == found.damage
-    overlap = figures.overlap(found).data[0]
-    assert overlap.z[0][1] == found.overlap[0][1] and overlap.z[0][0] is None and overlap.zmin == 0
-    layers = figures.layer_overlap(found).data[0]
-    assert layers.z[2][3] == found.layer_overlap[2][3] and layers.customdata[2][3] == found.layer_partner[2][3]
-    assert figures.layer_damage(found).data[0].z[0][0] == found.interference.layer_damage[0][0]
-    held = figures.held(found.holding).data[0]
-    assert held.z[1][0] == found.held[1] and "held" in held.hovertemplate
+    tables = {section.key: section.table for section in make_sections(Facts.of(ledger)) if section.table}
+    damage = tables["damage"].rows
+    assert tuple(cell.sort for cell in damage[0][1:]) == found.damage
+    assert damage[1][1].sort == found.interference.layer_damage[0][0]
+    overlap = tables["overlap"].rows
+    assert overlap[0][2].sort == found.overlap[0][1] and overlap[0][1].shade is None
+    layers = tables["layer-overlap"].rows
+    assert layers[3][3].sort == found.layer_overlap[2][3]
+    assert layers[3][3].title == f"with {found.layer_partner[2][3]}"
+    assert tables["held"].rows[0][2].sort == found.held[1]
 
 
 def test_findings_name_who_is_served_badly_and_who_collides(tmp_path: Path, models: Path) -> None:
@@ -313,12 +320,12 @@ def test_findings_name_who_is_served_badly_and_who_collides(tmp_path: Path, mode
     assert not any("inputs" in sentence or "badly" in sentence for sentence in Facts.of(store).findings())
     store.add(tmp_path / "opposite")
     found = facts_of(store)
-    assert found.damage[0] > DAMAGED and found.overlap[0][2] > COLLIDING
+    assert found.damage[0] > HIGH_DAMAGE and found.overlap[0][2] > HIGH_OVERLAP
     sentences = Facts.of(store).findings()
     damage = found.damage[0]
-    assert f"cars would be served badly by the merged model (predicted damage {damage:.2f})." in sentences
-    assert "cars and opposite answer to the same inputs (overlap 1.00)." in sentences
-    assert f"The entry of digits holds only {found.held[1]:.0%} of it." in sentences
+    assert f"The merged model would serve cars badly (predicted damage {damage:.2f})." in sentences
+    assert "cars and opposite respond to the same inputs (overlap 1.00)." in sentences
+    assert f"The ledger holds only {found.held[1]:.0%} of digits." in sentences
 
 
 def test_the_commands_make_the_same_ledger_again(ledger: Store, tmp_path: Path, mergestream) -> None:
@@ -369,4 +376,4 @@ def test_a_damaged_entry_is_named(pair: Store, models: Path, mergestream, tmp_pa
 
 def test_a_store_of_another_method_tells_survival_as_before(tmp_path: Path, models: Path) -> None:
     store = make_store(tmp_path / "store", models, ("cars",))
-    assert set(store.survival().together) == {1.0}
+    assert set(store.survival().total) == {1.0}

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from mergestream import OPCM, Ledger, Store
-from mergestream.report import diagnostics, pictures
-from mergestream.report.diagnostics import MOST_SHOWN, MOST_TOLD, Similarity, choose
+from mergestream.report import diagnostics, figures
+from mergestream.report.diagnostics import MAX_EXPERTS, Similarity, choose_experts
 from mergestream.report.facts import Facts
-from mergestream.report.markdown import markdown
-from mergestream.report.page import page
+from mergestream.report.render import render_html, render_markdown
+from mergestream.report.wording import MAX_FINDINGS
 from tests.report.conftest import EXPERTS
 
 MANY = 500
@@ -58,54 +58,52 @@ def embedded(text: str) -> dict[str, Any]:
 
 def assert_bounded(text: str, count: int) -> None:
     """Nothing in the page grows by more than a few numbers with every expert."""
-    for views in embedded(text)["figures"].values():
-        for figure in views.values():
-            assert figure["layout"]["height"] < 1200
-            for trace in figure["data"]:
-                assert len(trace.get("z", ())) <= MOST_SHOWN + 2
-                assert len(trace["x"]) <= max(count, 50)
-    assert len(embedded(text)["tensors"]["norm"]) == MOST_SHOWN
-    assert text.count("<option") == MOST_SHOWN + 1
-    assert text.count("<td") < 20 * count + 40 * MOST_SHOWN**2
-    assert text.count('<span class="dot">') == count
-    assert f"Of {count} experts {MOST_SHOWN} are shown" in text
-    assert '<div class="scroll tall"><table class="sortable timeline"' in text and 'id="expert-search"' in text
+    for table in re.findall(r'<table class="matrix">.*?</thead>', text, re.S):
+        assert table.count("<th ") <= MAX_EXPERTS + 1
+    for height in re.findall(r'<svg width="[\d.]+pt" height="([\d.]+)pt"', text):
+        assert float(height) < 700
+    assert len(embedded(text)["norm"]) == MAX_EXPERTS
+    assert text.count("<option") == MAX_EXPERTS + 1
+    assert text.count("<td") < 20 * count + 40 * MAX_EXPERTS**2
+    assert text.count('<td data-label="step"') == count
+    assert f"This shows {MAX_EXPERTS} of {count} experts" in text
+    assert '<div class="scroll tall"><table class="sortable" id="expert-table"' in text and 'id="expert-search"' in text
     assert f"<details><summary>All {count + 1} commands</summary>" in text
-    assert len(text) < 6_500_000
+    assert len(text) < 2_000_000
 
 
 def test_a_page_of_many_experts_is_bounded(many: Store) -> None:
-    text = page(Facts.of(many))
+    text = render_html(Facts.of(many))
     assert_bounded(text, MANY)
     assert (
-        "The last 24 steps and 24 tasks are shown." in text and "after step 60" in text and "after step 36" not in text
+        "This shows the last 24 steps and 24 tasks." in text and "after step 60" in text and "after step 36" not in text
     )
-    assert text.count("are similar (cosine") == MOST_TOLD and re.search(r"… and \d+ more of these\.", text)
+    assert text.count("are similar (cosine") == MAX_FINDINGS and re.search(r"… and \d+ more of these\.", text)
 
 
 def test_a_page_of_a_ledger_of_many_experts_is_bounded(tmp_path: Path, models: Path) -> None:
     store = crowded(tmp_path / "ledger", models, Ledger(), 60)
     facts = Facts.of(store)
-    assert_bounded(page(facts), 60)
-    few = facts.shown.ledger
-    assert facts.ledger and few and few.experts == facts.shown.similarity.experts
-    chosen = facts.shown_experts
-    assert few.damage == tuple(facts.ledger.damage[i] for i in chosen)
-    assert few.overlap[0][1] == facts.ledger.overlap[chosen[0]][chosen[1]]
-    assert few.layer_partner == tuple(facts.ledger.layer_partner[i] for i in chosen)
+    assert_bounded(render_html(facts), 60)
+    some = facts.reduced.ledger
+    assert facts.ledger and some and some.experts == facts.reduced.similarity.experts
+    chosen = facts.selected
+    assert some.damage == tuple(facts.ledger.damage[i] for i in chosen)
+    assert some.overlap[0][1] == facts.ledger.overlap[chosen[0]][chosen[1]]
+    assert some.layer_partner == tuple(facts.ledger.layer_partner[i] for i in chosen)
 
 
 def test_text_of_many_experts_has_all_in_one_table(many: Store) -> None:
-    text = markdown(Facts.of(many))
-    assert max(line.count(" | ") for line in text.splitlines()) <= MOST_SHOWN + 2
+    text = render_markdown(Facts.of(many))
+    assert max(line.count(" | ") for line in text.splitlines()) <= MAX_EXPERTS + 2
     assert all(f"| expert-{i} |" in text for i in range(MANY))
-    assert f"Of {MANY} experts {MOST_SHOWN} are shown" in text
+    assert f"This shows {MAX_EXPERTS} of {MANY} experts" in text
 
 
 def test_json_of_many_experts_has_all(many: Store, done) -> None:
     data = json.loads(done("report", many.path, "--format", "json"))
     assert len(data["experts"]) == len(data["similarity"]["cosines"]) == len(data["similarity"]["cosines"][0]) == MANY
-    assert len(data["findings"]) < 5 * MOST_TOLD
+    assert len(data["findings"]) < 5 * MAX_FINDINGS
 
 
 @pytest.mark.draws
@@ -119,7 +117,7 @@ def test_the_card_of_many_experts_has_a_picture_like_any_other(
     out = many.export(tmp_path / "merged")
     card = (out / "README.md").read_text(encoding="utf-8")
     assert len(read) == MANY, "each sketch is read once"
-    assert f"![Cosine similarity of {MOST_SHOWN} of the experts' task vectors](similarity.png)" in card
+    assert f"![Cosine similarity of {MAX_EXPERTS} of the experts' task vectors](similarity.png)" in card
     assert all(f"| expert-{i} |" in card for i in range(MANY))
     assert max(imread(out / "similarity.png").shape) < 1800 and max(imread(out / "lambda.png").shape) < 800
 
@@ -129,9 +127,9 @@ original = diagnostics.read_sketch
 
 def test_a_matrix_has_a_largest_size_and_so_many_names(tmp_path: Path) -> None:
     names = [f"task-{i}" for i in range(300)]
-    figure = pictures.heat_map([[0.5] * 300] * 300, names, names, (0, 1), ".2f", "accuracy")
+    figure = figures.heat_map([[0.5] * 300] * 300, names, names, (0, 1), ".2f", "accuracy")
     assert max(figure.get_size_inches()) < 22
-    assert len(figure.axes[0].get_xticklabels()) <= pictures.MOST_NAMED
+    assert len(figure.axes[0].get_xticklabels()) <= figures.MAX_TICKS
 
 
 def test_the_chosen_are_the_latest_the_closest_and_the_most_opposed() -> None:
@@ -140,11 +138,11 @@ def test_the_chosen_are_the_latest_the_closest_and_the_most_opposed() -> None:
     cosines[3][50] = cosines[50][3] = 0.9
     cosines[7][60] = cosines[60][7] = -0.8
     found = Similarity(tuple(map(str, range(count))), tuple(map(tuple, cosines)))
-    chosen = found.chosen([42, *(i for i in range(count) if i != 42)])
-    assert len(chosen) == MOST_SHOWN and sorted(chosen) == list(chosen)
+    chosen = found.choose([42, *(i for i in range(count) if i != 42)])
+    assert len(chosen) == MAX_EXPERTS and sorted(chosen) == list(chosen)
     assert {3, 50, 7, 60, 42, 99, 98, 97} <= set(chosen)
-    assert found.of_experts(chosen).cosines[0][0] == cosines[chosen[0]][chosen[0]]
-    assert choose(range(MOST_SHOWN), []) == tuple(range(MOST_SHOWN))
+    assert found.select_experts(chosen).cosines[0][0] == cosines[chosen[0]][chosen[0]]
+    assert choose_experts(range(MAX_EXPERTS), []) == tuple(range(MAX_EXPERTS))
 
 
 def test_inspect_lists_the_closest_of_many(many: Store, models: Path, done) -> None:

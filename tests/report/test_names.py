@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mergestream import Store
-from mergestream.report import figures, pictures
+from mergestream.report import figures
 from mergestream.report.facts import Facts
-from mergestream.report.markdown import markdown
-from mergestream.report.page import page
+from mergestream.report.render import render_html, render_markdown
+from mergestream.report.wording import MAX_NAME, short_names
 from tests.report.conftest import SCORES, make_store
 
 HOSTILE = ("$\\frac$", "a\n# b\n\x1b[31m|`<script>alert(1)</script>", "[x](http://y) 名 \u202e" + "n" * 400)
@@ -76,34 +76,36 @@ def test_the_card_names_no_base_that_is_none(hostile: Store, tmp_path: Path, mod
 
 
 def test_markdown_shows_names_and_obeys_none(hostile: Store) -> None:
-    assert_harmless(markdown(Facts.of(hostile)), heads=7)
+    assert_harmless(render_markdown(Facts.of(hostile)), heads=10)
 
 
 def test_the_page_has_no_tag_and_no_line_of_a_name(hostile: Store) -> None:
-    text = page(Facts.of(hostile))
+    text = render_html(Facts.of(hostile))
     assert "<script>alert" not in text and "\x1b" not in text and "\u202e" not in text
     assert "&lt;script&gt;alert(1)" in text
 
 
-def test_plotly_takes_no_name_for_a_tag_or_a_field(hostile: Store) -> None:
-    heat = figures.similarity(hostile.similarity()).data[0]
-    assert len(set(heat.x)) == 3 and all("<" not in name and len(name) < 80 for name in heat.x)
-    assert "&lt;/script&gt;" in heat.y[1]
-    assert "% {x}&lt;b&gt; %{z" in figures.scores(hostile.scores).data[0].hovertemplate
+def test_a_figure_in_the_page_has_no_tag_of_a_name(hostile: Store) -> None:
+    assert hostile.scores
+    scored = dataclasses.replace(hostile.scores, experts=(1.0, 1.0, 1.0))
+    drawn = figures.inline_svg(figures.against_experts(scored))
+    assert "%{x}&lt;b&gt;" in drawn and "<script" not in drawn and "<b>" not in drawn
 
 
 def test_names_that_are_cut_alike_stay_apart() -> None:
-    assert len(set(figures.labels(["a" * 100 + "b" * 100, "a" * 100 + "c" + "b" * 99, "a" * 300]))) == 3
+    names = short_names(["a" * 100 + "b" * 100, "a" * 100 + "c" + "b" * 99, "a" * 300])
+    assert len(set(names)) == 3 and all(len(name) <= MAX_NAME + 1 for name in names)
+    assert short_names(["a-name-of-twenty-five-char"]) == ["a-name-of-twenty-five-char"]
 
 
 @pytest.mark.draws
 def test_pictures_write_formulas_as_text_and_say_nothing(tmp_path: Path) -> None:
     names = ("$\\frac$", "$$", "\\$x$", "名前", "x" * 500)
-    figure = pictures.similarity(names, [[0.1] * 5] * 5, title="$\\sum$")
+    figure = figures.similarity(names, [[0.1] * 5] * 5, title="$\\sum$")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pictures.save(figure, tmp_path / "heat.png")
-        pictures.save(pictures.scaling({"$\\frac$": [1.0, 1.4]}), tmp_path / "curve.png")
+        figures.save(figure, tmp_path / "heat.png")
+        figures.save(figures.scaling({"$\\frac$": [1.0, 1.4]}), tmp_path / "curve.png")
     from matplotlib.image import imread
 
     assert max(imread(tmp_path / "heat.png").shape) < 1000

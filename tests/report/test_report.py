@@ -2,15 +2,20 @@ import json
 import math
 import re
 import sys
+from base64 import b64encode
+from hashlib import sha256
 from importlib.resources import files as package_files
 from pathlib import Path
 
 import pytest
 
 from mergestream import Store
-from mergestream.report import figures, pictures
+from mergestream.report import figures
 from mergestream.report.facts import Facts
-from mergestream.report.page import page
+from mergestream.report.render import render_html, render_markdown
+from mergestream.report.sections import make_sections
+from mergestream.report.verdict import next_step
+from mergestream.report.wording import short_name
 from tests.report.conftest import EXPERTS, make_store
 
 
@@ -30,11 +35,51 @@ def test_json_has_all_facts(scored: Store, done) -> None:
 
 def test_markdown_has_the_same_facts(scored: Store, done) -> None:
     text = done("report", scored.path, "--format", "md")
-    for heading in ("## Experts", "## Cosine similarity", "## What survived", "## Scores (accuracy)", "## Commands"):
+    for heading in ("## Experts", "## Similarity", "## Share kept", "## Scores (accuracy)", "## Commands"):
         assert heading in text
-    assert f"| 3 | pets | {scored.history[2].added}" in text
-    assert f"ACC {scored.scores.acc:.3f}, BWT −{-scored.scores.bwt:.3f} (below 0: forgotten since" in text
-    assert scored.history[0].digest in text
+    assert f"| pets | 3 | {scored.history[2].added[:10]}" in text
+    assert f"ACC {scored.scores.acc:.3f} is the mean" in text and f"BWT −{-scored.scores.bwt:.3f} is the mean" in text
+    assert "(below 0: earlier tasks were forgotten)" in text
+    assert scored.manifest.base.digest in text and "digest |" not in text
+
+
+def test_the_page_and_the_text_have_the_same_sections(scored: Store) -> None:
+    facts = Facts.of(scored)
+    page, text = render_html(facts), render_markdown(facts)
+    titles = re.findall(r"^## (.*)$", text, flags=re.M)
+    assert titles[-1] == "Commands" and len(titles) > 7
+    for title in titles[:-1]:
+        assert f"<h2>{title}</h2>" in page
+    for row in re.findall(r"^\| (.*) \|$", text, flags=re.M):
+        for cell in row.split(" | "):
+            assert cell.partition(" (")[0] in page
+
+
+def test_names_of_25_characters_are_whole_and_wrap_in_their_cells(tmp_path: Path, models: Path) -> None:
+    """Nothing in the table of experts has a fixed width or position: no column can be printed over the next."""
+    store = Store.create(tmp_path / "store", models / "base")
+    for name in EXPERTS:
+        store.add(models / name, f"{name}-{'x' * (24 - len(name))}")
+    text = render_html(Facts.of(store))
+    table = text[text.index('id="expert-table"') : text.index('id="norms"')]
+    assert all(table.count(entry.name) >= 2 for entry in store.history) and "digest" not in table
+    rules = [rule for rule in STYLE.split("}") if "expert-table" in rule and "thead" not in rule]
+    assert any("overflow-wrap: anywhere" in rule and "white-space: normal" in rule for rule in rules)
+    assert not any(re.search(r"[{;\s](width|position: absolute|max-width|overflow: visible)\b", rule) for rule in rules)
+
+
+def test_long_names_are_shortened_in_one_way_everywhere(tmp_path: Path, models: Path) -> None:
+    name = "an-expert-" + 40 * "x" + "-of-a-long-name"
+    store = make_store(tmp_path / "store", models, ("cars",))
+    store.add(models / "giant", name)
+    store.attach_scores(["cars", name], [[1, 1], [1, 0.5]], experts=[1, 1])
+    facts = Facts.of(store)
+    page, text, short = render_html(facts), render_markdown(facts), short_name(name)
+    body = re.sub(r'<(script|style).*?</\1>|(title|data-sort|data-text)="[^"]*"|<code>.*?</code>', "", page, flags=re.S)
+    assert name not in body and body.count(short) >= 10
+    assert (
+        name not in text.partition("## Commands")[0].replace(next_step(facts).command, "") and text.count(short) >= 10
+    )
 
 
 def test_the_ending_of_the_file_decides_the_format(scored: Store, tmp_path: Path, done) -> None:
@@ -43,20 +88,33 @@ def test_the_ending_of_the_file_decides_the_format(scored: Store, tmp_path: Path
         assert (tmp_path / name).read_text(encoding="utf-8").startswith(start)
 
 
-def test_a_page_needs_a_place(scored: Store, mergestream) -> None:
-    result = mergestream("report", scored.path)
-    assert result.code == 2 and "-o report.html" in result.err
+def test_the_page_goes_beside_the_store_by_default(store: Store, done, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = store.path.with_name("store-report.html")
+    for given in (store.path, f"{store.path}/"):
+        assert f"{beside}: the report" in done("report", given)
+        assert beside.read_text(encoding="utf-8").startswith("<!doctype html>")
+        beside.unlink()
+    monkeypatch.chdir(store.path)
+    done("report", ".")
+    assert beside.is_file()
 
 
 def test_the_same_store_gives_the_same_page(scored: Store) -> None:
-    assert page(Facts.of(scored)) == page(Facts.of(Store(scored.path)))
+    assert render_html(Facts.of(scored)) == render_html(Facts.of(Store(scored.path)))
 
 
 def test_the_page_refers_to_nothing_outside(scored: Store) -> None:
-    text = page(Facts.of(scored))
-    without_plotly = re.sub(r"<script>/\*\*\n\* plotly\.js.*?</script>", "", text, flags=re.S)
-    assert len(without_plotly) < len(text) / 4
-    assert not re.search(r"https?://|src=|@import|url\(", without_plotly)
+    text = render_html(Facts.of(scored))
+    assert len(text) < 2_000_000
+    assert not re.search(r"https?://|src=|@import|url\((?!#)", text)
+
+
+def test_the_page_allows_its_own_script_only(scored: Store) -> None:
+    text = render_html(Facts.of(scored))
+    policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)
+    (script,) = re.findall(r"<script>(.*?)</script>", text, flags=re.S)
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    assert policy and f"default-src 'none'; script-src 'sha256-{digest}';" in policy[1]
 
 
 def test_the_commands_make_the_same_store_again(scored: Store, tmp_path: Path, mergestream) -> None:
@@ -81,7 +139,7 @@ def test_findings_name_what_deserves_a_look(tmp_path: Path, models: Path) -> Non
     store = make_store(tmp_path / "store", models, ("cars", "digits", "giant"))
     store.add(models / "cars", "cars-again", allow_duplicate=True)
     found = " ".join(Facts.of(store).findings())
-    assert "giant is" in found and "times as large as the others" in found
+    assert "giant is" in found and "times as large as the other experts on average" in found
     assert "cars-again and cars are similar (cosine 1.00)" in found
 
 
@@ -89,7 +147,7 @@ def test_forgetting_is_found_on_any_scale(store: Store) -> None:
     for scale in (1, 100):
         store.attach_scores(["cars", "digits"], [[0.9 * scale, 0], [0.7 * scale, 0.9 * scale]])
         assert (
-            f"Tasks have lost {0.2 * scale:.3g} of accuracy in the mean since their experts came."
+            f"Tasks have lost {0.2 * scale:.3g} of accuracy on average since their experts were added."
             in Facts.of(store).findings()
         )
         store.attach_scores(["cars", "digits"], [[0.9 * scale, 0], [0.89 * scale, 0.9 * scale]])
@@ -101,29 +159,42 @@ def test_nothing_to_find_in_an_ordinary_store(scored: Store) -> None:
 
 
 def test_figures_are_objects_with_the_numbers(scored: Store) -> None:
-    drawn = figures.scaling(scored.history)
-    assert list(drawn.data[0].y) == [math.sqrt(t) for t in (1, 2, 3)]
-    assert list(drawn.data[1].y) == [entry.lambda_ for entry in scored.history]
-    heat = figures.similarity(scored.similarity()).data[0]
-    assert heat.z[0][1] == scored.similarity().cosines[0][1] and heat.z[0][0] is None
-    kept = figures.survival(scored.survival().by_layer()).data[0]
-    assert kept.z[1][0] == pytest.approx(scored.history[1].kept)
-    assert figures.scores(scored.scores).data[0].z[1][0] == 0.9
+    lines = figures.norms(scored.history).axes[0].lines
+    for line, key in zip(lines, ("norm", "mean_norm", "distance"), strict=True):
+        assert list(line.get_ydata()) == [getattr(entry, key) for entry in scored.history]
+    assert scored.scores
+    axes = figures.against_experts(scored.scores).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["cars", "digits", "pets"]
+    drawn = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
+    assert drawn == {"base": [0.2, 0.3, 0.4], "merged": [0.7, 0.85, 0.8], "expert alone": [0.95, 0.97, 0.9]}
+
+
+def test_matrices_are_tables_with_the_numbers(scored: Store) -> None:
+    sections = {section.key: section for section in make_sections(Facts.of(scored))}
+    kept = sections["survival"].table
+    assert kept and [cell.sort for cell in kept.rows[0]][1:] == pytest.approx([e.kept for e in scored.history])
+    pairs = sections["similarity"].table
+    assert pairs and pairs.rows[0][2].sort == scored.similarity().cosines[0][1]
+    assert pairs.rows[0][1].shade is None and max(abs(cell.shade or 0) for cell in pairs.rows[0][1:]) <= 1
+    scores = sections["scores"].table
+    assert scores and [row[0].text for row in scores.rows[:2]] == ["base", "after step 1"]
+    assert scores.rows[1][1].sort == 0.9
 
 
 def test_a_store_of_hundreds_of_tensors_and_twenty_experts(tmp_path: Path, scored: Store) -> None:
     """The figures of a large store, from made-up numbers."""
-    from mergestream.report.diagnostics import Similarity, Survival
+    from mergestream.report.diagnostics import Survival
+    from mergestream.report.tables import MAX_ROWS, layer_table
 
     names = tuple(f"expert-{i}" for i in range(20))
     parts = tuple(f"model.layers.{i // 7}.part{i % 7}.weight" for i in range(350))
     row = tuple(0.5 + i / 1000 for i in range(350))
     large = Survival(names, parts, (row,) * 20, (row,) * 20, (tuple(range(350)),) * 20)
-    assert len(figures.survival(large.by_layer()).data[0].x) == 52
-    assert figures.short_names(parts)[0] == "0.part0.weight"
-    assert len(figures.protected(large).data[0].x) == 350
-    flat = Similarity(names, ((0.1,) * 20,) * 20)
-    assert figures.similarity(flat).data[0].texttemplate is None
+    layers = large.by_layer()
+    table = layer_table(layers, layers.kept, ".1%", totals=layers.total, low_is_bad=True)
+    assert len(table.rows) == 51 and {len(cells) for cells in table.rows} == {21}
+    assert [cells[0].text for cells in table.rows[:3]] == ["all layers", "0", "1"]
+    assert len(table.listed) == MAX_ROWS and [cells[0].text for cells in table.listed[:3]] == ["all layers", "0", "1"]
 
 
 @pytest.mark.draws
@@ -137,21 +208,21 @@ def test_the_model_card_shows_pictures(scored: Store, tmp_path: Path) -> None:
 
 def test_pictures_are_figure_objects(scored: Store) -> None:
     factors = [entry.lambda_ for entry in scored.history]
-    axes = pictures.scaling({"λ": factors}).axes[0]
+    axes = figures.scaling({"λ": factors}).axes[0]
     assert list(axes.lines[1].get_ydata()) == factors
     found = scored.similarity()
-    image = pictures.similarity(found.experts, found.cosines).axes[0].images[0]
+    image = figures.similarity(found.experts, found.cosines).axes[0].images[0]
     assert image.get_array()[0, 1] == pytest.approx(found.cosines[0][1])
 
 
 def test_a_chart_has_a_curve_and_a_band_for_each_name() -> None:
-    axes = pictures.scaling({"a": [1.0, 1.4, 1.7], "b": [1.0, 1.3]}, {"a": [0.0, 0.1, 0.2]}).axes[0]
+    axes = figures.scaling({"a": [1.0, 1.4, 1.7], "b": [1.0, 1.3]}, {"a": [0.0, 0.1, 0.2]}).axes[0]
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"√t", "a", "b"}
     assert [len(container.lines[0].get_xdata()) for container in axes.containers] == [3, 2]
 
 
 def test_cells_carry_their_values_in_a_colour_that_can_be_read() -> None:
-    figure = pictures.heat_map([[0.0, 100.0], [None, -0.001]], ["r", "s"], ["a", "b"], (0, 100), ".0f", "percent")
+    figure = figures.heat_map([[0.0, 100.0], [None, -0.001]], ["r", "s"], ["a", "b"], (0, 100), ".0f", "percent")
     written = {text.get_text(): text.get_color() for text in figure.axes[0].texts}
     assert written == {"0": "white", "100": "black"} and len(figure.axes[0].texts) == 3
 
@@ -159,23 +230,24 @@ def test_cells_carry_their_values_in_a_colour_that_can_be_read() -> None:
 def test_without_matplotlib_the_card_has_no_pictures_and_a_note_says_so(
     scored: Store, tmp_path: Path, monkeypatch, mergestream
 ) -> None:
-    monkeypatch.setitem(sys.modules, "mergestream.report.pictures", None)
+    monkeypatch.setitem(sys.modules, "mergestream.report.figures", None)
     result = mergestream("export", scored.path, tmp_path / "merged")
     assert result.code == 0 and "the model card has no pictures" in result.err
     assert "![" not in (tmp_path / "merged/README.md").read_text()
     assert not list((tmp_path / "merged").glob("*.png"))
 
 
-def test_without_plotly_the_page_says_what_to_install(scored: Store, tmp_path: Path, monkeypatch, mergestream) -> None:
-    for name in ("figures", "plots", "page"):
-        monkeypatch.delitem(sys.modules, f"mergestream.report.{name}")
+def test_without_matplotlib_the_page_says_what_to_install(
+    scored: Store, tmp_path: Path, monkeypatch, mergestream
+) -> None:
     monkeypatch.delattr("mergestream.report.figures")
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    monkeypatch.setitem(sys.modules, "mergestream.report.figures", None)
     result = mergestream("report", scored.path, "-o", tmp_path / "report.html")
+    assert mergestream("report", scored.path, "--format", "md").code == 0, "text has no figures"
     assert result.code == 1 and "pip install 'mergestream[report]'" in result.err
 
 
-STYLE = (package_files("mergestream.report") / "assets/style.css").read_text(encoding="utf-8")
+STYLE = (package_files("mergestream.report") / "templates/style.css").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("theme", [0, 1])

@@ -1,23 +1,25 @@
-"""The first sentence of a report, the scores against the experts, and the conflicts."""
+"""The first lines of a report, the scores against the experts, and the conflicts."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from markupsafe import escape
 
 from mergestream import Ledger, Store
 from mergestream.engine.local import single_threaded
 from mergestream.report import figures
 from mergestream.report.facts import OPPOSED, Facts
-from mergestream.report.markdown import markdown
-from mergestream.report.page import page
+from mergestream.report.render import render_html, render_markdown
 from mergestream.report.scores import Scores, TaskScore
-from mergestream.report.verdict import bwt_in_words, signed, verdict
+from mergestream.report.verdict import NextStep, next_step, verdict
+from mergestream.report.wording import explain_bwt, format_change
 from tests.conftest import save_model
 from tests.report.conftest import EXPERTS, SCORES, model
 from tests.report.test_ledger import deltas, leading, mean
@@ -47,38 +49,79 @@ def of_two(path: Path, models: Path, method: Any) -> Store:
 def test_by_scores(scored: Store) -> None:
     told = verdict(Facts.of(scored))
     assert told == (
-        "3 experts are merged by opcm: the model keeps 83% of what they score alone (accuracy 0.783 against 0.94 "
-        "in the mean; the base has 0.3); look at cars first, which has 0.7 where its expert has 0.95."
+        "3 experts merged by opcm. The model keeps 83% of the experts' own scores (mean accuracy 0.783, experts 0.94, "
+        "base 0.3). cars lost most: 0.7, its expert has 0.95."
     )
-    text, data = markdown(Facts.of(scored)), Facts.of(scored).to_json()
+    text, data = render_markdown(Facts.of(scored)), Facts.of(scored).to_json()
     assert text.splitlines()[2] == told and data["verdict"] == told
-    assert f'<p class="verdict" id="verdict">{told}</p>' in page(Facts.of(scored))
+    assert f'<p class="verdict" id="verdict">{escape(told)}</p>' in render_html(Facts.of(scored))
     assert "| cars | 0.700 | 0.950 | 0.200 | 26.3% |" in text
 
 
 def test_scores_of_an_earlier_step_are_told_as_such(scored: Store) -> None:
     facts = Facts.of(scored)
     earlier = dataclasses.replace(facts, scores=Scores.of(EXPERTS, SCORES[:2], experts=[0.95, 0.97, 0.9]))
-    assert "opcm: after step 2 the model keeps 91% of" in verdict(earlier)
+    assert "opcm. After step 2 the model keeps 91% of" in verdict(earlier)
     alone = dataclasses.replace(facts, scores=Scores.of(EXPERTS, SCORES, metric="F1"))
-    assert "the model has a mean F1 of 0.783; see what is worth a look below." in verdict(alone)
+    assert verdict(alone).endswith("opcm. The model has a mean F1 of 0.783.")
     unknown = dataclasses.replace(facts, scores=Scores.of(EXPERTS, [[None, 0.1, 0.2]]))
-    assert "after step 1 the model was not scored on all tasks" in verdict(unknown)
+    assert "After step 1 the model was not scored on all tasks." in verdict(unknown)
 
 
 def test_without_scores_by_what_the_store_can_tell(store: Store, models: Path, tmp_path: Path) -> None:
     facts = Facts.of(store)
     least, (cosine, _, _) = min(entry.kept for entry in store.history), next(facts.similarity.pairs())
     assert verdict(facts) == (
-        f"2 experts are merged by opcm: {least:.0%} to 100% of each entered, at cosines of {cosine:.2f} to each other; "
-        "nothing stands out."
+        f"2 experts merged by opcm. {least:.0%} to 100% of each entered the merged state. "
+        f"Cosines between experts: {cosine:.2f}. There are no findings."
     )
     with single_threaded():
         ledger = Store.create(tmp_path / "ledger", models / "base", Ledger())
-    assert verdict(Facts.of(ledger)) == "Nothing is merged yet: add the first expert (mergestream add)."
+    assert verdict(Facts.of(ledger)) == "This store has no experts yet."
     ledger.add(models / "cars")
-    assert verdict(Facts.of(ledger)).startswith("1 expert is merged by ledger: the ledger holds ")
-    assert "predicts a damage of 0.00 (0 is none, 1 the base); " in verdict(Facts.of(ledger))
+    assert verdict(Facts.of(ledger)).startswith("1 expert merged by ledger. The ledger holds ")
+    assert "Predicted damage: 0.00 (0 is none, 1 is the base)." in verdict(Facts.of(ledger))
+
+
+def test_the_first_lines_say_what_to_do_next(store: Store, scored: Store, models: Path, tmp_path: Path) -> None:
+    facts = Facts.of(store)
+    merge = NextStep("Merge the experts.", f"mergestream export {store.path} merged")
+    assert next_step(facts) == merge and facts.to_json()["next_step"] == dataclasses.asdict(merge)
+    assert render_markdown(facts).splitlines()[4] == f"Next: {merge.advice} `{merge.command}`"
+    assert f"<strong>Next:</strong> {merge.advice} <code>{merge.command}</code>" in render_html(facts)
+    lost = next_step(Facts.of(scored))
+    assert lost.advice == "Merge by a ledger, which can leave out cars later; opcm cannot."
+    last = dataclasses.replace(Facts.of(scored), scores=Scores.of(EXPERTS, SCORES, experts=[0.7, 0.85, 1]))
+    assert next_step(last) == NextStep(
+        "Take back pets, the last expert, and serve it alone.", f"mergestream undo {scored.path}"
+    )
+    empty = Facts.of(Store.create(tmp_path / "empty", models / "base"))
+    assert next_step(empty).command == f"mergestream add {tmp_path / 'empty'} EXPERT"
+
+
+def test_a_ledger_leaves_one_out_or_serves_all_one_by_one(models: Path, tmp_path: Path) -> None:
+    with single_threaded():
+        store = Store.create(tmp_path / "ledger", models / "base", Ledger())
+        for name in EXPERTS:
+            store.add(models / name)
+    facts = Facts.of(store)
+    one = dataclasses.replace(facts, scores=Scores.of(EXPERTS, SCORES, experts=[0.95, 0.85, 0.8]))
+    assert next_step(one).advice == "Leave out cars, and serve it separately."
+    assert next_step(one).command.endswith("ledger merged --without cars")
+    most = dataclasses.replace(facts, scores=Scores.of(EXPERTS, SCORES, experts=[0.95, 1, 0.8]))
+    assert next_step(most).advice.startswith("Serve the experts one by one as adapters")
+    assert next_step(most).command.endswith("ledger adapters --format loras")
+
+
+def test_a_merge_of_adapters_is_scored_before_it_is_used(models: Path, tmp_path: Path) -> None:
+    with single_threaded():
+        store = Store.create(tmp_path / "ledger", models / "base", Ledger())
+        store.add(models / "cars")
+    facts = Facts.of(store)
+    history = (dataclasses.replace(facts.history[0], rank=8),)
+    adapters = dataclasses.replace(facts, manifest=dataclasses.replace(facts.manifest, history=history))
+    assert next_step(adapters).advice == "Merge the adapters, and score the model before you use it."
+    assert "Only scores show how good a merge of adapters is." in verdict(adapters)
 
 
 def test_conflicts_are_pairs_and_the_layers_they_are_in(opposed: Path, tmp_path: Path) -> None:
@@ -87,9 +130,9 @@ def test_conflicts_are_pairs_and_the_layers_they_are_in(opposed: Path, tmp_path:
     assert (found.one, found.other) == ("push", "pull") and found.cosine < OPPOSED
     assert set(found.layers) == {"encoder.layer.2", "encoder.layer.10", "pooler"}
     assert list(found.layers.values()) == pytest.approx([-1, -1, -1], abs=1e-5)
-    assert str(found).startswith(f"push and pull pull against each other (cosine −{-found.cosine:.2f}), most in ")
-    text = page(facts)
-    assert str(found) in text and f"## Conflicts\n\n* {str(found)[:20]}" in markdown(facts)
+    assert str(found).startswith(f"push and pull oppose each other (cosine −{-found.cosine:.2f}), most in ")
+    text = render_html(facts)
+    assert str(found) in text and f"## Conflicts\n\n* {str(found)[:20]}" in render_markdown(facts)
     assert json.loads(json.dumps(facts.to_json()))["conflicts"] == [dataclasses.asdict(found)]
 
 
@@ -117,28 +160,30 @@ def test_an_accumulator_has_forgotten_the_layers(opposed: Path, tmp_path: Path) 
     facts = Facts.of(of_two(tmp_path / "store", opposed, Average()))
     (found,) = facts.conflicts
     assert found.layers == {} and str(found).endswith(").")
-    assert verdict(facts).endswith("; look at push and pull first, which pull against each other.")
+    assert verdict(facts).endswith(f" push and pull oppose each other (cosine −{-found.cosine:.2f}).")
 
 
 def test_bwt_is_read_the_right_way_round(scored: Store) -> None:
     facts = Facts.of(scored)
-    assert '<dd class="lost">−0.150<p>below 0: forgotten since their own experts came</p>' in page(facts)
+    assert '<dd class="lost">−0.150<p>below 0: earlier tasks were forgotten</p>' in render_html(facts)
     gained = dataclasses.replace(facts, scores=Scores.of(EXPERTS, [SCORES[0], SCORES[1], [0.95, 0.97, 0.9]]))
-    text = page(gained)
-    assert '<dd class="won">+0.035<p>not below 0: nothing forgotten since' in text
-    assert signed(-0.5) == "−0.500" and bwt_in_words(0).startswith("not below 0")
+    text = render_html(gained)
+    assert '<dd class="won">+0.035<p>not below 0: nothing was forgotten</p>' in text
+    assert format_change(-0.5) == "−0.500" and explain_bwt(0).startswith("not below 0")
 
 
 def test_the_tasks_that_lost_most_are_drawn() -> None:
     tasks = [TaskScore("a", 0.5, 0.8, None), TaskScore("b", None, 0.8, 0.1), TaskScore("c", 2.0, -1.0, None)]
     assert [task.lost for task in tasks] == [pytest.approx(0.375), 0.0, 0.0]
-    drawn = figures.against_experts(tasks, "reward")
-    assert [trace.name for trace in drawn.data[1:]] == ["base", "merged", "expert alone"]
-    assert drawn.data[2].x == (0.5, None, 2.0) and drawn.layout.xaxis.title.text == "reward"
+    scores = Scores.of(["b", "a"], [[1.0, 0.5], [0.7, 0.5]], experts=[0.8, None], metric="reward")
+    axes = figures.against_experts(scores).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["merged", "expert alone"]
+    assert list(axes.lines[0].get_xdata()) == [0.7, 0.5] and math.isnan(axes.lines[1].get_xdata()[1])
+    assert axes.get_xlabel() == "reward" and [tick.get_text() for tick in axes.get_yticklabels()] == ["b", "a"]
 
 
 def test_scores_of_hundreds_of_tasks_are_bounded(scored: Store) -> None:
     names = [f"task-{i}" for i in range(300)]
     many = Scores.of(names, [[0.5] * 300] * 300, experts=[0.6 + i / 1000 for i in range(300)])
-    text = page(dataclasses.replace(Facts.of(scored), scores=many))
-    assert "Of 300 tasks the 24 that lost most are shown." in text and "Most is lost of task-299, " in text
+    text = render_html(dataclasses.replace(Facts.of(scored), scores=many))
+    assert "This shows the 24 of 300 tasks that lost most." in text and "task-299 lost most, " in text

@@ -65,7 +65,7 @@ def test_of_a_ledger_what_is_held_and_damaged_takes_the_place_of_the_scale(tmp_p
     for number, expert in enumerate(toys.experts[:2]):
         entry = ledger.add(expert, name=f"e{number}", log=f"jsonl:{tmp_path / 'steps.jsonl'}")
     last = json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[-1])
-    assert last["held/e1"] == pytest.approx(ledger.survival().together[1])
+    assert last["held/e1"] == pytest.approx(ledger.survival().total[1])
     assert last["damage"] == max(last["damage/e0"], last["damage/e1"]) > 0
     assert entry.name == "e1" and {"scale", "lambda", "distance"}.isdisjoint(last)
 
