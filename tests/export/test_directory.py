@@ -293,7 +293,7 @@ def test_pictures_are_drawn_after_the_weights_and_may_fail(store, tmp_path, monk
         assert (directory / "model.safetensors").stat().st_size > 1000
         raise RuntimeError("no font\nsecond line")
 
-    monkeypatch.setattr("mergestream.report.pictures.write_pictures", fail)
+    monkeypatch.setattr("mergestream.report.figures.write_pictures", fail)
     with pytest.warns(MergestreamWarning, match=r"no pictures: they could not be drawn \(no font\)"):
         out = store.export(tmp_path / "merged")
     assert "![" not in (out / "README.md").read_text(encoding="utf-8")
