@@ -61,7 +61,7 @@ def test_a_ledger(tmp_path: Path, here: Path, done: RunCommand, options: tuple[s
     done("add", tmp_path / "store", "./expert-2", "--name", "expert-2", *ignored)
     done("export", tmp_path / "store", tmp_path / "first", *options)
     said = done("replay", tmp_path / "first" / MARKER, "-o", tmp_path / "again")
-    assert "made again of 2 experts by ledger, the same to the last bit" in said
+    assert "2 experts merged again by ledger, bit-identical to the original" in said
     assert_made_again(tmp_path / "first", tmp_path / "again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "first", "store"]
 

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line. Errors are one line on standard error; exit codes say whose fault it was."""
+"""The command line. Errors are single lines on standard error, and exit codes tell kinds of errors apart."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 
-from mergestream.cli.options import RunningOptions
-from mergestream.cli.parser import asks_for_json, parse
+from mergestream.cli.parser import parse, wants_json
 from mergestream.cli.printing import finish, print_error, replying
 from mergestream.errors import MergestreamError
 from mergestream.escaping import check_utf8
 from mergestream.interrupts import Terminated, terminated_like_interrupted
 
 INTERRUPTED, TERMINATED = 130, 143
-"""128 and the number of the signal, as a shell says it"""
-_WHERE = "the store is at its last finished step, and what was cut short goes on when it is asked for again"
+"""Exit codes after a signal: 128 plus its number, as in a shell"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 done, 1 the input or the store is at fault, 2 wrong usage, 3 the store is busy."""
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks, and not its user
+    """Run a command and return its exit code.
+
+    0: success. 1: the input or the store is at fault. 2: wrong usage. 3: the store is busy. 130, 143: interrupted.
+    """
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         from mergestream.cli.completion import complete
 
         complete()
     words = sys.argv[1:] if arguments is None else arguments
-    with terminated_like_interrupted(), replying(asks_for_json(words)):
-        return _main(words)
+    with terminated_like_interrupted(), replying(wants_json(words)):
+        return _run(words)
 
 
-def _main(words: Sequence[str]) -> int:
+def _run(words: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show λ is no reason to fail
+            stream.reconfigure(errors="replace")  # for terminals that cannot show λ
     try:
-        command, options = parse(words)
+        command, options = parse(words)  # imports the options only if there is a command
+        from mergestream.cli.options import RunningOptions
+
         for word in words:
             check_utf8(word)
         if isinstance(options, RunningOptions):
@@ -49,8 +52,9 @@ def _main(words: Sequence[str]) -> int:
         return _fail(error.exit_code, *error.sentences)
     except KeyboardInterrupt as interrupt:
         what, code = ("terminated", TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", INTERRUPTED)
-        return _fail(code, f"{what}; {str(interrupt) or _WHERE}")
-    except BrokenPipeError:  # nobody reads on; nothing that is still buffered may complain at exit
+        advice = str(interrupt) or "finished steps are kept, and the same command continues where this one stopped"
+        return _fail(code, f"{what}; {advice}")
+    except BrokenPipeError:  # discard the rest, so that flushing at exit does not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -59,11 +63,11 @@ def _main(words: Sequence[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        return _fail(MergestreamError.exit_code, "out of memory; allow less with --max-memory, or use fewer --workers")
+        return _fail(MergestreamError.exit_code, "out of memory; lower --max-memory, or use fewer --workers")
 
 
 def _fail(code: int, *reasons: str) -> int:
     print_error(*reasons)
-    with suppress(OSError):  # where that is what it failed by
+    with suppress(OSError):  # standard output may be what failed
         finish(*reasons)
     return code

@@ -1,36 +1,29 @@
-"""The add command."""
+"""``mergestream add``: add experts to a store, each as one step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.inspect import print_inspection
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import (
-    A_MODEL,
-    ComputingOptions,
-    GatedOptions,
-    WorkingStoreOptions,
-    argument,
-    switch,
-)
+from mergestream.cli.options import MODEL, ComputingOptions, GatedOptions, WorkingStoreOptions, argument, switch
 from mergestream.cli.printing import answer, say, with_notes
 from mergestream.errors import UsageError
-from mergestream.methods.scale import displayed_scale
 
 if TYPE_CHECKING:
     from mergestream.api import Store
     from mergestream.store import Expert
 
-HELP = "absorb experts, in the given order, each as a step of its own"
 EXAMPLES = """
 mergestream add store path/to/expert
+mergestream add store legal=path/to/a medical=path/to/b
 mergestream add store experts/* --workers 4 --max-memory 8GB
 mergestream add store path/to/expert --dry-run
 mergestream add store path/to/classifier --heads 'classifier.*'
 mergestream add store path/to/expert --gate 'kept>=0.6' --gate 'max_cosine<=0.5'
-mergestream add store path/to/expert --gate 'damage<=0.3'    # of a ledger: predicted for every expert in it
+mergestream add store path/to/expert --gate 'damage<=0.3'    # ledger: predicted for every expert
 mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate 'score>=0.8'
 mergestream add store path/to/expert --log wandb:my-project --log jsonl
 """
@@ -38,22 +31,30 @@ mergestream add store path/to/expert --log wandb:my-project --log jsonl
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
-    experts: list[str] = argument(nargs="+", metavar="EXPERT", help=A_MODEL)
-    name: str | None = argument("--name", help="how to call the expert (the last part of its path)")
-    dry_run: bool = switch("--dry-run", "tell what would happen, change nothing (as inspect)")
+    experts: list[str] = argument(nargs="+", metavar="[NAME=]EXPERT", help=MODEL)
+    name: str | None = argument("--name", help="name of the expert (the last part of its path)")
+    dry_run: bool = switch("--dry-run", "show what would happen without changing the store, like inspect")
 
 
 def run(options: Options) -> int:
-    told: list[dict[str, Any]] = []
-    answer(told)  # now: those before a failing one are committed
+    results: list[dict[str, Any]] = []
+    answer(results)  # before the first expert: if a later one fails, the earlier ones are committed
     if options.name is not None and len(options.experts) > 1:
-        raise UsageError("--name is for one expert, and several were given")
+        raise UsageError("--name is for one expert; write NAME=EXPERT to name several")
     store = options.open_store()
-    for expert in options.experts:
-        told.append(
-            with_notes(_inspect(store, expert, options) if options.dry_run else _absorb(store, expert, options))
-        )
+    for word in options.experts:
+        name, expert = split_name(word)
+        result = _inspect(store, expert, options) if options.dry_run else _add(store, expert, name, options)
+        results.append(with_notes(result))
     return 0
+
+
+def split_name(word: str) -> tuple[str | None, str]:
+    """Split ``NAME=PATH``. A path that exists, or that has a slash before its first ``=``, has no name."""
+    name, equals, path = word.partition("=")
+    if not equals or "/" in name or Path(word).exists():
+        return None, word
+    return name, path
 
 
 def _inspect(store: Store, expert: str, options: Options) -> dict[str, Any]:
@@ -62,13 +63,17 @@ def _inspect(store: Store, expert: str, options: Options) -> dict[str, Any]:
     return inspection.to_json()
 
 
-def _absorb(store: Store, expert: str, options: Options) -> dict[str, Any]:
-    entry = store.add(expert, options.name, **options.adding, log=options.log)
+def _add(store: Store, expert: str, name: str | None, options: Options) -> dict[str, Any]:
+    chosen = name if options.name is None else options.name
+    entry = store.add(expert, chosen, **options.adding, log=options.log)
     print_step(store, entry)
     return entry_json(entry)
 
 
 def print_step(store: Store, entry: Expert) -> None:
+    """Print one line on the expert that was just added."""
+    from mergestream.methods.scale import displayed_scale
+
     name, scale = displayed_scale(store.manifest.method, entry.scale)
     outcome = f"held {entry.kept:.1%}" if entry.cut else f"kept {entry.kept:.1%}  {name} {scale:.4g}"
     say(f"step {store.manifest.step}: {entry.name}  ‖Δ‖ {entry.norm:.4g}  {outcome}  {entry.seconds:.1f} s")

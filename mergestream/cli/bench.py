@@ -1,4 +1,4 @@
-"""The bench command."""
+"""``mergestream bench``: merge the experts of a suite by several methods and score every task."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from mergestream.cli.options import argument, at_least, command_line, engine_argument, make_engine, switch
 from mergestream.cli.printing import answer, print_text, say
 from mergestream.errors import UsageError
-from mergestream.files import local_path
 
-HELP = "merge a suite's experts in shuffled orders with several methods, and score every task after each step"
 EXAMPLES = """
 mergestream bench my-suite.yaml --methods opcm,average --evaluate 'python score.py {model} {task}' -o results
 mergestream bench clip --model vit-b-32 --tasks 8 --orders 10 -o results
@@ -22,52 +20,49 @@ mergestream bench text --methods opcm --orders 3 --sweep alpha=0.1:1.0:0.1 -o re
 @dataclass(frozen=True)
 class Options:
     suite: str = argument(
-        metavar="SUITE", help="clip, text, vision, or the file of a suite (.py, .yaml), which is code and is run"
+        metavar="SUITE", help="clip, text, vision, or a suite file (.py, .yaml); its code and commands are executed"
     )
-    output: str = argument("-o", "--output", required=True, metavar="DIR", help="where results, tables and figures go")
+    output: str = argument(
+        "-o", "--output", required=True, metavar="DIR", help="directory for results, tables and figures"
+    )
     methods: str = argument(
         "--methods",
         default="all",
         metavar="LIST",
         help="comma-separated, as in opcm,opcm:projection=paper,average (all: the paper's rows and every other method)",
     )
-    orders: int = argument(
-        "--orders", type=at_least(1), default=10, metavar="N", help="shuffled orders of arrival (10)"
+    orders: int = argument("--orders", type=at_least(1), default=10, metavar="N", help="number of shuffled orders (10)")
+    seed: int = argument(
+        "--seed", type=int, default=0, metavar="S", help="seed of the first order; the next is S+1 (0)"
     )
-    seed: int = argument("--seed", type=int, default=0, metavar="S", help="of the first order; the next has S+1 (0)")
     tasks: int | None = argument(
-        "--tasks", type=at_least(2), metavar="K", help="the first K tasks of the suite (8 of ours)"
+        "--tasks", type=at_least(2), metavar="K", help="use the first K tasks (8 in the built-in suites)"
     )
     sweep: str | None = argument(
-        "--sweep", metavar="P=A:B:S", help="ACC for every value of a parameter, as in alpha=0.1:1.0:0.1"
+        "--sweep", metavar="P=A:B:S", help="measure ACC for every value of a parameter, as in alpha=0.1:1.0:0.1"
     )
     full_orders: int = argument(
         "--full-orders",
         type=at_least(0),
         default=3,
         metavar="N",
-        help="orders with the whole accuracy matrix; the others have what ACC and BWT need (3)",
+        help="orders with the whole accuracy matrix; the others measure only what ACC and BWT need (3)",
     )
     finetune_orders: int = argument(
-        "--finetune-orders",
-        type=at_least(0),
-        default=1,
-        metavar="N",
-        help="orders of continual fine-tuning, which trains (1)",
+        "--finetune-orders", type=at_least(0), default=1, metavar="N", help="orders of continual fine-tuning (1)"
     )
-    last_only: bool = switch("--last-only", "score the last model of every order alone: ACC without BWT, cheaply")
+    last_only: bool = switch("--last-only", "score only the last model of every order: ACC without BWT, faster")
     test_limit: int | None = argument(
-        "--test-limit", type=at_least(1), metavar="N", help="test samples a task (text, vision: 500)"
+        "--test-limit", type=at_least(1), metavar="N", help="test samples per task (text, vision: 500)"
     )
-    model: str | None = argument("--model", help="of the clip suite: vit-b-32 (the default), vit-b-16 or vit-l-14")
+    model: str | None = argument("--model", help="model of the clip suite: vit-b-32 (the default), vit-b-16, vit-l-14")
     evaluate: str | None = argument(
         "--evaluate",
         metavar="CMD",
-        help="of a suite of your own: a command to run, which prints the accuracy, "
-        "as in 'python score.py {model} {task}'",
+        help="for your own suite: a command that prints the accuracy, as in 'python score.py {model} {task}'",
     )
     workers: int | None = argument(
-        "--workers", type=at_least(1), metavar="N", help="processes side by side (all cores; on a cluster 1)"
+        "--workers", type=at_least(1), metavar="N", help="parallel processes (all cores; 1 on a cluster)"
     )
     engine: str = engine_argument()
 
@@ -85,6 +80,7 @@ def _bench(options: Options) -> int:
     from mergestream.evaluation.rows import Sweep, parse_rows
     from mergestream.evaluation.suites.catalogue import open_suite
     from mergestream.evaluation.workers import available_cores
+    from mergestream.files import local_path
 
     suite = open_suite(
         options.suite,
@@ -93,7 +89,7 @@ def _bench(options: Options) -> int:
         model=options.model,
         evaluate=options.evaluate,
     )
-    on_cluster = options.engine != "local"  # each process would start one where there is none yet
+    on_cluster = options.engine != "local"  # where each further process might start a cluster of its own
     plan = Plan(
         parse_rows(options.methods, trains=suite.can_fine_tune),
         orders=options.orders,
@@ -115,13 +111,11 @@ def _bench(options: Options) -> int:
         files = [f"{name}.{ending}" for ending in ("json", "png", "svg")]
         answer({"output": str(output), "files": files, "sweep": table})
         print_text(json.dumps(table, indent=1))
-        say(f"written to {output}: {', '.join(files)}")
-        return 0
-    with progress_bars() as on_progress:
-        results = run_bench(suite, plan, output, on_progress, command_line())
-    names = write_report(results, output)
-    files = ["results.json", "results.parquet", *names]
-    answer({"output": str(output), "files": files, "summary": results.summary()})
-    print_text((output / "table1.md").read_text("utf-8"))
+    else:
+        with progress_bars() as on_progress:
+            results = run_bench(suite, plan, output, on_progress, command_line())
+        files = ["results.json", "results.parquet", *write_report(results, output)]
+        answer({"output": str(output), "files": files, "summary": results.summary()})
+        print_text((output / "table1.md").read_text("utf-8"))
     say(f"written to {output}: {', '.join(files)}")
     return 0

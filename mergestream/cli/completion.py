@@ -1,4 +1,4 @@
-"""Completion of the command line by a shell, with argcomplete: commands, options, and what is known to go with them."""
+"""Shell completion with argcomplete: commands, options, methods, and the experts of a store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergestream.errors import MergestreamError
 
 
 def complete() -> None:
-    """Answer the shell, and exit; without argcomplete there is nothing to say."""
+    """Answer the shell and exit; without argcomplete there are no completions."""
     try:
         import argcomplete
     except ImportError:
@@ -32,12 +32,10 @@ def _methods(**_: Any) -> Iterable[str]:
 
 
 def _settings(parsed_args: Namespace, **_: Any) -> Iterable[str]:
-    """``KEY=`` of the method that was chosen, or ``KEY=VALUE`` where there are a few."""
-    from mergestream.cli.described import described_methods
+    """Complete ``KEY=VALUE`` for the parameters of the chosen method."""
+    from mergestream.cli.methods import describe_method
 
-    chosen = parsed_args.method or "ledger"
-    parameters = [item for method in described_methods() if method["name"] == chosen for item in method["parameters"]]
-    for parameter in parameters:
+    for parameter in describe_method(parsed_args.method or "ledger")["parameters"]:
         yield from (f"{parameter['name']}={value}" for value in parameter["choices"] or [""])
 
 
@@ -46,7 +44,7 @@ def _dtypes(**_: Any) -> Iterable[str]:
 
 
 def _experts(parsed_args: Namespace, **_: Any) -> list[str]:
-    """The names in the store that was given, if it is on this machine: who completes does not wait for a network."""
+    """List the experts of the given store if it is on this machine; completion must not wait for a network."""
     from mergestream.api import Store
     from mergestream.files import local_path
 
@@ -56,7 +54,7 @@ def _experts(parsed_args: Namespace, **_: Any) -> list[str]:
 
 
 def _list_of_experts(prefix: str, parsed_args: Namespace, **_: Any) -> Iterable[str]:
-    """``A,B``: the next name after the last comma."""
+    """Complete the name after the last comma of ``A,B``."""
     before = prefix[: prefix.rfind(",") + 1]
     return (before + name for name in _experts(parsed_args) if name not in before.split(","))
 
@@ -83,4 +81,4 @@ _COMPLETERS = {
     "weight": _weights,
     "readout": _readouts,
 }
-"""By an argument's name; where there is none, argcomplete offers files."""
+"""By the name of the argument; argcomplete offers files for all others"""

@@ -1,4 +1,4 @@
-"""The diff command."""
+"""``mergestream diff``: compare two steps of a store, or a step and a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from mergestream.cli.options import WorkingStoreOptions, argument
 from mergestream.cli.printing import answer, print_table, say
 
-HELP = "compare two steps of a store, or a step and a checkpoint"
 EXAMPLES = """
 mergestream diff store 3 4
 mergestream diff store 0 4
@@ -19,8 +18,8 @@ MOST_LAYERS = 20
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions):
-    a: str = argument(metavar="A", help="number of a step (0 is the base), or a checkpoint")
-    b: str = argument(metavar="B", help="the other, likewise")
+    a: str = argument(metavar="A", help="a step number (0 is the base), or a checkpoint")
+    b: str = argument(metavar="B", help="the same, for the second model")
 
 
 def run(options: Options) -> int:
@@ -33,7 +32,7 @@ def run(options: Options) -> int:
     say(f"B: {found.b}, ‖B − base‖ {total.norm_b:.6g}")
     say(f"‖A − B‖ {total.distance:.6g}   cosine of A − base and B − base {_cosine_text(total.cosine)}")
     say()
-    say("layers that moved most:")
+    say("layers with the largest differences:")
     print_table(
         ("layer", "‖A − B‖", "share", "‖A − base‖", "‖B − base‖", "cosine"),
         (
@@ -42,11 +41,10 @@ def run(options: Options) -> int:
                 f"{one.distance**2 / total.distance**2:.1%}" if total.distance else "-",
                 *(f"{one.norm_a:.4g}", f"{one.norm_b:.4g}", _cosine_text(one.cosine)),
             )
-            for layer, one in list(found.layers.items())[:MOST_LAYERS]
+            for layer, one in found.layers.items()
         ),
+        most=MOST_LAYERS,
     )
-    if len(found.layers) > MOST_LAYERS:
-        say(f"… and {len(found.layers) - MOST_LAYERS} more (--json lists all, and the tensors)")
     return 0
 
 

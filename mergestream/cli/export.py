@@ -1,4 +1,4 @@
-"""The export command."""
+"""``mergestream export``: write the merged model as a directory that from_pretrained loads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from mergestream.cli.options import (
     WorkingStoreOptions,
     argument,
     at_least,
-    command_line,
     repeated,
     switch,
 )
-from mergestream.cli.printing import add_to_answer, answer, say
+from mergestream.cli.printing import answer, say
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import shell_command
 from mergestream.sizes import counted
@@ -24,7 +23,6 @@ from mergestream.sizes import counted
 if TYPE_CHECKING:
     from mergestream.api import Store
 
-HELP = "write the merged model as a directory that from_pretrained loads"
 EXAMPLES = """
 mergestream export store merged
 mergestream export store merged --dtype bfloat16 --max-shard-size 2GB --overwrite
@@ -37,38 +35,42 @@ mergestream export store adapters --format loras --rank 16
 mergestream export store merged --push org/name --private
 """
 
+EXACT = 1e-12
+"""Share of the energy that an adapter may lose to rounding and still be called exact"""
+
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
-    out: str = argument(metavar="OUT", help="the directory to be")
-    task: str | None = argument("--task", metavar="NAME", help="with the head of this expert")
+    out: str = argument(metavar="OUT", help="the output directory, or s3://BUCKET/PATH")
+    task: str | None = argument("--task", metavar="NAME", help="include the head of this expert")
     format: str = argument(
         "--format",
         choices=("full", "lora", "loras"),
         default="full",
-        help="a model, a PEFT adapter, or one of every expert of a ledger (full)",
+        help="a full model, one PEFT adapter (lora), or one adapter per expert of a ledger (loras) (full)",
     )
-    rank: int | None = argument("--rank", type=at_least(1), metavar="K", help="the adapter's rank (exact without)")
+    rank: int | None = argument("--rank", type=at_least(1), metavar="K", help="rank of the adapter (default: exact)")
     readout: str | None = argument(
         "--readout",
         metavar="R",
-        help="of a ledger: agree (the default), tempered (that of adapters), tsv, iso, sum or expert:NAME; "
-        "of the others: plain or iso",
+        help="how to combine experts; ledger: agree (the default), tempered (the default for adapters), tsv, iso, "
+        "sum or expert:NAME; other methods: plain (the default) or iso",
     )
-    only: str | None = argument("--only", metavar="A,B", help="merge these experts of a ledger")
+    only: str | None = argument("--only", metavar="A,B", help="merge only these experts of a ledger")
     without: str | None = argument("--without", metavar="A,B", help="leave these experts of a ledger out")
-    weight: list[str] = repeated("--weight", "NAME=X", "the weight of an expert of a ledger (1)")
-    balance: bool = switch("--balance", "weights by which all experts of a ledger are served alike")
+    weight: list[str] = repeated("--weight", "NAME=X", "weight of an expert of a ledger (1)")
+    balance: bool = switch("--balance", "choose weights that serve all experts of a ledger equally")
     scale: str | None = argument(
         "--scale",
         metavar="X",
-        help="merged = base + X · readout: a number, or adaptive, sqrt or mean where it adds up (the readout's own)",
+        help="merged = base + X · readout: a number; adaptive, sqrt or mean where experts are summed",
     )
-    push: str | None = argument("--push", metavar="ORG/NAME", help="upload it to the Hugging Face hub, with its card")
-    private: bool = switch("--private", "to a repository that only you and your organisation see")
+    push: str | None = argument("--push", metavar="ORG/NAME", help="upload the result to the Hugging Face hub")
+    private: bool = switch("--private", "create a private repository")
 
     @property
     def selection(self) -> dict[str, Any]:
+        """Arguments of ``Store.export`` that choose a readout and experts."""
         from mergestream.ledger.selection import parse_weights
 
         only, without = (tuple(filter(None, (names or "").split(","))) for names in (self.only, self.without))
@@ -77,80 +79,86 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
 
 
 def run(options: Options) -> int:
+    selection = options.selection
+    _check(options, selection)
+    store = options.open_store()
+    result = _export_adapters(store, options) if options.format == "loras" else _export(store, options, selection)
+    answer(result)
+    if options.push:
+        result["pushed"] = _push(options)
+        say(f"{options.out} pushed to {result['pushed']}")
+    return 0
+
+
+def _check(options: Options, selection: dict[str, Any]) -> None:
+    """Refuse options that contradict each other, and a missing login, before any work."""
     if options.format == "full" and options.rank is not None:
         raise UsageError("--rank is for adapters: add --format lora")
     if options.format != "full" and options.task is not None:
         raise UsageError("--task is for full models: an adapter has no head of its own")
+    if options.format == "loras" and (any(selection.values()) or options.scale is not None):
+        raise UsageError("--format loras writes every expert unchanged; use --format lora with --readout, --only, …")
     if options.private and not options.push:
-        raise UsageError("--private is for the repository that --push ORG/NAME names")
+        raise UsageError("--private needs --push ORG/NAME")
     if options.push:
         from mergestream.hub.repository import check_login, repository_name
 
         repository_name(options.push)
-        check_login()  # before the work
-    chosen = options.selection
-    if options.format == "loras" and (any(chosen.values()) or options.scale is not None):
-        raise UsageError("--format loras writes every expert as it is; --readout, --only and the like go with lora")
-    store = options.open_store()
-    common: dict[str, Any] = {"dtype": options.dtype, "overwrite": options.overwrite, "command": command_line()}
-    if options.format == "loras":
-        energies = store.export_adapters(options.out, rank=options.rank, **common)
-        each = {name: energy.lost_share for name, energy in energies.items()}
-        answer({"out": options.out, "format": options.format, "experts": list(energies), "lost": each})
-        say(f"{options.out}: {counted(len(energies), 'adapter')}, {', '.join(energies)}")
-        _push(options)
-        return 0
+        check_login()
+
+
+def _export_adapters(store: Store, options: Options) -> dict[str, Any]:
+    settings = {key: value for key, value in options.writing.items() if key != "max_shard_size"}
+    energies = store.export_adapters(options.out, rank=options.rank, **settings)
+    lost = {name: energy.lost_share for name, energy in energies.items()}
+    say(f"{options.out}: {counted(len(energies), 'adapter')}, {', '.join(energies)}")
+    return {"out": options.out, "format": options.format, "experts": list(energies), "lost": lost}
+
+
+def _export(store: Store, options: Options, selection: dict[str, Any]) -> dict[str, Any]:
+    settings = {**selection, "scale": options.scale, **options.writing}
+    lost, loss_text = 0.0, ""
     if options.format == "lora":
-        energy = store.export_adapter(options.out, **chosen, rank=options.rank, scale=options.scale, **common)
-        lost = energy.lost_share
-        exact = ", exactly" if lost < 1e-12 else f", {lost:.3%} of the energy left out"
+        del settings["max_shard_size"]
+        lost = store.export_adapter(options.out, rank=options.rank, **settings).lost_share
+        loss_text = ", exactly" if lost < EXACT else f", {lost:.3%} of the energy left out"
     else:
-        size = options.max_shard_size
-        store.export(options.out, **chosen, scale=options.scale, task=options.task, max_shard_size=size, **common)
-        lost, exact = 0.0, ""
-    readout, experts = _what_was_read(store, chosen)
-    answer(
-        {
-            **{"out": options.out, "format": options.format, "method": store.manifest.method},
-            **{"readout": readout, "balance": options.balance, "experts": experts, "lost": lost},
-        }
-    )
-    say(f"{options.out}: {_in_words(readout, experts, store.manifest.method, options.balance)}{exact}")
-    _push(options)
-    return 0
+        store.export(options.out, task=options.task, **settings)
+    method = store.manifest.method
+    readout, experts = _describe_readout(store, selection)
+    say(f"{options.out}: {_summary(readout, experts, method, options.balance)}{loss_text}")
+    chosen = {"readout": readout, "balance": options.balance, "experts": experts}
+    return {"out": options.out, "format": options.format, "method": method, **chosen, "lost": lost}
 
 
-def _push(options: Options) -> None:
-    """Upload what was written, where that was asked for."""
-    if not options.push:
-        return
-    from mergestream.hub.models import push_model
-
-    try:
-        where = push_model(options.out, options.push, private=options.private)
-    except MergestreamError as error:
-        again = shell_command(["mergestream", "push", options.out, options.push, *(["--private"] * options.private)])
-        raise MergestreamError(
-            f"{options.out} is written, but not pushed: {error}; to push it later: {again}"
-        ) from error
-    add_to_answer({"pushed": where})
-    say(f"{options.out} pushed to {where}")
-
-
-def _what_was_read(store: Store, chosen: dict[str, Any]) -> tuple[str, list[str]]:
-    """By which readout, and which experts."""
+def _describe_readout(store: Store, selection: dict[str, Any]) -> tuple[str, list[str]]:
+    """Find the name of the readout and the experts that it combined."""
     from mergestream.ledger.selection import Selection
 
-    selection = Selection(**chosen)
+    chosen = Selection(**selection)
     if not store.method.remembers_experts:
-        return selection.of_state(store.method).name, store.manifest.names
-    readout, weights = selection.of_entries(store.manifest.names, store.manifest.adapters)
+        return chosen.of_state(store.method).name, store.manifest.names
+    readout, weights = chosen.of_entries(store.manifest.names, store.manifest.adapters)
     return readout.name, list(weights)
 
 
-def _in_words(readout: str, experts: Sequence[str], method: str, balanced: bool) -> str:
-    """``3 experts merged by ledger, read out by tsv``"""
+def _summary(readout: str, experts: Sequence[str], method: str, balanced: bool) -> str:
+    """Format the result: ``3 experts merged by ledger, readout tsv``."""
     if readout == "expert":
-        return f"{', '.join(experts)}, as the {method} remembers it"
-    by = f", read out by {readout}{', balanced' if balanced else ''}" if readout != "plain" else ""
+        return f"{', '.join(experts)} as stored in the {method}"
+    by = f", readout {readout}{', balanced' if balanced else ''}" if readout != "plain" else ""
     return f"{counted(len(experts), 'expert')} merged by {method}{by}"
+
+
+def _push(options: Options) -> str:
+    """Upload the result; if that fails, show how to upload it later."""
+    from mergestream.hub.models import push_model
+
+    assert options.push is not None
+    try:
+        return push_model(options.out, options.push, private=options.private)
+    except MergestreamError as error:
+        again = shell_command(["mergestream", "push", options.out, options.push, *(["--private"] * options.private)])
+        raise MergestreamError(
+            f"{options.out} was written but not pushed: {error}; to push it later: {again}"
+        ) from error

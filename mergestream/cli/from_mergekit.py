@@ -1,22 +1,14 @@
-"""The from-mergekit command."""
+"""``mergestream from-mergekit``: run a merge recipe that was written for mergekit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergestream.cli.options import (
-    AddingOptions,
-    ComputingOptions,
-    OutputOptions,
-    argument,
-    at_least,
-    command_line,
-)
+from mergestream.cli.options import AddingOptions, ComputingOptions, OutputOptions, argument, at_least
 from mergestream.cli.printing import answer, say
 from mergestream.sizes import counted
 
-HELP = "run a recipe that was written for mergekit"
 EXAMPLES = """
 mergestream from-mergekit recipe.yaml -o merged
 mergestream from-mergekit dare.yaml -o merged --seed 7 --dtype bfloat16
@@ -25,11 +17,9 @@ mergestream from-mergekit dare.yaml -o merged --seed 7 --dtype bfloat16
 
 @dataclass(frozen=True)
 class Options(AddingOptions, OutputOptions, ComputingOptions):
-    recipe: str = argument(metavar="RECIPE", help="a YAML file; paths in it are looked for from the working directory")
-    out: str = argument("-o", "--out", required=True, metavar="OUT", help="the directory to be")
-    seed: int = argument(
-        "--seed", type=at_least(0), default=0, metavar="N", help="of the entries that dare drops at random (0)"
-    )
+    recipe: str = argument(metavar="RECIPE", help="a YAML file; its paths are relative to the working directory")
+    out: str = argument("-o", "--out", required=True, metavar="OUT", help="the output directory, or s3://BUCKET/PATH")
+    seed: int = argument("--seed", type=at_least(0), default=0, metavar="N", help="random seed of dare (0)")
 
 
 def run(options: Options) -> int:
@@ -47,16 +37,10 @@ def run(options: Options) -> int:
         [given.source for given in recipe.inputs],
         options.out,
         recipe.method,
-        partial=options.partial,
-        ignore=options.ignore,
-        allow_duplicate=options.allow_duplicate,
-        allow_other_base=options.allow_other_base,
-        dtype=options.dtype or recipe.dtype,
-        max_shard_size=options.max_shard_size,
-        overwrite=options.overwrite,
         engine=options.make_engine(),
         progress=progress,
-        command=command_line(),
+        **options.adding,
+        **{**options.writing, "dtype": options.dtype or recipe.dtype},
     )
     answer(
         {
@@ -68,6 +52,7 @@ def run(options: Options) -> int:
             "experts": [vars(given) for given in recipe.inputs],
         }
     )
-    experts = counted(len(recipe.inputs), "expert")
-    say(f"{options.out}: {experts} merged by {recipe.merge_method}, as {options.recipe} says")
+    say(
+        f"{options.out}: {counted(len(recipe.inputs), 'expert')} merged by {recipe.merge_method} as in {options.recipe}"
+    )
     return 0

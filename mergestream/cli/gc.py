@@ -1,4 +1,4 @@
-"""The gc command."""
+"""``mergestream gc``: delete what interrupted commands left behind in a store."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from mergestream.cli.options import StoreOptions
 from mergestream.cli.printing import answer, say
 from mergestream.sizes import format_size
 
-HELP = "remove what killed commands have left in a store, also what could be resumed"
 EXAMPLES = """
-mergestream gc store
-mergestream gc s3://bucket/store    # whoever is writing there loses
+mergestream gc store                # interrupted steps can then no longer be resumed
+mergestream gc s3://bucket/store    # other writers of this store fail
 """
-
 
 Options = StoreOptions
 
@@ -20,5 +18,5 @@ def run(options: Options) -> int:
     store = options.open_store()
     removed = store.gc()
     answer({"store": str(store.place), "removed": removed})
-    say(f"{store.place}: {format_size(removed)} removed")
+    say(f"{store.place}: {format_size(removed)} deleted")
     return 0

@@ -1,31 +1,30 @@
-"""The init command."""
+"""``mergestream init``: create an empty store for a base model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from mergestream.cli.options import MethodOptions, RunningOptions, argument, at_least, repeated, switch
-from mergestream.cli.printing import answer, say
-from mergestream.cli.status import roles_text, status_json
+from mergestream.cli.printing import answer, counts_text, say
+from mergestream.cli.status import status_json
 
-HELP = "make an empty store for a base model"
 EXAMPLES = """
 mergestream init store --base path/to/base
 mergestream init store --base org/model@main --method ties --set density=0.1 --set mode=streaming
 mergestream init store --base bert --heads 'classifier.*' --not-linear '*.pooler.*'
 mergestream init s3://bucket/store --base s3://models/llama
-mergestream init store --base org/model --config-only --max-rank 64    # adapters only
+mergestream init store --base org/model --config-only --max-rank 64    # for adapters only
 """
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions, RunningOptions):
-    store: str = argument(metavar="STORE", help="the directory to be, or s3://BUCKET/PATH")
-    heads: list[str] = repeated("--heads", "GLOB", "tensors kept per expert, not merged")
-    keep: int = argument("--keep", type=int, default=1, metavar="N", help="earlier steps kept for undo (1)")
-    config_only: bool = switch("--config-only", "fetch and read the base's weights only when they are needed")
+    store: str = argument(metavar="STORE", help="the new store: a directory or s3://BUCKET/PATH")
+    heads: list[str] = repeated("--heads", "GLOB", "tensors to keep per expert instead of merging them")
+    keep: int = argument("--keep", type=int, default=1, metavar="N", help="earlier steps to keep for undo (1)")
+    config_only: bool = switch("--config-only", "fetch the base's weights only when they are needed")
     max_rank: int | None = argument(
-        "--max-rank", type=at_least(1), metavar="K", help="bound the rank of what adapters add up to (exact without)"
+        "--max-rank", type=at_least(1), metavar="K", help="limit the rank of merged adapters (no limit: exact)"
     )
 
 
@@ -45,7 +44,8 @@ def run(options: Options) -> int:
         engine=options.make_engine(),
         progress=options.make_progress(),
     )
-    answer(status_json(store))
+    status = status_json(store)
+    answer(status)
     say(f"{store.place}: {store.manifest.method_text} on {store.manifest.base.source}")
-    say(roles_text(store))
+    say(f"tensors: {counts_text(status['counts'])}")
     return 0

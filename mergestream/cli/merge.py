@@ -1,22 +1,13 @@
-"""The merge command."""
+"""``mergestream merge``: merge experts in one go, without a store."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.options import (
-    A_MODEL,
-    AddingOptions,
-    ComputingOptions,
-    MethodOptions,
-    OutputOptions,
-    argument,
-    command_line,
-)
+from mergestream.cli.options import MODEL, AddingOptions, ComputingOptions, MethodOptions, OutputOptions, argument
 from mergestream.cli.printing import answer, say
 from mergestream.sizes import counted
 
-HELP = "merge experts that are all at hand, in one go"
 EXAMPLES = """
 mergestream merge --base base experts/* -o merged
 mergestream merge --base base --method average expert-1 expert-2 expert-3 -o merged
@@ -26,8 +17,8 @@ mergestream merge --base base --method opcm --alpha 0.4 experts/* -o merged
 
 @dataclass(frozen=True)
 class Options(MethodOptions, AddingOptions, OutputOptions, ComputingOptions):
-    experts: list[str] = argument(nargs="+", metavar="EXPERT", help=A_MODEL)
-    out: str = argument("-o", "--out", required=True, metavar="OUT", help="the directory to be")
+    experts: list[str] = argument(nargs="+", metavar="EXPERT", help=MODEL)
+    out: str = argument("-o", "--out", required=True, metavar="OUT", help="the output directory, or s3://BUCKET/PATH")
 
 
 def run(options: Options) -> int:
@@ -41,17 +32,10 @@ def run(options: Options) -> int:
         method,
         linear=options.linear,
         not_linear=options.not_linear,
-        partial=options.partial,
-        ignore=options.ignore,
-        vocab=options.vocab,
-        allow_duplicate=options.allow_duplicate,
-        allow_other_base=options.allow_other_base,
-        dtype=options.dtype,
-        max_shard_size=options.max_shard_size,
-        overwrite=options.overwrite,
         engine=options.make_engine(),
         progress=options.make_progress(),
-        command=command_line(),
+        **options.adding,
+        **options.writing,
     )
     answer({"out": options.out, "method": method.name, "parameters": method.parameters, "experts": options.experts})
     say(f"{options.out}: {counted(len(options.experts), 'expert')} merged by {method.name}")

@@ -1,31 +1,91 @@
-"""The methods command."""
+"""``mergestream methods``: list the merging methods and readouts, or describe one of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from inspect import getdoc
+from textwrap import wrap
+from typing import Any
 
-from mergestream.cli.described import described_methods, described_readouts
+from mergestream.cli.options import argument
 from mergestream.cli.printing import answer, say
+from mergestream.errors import UsageError, did_you_mean
 
-HELP = "list the methods and readouts, their parameters, and who brings them"
-EXAMPLES = "mergestream methods"
+EXAMPLES = """
+mergestream methods
+mergestream methods ties
+mergestream methods agree --json
+"""
+
+WIDTH = 80
 
 
 @dataclass(frozen=True)
 class Options:
-    """There is nothing to choose."""
+    name: str | None = argument(nargs="?", metavar="NAME", help="describe only this method or readout")
 
 
 def run(options: Options) -> int:
-    methods = described_methods()
-    answer(methods)
-    for method in methods:
-        say(f"{method['name']}: {method['summary']} (from {method['origin']})")
-        for parameter in method["parameters"]:
-            choices = f" ({', '.join(parameter['choices'])})" if parameter["choices"] else ""
-            say(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
-    say("readouts of a ledger, for export --readout:")
-    for readout in described_readouts():
-        if readout["of_ledgers"]:
-            say(f"    {readout['name']}: {readout['summary']} (from {readout['origin']})")
+    from mergestream.ledger.readouts import READOUTS
+    from mergestream.methods import METHODS
+
+    chosen = [options.name] if options.name else [*METHODS, *READOUTS]
+    if unknown := next((name for name in chosen if name not in METHODS and name not in READOUTS), None):
+        raise UsageError(f"there is no method or readout {unknown}{did_you_mean(unknown, [*METHODS, *READOUTS])}")
+    methods = [describe_method(name) for name in chosen if name in METHODS]
+    readouts = [describe_readout(name) for name in chosen if name in READOUTS]
+    answer([*methods, *readouts] if options.name else methods)
+    for item in methods:
+        _print_item(item)
+    if readouts:
+        say("readouts, for export --readout:")
+    for item in readouts:
+        _print_item(item)
     return 0
+
+
+def describe_method(name: str) -> dict[str, Any]:
+    """Describe a method: origin, summary, parameters, and whether the order of experts matters."""
+    from mergestream.methods import METHODS
+
+    found = {"name": name, "origin": METHODS.origin(name)}
+    try:
+        method = METHODS[name]
+    except UsageError as error:  # a broken plug-in must not hide the others
+        return {**found, "summary": str(error), "commutative": None, "parameters": []}
+    parameters = [
+        {"name": item.name, "default": item.default, "help": item.metadata.get("help", "")}
+        | {"choices": list(item.metadata.get("choices", ()))}
+        for item in fields(method)
+    ]
+    return {**found, "summary": _summary(method), "commutative": method().commutative, "parameters": parameters}
+
+
+def describe_readout(name: str) -> dict[str, Any]:
+    """Describe a readout: origin, summary, and whether it reads the entries of a ledger."""
+    from mergestream.ledger.readouts import READOUTS
+    from mergestream.ledger.readouts.base import EntriesReadout
+
+    found = {"name": name, "origin": READOUTS.origin(name)}
+    try:
+        readout = READOUTS[name]
+    except UsageError as error:
+        return {**found, "summary": str(error), "of_ledgers": False}
+    return {**found, "summary": _summary(readout), "of_ledgers": issubclass(readout, EntriesReadout)}
+
+
+def _summary(described: type[Any]) -> str:
+    return (getdoc(described) or "").partition("\n")[0]
+
+
+def _print_item(item: dict[str, Any]) -> None:
+    origin = "" if item["origin"] == "mergestream" else f" (from {item['origin']})"
+    _print_wrapped(f"  {item['name']}: {item['summary']}{origin}")
+    for parameter in item.get("parameters", ()):
+        choices = f" ({', '.join(parameter['choices'])})" if parameter["choices"] else ""
+        _print_wrapped(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
+
+
+def _print_wrapped(text: str) -> None:
+    for line in wrap(text, WIDTH, subsequent_indent=" " * 8, drop_whitespace=True):
+        say(line)

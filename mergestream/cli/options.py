@@ -1,7 +1,6 @@
-"""Options: dataclasses whose fields are the arguments of a command, and what is made of those that commands share.
+"""Options that commands share, as dataclasses. A command's ``Options`` inherits the groups that it needs.
 
-A command's own ``Options`` inherits the groups that it needs. Each argument is declared once: its name and type by the
-field, the rest as argparse knows it.
+Each field is one argument: its name and type come from the field, everything else goes to argparse.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from mergestream.cli.printing import make_progress
 from mergestream.errors import UsageError
 from mergestream.escaping import shell_command
-from mergestream.objects import USUAL_SIZE, cache_objects
 from mergestream.sizes import counted, parse_size
 
 if TYPE_CHECKING:
@@ -25,25 +23,27 @@ if TYPE_CHECKING:
     from mergestream.methods.base import Method
     from mergestream.progress import Progress
 
-A_MODEL = "directory, file, or hub id org/name[@revision]"
-"""What names a base or an expert."""
+MODEL = "directory, file, s3://… or hub id org/name[@revision]"
+"""What a user may give as a base or an expert"""
 
 
 def argument(*flags: str, **settings: Any) -> Any:
-    """A field that is given on the command line: by one of the flags, or by its place if there are none."""
+    """A field that is an option (with flags) or a positional argument (without)."""
     return field(metadata={"flags": flags, "settings": settings})
 
 
 def switch(flag: str, help: str) -> Any:
+    """A field that is true if its flag is given."""
     return argument(flag, action="store_true", help=help)
 
 
-def repeated(flag: str, metavar: str, help: str) -> Any:
-    return argument(flag, action="append", default=[], metavar=metavar, help=help)
+def repeated(flag: str, metavar: str, help: str, **settings: Any) -> Any:
+    """A field that is a list, with one item each time its flag is given."""
+    return argument(flag, action="append", default=[], metavar=metavar, help=help, **settings)
 
 
 def add_arguments(parser: ArgumentParser, options: type[Any]) -> None:
-    """All fields of an options class; in the help those of the command itself come before inherited ones."""
+    """Add all fields of an options class to a parser; the help shows a command's own options before shared ones."""
     own = vars(options).get("__annotations__", {})
     for item in sorted(fields(options), key=lambda item: bool(item.metadata["flags"]) and item.name not in own):
         flags, settings = item.metadata["flags"], item.metadata["settings"]
@@ -54,7 +54,7 @@ def add_arguments(parser: ArgumentParser, options: type[Any]) -> None:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A whole number that counts something."""
+    """An argument type: a whole number with a lower bound."""
 
     def parse(text: str) -> int:
         try:
@@ -62,103 +62,105 @@ def at_least(least: int) -> Callable[[str], int]:
         except ValueError:
             raise ArgumentTypeError(f"{text!r} is not a whole number") from None
         if number < least:
-            raise ArgumentTypeError(f"{number} is too small; the least is {least}")
+            raise ArgumentTypeError(f"{number} is too small; the minimum is {least}")
         return number
 
     return parse
 
 
 def size(text: str) -> int:
-    """Bytes, as in 4GB."""
+    """An argument type: a number of bytes, such as 4GB."""
     try:
         return parse_size(text)
     except UsageError as error:
         raise ArgumentTypeError(str(error)) from None
 
 
+def pair(text: str) -> tuple[str, str]:
+    """An argument type: ``NAME=VALUE``."""
+    name, _, value = text.partition("=")
+    if not (name and value):
+        raise ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    return name, value
+
+
 def engine_argument() -> Any:
-    return argument(
-        "--engine",
-        default="local",
-        metavar="NAME",
-        help="who runs the work: local, ray (by RAY_ADDRESS, or on this machine), ray://HOST:PORT (local)",
-    )
+    """The ``--engine`` option."""
+    help = "where work runs: local (the default), ray (RAY_ADDRESS, else this machine) or ray://HOST:PORT"
+    return argument("--engine", default="local", metavar="NAME", help=help)
 
 
 def make_engine(named: str, **options: Any) -> Engine:
-    """The engine of that name, or by its address, NAME://…, with those of the options that are known."""
+    """Create an engine by name or by address (``NAME://…``), with the options that are not None."""
     from mergestream.engine import ENGINES
 
     name, has_address, _ = named.partition("://")
-    known = {key: value for key, value in options.items() if value is not None}
-    return ENGINES.choose(name)(**known, **({"address": named} if has_address else {}))
+    given = {key: value for key, value in options.items() if value is not None}
+    return ENGINES.choose(name)(**given, **({"address": named} if has_address else {}))
 
 
 @dataclass(frozen=True)
 class RunningOptions:
-    """How many tensors are worked on at a time, and whether progress is shown."""
+    """How a command runs: engine, workers, cache, progress."""
 
-    workers: int | None = argument(
-        "--workers", type=at_least(1), metavar="N", help="tensors worked on at a time (all cores)"
-    )
-    quiet: bool = switch("--quiet", "no progress bars and no notes")
+    workers: int | None = argument("--workers", type=at_least(1), metavar="N", help="tensors in parallel (all cores)")
+    quiet: bool = switch("--quiet", "show no progress bars and no notes")
     engine: str = engine_argument()
-    cache: str | None = argument(
-        "--cache", metavar="DIR", help="keep there what is read from object storage and hf://, for the next time"
-    )
+    cache: str | None = argument("--cache", metavar="DIR", help="cache downloads from object storage and hf:// here")
     cache_size: int = argument(
-        "--cache-size", type=size, default=USUAL_SIZE, metavar="SIZE", help=f"of the cache at most ({USUAL_SIZE})"
+        "--cache-size", type=size, default="100GB", metavar="SIZE", help="limit of the cache (100GB)"
     )
 
     def use_cache(self) -> None:
+        """Make this process cache what it downloads."""
+        from mergestream.objects import cache_objects
+
         cache_objects(self.cache, self.cache_size)
 
     def make_engine(self) -> Engine:
-        return make_engine(self.engine, workers=self.workers, **self._limits)
-
-    @property
-    def _limits(self) -> dict[str, Any]:
-        return {}
+        """Create the engine that the options name."""
+        return make_engine(self.engine, workers=self.workers)
 
     def make_progress(self) -> Progress:
+        """Create the progress display, or none with ``--quiet``."""
         return make_progress(self.quiet)
 
 
 @dataclass(frozen=True)
 class ComputingOptions(RunningOptions):
-    """The same for commands that compute: also within which memory, and on what."""
+    """The same for commands that compute, with a memory budget and a device."""
 
     max_memory: int | None = argument(
-        "--max-memory", type=size, metavar="SIZE", help="budget for tensors in RAM, such as 4GB"
+        "--max-memory", type=size, metavar="SIZE", help="memory budget for tensors, such as 4GB"
     )
-    device: str = argument("--device", default="cpu", help="where the arithmetic runs: cpu, cuda or cuda:N (cpu)")
+    device: str = argument("--device", default="cpu", help="where arithmetic runs: cpu (the default), cuda or cuda:N")
 
-    @property
-    def _limits(self) -> dict[str, Any]:
-        device = _checked_device(self.device) if self.engine == "local" else self.device
-        return {"max_memory": self.max_memory, "device": device}
+    def make_engine(self) -> Engine:
+        if self.engine == "local":
+            _check_device(self.device)
+        return make_engine(self.engine, workers=self.workers, max_memory=self.max_memory, device=self.device)
 
 
-def _checked_device(device: str) -> str:
+def _check_device(device: str) -> None:
     if device == "cpu":
-        return device
+        return
     import torch
 
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index.isdigit() or not index):
         raise UsageError(f"--device {device} is not cpu, cuda or cuda:N")
     if int(index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {device} is not there: torch finds {counted(torch.cuda.device_count(), 'GPU')}")
-    return device
+        raise UsageError(f"--device {device} does not exist: torch finds {counted(torch.cuda.device_count(), 'GPU')}")
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Which store is looked at, or changed."""
+    """The store to read, or to change without computing."""
 
-    store: str = argument(metavar="STORE", help="the store: a directory, or s3://BUCKET/PATH")
+    store: str = argument(metavar="STORE", help="the store: a directory or s3://BUCKET/PATH")
 
     def open_store(self) -> Store:
+        """Open the store."""
         from mergestream.api import Store
 
         return Store(self.store, progress=make_progress())
@@ -166,11 +168,9 @@ class StoreOptions:
 
 @dataclass(frozen=True)
 class WorkingStoreOptions(StoreOptions, RunningOptions):
-    """Which store is worked with: by an engine, and re-pointed to ``--base`` where that is given."""
+    """The store to work on, and where its base is now."""
 
-    base: str | None = argument(
-        "--base", metavar="MODEL", help="where the base is now, if it has moved (its digest is checked)"
-    )
+    base: str | None = argument("--base", metavar="MODEL", help="new location of the base (its digest is checked)")
 
     def open_store(self) -> Store:
         from mergestream.api import Store
@@ -183,57 +183,50 @@ class WorkingStoreOptions(StoreOptions, RunningOptions):
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """Which base is merged into, by which method, with which parameters, and which tensors are linear weights."""
+    """The base, the merging method with its parameters, and which tensors are linear weights."""
 
-    base: str = argument("--base", required=True, metavar="MODEL", help=A_MODEL)
+    base: str = argument("--base", required=True, metavar="MODEL", help=MODEL)
     method: str | None = argument(
-        "--method", metavar="M", help="ledger, opcm, average, …: see mergestream methods (ledger)"
+        "--method", metavar="M", help="ledger (the default), opcm, average, …; see: mergestream methods"
     )
-    alpha: float | None = argument(
-        "--alpha", type=float, help="OPCM's projection threshold: --method opcm --set alpha=…"
-    )
-    parameters: list[str] = repeated("--set", "KEY=VALUE", "a parameter of the method")
+    alpha: float | None = argument("--alpha", type=float, help="short for --method opcm --set alpha=…")
+    parameters: list[tuple[str, str]] = repeated("--set", "KEY=VALUE", "a parameter of the method", type=pair)
     linear: list[str] = repeated("--linear", "GLOB", "tensors to treat as linear weights")
     not_linear: list[str] = repeated("--not-linear", "GLOB", "tensors not to treat as linear weights")
 
     def make_method(self) -> Method:
+        """Create the method with its parameters."""
         from mergestream.methods import make_method
 
-        parameters: dict[str, Any] = {}
-        for setting in self.parameters:
-            key, equals, value = setting.partition("=")
-            if not equals:
-                raise UsageError(f"--set {setting} is not of the form KEY=VALUE")
-            parameters[key] = value
-        if self.alpha is not None:
-            parameters["alpha"] = self.alpha
-        usual = "ledger" if self.alpha is None else "opcm"
-        return make_method(self.method or usual, parameters)
+        if self.alpha is None:
+            return make_method(self.method or "ledger", dict(self.parameters))
+        return make_method(self.method or "opcm", {**dict(self.parameters), "alpha": self.alpha})
 
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """Which tensors an expert may lack, and which of its own are left out."""
+    """How an expert's tensors and tokens are matched with the base's."""
 
-    partial: bool = switch("--partial", "tensors missing from an expert count as unchanged")
+    partial: bool = switch("--partial", "treat tensors that an expert lacks as unchanged")
     ignore: list[str] = repeated("--ignore", "GLOB", "leave these tensors out")
     vocab: Vocab | None = argument(
         "--vocab",
         choices=("base", "union", "grow"),
-        help="tokens that the base has not: left out, kept with the expert, or added to the merged model",
+        help="tokens that the base lacks: drop them (base), keep them with their expert (union), "
+        "or add them to the merged model (grow)",
     )
 
     @property
     def reading(self) -> dict[str, Any]:
-        """The arguments of ``Store.inspect``."""
+        """Arguments of ``Store.inspect``."""
         return {"partial": self.partial, "ignore": self.ignore, "vocab": self.vocab}
 
 
 @dataclass(frozen=True)
 class StoredExpertOptions(ExpertOptions):
-    """The same where there is a store: also which tensors it keeps with each expert."""
+    """The same for experts of a store, which keeps their heads."""
 
-    heads: list[str] = repeated("--heads", "GLOB", "tensors that the base has not: kept per expert, for export --task")
+    heads: list[str] = repeated("--heads", "GLOB", "tensors that the base lacks: keep them per expert (export --task)")
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -242,59 +235,62 @@ class StoredExpertOptions(ExpertOptions):
 
 @dataclass(frozen=True)
 class AddingOptions(ExpertOptions):
-    """The same for experts that are merged: also whether one may come twice, or from elsewhere."""
+    """The same for experts that are merged."""
 
-    allow_duplicate: bool = switch("--allow-duplicate", "also one that was absorbed already, or the base itself")
-    allow_other_base: bool = switch("--allow-other-base", "also one that was not made from the base")
+    allow_duplicate: bool = switch("--allow-duplicate", "accept an expert again, or the base itself")
+    allow_other_base: bool = switch("--allow-other-base", "accept an expert that was not trained from this base")
+
+    @property
+    def adding(self) -> dict[str, Any]:
+        """Arguments of ``Store.add`` and ``merge``."""
+        allowed = {"allow_duplicate": self.allow_duplicate, "allow_other_base": self.allow_other_base}
+        return {**self.reading, **allowed}
 
 
 @dataclass(frozen=True)
 class GatedOptions(AddingOptions, StoredExpertOptions):
-    """The same for experts that a store absorbs: also what is asked of them before they count."""
+    """The same for experts that a store adds: conditions, evaluation and tracking."""
 
     gate: list[str] = repeated(
         "--gate",
         "CONDITION",
-        "refuse an expert that fails it; on kept, max_cosine, relative_norm, norm, lambda, distance or score; "
-        "of a ledger on damage and held instead of lambda and distance",
+        "refuse an expert that fails it, as in 'kept>=0.6'; kept, max_cosine, relative_norm, norm, score; "
+        "damage and held (ledger); lambda and distance (other methods)",
     )
     evaluate: str | None = argument(
         "--evaluate",
         metavar="CMD",
-        help="run this on the merged model before it counts, with {model} for its directory; "
-        "score is the last number it prints, or the mean of what it writes to {scores} (lm-eval's results)",
+        help="run CMD on the merged model before each commit, with {model} for its directory; the score is the last "
+        "number it prints, or the mean of the lm-eval results it writes to {scores}",
     )
-
     log: list[str] = repeated(
         "--log",
         "TRACKER[:TARGET]",
-        "send the numbers of each step to wandb, mlflow, tensorboard or jsonl, "
-        "as in wandb:PROJECT, mlflow:EXPERIMENT, tensorboard:DIR, jsonl:FILE",
+        "send the numbers of each step to wandb:PROJECT, mlflow:EXPERIMENT, tensorboard:DIR or jsonl:FILE",
     )
 
     @property
     def adding(self) -> dict[str, Any]:
-        """The arguments of ``Store.add`` that decide what becomes of an expert."""
-        return {
-            **self.reading,
-            "allow_duplicate": self.allow_duplicate,
-            "allow_other_base": self.allow_other_base,
-            "gates": self.gate,
-            "evaluate": self.evaluate,
-        }
+        return {**super().adding, "gates": self.gate, "evaluate": self.evaluate}
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How a model is written; where to has a place of its own on every command line."""
+    """How a model is written."""
 
-    dtype: str | None = argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32 or fp64 (the base's own)")
+    dtype: str | None = argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32 or fp64 (as in the base)")
     max_shard_size: int = argument(
-        "--max-shard-size", type=size, default="5GB", metavar="SIZE", help="size of a file (5GB)"
+        "--max-shard-size", type=size, default="5GB", metavar="SIZE", help="maximum size of one file (5GB)"
     )
     overwrite: bool = switch("--overwrite", "replace an earlier export")
 
+    @property
+    def writing(self) -> dict[str, Any]:
+        """Arguments of ``Store.export`` and ``merge``, with the command for the model card."""
+        written = {"dtype": self.dtype, "max_shard_size": self.max_shard_size, "overwrite": self.overwrite}
+        return {**written, "command": command_line()}
+
 
 def command_line() -> str:
-    """The command as it was given, for the model card."""
+    """The command as the user typed it, for the model card."""
     return shell_command(["mergestream", *sys.argv[1:]])

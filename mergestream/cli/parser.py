@@ -1,66 +1,82 @@
-"""From the words of a command line to a command and its options.
+"""Argument parsing: find the command's module and build its ``Options`` from the command line.
 
-Every command is a module of the same shape: what it is (``HELP``, ``EXAMPLES``), what it is told (``Options``) and
-what it does (``run``). Help is to answer at once: what takes time to import is imported by ``run``, and the other
-commands' modules are only imported to list them.
+Each command is a module with ``EXAMPLES``, ``Options`` (a dataclass with one field per argument) and ``run``. Only the
+module of the chosen command is imported, and modules import slow libraries inside ``run``, so help appears at once.
 """
 
 from __future__ import annotations
 
 from argparse import Action, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from importlib import import_module
 from itertools import takewhile
 from typing import Any, NoReturn, Protocol, cast
 
 from mergestream import __version__
-from mergestream.cli.options import add_arguments
 from mergestream.errors import UsageError, did_you_mean
 
 DESCRIPTION = """\
-Merge fine-tuned models into one model as they arrive.
+Merge fine-tuned models (experts) into one model as they arrive.
 
-A store keeps the merged state of all models absorbed so far, at a size that does not grow:
+A store keeps the merged state of all experts added so far:
 
   mergestream init store --base path/to/base
-  mergestream add store expert-1 expert-2
+  mergestream add store path/to/expert-1 path/to/expert-2
   mergestream export store merged
 """
 
-
-COMMANDS = (
-    *("init", "add", "inspect", "status", "log", "verify", "undo", "keep", "gc", "remove", "report", "diff"),
-    *("export", "merge", "replay", "push", "pull", "from-mergekit", "watch", "bench", "methods"),
-)
-"""In the order of the help; each is the module of its name beside this one, with _ for -."""
+COMMANDS = {
+    "init": "create an empty store for a base model",
+    "add": "add experts to a store, each as one step",
+    "inspect": "show what adding an expert would do, without changing the store",
+    "status": "show the state of a store and the role of each tensor",
+    "log": "list the experts of a store in the order they were added",
+    "verify": "recompute all digests of a store and its base, and compare them",
+    "undo": "take back the last expert",
+    "keep": "set how many earlier steps a store keeps for undo",
+    "gc": "delete what interrupted commands left behind in a store",
+    "remove": "remove any one expert from a store",
+    "report": "write a report on a store as HTML, Markdown or JSON",
+    "diff": "compare two steps of a store, or a step and a checkpoint",
+    "export": "write the merged model as a directory that from_pretrained loads",
+    "merge": "merge experts in one go, without a store",
+    "replay": "repeat an export from its recipe and its sources",
+    "push": "upload a store or an export to the Hugging Face hub",
+    "pull": "download a store from the Hugging Face hub and verify it",
+    "from-mergekit": "run a merge recipe that was written for mergekit",
+    "watch": "add experts as they appear in a directory or bucket, until interrupted",
+    "bench": "merge the experts of a suite by several methods and score every task",
+    "methods": "list the merging methods and readouts with their parameters",
+}
+"""What each command does, in the order of the help. Its module has the same name, with _ for -."""
 
 
 class Command(Protocol):
-    """The shape of a command's module."""
+    """The content of a command's module."""
 
-    HELP: str
     EXAMPLES: str
 
     @property
     def Options(self) -> type[Any]:  # noqa: N802
-        """A dataclass with a field for every argument."""
+        """A dataclass with one field per argument."""
 
-    def run(self, options: Any) -> int: ...
+    def run(self, options: Any) -> int:
+        """Run the command and return its exit code."""
 
 
 def load(name: str) -> Command:
+    """Import a command's module."""
     return cast(Command, import_module(f"mergestream.cli.{name.replace('-', '_')}"))
 
 
 def parse(words: Sequence[str]) -> tuple[Command, Any]:
-    """The command that is meant, and its ``Options``. Help exits, and no words at all ask for it."""
+    """Parse the command line into a command and its ``Options``. No words mean ``--help``, which exits."""
     words = words or ["--help"]
     first, *others = words
+    parser, parsers = make_parser({first})
     if first in COMMANDS:
-        parser, parsers = make_parser([first])
         parsers[first].refuse_unknown_options(others)
     else:
-        parser, _ = make_parser(COMMANDS)
         parser.refuse_unknown_options([first])
     values = vars(parser.parse_args(words))
     command = load(values.pop("command"))
@@ -68,55 +84,56 @@ def parse(words: Sequence[str]) -> tuple[Command, Any]:
     return command, command.Options(**values)
 
 
-def asks_for_json(words: Sequence[str]) -> bool:
-    """Whether ``--json`` is among them, however shortened; told before parsing, for what is wrong with the others is
-    said in JSON as well."""
-    return any(len(word) > 2 and "--json".startswith(word) for word in _before_dashes(words))
+def wants_json(words: Sequence[str]) -> bool:
+    """Check for ``--json`` or an abbreviation of it before parsing, because parse errors are reported as JSON too."""
+    return any(len(word) > 2 and "--json".startswith(word) for word in _options_part(words))
 
 
-def _before_dashes(words: Iterable[str]) -> Iterable[str]:
+def _options_part(words: Iterable[str]) -> Iterable[str]:
     return takewhile(lambda word: word != "--", words)
 
 
-def make_parser(names: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the whole command line, and that of each of the named commands."""
+def make_parser(loaded: Container[str]) -> tuple[Parser, dict[str, Parser]]:
+    """Build the parser of the command line and of each command, with arguments only for the ``loaded`` ones."""
     parser = Parser(prog="mergestream", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"mergestream {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     parsers: dict[str, Parser] = {}
-    for name in names:
-        command = load(name)
+    for name, summary in COMMANDS.items():
+        description = f"{summary[0].upper()}{summary[1:]}."
         parsers[name] = commands.add_parser(
-            name,
-            help=command.HELP,
-            description=command.HELP[0].upper() + command.HELP[1:] + ".",
-            epilog="\n  ".join(["examples:", *command.EXAMPLES.strip().splitlines()]),
-            formatter_class=RawDescriptionHelpFormatter,
+            name, help=summary, description=description, formatter_class=RawDescriptionHelpFormatter
         )
-        add_arguments(parsers[name], command.Options)
-        parsers[name].add_argument("--json", action="store_true", help="answer in JSON, with the notes and any error")
+        if name in loaded:
+            _add_command(parsers[name], load(name))
     return parser, parsers
 
 
+def _add_command(parser: Parser, command: Command) -> None:
+    from mergestream.cli.options import add_arguments
+
+    add_arguments(parser, command.Options)
+    parser.add_argument("--json", action="store_true", help="print the result, the notes and any error as JSON")
+    parser.epilog = "\n  ".join(["examples:", *command.EXAMPLES.strip().splitlines()])
+
+
 class Parser(ArgumentParser):
-    """Wrong usage is an error like every other, with the nearest right word."""
+    """An argument parser that raises `UsageError` and suggests the closest known word."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see: {self.prog} --help)")
 
     def refuse_unknown_options(self, words: Iterable[str]) -> None:
-        """Before parsing, where argparse would say that a required option is missing when it is only misspelt."""
+        """Refuse a misspelt option before parsing; argparse would only report that a required one is missing."""
         known = self._option_string_actions
-        for word in _before_dashes(words):
+        for word in _options_part(words):
             option = word.partition("=")[0]
-            is_option = word.startswith("--") and " " not in word  # as argparse sees it
+            is_option = word.startswith("--") and " " not in word  # the same rule as in argparse
             if is_option and not any(name.startswith(option) for name in known):
                 self.error(f"there is no option {option}{did_you_mean(option, known)}")
 
     def _check_value(self, action: Action, value: Any) -> None:
-        """Where argparse compares a command, or the value of an option, with its choices."""
+        """Refuse a command or a value that is not among its choices (overrides argparse)."""
         if action.choices is not None and value not in action.choices:
-            choices = ", ".join(action.choices)
-            raise ArgumentError(
-                action, f"there is no {value}{did_you_mean(value, action.choices)} (there are: {choices})"
-            )
+            suggestion = did_you_mean(value, action.choices)
+            raise ArgumentError(action, f"there is no {value}{suggestion} (there are: {', '.join(action.choices)})")

@@ -1,8 +1,7 @@
-"""What commands print: lines and tables for people, or JSON; errors; counts.
+"""Output of commands: text for people, or JSON with ``--json``.
 
-A command says what it has to say with `say` and `print_table`, and gives the same as data to `answer`. Which of the two
-is printed is for ``--json`` to decide: of JSON there is one value when the command is done, with the notes in it, and
-with the error where it failed.
+A command prints text with `say`, `print_table` and `print_text`, and passes the same content as data to `answer`. With
+``--json`` the text is suppressed, and the data, the notes and any error are printed as one JSON value at the end.
 """
 
 from __future__ import annotations
@@ -22,52 +21,60 @@ LONGEST_CELL = 100
 _BOLD, _CYAN, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
 
 
-class Reply:
-    """What goes to who asked for JSON."""
+class JsonReply:
+    """The JSON output of one command."""
 
     def __init__(self) -> None:
         self.data: Any = {}
         self.notes: list[str] = []
-        self.followed = False
-        """Whether events are printed as they happen, an object a line, instead of one value at the end"""
-        self.finished = False
+        self.is_stream = False
+        """Whether events are printed as they happen, one object per line, instead of one value at the end"""
+        self.is_finished = False
 
     def note(self, sentence: str) -> None:
-        if self.followed:
-            _print_line({"event": "note", "note": sentence})
+        """Print a note as an event, or keep it for the end."""
+        if self.is_stream:
+            _print_json({"event": "note", "note": sentence}, indent=None)
         else:
             self.notes.append(sentence)
 
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Print an event, then the notes that came before the first event."""
+        self.is_stream = True
+        _print_json(event, indent=None)
+        earlier, self.notes = self.notes, []
+        for note in earlier:
+            self.note(note)
+
     def finish(self, reasons: Sequence[str]) -> None:
-        """Print it, once; ``reasons`` are why the command failed. What is a list stays one: a failure is its last item,
-        and the notes are with the items that they are about."""
-        if self.finished:
+        """Print the reply once. If the data is a list, a failure becomes its last item."""
+        if self.is_finished:
             return
-        self.finished = True
+        self.is_finished = True
         failure = {"error": "; ".join(reasons), "reasons": reasons} if reasons else {}
-        if self.followed:
+        if self.is_stream:
             if failure:
-                _print_line({"event": "error", **failure})
+                _print_json({"event": "error", **failure}, indent=None)
         elif isinstance(self.data, list):
-            _print_whole([*self.data, self.with_notes(failure)] if failure else self.data)
+            _print_json([*self.data, self.with_notes(failure)] if failure else self.data)
         else:
-            _print_whole(self.with_notes({**self.data, **failure}))
+            _print_json(self.with_notes({**self.data, **failure}))
 
     def with_notes(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the notes since the last time to those that it has."""
+        """Add the notes since the last call to an object."""
         notes, self.notes = self.notes, []
         return {**data, "notes": list(dict.fromkeys((*data.get("notes", ()), *notes)))}
 
 
-_reply: Reply | None = None
-"""Of the command that is running, where it is to answer in JSON"""
+_reply: JsonReply | None = None
+"""The reply of the running command, or None for text"""
 
 
 @contextmanager
 def replying(as_json: bool) -> Iterator[None]:
-    """Whatever is said within is said in JSON, or in words."""
+    """Print JSON or text while the context is open."""
     global _reply
-    _reply = Reply() if as_json else None
+    _reply = JsonReply() if as_json else None
     try:
         yield
     finally:
@@ -75,54 +82,44 @@ def replying(as_json: bool) -> Iterator[None]:
 
 
 def is_json() -> bool:
-    """Whether the command is to answer in JSON."""
+    """Whether the command prints JSON."""
     return _reply is not None
 
 
-def answer(data: Any) -> None:
-    """What the command has found or done, as JSON: an object, or a list which may still grow."""
+def answer(data: dict[str, Any] | list[dict[str, Any]]) -> None:
+    """Set the command's result for ``--json``. The command may change it until it ends."""
     if _reply:
         _reply.data = data
 
 
-def add_to_answer(more: Mapping[str, Any]) -> None:
-    """The same of what is known later."""
-    if _reply:
-        _reply.data = {**_reply.data, **more}
-
-
 def emit(event: Mapping[str, Any]) -> None:
-    """An event of a command that goes on, as a line of JSON, at once, for somebody follows."""
+    """Print one event of a long-running command as a line of JSON, at once."""
     if _reply:
-        _reply.followed = True
-        _print_line(event)
-        earlier, _reply.notes = _reply.notes, []
-        for note in earlier:
-            _reply.note(note)
+        _reply.emit(event)
+
+
+def with_notes(item: dict[str, Any]) -> dict[str, Any]:
+    """Add the latest notes to an item of a list that is the answer."""
+    return _reply.with_notes(item) if _reply else item
 
 
 def finish(*reasons: str) -> None:
-    """The command is done, or has failed for these reasons."""
+    """End the output of a command that is done or has failed for these reasons."""
     if _reply:
         _reply.finish(reasons)
     sys.stdout.flush()
 
 
-def with_notes(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of a list that is the answer, with the notes that were given on it."""
-    return _reply.with_notes(item) if _reply else item
-
-
 def make_progress(quiet: bool = False) -> Progress:
-    """Bars and notes for who watches; the notes also for who asked for JSON, who gets them in any case."""
+    """Create the progress display of a command. ``--json`` contains the notes even if ``quiet``."""
     shown = NoProgress() if quiet else TerminalProgress()
-    return _Noted(shown, _reply) if _reply else shown
+    return _RecordingProgress(shown, _reply) if _reply else shown
 
 
-class _Noted(Progress):
-    """What another shows, and its notes in the reply."""
+class _RecordingProgress(Progress):
+    """Passes everything on to another display, and adds the notes to the JSON reply."""
 
-    def __init__(self, shown: Progress, reply: Reply) -> None:
+    def __init__(self, shown: Progress, reply: JsonReply) -> None:
         self._shown, self._reply = shown, reply
 
     @contextmanager
@@ -136,65 +133,60 @@ class _Noted(Progress):
 
 
 def say(line: str = "") -> None:
-    """Print a line, whatever the names in it are; at once, for somebody may be waiting for it."""
+    """Print one line of text at once, with control characters escaped."""
     if not _reply:
         print(one_line(line, MAX_SENTENCE), flush=True)
 
 
 def print_text(text: str, end: str = "\n") -> None:
-    """Print lines that are ready to be printed."""
+    """Print text of several lines as it is."""
     if not _reply:
         print(text, end=end)
 
 
 def print_error(*sentences: str) -> None:
+    """Print errors to standard error, one line each."""
     for sentence in sentences:
         print(f"error: {one_line(sentence, MAX_SENTENCE)}", file=sys.stderr, flush=True)
 
 
-def _print_whole(data: Any) -> None:
-    """Names as they are; what is not ASCII is escaped, for a terminal obeys some of it."""
-    print(json.dumps(_finite(data), indent=2, allow_nan=False))
-
-
-def _print_line(data: Any) -> None:
-    print(json.dumps(_finite(data), allow_nan=False), flush=True)
-
-
-def _finite(data: Any) -> Any:
-    """JSON has no infinity: the λ of a scale of 0 is null."""
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], *, left: int = 1) -> None:
-    """Columns as wide as their content; the first ``left`` are text, the others numbers."""
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[Any]], *, left: int = 1, most: int | None = None
+) -> None:
+    """Print a table: the first ``left`` columns aligned left, at most ``most`` rows."""
     if _reply:
         return
-    table = [[one_line(str(cell), LONGEST_CELL) for cell in row] for row in (headings, *rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(headings))]
-    coloured = _is_coloured()
+    listed = list(rows)
+    table = [[one_line(str(cell), LONGEST_CELL) for cell in row] for row in (headings, *listed[:most])]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     for number, row in enumerate(table):
-        first, *others = (
-            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        rest = "".join(f"  {cell}" for cell in others).rstrip()
-        if not coloured:
-            print((first + rest).rstrip())
-        elif number == 0:
-            print(f"{_BOLD}{first}{rest}{_PLAIN}")
-        else:
-            print(f"{_CYAN}{first}{_PLAIN}{rest}")
-
-
-def _is_coloured() -> bool:
-    """Only for who looks at it, and only where colours are welcome (https://no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[:left] = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
+        line = "  ".join(cells).rstrip()
+        if coloured and number == 0:
+            line = f"{_BOLD}{line}{_PLAIN}"
+        elif coloured:
+            line = f"{_CYAN}{cells[0]}{_PLAIN}{line[len(cells[0]) :]}"
+        print(line)
+    if most is not None and len(listed) > most:
+        print(f"… and {len(listed) - most} more (--json lists all)")
 
 
 def counts_text(counts: Mapping[Any, int]) -> str:
-    """``6 linear, 4 other``, the most frequent first."""
+    """Format counts, the largest first: ``6 linear, 4 other``."""
     return ", ".join(f"{count} {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _print_json(data: Any, indent: int | None = 2) -> None:
+    """Print JSON in ASCII, because a terminal would interpret some other characters."""
+    print(json.dumps(_replace_infinite(data), indent=indent, allow_nan=False), flush=True)
+
+
+def _replace_infinite(data: Any) -> Any:
+    """Replace infinity and NaN by null, which JSON lacks: λ is infinite for a scale of 0."""
+    if isinstance(data, dict):
+        return {key: _replace_infinite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_replace_infinite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

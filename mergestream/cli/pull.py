@@ -1,4 +1,4 @@
-"""The pull command."""
+"""``mergestream pull``: download a store from the Hugging Face hub and verify it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from mergestream.cli.options import RunningOptions, argument
 from mergestream.cli.printing import answer, say
 
-HELP = "download a store from the Hugging Face hub, and verify it"
 EXAMPLES = """
 mergestream pull hf://org/name store
 mergestream pull hf://org/name@main store --base path/to/base
@@ -16,9 +15,9 @@ mergestream pull hf://org/name@main store --base path/to/base
 
 @dataclass(frozen=True)
 class Options(RunningOptions):
-    address: str = argument(metavar="hf://ORG/NAME", help="the repository, with @revision for another than the newest")
-    store: str = argument(metavar="STORE", help="the directory to be")
-    base: str | None = argument("--base", metavar="MODEL", help="where its base is here (its digest is checked)")
+    address: str = argument(metavar="hf://ORG/NAME", help="the repository; add @REVISION for an older version")
+    store: str = argument(metavar="STORE", help="the new store, a directory")
+    base: str | None = argument("--base", metavar="MODEL", help="location of the base (its digest is checked)")
 
 
 def run(options: Options) -> int:
@@ -34,5 +33,5 @@ def run(options: Options) -> int:
     say(f"{options.store}: step {store.manifest.step}, all digests match")
     base = store.manifest.base.source
     if not hub_name(base) and not url_of(base) and locate_here(base) is None:
-        progress.note(f"its base, {base}, is not on this machine: pass --base MODEL to the next command that needs it")
+        progress.note(f"the base {base} is not on this machine; pass --base MODEL to the next command that needs it")
     return 0

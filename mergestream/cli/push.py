@@ -1,4 +1,4 @@
-"""The push command."""
+"""``mergestream push``: upload a store or an export to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from mergestream.cli.options import argument, switch
 from mergestream.cli.printing import answer, make_progress, say
 
-HELP = "upload a store, or an export, to the Hugging Face hub"
 EXAMPLES = """
 mergestream push store hf://org/name --private
 mergestream push merged hf://org/name
@@ -16,9 +15,9 @@ mergestream push merged hf://org/name
 
 @dataclass(frozen=True)
 class Options:
-    place: str = argument(metavar="STORE", help="a store, or a directory that export has written")
-    address: str = argument(metavar="hf://ORG/NAME", help="the repository; it is made where there is none")
-    private: bool = switch("--private", "to a repository that only you and your organisation see")
+    place: str = argument(metavar="STORE", help="a store, or a directory written by export")
+    address: str = argument(metavar="hf://ORG/NAME", help="the repository; it is created if it does not exist")
+    private: bool = switch("--private", "create a private repository")
 
 
 def run(options: Options) -> int:

@@ -1,26 +1,25 @@
-"""The remove command."""
+"""``mergestream remove``: remove any one expert from a store."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import A_MODEL, ComputingOptions, WorkingStoreOptions, argument
+from mergestream.cli.options import MODEL, ComputingOptions, WorkingStoreOptions, argument
 from mergestream.cli.printing import answer, say
 from mergestream.sizes import counted
 
-HELP = "take any one expert out of a store, as if it had never come"
 EXAMPLES = """
 mergestream remove store legal
-mergestream remove average-store legal --expert path/to/legal    # methods that add up need the model itself
+mergestream remove average-store legal --expert path/to/legal    # average and task_arithmetic
 """
 
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions):
-    name: str = argument(metavar="NAME", help="of the expert, as mergestream log has it")
+    name: str = argument(metavar="NAME", help="name of the expert, as shown by mergestream log")
     expert: str | None = argument(
-        "--expert", metavar="MODEL", help=f"{A_MODEL}: to be subtracted by average and task_arithmetic"
+        "--expert", metavar="MODEL", help=f"the expert itself, which average and task_arithmetic subtract: {MODEL}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The report command."""
+"""``mergestream report``: write a report on a store as HTML, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from mergestream.cli.printing import answer, is_json, print_text, say
 if TYPE_CHECKING:
     from mergestream.report.facts import Facts
 
-HELP = "write a page with the figures and facts of a store"
 EXAMPLES = """
 mergestream report store
 mergestream report store -o report.md
@@ -21,20 +20,22 @@ mergestream report store --format json
 """
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
-"""By the ending of the file"""
+"""By the extension of the file"""
 
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions):
     out: str | None = argument(
-        "-o", "--out", metavar="FILE", help="the file to write (STORE-report.html; md and json: standard output)"
+        "-o", "--out", metavar="FILE", help="the output file (STORE-report.html; md and json: standard output)"
     )
     format: str | None = argument(
-        "--format", choices=("html", "md", "json"), help="the format (by the ending of FILE, or html)"
+        "--format", choices=("html", "md", "json"), help="the format (by the extension of FILE, else html)"
     )
 
 
 def run(options: Options) -> int:
+    from mergestream.export.places import refuse_file
+    from mergestream.files import write_text
     from mergestream.report.facts import Facts
 
     out = Path(options.out) if options.out else None
@@ -43,42 +44,36 @@ def run(options: Options) -> int:
     store = options.open_store()
     if form == "html":
         out = out or _default_file(options.store)
-    if out is None:
-        _print(Facts.of(store), form)
+    if out is not None:
+        refuse_file(out, *store.sources)
+        write_text(out, _render(Facts.of(store), form))
+        answer({"store": str(store.place), "out": str(out), "format": form})
+        say(f"{out}: report on {options.store}")
         return 0
-    from mergestream.export.places import refuse_file
-    from mergestream.files import write_text
-
-    refuse_file(out, *store.sources)
-    write_text(out, _render(Facts.of(store), form))
-    answer({"store": str(store.place), "out": str(out), "format": form})
-    say(f"{out}: the report of {options.store}")
+    facts = Facts.of(store)
+    text = _render(facts, form)
+    answer(facts.to_json() if form == "json" else {"format": form, "text": text})
+    print_text(text, end="")
     return 0
 
 
 def _default_file(store: str) -> Path:
-    """``STORE-report.html``, beside the store; for a store in a bucket in the working directory."""
+    """``STORE-report.html`` beside the store; in the working directory if the store is in a bucket."""
     if "://" in store:
         return Path(f"{store.rstrip('/').rpartition('/')[2]}-report.html")
     path = Path(store) if Path(store).name.strip(".") else Path(store).resolve()
     return path.with_name(f"{path.name}-report.html")
 
 
-def _print(facts: Facts, form: str) -> None:
-    text = _render(facts, form)
-    answer(facts.to_json() if form == "json" else {"format": form, "text": text})
-    print_text(text, end="")
-
-
 def _render(facts: Facts, form: str) -> str:
     if form == "json":
-        return _json(facts.to_json())
+        return _format_json(facts.to_json())
     from mergestream.report.render import render_html, render_markdown
 
     return render_html(facts) if form == "html" else render_markdown(facts)
 
 
-def _json(data: dict[str, Any]) -> str:
-    """One line for each key: nobody reads the matrices of hundreds of experts number by number."""
+def _format_json(data: dict[str, Any]) -> str:
+    """Format with one line per key, because the matrices of hundreds of experts are long."""
     lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in data.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"

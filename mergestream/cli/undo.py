@@ -1,4 +1,4 @@
-"""The undo command."""
+"""``mergestream undo``: take back the last expert."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from mergestream.cli.log import entry_json
 from mergestream.cli.options import StoreOptions
 from mergestream.cli.printing import answer, say
 
-HELP = "go back to before the last expert"
 EXAMPLES = "mergestream undo store"
 
 Options = StoreOptions

@@ -1,11 +1,10 @@
-"""The verify command."""
+"""``mergestream verify``: recompute all digests of a store and its base, and compare them."""
 
 from __future__ import annotations
 
 from mergestream.cli.options import WorkingStoreOptions
 from mergestream.cli.printing import answer, say
 
-HELP = "recompute every digest of a store and its base"
 EXAMPLES = "mergestream verify store"
 
 Options = WorkingStoreOptions

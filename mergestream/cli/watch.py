@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     Place: TypeAlias = Path | Url
 
-HELP = "absorb experts as they appear in a directory or a bucket, until interrupted"
 EXAMPLES = """
 mergestream watch store incoming/
 mergestream watch store s3://models/incoming --interval 60

@@ -90,7 +90,7 @@ def test_an_empty_store_has_a_status_and_a_log(tmp_path, toys, done):
     status = json.loads(done("status", tmp_path / "store", "--json"))
     assert (status["step"], status["lambda"], status["n"], status["distance"]) == (0, None, None, 0.0)
     assert json.loads(done("log", tmp_path / "store", "--json")) == []
-    assert "nothing yet" in done("log", tmp_path / "store")
+    assert "no experts yet" in done("log", tmp_path / "store")
 
 
 def test_log_has_one_object_per_expert(store, done, toys):

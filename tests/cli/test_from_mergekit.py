@@ -128,7 +128,7 @@ def test_the_types_are_those_of_the_recipe_unless_the_command_says_otherwise(mod
 
 def test_what_it_says(models: list[StateDict], capsys: pytest.CaptureFixture[str]) -> None:
     run("ties", own(DENSITIES))
-    assert capsys.readouterr().out == "out: 3 experts merged by ties, as recipe.yaml says\n"
+    assert capsys.readouterr().out == "out: 3 experts merged by ties as in recipe.yaml\n"
     card = Path("out/README.md").read_text()
     assert "elect = True" in card and "weights = 0.5,-0.3,0.9" in card and "expert2" in card
     run("dare_linear", own(DENSITIES), "--json", "--seed", "2", parameters={"int8_mask": True})

@@ -32,7 +32,7 @@ def test_log_tells_what_is_held_now(ledger: Path, done) -> None:
     assert [entry["name"] for entry in log] == ["expert-1", "expert-2"]
     assert all(0 < entry["held"] < 1 and entry["lambda"] is None and entry["cut"] == 8 for entry in log)
     headings, *rows = done("log", ledger).splitlines()
-    assert headings.split() == ["expert", "added", "digest", "step", "‖Δ‖", "held", "room", "for"]
+    assert headings.split() == ["expert", "added", "digest", "step", "‖Δ‖", "held", "slots"]
     assert [row.split()[-2:] for row in rows] == [[f"{entry['held']:.1%}", "8"] for entry in log]
 
 
@@ -42,14 +42,14 @@ def test_status_tells_of_the_room(ledger: Path, done) -> None:
     assert status["ledger"] == {"room_for": 8, "bytes": taken, "budget": 1.0}
     assert status["lambda"] is None and status["distance"] is None
     text = done("status", ledger)
-    assert "2 experts in room for 8" in text and "budget 1" in text and "λ" not in text
+    assert "2 experts in 8 slots" in text and "budget 1" in text and "λ" not in text
 
 
 def test_an_empty_ledger_has_a_status_and_a_log(tmp_path: Path, toys: Toys, done) -> None:
     done("init", tmp_path / "store", "--base", toys.base, "--method", "ledger")
     assert json.loads(done("status", tmp_path / "store", "--json"))["ledger"]["room_for"] == 0
     assert json.loads(done("log", tmp_path / "store", "--json")) == []
-    assert "nothing yet" in done("log", tmp_path / "store")
+    assert "no experts yet" in done("log", tmp_path / "store")
 
 
 def test_other_stores_are_no_ledgers(tmp_path: Path, toys: Toys, done) -> None:

@@ -1,4 +1,4 @@
-"""The parser: all commands have one shape, and what is nearly right is told what would be right."""
+"""The parser: all commands have one shape, misspelt words get suggestions, and help imports nothing slow."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mergestream.cli.parser import COMMANDS, load, parse
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_the_same_shape(name, mergestream):
-    command = load(name)
-    assert command.HELP and "\n" not in command.HELP and not command.HELP.endswith(".")
+    command, summary = load(name), COMMANDS[name]
+    assert summary and "\n" not in summary and not summary.endswith(".")
     assert callable(command.run)
     parser = ArgumentParser(add_help=False)
     add_arguments(parser, command.Options)
@@ -26,7 +26,9 @@ def test_every_command_has_the_same_shape(name, mergestream):
     assert sorted(destinations) == sorted(field.name for field in dataclasses.fields(command.Options))
     assert command.Options.__dataclass_params__.frozen
     assert all(action.help for action in parser._actions), "every argument has a word of help"
-    assert "--json" in mergestream(name, "--help").out
+    text = mergestream(name, "--help").out
+    assert "--json" in text and "examples:" in text
+    assert f"{summary[0].upper()}{summary[1:]}.\n" in text, "the description is a sentence"
     source = Path(command.__file__).read_text("utf-8")
     assert "answer(" in source or "emit(" in source, "who asks for JSON is answered"
 
@@ -98,17 +100,37 @@ def test_what_only_looks_like_an_unknown_option_is_none():
     assert parse(["add", "store", "expert", "--name=--x"])[1].name == "--x"
 
 
-def test_no_command_imports_what_takes_long_before_it_runs():
-    code = """
+HEAVY = {"torch", "numpy", "msgspec", "rich", "transformers", "huggingface_hub", "obstore", "xxhash", "safetensors"}
+
+
+def modules_after(*lines: list[str]) -> set[str]:
+    """The modules that a fresh process has imported after these command lines."""
+    code = f"""
 import sys
-from mergestream.cli.parser import COMMANDS, parse
-for name in COMMANDS:
+from mergestream.cli import main
+for words in {lines}:
     try:
-        parse([name, "--help"])
+        main(words)
     except SystemExit as exit:
         assert exit.code == 0
-slow = {"torch", "transformers", "numpy", "huggingface_hub", "rich", "mergestream.store"} & sys.modules.keys()
-assert not slow, slow
+print(*sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    return set(result.stdout.splitlines()[-1].split())
+
+
+def test_help_imports_no_heavy_module_and_no_command():
+    loaded = modules_after(["--help"], ["--version"], [])
+    assert not HEAVY & loaded
+    assert not {"importlib.metadata", "email", "concurrent.futures"} & loaded
+    assert {name for name in loaded if name.startswith("mergestream.")} == {
+        *("mergestream.cli", "mergestream.cli.parser", "mergestream.cli.printing"),
+        *("mergestream.errors", "mergestream.escaping", "mergestream.interrupts", "mergestream.progress"),
+    }
+
+
+def test_the_help_of_commands_imports_no_heavy_module():
+    loaded = modules_after(*([name, "--help"] for name in COMMANDS))
+    assert not HEAVY & loaded
+    assert not {"mergestream.store", "mergestream.methods", "mergestream.objects", "mergestream.engine"} & loaded

@@ -34,7 +34,7 @@ def told(done, place: Path, toys: Toys, method: str) -> tuple[str, str, list[dic
 def test_what_multiplies_is_a_scale(method: str, scale: float, tmp_path: Path, toys: Toys, done) -> None:
     text, page, (status, log, report, inspection) = told(done, tmp_path, toys, method)
     assert "λ" not in text and "λ" not in page
-    assert f"  scale {scale}  " in text and f"scale {scale}   n " in text
+    assert f"  scale {scale}  " in text and f"scale {scale}   mean ‖Δ‖ " in text
     assert f"* Scale {scale};" in text and "| scale |" in text and f"<dt>scale</dt><dd>{scale}" in page
     assert not (tmp_path / "merged/lambda.png").exists()
     for found in (status, log, report):
@@ -45,7 +45,7 @@ def test_what_multiplies_is_a_scale(method: str, scale: float, tmp_path: Path, t
 def test_of_opcm_it_is_lambda(tmp_path: Path, toys: Toys, done) -> None:
     text, page, scales = told(done, tmp_path, toys, "opcm")
     value = scales[0]["lambda"]
-    assert f"λ {value:.6g}   n" in text and f"= 1/λ, λ = {value:.6g};" in text and "| λ | √t |" in text
+    assert f"λ {value:.6g}   mean ‖Δ‖" in text and f"= 1/λ, λ = {value:.6g};" in text and "| λ | √t |" in text
     assert "<dt>λ</dt>" in page and (tmp_path / "merged/lambda.png").exists()
     assert all(found["lambda"] == pytest.approx(1 / found["scale"]) for found in scales)
 

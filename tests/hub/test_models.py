@@ -42,7 +42,7 @@ def test_a_push_that_broke_off_goes_on(tmp_path: Path, store: Path, hub: Hub, me
     hub.refuse = lambda path: path.startswith("/lfs/") and len(hub.received) >= 2
     result = mergestream(*export)
     assert result.code == 1 and result.err.count("error:") == 1
-    assert "out is written, but not pushed: org/merged cannot be pushed to (the hub answered 410)" in result.err
+    assert "out was written but not pushed: org/merged cannot be pushed to (the hub answered 410)" in result.err
     assert "to push it later: mergestream push" in result.err and TOKEN not in result.out + result.err
     assert hub.files("org/merged").keys() == {".gitattributes"}, "all or nothing"
     before, hub.refuse = len(hub.received), lambda path: False

@@ -38,7 +38,7 @@ def test_every_readout_is_written_and_named_in_the_card(done, ledger, tmp_path):
     for readout in ("agree", "tsv", "tempered", "iso", "sum", "expert:expert-2"):
         out = tmp_path / readout.replace(":", "-")
         name, _, expert = readout.partition(":")
-        said = f"{expert}, as the ledger remembers it" if expert else f"4 experts merged by ledger, read out by {name}"
+        said = f"{expert} as stored in the ledger" if expert else f"4 experts merged by ledger, readout {name}"
         assert done("export", ledger, out, "--readout", readout) == f"{out}: {said}\n"
         found[readout] = model(out)["layers.0.up.weight"]
         assert f"Readout: `{readout.partition(':')[0]}`" in (out / "README.md").read_text()

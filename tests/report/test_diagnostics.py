@@ -136,7 +136,7 @@ def test_inspect_tells_cosines_interference_and_size(store: Store, models: Path)
 
 def test_inspect_prints_them(store: Store, models: Path, mergestream) -> None:
     told = mergestream("inspect", store.path, models / "giant")
-    assert "cosine to each expert" in told.out and "layers with the most interference" in told.out
+    assert "cosine to each expert" in told.out and "layers with the smallest share kept" in told.out
     assert told.err.startswith("note: ") and "outweighs" in told.err
     assert mergestream("inspect", store.path, models / "pets").err == ""
 

@@ -62,6 +62,6 @@ def test_a_step_that_is_not_there(store: Store, models: Path, which: str, messag
 
 def test_the_command_prints_both_forms(scored: Store, done) -> None:
     out = done("diff", scored.path, 2, 3)
-    assert "layers that moved most" in out and "A: step 2 (digits)" in out
+    assert "layers with the largest differences" in out and "A: step 2 (digits)" in out
     data = json.loads(done("diff", scored.path, 2, 3, "--json"))
     assert data["total"]["distance"] > 0 and len(data["tensors"]) == 12

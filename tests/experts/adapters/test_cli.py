@@ -30,7 +30,7 @@ def test_from_init_to_an_adapter(tmp_path, toys, cli, adapters):
     printed = cli("add", store, *adapters)
     assert "step 3: poems" in printed.out
     status = cli("status", store).out
-    assert "in factors of rank 2 at most, bounded by 2; 1 step dropped up to" in status
+    assert "in factors of rank at most 2, limited to 2; 1 step dropped up to" in status
     facts = json.loads(cli("status", store, "--json").out)
     assert facts["max_rank"] == facts["rank"] == 2
     assert facts["lost"][:2] == [0, 0]
