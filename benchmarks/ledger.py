@@ -41,16 +41,18 @@ def on_all_cores(jobs: Sequence[Job], run: Callable[[Job], object], size: Callab
             future.result()
 
 
-def add_kernels(base: Path, expert: Path) -> None:
-    """Read both, subtract, and find as many triplets of every matrix as the ledger keeps of one of eight experts."""
+def add_kernels(base: Path, expert: Path) -> dict[str, Tensor]:
+    """Read both, subtract, and decompose every matrix as the ledger does; return the singular values it keeps."""
+    found: dict[str, Tensor] = {}
     with open_checkpoint(base) as ours, open_checkpoint(expert) as theirs:
 
         def decompose(name: str) -> None:
             delta = theirs.read(name).float().sub_(ours.read(name).float())
             if delta.ndim == 2:
-                truncated_svd(delta, min(delta.shape) // FEWEST)
+                found[name] = truncated_svd(delta, min(delta.shape) // FEWEST).s
 
         on_all_cores(list(ours.tensors), decompose, lambda name: math.prod(ours.tensors[name].shape))
+    return found
 
 
 def agree_kernels(span: Span, linear: bool) -> Tensor:

@@ -47,12 +47,18 @@ def toy_base() -> StateDict:
 
 
 def toy_expert(number: int, base: StateDict | None = None) -> StateDict:
-    """A perturbed copy of the base."""
+    """A perturbed copy of the base: experts differ in scale (by factors up to 10) and in the rank of their changes."""
     generator = torch.Generator().manual_seed(number)
+    scale = (0.01, 0.03, 0.004, 0.04)[number % 4]
+
+    def change(tensor: Tensor) -> Tensor:
+        x = torch.randn(tensor.shape, generator=generator) * scale
+        if tensor.ndim == 2 and number % 3 == 2:
+            x *= torch.arange(tensor.shape[1]) < tensor.shape[1] // 2  # half the rank
+        return x.to(tensor.dtype)
+
     return {
-        name: tensor + (torch.randn(tensor.shape, generator=generator) * 0.01).to(tensor.dtype)
-        if tensor.is_floating_point()
-        else tensor.clone()
+        name: tensor + change(tensor) if tensor.is_floating_point() else tensor.clone()
         for name, tensor in (base or toy_base()).items()
     }
 

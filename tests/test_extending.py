@@ -15,7 +15,8 @@ from mergestream import METHODS, Average, Method, Store, register_method
 from mergestream.errors import UsageError
 from mergestream.methods import make_method
 from mergestream.methods.base import parameter
-from mergestream.testing import Check, is_known_by_its_name, method_checks
+from mergestream.testing import Check, method_checks
+from mergestream.testing.methods import is_found_by_name
 from tests.conftest import RunCommand, Toys, files
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +104,7 @@ def test_parameters_that_are_true_or_false_survive_the_manifest(monkeypatch: pyt
     monkeypatch.setattr(METHODS, "_registered", {})
     register_method(Choosy)
     for strict in (True, False):
-        is_known_by_its_name(Choosy(strict))
+        is_found_by_name(Choosy(strict))
     with pytest.raises(UsageError, match="choosy: strict=perhaps is not true or false"):
         make_method("choosy", {"strict": "perhaps"})
 

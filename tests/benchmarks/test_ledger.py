@@ -31,8 +31,16 @@ def test_the_bare_kernels_of_an_export_give_what_it_writes(family: checkpoints.F
             assert float((found - expected).norm() / expected.norm()) < 1e-3, name
 
 
-def test_the_bare_kernels_of_an_add_run(family: checkpoints.Family) -> None:
-    ledger.add_kernels(family.base, family.experts[0])
+def test_the_bare_kernels_of_an_add_give_what_a_store_keeps(family: checkpoints.Family, tmp_path: Path) -> None:
+    store = cases.store_with(tmp_path / "store", family, Ledger(), 1)
+    found = ledger.add_kernels(family.base, family.experts[0])
+    with Store(store).snapshot() as snapshot:
+        (reader,) = snapshot.readers.values()
+        kept = {name: reader.entry(name).get("sigma") for name in snapshot.manifest.base.merged}
+    matrices = {name for name, sigma in kept.items() if sigma is not None}
+    assert matrices == found.keys()
+    for name in matrices:
+        torch.testing.assert_close(found[name].double(), kept[name], rtol=1e-4, atol=0)
 
 
 def test_the_entries_of_few_experts_are_read_as_they_are(family: checkpoints.Family, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ def cut(delta: Tensor, count: int, budget: float, entries: str) -> tuple[Tensor,
     matrix = delta.flatten(1)
     kept = min(min(matrix.shape), max(1, int(budget * min(matrix.shape) / max(count, 8))))
     U, sigma, Vh = torch.linalg.svd(matrix, full_matrices=False)
+    kept = min(kept, int((sigma > 1e-12 * sigma[0]).sum()))  # beyond the rank, singular vectors are arbitrary
     dtype = getattr(torch, entries)
     return U[:, :kept].to(dtype).double(), sigma[:kept], Vh[:kept].T.to(dtype).double()
 
@@ -79,7 +80,7 @@ def tsv(parts, norms, weights):
 
 
 def iso(parts, norms, weights):
-    S = sum(c * U * sigma @ V.T for (U, sigma, V), c in zip(parts, weights, strict=True))
+    S = sum_(parts, norms, weights)
     sigma = torch.linalg.svdvals(S)
     return sigma[sigma > 1e-6 * sigma[0]].mean() * polar(S)
 
@@ -91,4 +92,8 @@ def tempered(parts, norms, weights):
     return merged * (mean / float(merged.norm()))
 
 
-FORMULAS = {"agree": agree, "tsv": tsv, "tempered": tempered, "iso": iso}
+def sum_(parts, norms, weights):
+    return sum(c * U * sigma @ V.T for (U, sigma, V), c in zip(parts, weights, strict=True))
+
+
+FORMULAS = {"agree": agree, "tsv": tsv, "tempered": tempered, "iso": iso, "sum": sum_}

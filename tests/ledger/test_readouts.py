@@ -51,6 +51,23 @@ def test_weights_are_those_of_the_formula(readout):
 
 
 @every_readout
+def test_weights_too_thin_to_be_cut_and_stacks_of_weights_are_those_of_the_formula(readout):
+    shapes = {"thin.weight": (5, 30), "mlp.experts.up": (3, 20, 16)}
+    base, *experts = models = make_models(3, torch.float64, shapes)
+    weights = {"1": 0.5, "2": 2.0, "3": 1.25}
+    merged = ledger_of(models, [1, 2, 3], Ledger(entries="float32")).state_dict(1, readout=readout, weights=weights)
+    expected = {name: [] for name in shapes}
+    for name in shapes:
+        stacks = [(expert[name] - base[name]).reshape(-1, *base[name].shape[-2:]) for expert in experts]
+        for deltas in zip(*stacks, strict=True):
+            parts = [formulas.cut(x, 3, 8.0 if name == "thin.weight" else 1.0, "float32") for x in deltas]
+            norms = [float(x.square().sum()) for x in deltas]
+            expected[name].append(formulas.FORMULAS[readout](parts, norms, list(weights.values())))
+        found = merged[name] - base[name]
+        torch.testing.assert_close(found, torch.stack(expected[name]).reshape(found.shape), rtol=1e-5, atol=1e-7)
+
+
+@every_readout
 def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout):
     """As GPT-2's are: whose inputs an expert answers to must not depend on how a weight is stored."""
     from mergestream.ledger.merge import merge_entries
@@ -61,8 +78,8 @@ def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout):
     method = Ledger(entries="float32")
     entries: list[list[Entry]] = [[], []]
     contexts = [Context(3, True, (40, 24), torch.float64), Context(3, True, (24, 40), torch.float64, transposed=True)]
-    for _ in range(3):
-        delta = torch.randn(40, 24, generator=generator, dtype=torch.float64)
+    for scale in (1.0, 0.2, 4.0):
+        delta = scale * torch.randn(40, 24, generator=generator, dtype=torch.float64)
         for stored, context, held in zip((delta, delta.T.contiguous()), contexts, entries, strict=True):
             held.append(Entry(method.absorb(None, stored, context).state))
     plain, transposed = (

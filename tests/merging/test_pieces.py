@@ -81,11 +81,11 @@ def models(draw: st.DrawFn) -> list[StateDict]:
         shape = draw(st.tuples(*[st.integers(0 if NAMES[name] == 1 else 1, 9)] * NAMES[name]))
         base[name] = torch.randn(shape, generator=generator).to(draw(dtypes))
 
-    def expert() -> StateDict:
-        noise = {name: torch.randn(x.shape, generator=generator) * 0.1 for name, x in base.items()}
+    def expert(scale: float) -> StateDict:
+        noise = {name: torch.randn(x.shape, generator=generator) * scale for name, x in base.items()}
         return {name: (x + noise[name]).to(x.dtype) if x.is_floating_point() else x for name, x in base.items()}
 
-    return [base, expert(), expert(), expert()]
+    return [base, expert(0.1), expert(0.4), expert(0.02)]
 
 
 @contextmanager
