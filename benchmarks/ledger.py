@@ -29,7 +29,7 @@ from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.local import keep_freed_memory, single_threaded
 from mergestream.ledger.method import FEWEST, cut_entry
 from mergestream.ledger.span import Entry, Span
-from mergestream.merging.step import tensor_context
+from mergestream.merging.plan import tensor_context
 
 Job = TypeVar("Job")
 

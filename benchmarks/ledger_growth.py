@@ -24,7 +24,7 @@ from mergestream import Ledger
 from mergestream.api import Store
 from mergestream.base.model import BaseModel
 from mergestream.ledger.method import FEWEST
-from mergestream.merging.step import tensor_context
+from mergestream.merging.plan import tensor_context
 
 MODEL, MANY = "llama-tiny", 40
 STORE = CACHE / "ledger-growth"

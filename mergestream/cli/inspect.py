@@ -10,8 +10,8 @@ from mergestream.cli.printing import answer, counts_text, print_table, say
 from mergestream.sizes import format_size
 
 if TYPE_CHECKING:
+    from mergestream.merging.interference import Interference
     from mergestream.store.inspection import Inspection
-    from mergestream.store.interference import Interference
 
 EXAMPLES = """
 mergestream inspect store path/to/expert
@@ -43,10 +43,8 @@ def print_inspection(inspection: Inspection) -> None:
     say(f"tensors: {counts_text(inspection.fates)}")
     say(f"‖Δ‖ {inspection.norm:.4g}, {inspection.relative_norm:.2f} × the mean of the experts so far")
     say(_outcome(inspection))
-    predicted = inspection.predicted
     say(
-        f"time about {inspection.seconds:.1f} s (predicted {predicted.seconds:.1f} s, most of it "
-        f"{predicted.bottleneck})   RAM for tensors {format_size(inspection.memory)}   "
+        f"time about {inspection.seconds:.1f} s   RAM for tensors {format_size(inspection.memory)}   "
         f"disk {format_size(inspection.disk)}"
     )
     if inspection.cosines:

@@ -109,6 +109,12 @@ class Sketch(Collector):
             for here, there in _wrapped(tensor.first, len(rounded)):
                 self._buckets[there] += rounded[here]
 
+    def add_tensor(self, name: str, delta: Tensor) -> None:
+        """Add a whole tensor."""
+        tensor = self.tensor(name)
+        tensor.update(0, delta)
+        self.add(tensor)
+
     def add_elements(self, name: str, elements: Elements) -> None:
         """Add a tensor whose elements are made when they are asked for; those that are not sampled never are."""
         tensor = self.tensor(name)

@@ -101,6 +101,11 @@ class TaskVector:
         """What Δ is read from."""
         return self.base, self.expert
 
+    @property
+    def copies(self) -> int:
+        """How often a tensor of base and expert is in memory while it is read."""
+        return self.base.copies + self.expert.copies
+
     def numel(self, name: str) -> int:
         return self.model.tensors[name].numel
 
@@ -110,11 +115,6 @@ class TaskVector:
     def rank(self, name: str) -> int | None:
         """A bound of the rank of Δ where it comes in factors; None where it is dense."""
         return None
-
-    def stored(self, name: str) -> int:
-        """Bytes of base and expert that Δ is made of."""
-        read = (self.base.tensors[name], self.expert.tensors[self._stored(name)]) if self._reads(name) else ()
-        return sum(info.nbytes for info in read)
 
     def factors(self, name: str) -> LowRank:
         """Δ in factors, where ``rank`` is known."""

@@ -30,7 +30,7 @@ from mergestream.export.model import DrawPictures, cast_spec
 from mergestream.export.peft import AdaptedModule, Energy, Kind, write_adapter
 from mergestream.export.recipe import Form, ReadoutChoice, Recipe
 from mergestream.ledger.selection import ONE_EXPERT, Selection
-from mergestream.merging.cost import WORKSPACE
+from mergestream.merging.plan import WORKSPACE
 from mergestream.merging.reading import Reading
 from mergestream.merging.step import overflow_explained, refuse_overflow
 from mergestream.progress import Progress

@@ -25,7 +25,7 @@ from mergestream.export.model import write_card, write_model, write_tensors
 from mergestream.export.recipe import Form, Recipe
 from mergestream.export.source import ExpertsSource
 from mergestream.export.vocabulary import ExpertTokens, ExtendedVocabularySource
-from mergestream.merging.step import Step, carries_through
+from mergestream.merging.carry import Carry, can_carry
 from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods import as_method
 from mergestream.methods.base import Method
@@ -86,7 +86,7 @@ def merge(
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     output.keep_off(base, *experts)
     with output.draft() as draft:
-        if carries_through(inputs.method, len(experts)):
+        if can_carry(inputs.method, len(experts)):
             merge_in_one_pass(inputs, draft, output, engine or LocalEngine(), progress or default_progress())
         else:
             _merge_by_steps(inputs, draft, output, engine or LocalEngine(), progress or default_progress())
@@ -119,8 +119,8 @@ def merge_in_one_pass(inputs: MergeInputs, draft: Path, output: Output, engine: 
         names = list(inputs.names)
         for vector in vectors[len(names) :]:
             names.append(expert_name(vector.expert.source, names))
-        step = Step(inputs.method, vectors, device=engine.device, experts=names)
-        source = ExpertsSource(step, base, find_thresholds(step, engine))
+        step = Carry(inputs.method, vectors, names, engine.device)
+        source = ExpertsSource(step, base, find_thresholds(inputs.method, vectors, step.counts, None, engine))
         tokens = [ExpertTokens(vector.tokens, vector.expert) for vector in vectors if vector.tokens]
         extended = ExtendedVocabularySource(source, tokens, base) if tokens else None
         digest = write_tensors(extended or source, draft, output, engine, progress)

@@ -15,8 +15,9 @@ from mergestream.checkpoints import Checkpoint, TensorSpec
 from mergestream.digest import tensor_digest
 from mergestream.engine import ResultsByTensor
 from mergestream.experts.vocabulary import ROWS
+from mergestream.merging.carry import Carry
 from mergestream.merging.reading import Reading, cast, moved_by
-from mergestream.merging.step import Outcome, Step, Totals, overflow_explained, total
+from mergestream.merging.step import Outcome, Totals, overflow_explained, total
 from mergestream.merging.thresholds import Thresholds
 from mergestream.methods.scale import scale_value
 from mergestream.store.records import Task
@@ -86,7 +87,7 @@ class StateSource:
 class ExpertsSource:
     """Merges each tensor of all experts in one pass: every file is read once, and no state is kept."""
 
-    step: Step
+    step: Carry
     base: Checkpoint
     thresholds: Thresholds
     kept2: ResultsByTensor[list[float | None]] = field(default_factory=ResultsByTensor)

@@ -1,4 +1,4 @@
-"""One tensor of the merged task vector, made of the entries of all experts."""
+"""Merge the entries of all experts into one tensor of the merged task vector."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def merge_entries(
     in_factors: bool = False,
     device: str = "cpu",
 ) -> Value:
-    """The readout of one tensor; ``in_factors`` that of a matrix which is to go on as such.
+    """Read one tensor out; with ``in_factors`` a single matrix comes back as `LowRank`.
 
-    Matrices are merged on the ``device``; entries, and what comes out, are on the CPU.
+    Matrices are merged on the ``device``; the entries and the result are on the CPU.
     """
     moved = in_order(entries)
     if not moved:
@@ -42,13 +42,13 @@ def merge_entries(
 
 
 def shares(readout: EntriesReadout, entries: Sequence[Entry]) -> dict[int, float]:
-    """What of each expert that has moved the tensor goes into one that is no linear weight, by number and in order."""
+    """The share of each expert in a tensor that is no linear weight, by its number, in a fixed order."""
     total = math.fsum(entry.weight for entry in entries)
     return {number: readout.share(entries[number].weight, total) for number in in_order(entries)}
 
 
 def coefficients(readout: EntriesReadout, span: Span, entries: Sequence[Entry], context: Context) -> Tensor:
-    """Z of one matrix: the readout's for linear weights, and their shares of it, a diagonal, for the others."""
+    """Z of one matrix: the readout's for a linear weight, else a diagonal of the experts' shares."""
     if context.linear:
         return readout.coefficients(span)
     share = shares(readout, entries)

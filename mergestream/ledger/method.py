@@ -1,9 +1,10 @@
-"""The ledger: of every expert, the leading directions of its own task vector."""
+"""The ledger: a method that keeps the leading directions of every expert's own task vector."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,26 +12,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mergestream.algebra import work
-from mergestream.algebra.bounds import FactorBounds, matrix_shape
 from mergestream.algebra.lowrank import Basis, LowRank, Value, dense, squared_norm
-from mergestream.algebra.svd import ThinSVD, thin_svd
+from mergestream.algebra.svd import thin_svd
 from mergestream.algebra.truncated import truncated_svd
 from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
 
 FEWEST = 8
-"""Experts that there is room for from the start: with fewer, an entry is no longer than with these"""
+"""With fewer experts than these, an entry is as long as with these"""
 
 
 @dataclass(frozen=True)
 class Ledger(Method):
-    """Remember every expert by its leading directions, and merge them when the model is read out.
+    """Keep an entry of every expert's leading directions, and merge the entries when the model is read out.
 
-        Δ_i = U Σ Vᵀ,  of which the entry keeps the first k_t = ⌊β·r / max(t, 8)⌋ triplets,  r = min(m, n), and ‖Δ_i‖²
+        Δ_i = U Σ Vᵀ, and its entry keeps the first k_t = ⌊β·r / max(t, 8)⌋ triplets, r = min(m, n), and ‖Δ_i‖²
 
     A tensor of more dimensions is the matrix with the first as rows; a stack of linear weights is as many matrices.
-    What has one dimension, or would be cut below one direction, is kept whole. The cuts are nested: those of t experts
-    begin with those of t + 1, so that cutting at every arrival gives what seeing all experts at once would.
+    A tensor of one dimension, or one that would be cut below one direction, is kept whole. The cuts are nested: those
+    of t experts begin with those of t + 1, so that cutting at every arrival equals seeing all experts at once.
     Sources: TSV (Gargiulo et al., 2025) for the cut at r/t; design section 8.
     """
 
@@ -51,25 +50,32 @@ class Ledger(Method):
     )
 
     def directions(self, context: Context, cut: int) -> int | None:
-        """How many directions an entry has of a tensor where ``cut`` experts share the room; None where it is whole."""
-        _, m, n = stack_of(context)
+        """How many directions an entry keeps of a tensor with ``cut`` experts; None where it is kept whole."""
+        _, m, n = context.matrices
         rank = min(m, n)
         if len(context.shape) < 2 or self.budget * rank < FEWEST:
             return None
         return min(rank, max(1, math.floor(self.budget * rank / max(cut, FEWEST))))
 
     def layout(self, context: Context) -> dict[str, Slot]:
-        """None at all where an adapter leaves the tensor alone."""
-        kept = self.directions(context, context.t)
+        """The slots of an entry; none where an adapter does not change the tensor."""
         if context.rank == 0:
             return {}
-        return self.slots(context, kept if kept is None or context.rank is None else min(kept, context.rank))
+        kept = self.directions(context, context.t)
+        return self._slots(context, kept if kept is None or context.rank is None else min(kept, context.rank))
 
-    def slots(self, context: Context, kept: int | None) -> dict[str, Slot]:
-        """Those of an entry with so many directions; None where it is whole."""
+    def layout_as_stored(self, context: Context, found: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
+        """An entry may be longer than it is read, and an adapter's may be shorter, or empty."""
+        if not found:
+            return {}
+        kept = self.directions(context, context.t)
+        return self._slots(context, None if kept is None or not found.get("sigma") else found["sigma"][-1])
+
+    def _slots(self, context: Context, kept: int | None) -> dict[str, Slot]:
+        """The slots of an entry with so many directions; None where the tensor is kept whole."""
         if kept is None:
             return {"delta": context.like}
-        count, m, n = stack_of(context)
+        count, m, n = context.matrices
         stack, dtype = context.shape[: 1 if count else 0], getattr(torch, self.entries)
         return {
             "left": Slot((*stack, kept, m), dtype),
@@ -79,27 +85,27 @@ class Ledger(Method):
         }
 
     def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
-        """The expert's own entry, whatever came before it."""
+        """The entry of the expert, which does not depend on the experts before it."""
         layout = self.layout(context)
         if not layout:
             return Absorbed({})
         if "delta" in layout:
             return Absorbed({"delta": dense(delta)})
-        # As many as eight experts leave to each are found, whenever it comes: the order of arrival changes no bit.
+        # Always find as many directions as eight experts keep: then the order of arrival changes no bit.
         most = self.directions(context, FEWEST)
         assert most is not None
-        count, m, n = stack_of(context)
-        parts: list[tuple[ThinSVD, float]]
+        count, m, n = context.matrices
         if isinstance(delta, LowRank) and not count:
             parts = [(thin_svd(delta).dense(), squared_norm(delta))]
         else:
-            matrices = dense(delta).reshape(count or 1, m, n)
-            parts = [(truncated_svd(matrix, most, self.svd), squared_norm(matrix)) for matrix in matrices]
+            parts = []
+            for matrix in dense(delta).reshape(count or 1, m, n):
+                parts.append((truncated_svd(matrix, most, self.svd), squared_norm(matrix)))
         kept = layout["sigma"].shape[-1]
         columns = {
-            "left": [_rows(svd.u.T, kept) for svd, _ in parts],
-            "sigma": [_rows(svd.s, kept) for svd, _ in parts],
-            "right": [_rows(svd.v.T, kept) for svd, _ in parts],
+            "left": [_first_rows(svd.u.T, kept) for svd, _ in parts],
+            "sigma": [_first_rows(svd.s, kept) for svd, _ in parts],
+            "right": [_first_rows(svd.v.T, kept) for svd, _ in parts],
             "norm2": [torch.tensor(norm2, dtype=torch.float64) for _, norm2 in parts],
         }
         entry: State = {
@@ -107,16 +113,6 @@ class Ledger(Method):
             for slot, form in layout.items()
         }
         return Absorbed(entry, self.direction(entry, context))
-
-    def operations(self, context: Context) -> Sequence[work.Work]:
-        most = self.directions(context, FEWEST)
-        if most is None:
-            return ()
-        count, m, n = stack_of(context)
-        if context.rank is not None and not count:
-            rank = min(context.rank, m, n)
-            return work.factored(FactorBounds((m, n), (rank, rank), (rank, rank)))
-        return work.truncated_svd(m, n, most, self.svd) * (count or 1)
 
     def direction(self, state: State, context: Context) -> Value:
         """The expert's task vector as its entry has it."""
@@ -130,12 +126,21 @@ class Ledger(Method):
         bases = (Basis(rows.shape[1], context.dtype, (rows,)) for rows in (left, right))
         return LowRank(torch.Size(context.shape), next(bases), torch.diag(sigma), next(bases))
 
+    def carry(
+        self, deltas: Iterable[Value], contexts: Sequence[Context], device: str
+    ) -> tuple[list[float | None], Tensor]:
+        """Make the entries of all experts as they are with all of them, and read them out by ``agree``."""
+        from mergestream.ledger.merge import merge_entries
+        from mergestream.ledger.readouts.agree import Agree
+        from mergestream.ledger.span import Entry
 
-def stack_of(context: Context) -> tuple[int, int, int]:
-    """How many matrices a tensor is a stack of (0 where it is a matrix itself), and their shape."""
-    if context.linear and len(context.shape) == 3:
-        return context.shape
-    return 0, *matrix_shape(context.shape)
+        entries: list[Entry] = []
+        kept2: list[float | None] = []
+        for delta, context in zip(deltas, contexts, strict=True):
+            absorbed = self.absorb(None, delta, dataclasses.replace(context, t=len(contexts)))
+            entries.append(Entry({slot: dense(value).cpu() for slot, value in absorbed.state.items()}))
+            kept2.append(None if absorbed.kept is None else squared_norm(absorbed.kept))
+        return kept2, dense(merge_entries(Agree(), entries, contexts[-1], device=device))
 
 
 def cut_entry(slots: Mapping[str, Tensor], kept: int | None) -> dict[str, Tensor]:
@@ -149,7 +154,7 @@ def cut_entry(slots: Mapping[str, Tensor], kept: int | None) -> dict[str, Tensor
     }
 
 
-def _rows(x: Tensor, count: int) -> Tensor:
+def _first_rows(x: Tensor, count: int) -> Tensor:
     """The first rows; zeros where there are fewer."""
     x = x[:count]
     return pad(x, (0,) * (2 * x.ndim - 1) + (count - x.shape[0],))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,17 +12,16 @@ from torch import Tensor
 
 from mergestream.algebra.lowrank import LowRank
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import TensorSpec, dtype_name, open_checkpoint, torch_dtype
+from mergestream.checkpoints import TensorSpec, open_checkpoint, torch_dtype
 from mergestream.checkpoints.reader import Source
 from mergestream.display import data_frame, html_table
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import UsageError
 from mergestream.experts import make_task_vector
-from mergestream.ledger.method import Ledger
 from mergestream.ledger.selection import Selection
-from mergestream.merging.entries import EntriesReading, WeightedExpert
-from mergestream.merging.reading import Reading, StateReading
-from mergestream.merging.step import Step, Totals, no_state, total
+from mergestream.merging.memory import KeptExpert, read_out
+from mergestream.merging.reading import Reading
+from mergestream.merging.step import Step, Totals, total
 from mergestream.methods import as_method, method_text
 from mergestream.methods.base import Method
 from mergestream.progress import Progress, default_progress
@@ -35,13 +34,15 @@ _HISTORY = "history"
 
 
 class MemoryState(dict[tuple[str, str], Tensor]):
-    """Slots in memory, by slot and tensor name."""
+    """What one step has written, in memory: tensors by slot and name."""
+
+    copies = 0
 
     def __init__(self, step: Step, spare: Mapping[tuple[str, str], Tensor] | None = None) -> None:
-        """``spare`` memory is written to where it fits: the kernel clears every page that is new."""
-        self._slots = {name: step.method.layout(step.context(name, step.counts[-1])) for name in step.names}
-        for name, layout in self._slots.items():
-            for slot, form in layout.items():
+        """Reuse ``spare`` memory where it fits: the kernel clears every new page."""
+        self._slots = {name: tuple(plan.layout) for name, plan in step.plans.items()}
+        for name, plan in step.plans.items():
+            for slot, form in plan.layout.items():
                 memory = (spare or {}).get((slot, name))
                 if memory is None or (tuple(memory.shape), memory.dtype) != (form.shape, form.dtype):
                     memory = torch.empty(form.shape, dtype=form.dtype)
@@ -50,21 +51,20 @@ class MemoryState(dict[tuple[str, str], Tensor]):
     def read(self, slot: str, name: str) -> Tensor:
         return self[slot, name]
 
-    def entry(self, name: str) -> dict[str, Tensor]:
-        """All slots of a tensor."""
-        return {slot: self[slot, name] for slot in self._slots[name]}
+    def ranks(self, slots: tuple[str, ...], name: str) -> None:
+        """State dicts are dense."""
 
-    def forms(self, name: str) -> dict[str, TensorSpec]:
-        return {slot: TensorSpec(dtype_name(form.dtype), form.shape) for slot, form in self._slots[name].items()}
+    def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
+        return {slot: self[slot, name] for slot in self._slots[name] if only is None or slot in only}
 
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
         self[slot, name].view(-1)[start : start + piece.numel()] = piece
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise UsageError("what is merged in memory is seen by this process only: use the local engine, or a store")
-
     def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
         raise NotImplementedError("state dicts are dense")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError("a merge in memory is seen by this process only: use the local engine, or a store")
 
 
 class Merger:
@@ -140,9 +140,15 @@ class Merger:
         vector = make_task_vector(self._model, self._base, open_checkpoint(expert), ignore=ignore, vocab=vocab)
         for sentence in vector.notes:
             Progress().note(sentence)
-        read_state = self._states[-1].read if self._states else no_state
-        before, device = len(self.history), self._engine.device
-        step = Step(self.method, [vector], before, read_state, device, experts=[name])
+        state_before = self._states[-1] if self._states and not self.method.remembers_experts else None
+        step = Step(
+            method=self.method,
+            vector=vector,
+            expert=name,
+            absorbed=len(self.history),
+            state=state_before,
+            device=self._engine.device,
+        )
         state, self._spare = MemoryState(step, self._spare), None
         outcomes = {}
         with self._progress.task(f"absorbing {name}", sum(map(vector.numel, vector.names))) as advance:
@@ -150,11 +156,10 @@ class Merger:
                 outcomes[tensor] = outcome
                 advance(vector.numel(tensor))
         mean_norm = self.history[-1].mean_norm if self.history else 0.0
-        totals = total(self.method, step.counts[-1], mean_norm, outcomes.values())
-        if self.method.remembers_experts:
-            self._states.append(state)
-        else:
-            self._spare, self._states = next(iter(self._states), None), [state]
+        totals = total(self.method, step.t, mean_norm, outcomes.values())
+        if state_before is not None:  # the new state replaces it
+            self._spare = self._states.pop()
+        self._states.append(state)
         self.history.append(totals)
         self.names.append(name)
         return totals
@@ -192,7 +197,6 @@ class Merger:
 
     def remembered(self) -> dict[str, Tensor]:
         """All that `recall` needs to go on with the same method; of one that keeps a state."""
-        assert not self.method.remembers_experts
         state = {f"state/{slot}/{name}": tensor for last in self._states for (slot, name), tensor in last.items()}
         base = {f"base/{name}": self._base.read(name) for name in self._model.tensors}
         totals = [
@@ -211,7 +215,7 @@ class Merger:
             merger.names.append(str(int(t)))
         if merger.history:
             vector = make_task_vector(merger._model, merger._base, merger._base)
-            state = MemoryState(Step(method, [vector], len(merger.history) - 1))
+            state = MemoryState(Step(method=method, vector=vector, absorbed=len(merger.history) - 1))
             for (slot, name), value in state.items():
                 if (found := remembered[f"state/{slot}/{name}"]).shape != value.shape:
                     raise ValueError(f"{slot} of {name} has the shape {list(found.shape)}")
@@ -220,23 +224,9 @@ class Merger:
         return merger
 
     def _reading(self, selection: Selection) -> Reading:
-        last = self.history[-1]
-        if not isinstance(self.method, Ledger):
-            return StateReading(
-                self._model,
-                self.method,
-                last.t,
-                self._states[-1].read,
-                last.mean_norm,
-                last.direction_norm,
-                self._engine.device,
-                readout=selection.of_state(self.method),
-            )
-        readout, weights = selection.of_entries(self.names)
-        experts = [
-            WeightedExpert(name, weights[name], totals.t, totals.norm, state)
-            for name, totals, state in zip(self.names, self.history, self._states, strict=True)
-            if name in weights
+        states = [*[None] * (len(self.history) - len(self._states)), *self._states]
+        kept = [
+            KeptExpert(name, totals.norm, totals.mean_norm, totals.direction_norm, totals.t, False, state)
+            for name, totals, state in zip(self.names, self.history, states, strict=True)
         ]
-        reading = EntriesReading(self._model, self.method, readout, experts, self._engine.device)
-        return reading.balanced(self._engine, self._progress) if selection.balance else reading
+        return read_out(self._model, self.method, kept, selection, self._engine, self._progress)

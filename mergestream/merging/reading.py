@@ -1,16 +1,17 @@
-"""The model that a store stands for: θ⁰ + scale · direction, tensor by tensor."""
+"""Read a merged model out, tensor by tensor: θ⁰ + scale · direction."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mergestream.algebra.bounds import matrix_shape
 from mergestream.algebra.lowrank import LowRank, Value, dense, squared_norm
 from mergestream.algebra.pieces import Elements, SquaredNorm, exact_sum, is_finite, ranges
 from mergestream.base.model import BaseModel, base_changed
@@ -20,48 +21,29 @@ from mergestream.errors import MergestreamError
 from mergestream.experts.vector import BasePieces
 from mergestream.ledger.readouts.base import StateReadout
 from mergestream.ledger.readouts.plain import Plain
-from mergestream.merging.cost import Cost, memory_of, nbytes, reading_state, streamed_memory
-from mergestream.merging.step import ReadState, overflow_explained, tensor_context
+from mergestream.merging.factored import is_factored
+from mergestream.merging.plan import StepFiles, layout_bytes, peak_memory, streamed_memory, tensor_context
+from mergestream.merging.step import overflow_explained
 from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import parse_scale, scale_value
+from mergestream.progress import Progress
+
+if TYPE_CHECKING:
+    from mergestream.merging.interference import Interference
 
 
 @dataclass(frozen=True)
 class Reading(ABC):
-    """What is remembered, ready to be read out."""
+    """A merged model that can be read out: the interface of states and entries."""
 
     model: BaseModel
     norm2: ResultsByTensor[float] = field(default_factory=ResultsByTensor, kw_only=True)
-    """‖direction‖² of the tensors that have been read out to their end"""
-
-    @abstractmethod
-    def elements(self, name: str) -> Elements | None:
-        """A function that gives consecutive elements of the direction; None where all of them are zero."""
-
-    @abstractmethod
-    def direction(self, name: str) -> Value:
-        """The direction of a whole tensor, in factors where it has a rank that is known and less than full."""
-
-    @abstractmethod
-    def rank_bound(self, name: str) -> int | None:
-        """A bound of the rank of a tensor's direction; None where it is dense."""
-
-    @abstractmethod
-    def is_zero(self, name: str) -> bool:
-        """Whether no expert has moved the tensor."""
-
-    @abstractmethod
-    def scale(self, given: str | float | None, engine: Engine) -> float:
-        """By a user's rule or its own; ‖direction‖ is measured where the rule needs it and nobody has yet."""
-
-    @abstractmethod
-    def cost(self, name: str) -> Cost:
-        """Of reading out one tensor, but for what is written."""
+    """‖direction‖² of the tensors that have been read out completely"""
 
     @property
     @abstractmethod
-    def memory(self) -> dict[str, int]:
-        """Bytes that reading out each tensor takes at its peak."""
+    def t(self) -> int:
+        """How many experts are merged."""
 
     @property
     @abstractmethod
@@ -70,23 +52,66 @@ class Reading(ABC):
 
     @property
     def weights(self) -> Mapping[str, float] | None:
-        """The weights of the selected experts; None if the method does not keep experts apart."""
+        """The weight of every merged expert by name; None where one state has absorbed all."""
         return None
+
+    @abstractmethod
+    def elements(self, name: str) -> Elements | None:
+        """A function that gives consecutive elements of the direction; None where all of them are zero."""
+
+    @abstractmethod
+    def direction(self, name: str) -> Value:
+        """The direction of a whole tensor, in factors where its rank is known and not full."""
+
+    @abstractmethod
+    def rank_bound(self, name: str) -> int | None:
+        """A bound of the rank of a tensor's direction; None where it is dense."""
+
+    @abstractmethod
+    def is_zero(self, name: str) -> bool:
+        """Whether no expert has changed the tensor."""
+
+    @abstractmethod
+    def scale(self, given: str | float | None, engine: Engine) -> float:
+        """The scale by the user's rule or the default; measures ‖direction‖ where the rule needs it."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes that reading out each tensor takes at its peak."""
+
+    def held(self) -> dict[str, dict[str, float]]:
+        """By expert and tensor: the share of ‖Δ‖² that the expert's entry holds; empty where there are no entries."""
+        return {}
+
+    def damage(self, engine: Engine) -> dict[str, float]:
+        """The predicted damage of every expert by name; empty where there are no entries."""
+        return {}
+
+    def interference(self, engine: Engine, progress: Progress) -> Interference | None:
+        """How the merged experts interfere with each other; None where there are no entries to compare."""
+        return None
+
+    @cached_property
+    def contexts(self) -> dict[str, Context]:
+        """The context of every tensor; computed once."""
+        return {name: tensor_context(self.model, name, self.t) for name in self.model.tensors}
 
     def pieces(self, name: str, base: Checkpoint, scale: float, dtype: str) -> Iterator[tuple[int, Tensor]]:
         """The merged tensor in order, as (first element, elements), rounded once, to ``dtype``."""
         tensor = self.model.tensors[name]
-        theirs = BasePieces(base.read(name), torch_dtype(tensor.state_dtype if tensor.merges else tensor.dtype))
+        stored = base.read(name)
+        base_pieces = BasePieces(stored, self.contexts[name].dtype if tensor.merges else stored.dtype)
         with overflow_explained(name):
             direction, norm = self.elements(name) if tensor.merges else None, SquaredNorm()
         for start, stop in ranges(tensor.numel):
-            piece = theirs.at(start, stop)
+            piece = base_pieces.at(start, stop)
             if direction is not None:
                 moved = direction(start, stop)
                 norm.add(moved)
                 piece = moved_by(piece, moved, scale)
             yield start, cast(piece, dtype, name)
-        if tensor.digest and theirs.digest() != tensor.digest:
+        if tensor.digest and base_pieces.digest() != tensor.digest:
             raise base_changed(name, base)
         self.norm2[name] = norm.total()
 
@@ -111,28 +136,28 @@ class Reading(ABC):
 
 @dataclass(frozen=True)
 class StateReading(Reading):
-    """A method's state after t models."""
+    """The state of an accumulator after t experts."""
 
     method: Method
-    t: int
-    read_state: ReadState
+    count: int
+    state: StepFiles
     mean_norm: float
     direction_norm: float | None = None
-    """By the method itself, where it was measured"""
+    """‖direction‖ of the method itself, where it was measured"""
     device: str = "cpu"
-    ranks: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    """Of the left and the right basis of every slot, of the tensors whose state is in factors"""
     readout: StateReadout = field(default_factory=Plain)
-    copies: int = 0
-    """How often the state is in memory while it is read: not at all where it is a view of a file"""
+
+    @property
+    def t(self) -> int:
+        return self.count
 
     @property
     def readout_name(self) -> str:
         return self.readout.name
 
     def elements(self, name: str) -> Elements | None:
-        context, state = self._context(name), self._state(name)
-        if _in_factors(state) or self.method.is_whole(context) or (context.linear and not self._plain):
+        context, state = self.contexts[name], self._state(name)
+        if is_factored(state) or self.method.is_whole(context) or (context.linear and not self._is_plain):
             direction = self._direction(state, context)
             if isinstance(direction, LowRank):
                 return direction.elements() if direction.any() else None
@@ -142,15 +167,15 @@ class StateReading(Reading):
 
         def between(start: int, stop: int) -> Tensor:
             cut: State = {slot: value[start:stop].to(self.device) for slot, value in flat.items()}
-            return dense(self._speak(self.method.direction(cut, context), context)).cpu()
+            return dense(self._apply_readout(self.method.direction(cut, context), context)).cpu()
 
         return between
 
     def direction(self, name: str) -> Value:
-        return self._direction(self._state(name), self._context(name))
+        return self._direction(self._state(name), self.contexts[name])
 
     def rank_bound(self, name: str) -> int | None:
-        ranks = self.ranks.get(name)
+        ranks = self._ranks.get(name)
         return None if ranks is None else min(sum(left for left, _ in ranks), sum(right for _, right in ranks))
 
     def is_zero(self, name: str) -> bool:
@@ -160,53 +185,50 @@ class StateReading(Reading):
         rule = parse_scale(self.readout.scale_of(self.method) if given is None else given)
         if given is not None:
             self.method.check_scale(rule)
-        known = self.direction_norm if self._plain else None
+        known = self.direction_norm if self._is_plain else None
         return scale_value(rule, self.t, self.mean_norm, lambda: self.norm(engine) if known is None else known)
 
-    def _norm2(self, name: str) -> float:
-        state = self._state(name)
-        if _in_factors(state):  # the norm of the core: nothing is multiplied out
-            return squared_norm(self._direction(state, self._context(name)))
-        return super()._norm2(name)
-
-    def cost(self, name: str) -> Cost:
-        tensor, context = self.model.tensors[name], self._context(name)
-        if not tensor.merges:
-            return Cost(tensor.nbytes, elements=tensor.numel)
-        size, rank = nbytes(self.method.layout(context)), self.rank_bound(name)
-        if rank is not None:
-            m, n = matrix_shape(context.shape)
-            size = sum(4 * (left * m + right * n) + 8 * left * right for left, right in self.ranks[name])
-        return reading_state(self.readout, context, tensor.nbytes, size, rank)
-
-    @property
+    @cached_property
     def memory(self) -> dict[str, int]:
         sizes = {}
         for name, tensor in self.model.tensors.items():
-            context = self._context(name)
-            streamed = not tensor.merges or name in self.ranks
-            sizes[name] = streamed_memory(context) if streamed else memory_of(self.method, context)
-            if self.copies and tensor.merges:
-                sizes[name] += self.copies * nbytes(self.method.layout(context))
+            context = self.contexts[name]
+            is_streamed = not tensor.merges or name in self._ranks
+            sizes[name] = streamed_memory(context) if is_streamed else peak_memory(self.method, context)
+            if self.state.copies and tensor.merges:
+                sizes[name] += self.state.copies * layout_bytes(self.method.layout(context))
         return sizes
 
+    def _norm2(self, name: str) -> float:
+        state = self._state(name)
+        if is_factored(state):  # the norm of the core: nothing is multiplied out
+            return squared_norm(self._direction(state, self.contexts[name]))
+        return super()._norm2(name)
+
     @property
-    def _plain(self) -> bool:
+    def _is_plain(self) -> bool:
         return isinstance(self.readout, Plain)
 
-    def _context(self, name: str) -> Context:
-        return tensor_context(self.model, name, self.t)
+    @cached_property
+    def _slots(self) -> dict[str, tuple[str, ...]]:
+        return {name: tuple(self.method.layout(self.contexts[name])) for name in self.model.merged}
+
+    @cached_property
+    def _ranks(self) -> dict[str, list[tuple[int, int]]]:
+        """The ranks of both bases of every slot, for the tensors whose state is in factors."""
+        ranks = {name: self.state.ranks(slots, name) for name, slots in self._slots.items()}
+        return {name: found for name, found in ranks.items() if found is not None}
 
     def _state(self, name: str) -> State:
-        return {slot: self.read_state(slot, name) for slot in self.method.layout(self._context(name))}
+        return {slot: self.state.read(slot, name) for slot in self._slots[name]}
 
     def _direction(self, state: State, context: Context) -> Value:
-        if _in_factors(state):
-            return self._speak(self.method.direction(state, context), context)
+        if is_factored(state):
+            return self._apply_readout(self.method.direction(state, context), context)
         on_device: State = {slot: dense(value).to(self.device) for slot, value in state.items()}
-        return dense(self._speak(self.method.direction(on_device, context), context)).cpu()
+        return dense(self._apply_readout(self.method.direction(on_device, context), context)).cpu()
 
-    def _speak(self, direction: Value, context: Context) -> Value:
+    def _apply_readout(self, direction: Value, context: Context) -> Value:
         if not context.linear:
             return self.readout.other(direction, self.t)
         if direction.ndim != 3:
@@ -214,31 +236,27 @@ class StateReading(Reading):
         return torch.stack([dense(self.readout.linear(matrix)) for matrix in dense(direction)])
 
 
-def _in_factors(state: State) -> bool:
-    return any(isinstance(value, LowRank) for value in state.values())
-
-
 def moved_by(base: Tensor, direction: Tensor, scale: float) -> Tensor:
     """θ⁰ + scale · direction; not finite where it is too large for its type."""
-    if abs(scale) > torch.finfo(base.dtype).max:  # which torch refuses as a factor of its own
+    if abs(scale) > torch.finfo(base.dtype).max:  # torch refuses such a factor
         return base + direction * scale
     return torch.add(base, direction, alpha=scale)
 
 
 def cast(piece: Tensor, dtype: str, name: str) -> Tensor:
-    """Round to the output's type, and refuse what it cannot hold. Integers stay what they are."""
+    """Round to the output's type, and refuse what that type cannot hold. Integers stay as they are."""
     if not piece.is_floating_point():
         return piece
     rounded = piece.to(torch_dtype(dtype))
     if is_finite(rounded):
         return rounded
     if not is_finite(piece):
-        raise MergestreamError(f"tensor {name} becomes too large for {_called(piece.dtype)} when it is merged")
+        raise MergestreamError(f"tensor {name} becomes too large for {_dtype_text(piece.dtype)} when it is merged")
     wider = "bfloat16 or float32" if dtype == "F16" else "float32" if dtype == "BF16" else "float64"
     raise MergestreamError(
-        f"tensor {name} has values that {_called(rounded.dtype)} cannot hold; export with --dtype {wider}"
+        f"tensor {name} has values that {_dtype_text(rounded.dtype)} cannot hold; export with --dtype {wider}"
     )
 
 
-def _called(dtype: torch.dtype) -> str:
+def _dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

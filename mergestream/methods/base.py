@@ -1,13 +1,13 @@
 """The contract of a method: absorb a task vector into a state of fixed size, read a direction out of it.
 
 A method is a pure function of tensors. It sees one tensor at a time and knows nothing of files,
-devices or threads; of the whole model it sees only the few scalars that it asks for.
+devices or threads. Of the whole model it sees only the few scalars that it asks for.
 
     merged = θ⁰ + scale · direction(state)
 
-There are two kinds of tensor. *Whole* ones are never cut, neither when they are absorbed nor when they are read out,
-and their slots have any shape that the method lays out. *Elementwise* ones go by in pieces: there a method works on
-each element alone, and every slot has the shape of the tensor.
+There are two kinds of tensor. *Whole* tensors are absorbed and read out in one piece, and their slots have any shape
+that the method lays out. *Elementwise* tensors are processed in pieces: the method works on each element alone, and
+every slot has the shape of the tensor.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from mergestream.algebra.lowrank import Value, dense, squared_norm
-from mergestream.algebra.work import Work
 from mergestream.errors import UsageError, did_you_mean
 from mergestream.methods.scale import NAMED, Scale
 
@@ -34,7 +34,7 @@ State = dict[str, Value]
 
 @dataclass(frozen=True)
 class Slot:
-    """The form of a slot."""
+    """Shape and dtype of a slot."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,57 +42,67 @@ class Slot:
 
 @dataclass(frozen=True)
 class Context:
-    """What a method may know beside the tensor, or the piece of it, at hand."""
+    """What a method may know beside the tensor, or the piece of a tensor, that it gets."""
 
     t: int
-    """How many models there are with this one: 1 for the first."""
+    """The number of experts, this one included: 1 for the first"""
     linear: bool
-    """Whether the tensor is the weight of a linear layer (or a stack of them, in three dimensions)."""
+    """Whether the tensor is the weight of a linear layer (or a stack of them, in three dimensions)"""
     shape: tuple[int, ...] = ()
-    """Of the whole tensor"""
+    """The shape of the whole tensor"""
     dtype: torch.dtype = torch.float32
-    """Of task vectors and states: float32, and float64 for a float64 model"""
+    """The dtype of task vectors and states: float32, and float64 for a float64 model"""
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """For every name in the method's ranking: the least of the magnitudes that are kept."""
+    """For every name in the method's ranking: the smallest magnitude that is kept"""
     rank: int | None = None
-    """For methods that remember experts: a bound of the rank of Δ, where it comes in factors"""
+    """For a ledger: a bound of the rank of Δ, where Δ arrives in factors"""
     transposed: bool = False
     """Whether a linear weight is stored input × output, as GPT-2's are"""
     tensor: str = ""
     """The tensor's name"""
     expert: str = ""
-    """The name of the model whose Δ is at hand"""
+    """The name of the expert whose Δ this is"""
     start: int = 0
-    """Which element of the whole tensor is the first of the piece at hand"""
+    """The index of the piece's first element in the whole tensor"""
 
     @property
     def like(self) -> Slot:
-        """A slot of the tensor's own form."""
+        """A slot of the tensor's own shape and type."""
         return Slot(self.shape, self.dtype)
+
+    @cached_property
+    def matrices(self) -> tuple[int, int, int]:
+        """How many matrices a stack of linear weights holds (0 where it is one matrix), and their shape.
+
+        Any other tensor is the matrix with its first dimension as rows.
+        """
+        if self.linear and len(self.shape) == 3:
+            return self.shape
+        return 0, (self.shape[0] if self.shape else 1), math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Asks for the magnitude that the ``density`` largest entries of a tensor reach."""
+    """A request for the smallest magnitude among the ``density`` largest elements."""
 
     names: tuple[str, ...]
-    """``delta`` for the task vector, or slots of the state."""
+    """``delta`` for the task vector, or slots of the state"""
     density: float
     over: Literal["model", "tensor"]
-    """Whether entries compete with those of the whole model, or of their own tensor."""
+    """Whether elements compete with those of the whole model, or of their own tensor"""
     fewest: int = 0
-    """So many are kept, even where that is more than their share."""
+    """The least number of elements that is kept, whatever the density"""
 
 
 @dataclass(frozen=True)
 class Absorbed:
-    """What became of one task vector."""
+    """The result of absorbing one task vector."""
 
     state: State
     kept: Value | None = None
-    """The part of Δ that entered the state; None where all of it did. Of all pieces of a tensor, or of none."""
+    """The part of Δ that entered the state; None where all of it did. All pieces of a tensor report it, or none."""
     protected: int | None = None
-    """How many directions of the old state were protected, where the method protects any."""
+    """How many directions of the old state were protected, where the method protects any"""
 
 
 def parameter(
@@ -120,63 +130,69 @@ class Method(ABC):
 
     @property
     def whole(self) -> Literal["linear", "none", "all"]:
-        """Which tensors are never cut: the weights of linear layers, none, or all."""
+        """Which tensors are absorbed whole: the weights of linear layers, none, or all."""
         return "linear"
 
     @property
     def remembers_experts(self) -> bool:
-        """Whether it keeps an entry of every expert, made of that one alone, instead of a state that absorbs all."""
+        """Whether it keeps one entry per expert instead of one state for all; True of the ledger."""
         return False
 
     @property
     def factored(self) -> bool:
-        """Whether the method also works on factors: then Δ and the slots may be `LowRank` instead of tensors,
-        which have the same arithmetic (sums, differences, products with numbers)."""
+        """Whether Δ and the slots may be `LowRank` instead of tensors. Both have the same arithmetic: sums,
+        differences, products with numbers."""
         return False
 
     @property
     def commutative(self) -> bool:
-        """Whether the order of arrival makes no difference."""
+        """Whether the result is the same for any order of arrival."""
         return False
 
     @property
     def additive(self) -> bool:
-        """Whether the direction is the sum of what was kept: then any scale makes sense, chosen when it is read out."""
+        """Whether the direction is the sum of what was kept: then any scale rule can be chosen at the readout."""
         return False
 
     @property
     def scale_rule(self) -> Scale:
-        """The method's own scale."""
+        """The method's default scale."""
         return 1.0
 
     def ranking(self, t: int) -> Ranking | None:
-        """Which magnitudes must be ranked before the t-th model is absorbed, if any."""
+        """Which magnitudes must be ranked before the t-th expert is absorbed, if any."""
         return None
 
     @abstractmethod
     def layout(self, context: Context) -> dict[str, Slot]:
-        """The state's slots of a tensor after ``context.t`` models."""
+        """The slots of a tensor's state after ``context.t`` experts."""
 
     @abstractmethod
     def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
-        """Absorb Δ; ``state`` is None before the first model. Arguments are never written to."""
+        """Absorb Δ; ``state`` is None before the first expert. Never write to the arguments."""
 
     @abstractmethod
     def direction(self, state: State, context: Context) -> Value:
-        """The merged task vector up to a scale that is common to all tensors, in the form of what was absorbed."""
+        """The merged task vector, up to a scale that all tensors share."""
 
     def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
         """‖kept‖² of every Δ (None where all is kept), and the direction after the last, for pieces of elementwise
         tensors.
 
-        Where all models are at hand, a method may know a shorter way to the same than absorbing one after the other.
-        The deltas may be written to.
+        Override it where merging all experts at once is faster than absorbing them one by one. The deltas may be
+        written to.
         """
         return absorb_in_turn(self, deltas, contexts)
 
-    def operations(self, context: Context) -> Sequence[Work]:
-        """The linear algebra of absorbing a tensor, by which time is predicted (docs/scale.md): none by default."""
-        return ()
+    def carry(
+        self, deltas: Iterable[Value], contexts: Sequence[Context], device: str
+    ) -> tuple[list[float | None], Tensor]:
+        """The same for whole tensors; only one Δ need be in memory at a time."""
+        return absorb_in_turn(self, deltas, contexts)
+
+    def layout_as_stored(self, context: Context, found: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
+        """The slots that a stored tensor must have; ``found`` are the shapes of those that it has."""
+        return self.layout(context)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -186,10 +202,10 @@ class Method(ABC):
         return self.whole == "all" or (context.linear and self.whole == "linear")
 
     def check_scale(self, rule: Scale) -> None:
-        """Refuse a scale that this method's state cannot be read out with."""
+        """Refuse a scale rule that does not fit this method's state."""
         if rule in NAMED and rule != self.scale_rule and not self.additive:
             raise UsageError(
-                f"{self.name} does not add up task vectors, so the scale {rule} is none of its own; pass a number"
+                f"{self.name} does not add up task vectors, so the scale {rule} does not apply; pass a number"
             )
 
     def __post_init__(self) -> None:
@@ -210,9 +226,9 @@ class Method(ABC):
 
 
 def absorb_in_turn(
-    method: Method, deltas: Iterable[Tensor], contexts: Sequence[Context]
+    method: Method, deltas: Iterable[Value], contexts: Sequence[Context]
 ) -> tuple[list[float | None], Tensor]:
-    """What `Method.absorb_all` gives, for tensors of any kind; only one Δ need be held at a time."""
+    """Absorb one Δ after the other; returns the same as `Method.absorb_all`, for tensors of any kind."""
     state: State | None = None
     kept2: list[float | None] = []
     for delta, context in zip(deltas, contexts, strict=True):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 
-from mergestream.algebra import work
 from mergestream.algebra.lowrank import Value, dense
 from mergestream.algebra.projection import project, protected_directions
 from mergestream.algebra.svd import thin_svd
@@ -75,14 +72,6 @@ class OPCM(Method):
         svd = thin_svd(S, leading=protected if few else None)
         q = protected(svd.s)
         return project(delta, svd, q, self.projection), q
-
-    def operations(self, context: Context) -> Sequence[work.Work]:
-        if context.t == 1 or not context.linear:
-            return ()
-        *stack, m, n = context.shape
-        q = round(self.alpha**3 * min(m, n))  # where σᵢ ∝ i^(-2/3), about as in task vectors
-        decomposed = work.thin_svd(m, n, q if self.projection == "block" else None)
-        return [*decomposed, *work.projection(m, n, q, self.projection)] * math.prod(stack)
 
     def direction(self, state: State, context: Context) -> Value:
         return state["sum"]

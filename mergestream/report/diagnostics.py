@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mergestream.base.names import layer_of, natural
 from mergestream.display import matrix_frame
 from mergestream.experts.sketch import WIDTH, cosines, error_of
+from mergestream.merging.interference import largest_other
 from mergestream.sizes import counted
-from mergestream.store.interference import largest_other
 from mergestream.store.records import read_sketch, tensor_records
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from mergestream.files import remove
 from mergestream.report.diagnostics import ledger_survival
 from mergestream.report.harness import read_evaluation
 from mergestream.store.arrival import Candidate
-from mergestream.store.interference import entries_reading
 from mergestream.store.manifest import Evaluation, Expert, Manifest, PassedGate
 from mergestream.store.parts import CANDIDATE
 from mergestream.store.snapshot import Snapshot
@@ -138,7 +137,7 @@ class Gatekeeper:
     def _largest_damage(candidate: Candidate, snapshot: Snapshot) -> float | None:
         """Of any expert, the new one included; None where no expert has moved a linear weight."""
         engine = candidate.store.engine
-        return max(entries_reading(snapshot, engine).damage(engine).values(), default=None)
+        return max(snapshot.reading(engine).damage(engine).values(), default=None)
 
     def _evaluation(self, candidate: Candidate, command: str) -> Evaluation:
         """What the command makes of the model that the store would give."""

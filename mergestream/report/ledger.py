@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mergestream.merging.interference import Interference
 from mergestream.report.diagnostics import Survival, fields_of, ledger_survival
 from mergestream.report.wording import short_name, shorten_findings
-from mergestream.store.interference import Interference, entries_reading, measure_interference
 
 if TYPE_CHECKING:
     from mergestream.engine import Engine
@@ -38,7 +38,8 @@ class LedgerFacts:
     @classmethod
     def of(cls, snapshot: Snapshot, engine: Engine, progress: Progress) -> LedgerFacts:
         """Measure it, in one pass over the linear weights."""
-        found = measure_interference(snapshot, engine, progress)
+        found = snapshot.reading(engine).interference(engine, progress)
+        assert found is not None
         layers, experts = range(len(found.layers)), range(len(found.experts))
         closest = tuple(tuple(found.closest_in(layer, expert) for layer in layers) for expert in experts)
         return cls(snapshot.manifest.sharing, ledger_survival(snapshot), found, closest)
@@ -122,4 +123,4 @@ class LedgerFacts:
 
 def predicted_damage(snapshot: Snapshot, engine: Engine) -> dict[str, float]:
     """The predicted damage of each expert in a ledger that has moved a linear weight."""
-    return entries_reading(snapshot, engine).damage(engine)
+    return snapshot.reading(engine).damage(engine)

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergestream.algebra.bounds import FactorBounds
 from mergestream.base.config_only import ConfigOnlyBase
 from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name
 from mergestream.digest import combined_digest
@@ -24,7 +23,9 @@ from mergestream.experts.adapters import Adapter
 from mergestream.experts.base_check import BaseCheck, check_base
 from mergestream.experts.sketch import Sketch
 from mergestream.ledger.method import FEWEST
-from mergestream.merging.step import Discard, Outcome, StateWriter, Step, Totals, no_state, total
+from mergestream.ledger.selection import Selection
+from mergestream.merging.memory import KeptExpert, read_out
+from mergestream.merging.step import Discard, Outcome, StateWriter, Step, Totals, total
 from mergestream.store.factors import block_layout, core_layout
 from mergestream.store.manifest import Expert, Options, folder_name
 from mergestream.store.mirror import new_mark
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from mergestream.base.model import BaseModel
     from mergestream.experts.vector import TaskVector
     from mergestream.experts.vocabulary import Vocab
-    from mergestream.merging.prediction import Estimate
+    from mergestream.merging.interference import Interference
+    from mergestream.merging.plan import StepFiles
     from mergestream.store.directory import StoreDirectory
 
 LARGE = 5.0
@@ -146,9 +148,7 @@ class Arrival:
     @property
     def rank(self) -> int:
         """The largest that a tensor in factors may have now; in a ledger, of the expert's own factors."""
-        if self.store.method.remembers_experts:
-            return max((self.vector.rank(name) or 0 for name in self.vector.names), default=0)
-        return max((max(bounds.core) for bounds in self.bounds.values()), default=0)
+        return max((plan.rank for plan in self.step.plans.values()), default=0)
 
     @property
     def fates(self) -> dict[str, int]:
@@ -174,50 +174,28 @@ class Arrival:
 
     @cached_property
     def step(self) -> Step:
-        store, read_state = self.store, self.before.state.read if self.before else no_state
-        device, max_rank, before = store.engine.device, store.manifest.max_rank, self.t - 1
         return Step(
-            store.method,
-            [self.vector],
-            before,
-            read_state,
-            device,
-            self.bounds,
-            max_rank,
-            None if self._withdrawn else self.sketch,
-            self._measured,
-            self._withdrawn,
-            [self.name],
-            self.before.state.copies if self.before else 0,
+            method=self.store.method,
+            vector=self.vector,
+            expert=self.name,
+            absorbed=self.t - 1,
+            state=self.before.state if self.before else None,
+            device=self.store.engine.device,
+            max_rank=self.store.manifest.max_rank,
+            sketch=None if self._withdrawn else self.sketch,
+            measure_direction=self._measured,
+            subtract=self._withdrawn,
         )
-
-    @cached_property
-    def bounds(self) -> dict[str, FactorBounds]:
-        """The tensors whose state is in factors and stays so, with the space that they may take.
-
-        A tensor leaves them for good when a dense task vector comes, when the method needs it dense,
-        or when its factors would take as much as the dense tensor.
-        """
-        bounds: dict[str, FactorBounds] = {}
-        keeps_factors = self.store.method.factored and not self.store.method.remembers_experts
-        for name in self.vector.names if keeps_factors else ():
-            rank, ranks = self.vector.rank(name), self.before.ranks(name) if self.before else []
-            if rank is not None and ranks is not None:
-                shape = self.vector.model.tensors[name].shape
-                found = FactorBounds.after(shape, ranks, rank, self.store.manifest.max_rank)
-                if found is not None:
-                    bounds[name] = found
-        return bounds
 
     @cached_property
     def layout(self) -> dict[str, TensorSpec]:
         """The tensors of the new state: dense slots, and the cores of those in factors."""
         layout: dict[str, TensorSpec] = {}
-        for name in self.vector.names:
-            for slot, form in self.store.method.layout(self.step.context(name, self.t)).items():
+        for name, plan in self.step.plans.items():
+            for slot, form in plan.layout.items():
                 key = slot_name(slot, name)
-                if name in self.bounds:
-                    layout |= core_layout(self.bounds[name], key)
+                if plan.bounds:
+                    layout |= core_layout(plan.bounds, key)
                 else:
                     layout[key] = TensorSpec(dtype_name(form.dtype), form.shape)
         return layout
@@ -226,23 +204,10 @@ class Arrival:
     def blocks(self) -> dict[str, TensorSpec]:
         """What the step may add to the bases of the slots in factors."""
         layout: dict[str, TensorSpec] = {}
-        for name, bounds in self.bounds.items():
-            layout |= block_layout(bounds, self.vector.model.tensors[name].state_dtype, name)
+        for name, plan in self.step.plans.items():
+            if plan.bounds:
+                layout |= block_layout(plan.bounds, self.vector.model.tensors[name].state_dtype, name)
         return layout
-
-    def predicted(self) -> Estimate:
-        """What adding it will take, by its cost and by rates that are measured now."""
-        from mergestream.merging.prediction import FLUSHES, Sample, measured_rates, predict
-
-        method, engine, vector = self.store.method, self.store.engine, self.vector
-        costs = list(map(self.step.cost, self.step.names))
-
-        def passing(sample: Sample) -> Callable[[], object]:
-            return sample.absorbing(method, self.t)
-
-        place = self.store.place if isinstance(self.store.place, Path) else None
-        rates = measured_rates(costs, passing, vector.model, engine.workers, vector.inputs, place)
-        return predict(costs, rates, engine.workers, FLUSHES["add"])
 
     def writer(self) -> StepWriter:
         """Begin the new step on disk, or resume one that was cut short."""
@@ -339,6 +304,16 @@ class Arrival:
     def refuse_other_base(self) -> None:
         if self.base_check.is_other:
             raise MergestreamError(f"{self.base_check.note}; pass --allow-other-base to add it all the same")
+
+    def interference(self, entry: StepFiles) -> Interference | None:
+        """How the experts of a ledger would interfere with this one, the last of them."""
+        store, totals = self.store, self.totals
+        norms = totals.norm, totals.mean_norm, totals.direction_norm
+        new = KeptExpert(self.name, *norms, self.cut, bool(self.rank), entry)
+        with ExitStack() as opened:
+            known = opened.enter_context(store.snapshot()).kept if store.history else []
+            reading = read_out(self.vector.model, store.method, [*known, new], Selection(), store.engine)
+            return reading.interference(store.engine, store.progress)
 
     def note(self, sentence: str) -> None:
         """Tell the user now, and keep it for the history, as text that can be kept: there are others' names in it."""

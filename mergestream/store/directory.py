@@ -229,26 +229,21 @@ class StoreDirectory(Commits):
         from mergestream.merging.merger import MemoryState
         from mergestream.store.arrival import Arrival
         from mergestream.store.inspection import Inspection
-        from mergestream.store.interference import predicted_interference
         from mergestream.store.scratch import scratch
 
-        with Arrival(self, expert, measured=True, **options) as arrival:
-            predicted, started = arrival.predicted(), time.monotonic()
-            if not self.manifest.is_ledger:
-                arrival.absorb()
-                arrival.note_oddities()
-                return Inspection.of(arrival, predicted, time.monotonic() - started)
-            with ExitStack() as stack:
-                # What is in the memory of this process is seen by its threads only.
+        with Arrival(self, expert, measured=True, **options) as arrival, ExitStack() as stack:
+            started, entry, files = time.monotonic(), None, None
+            if self.manifest.is_ledger:
+                # Memory of this process is seen by its threads only.
                 here = isinstance(self.engine, LocalEngine)
                 files = None if here else stack.enter_context(scratch(self.place, arrival.layout))
                 entry = files or MemoryState(arrival.step)
-                arrival.absorb(memory=entry)
-                if files:
-                    files.close()
-                seconds = time.monotonic() - started
-                arrival.note_oddities()
-                return Inspection.of(arrival, predicted, seconds, predicted_interference(arrival, entry))
+            arrival.absorb(memory=entry)
+            if files:
+                files.close()
+            seconds = time.monotonic() - started
+            arrival.note_oddities()
+            return Inspection.of(arrival, seconds, arrival.interference(entry) if entry is not None else None)
 
     def undo(self) -> Expert:
         """Go back to before the last model; returns the entry that was taken back."""

@@ -4,19 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of
-from mergestream.merging.prediction import Estimate
 from mergestream.methods.scale import inverse
 from mergestream.store.records import cosines_to
 
 if TYPE_CHECKING:
+    from mergestream.merging.interference import Interference
     from mergestream.store.arrival import Arrival
-    from mergestream.store.interference import Interference
+
+
+_PROBE = 16 << 20
+"""Bytes that are written at most to measure how fast that is"""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long adding the expert will take."""
+
+    seconds: float
+    absorbing: float
+    """Measured while inspecting it"""
+    writing: float
+    """The bytes of the new step over a measured rate; 0 where the store is not on a local disk"""
+    writes: int
+    """Bytes"""
+
+    @classmethod
+    def of(cls, absorbing: float, writes: int, directory: Path | None) -> Estimate:
+        writing = write_seconds(directory, writes) if directory else 0.0
+        return cls(round(absorbing + writing, 3), absorbing, writing, writes)
+
+
+def write_seconds(directory: Path, nbytes: int) -> float:
+    """How long it takes until so many bytes are on the disk, by a sample; 0 where nothing may be written."""
+    block = bytes(1 << 16)
+    count = max(1, min(_PROBE, nbytes) // len(block))
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            started = time.perf_counter()
+            for _ in range(count):
+                file.write(block)
+            os.fsync(file.fileno())
+            return (time.perf_counter() - started) * nbytes / (count * len(block))
+    except OSError:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -60,9 +100,9 @@ class Inspection:
     distance: float | None
     fates: Mapping[str, int]
     seconds: float
-    """Measured, absorbing it, and predicted, writing the state"""
+    """How long adding it will take: absorbing, as measured, and writing, as predicted"""
     predicted: Estimate
-    """All of it from what was known before, by rates that were measured then"""
+    """The same in its parts"""
     memory: int
     """Bytes of RAM for tensors at the peak, with the engine's number of workers"""
     disk: int
@@ -77,12 +117,12 @@ class Inspection:
         return f"<Inspection of {self.source!r}: step {self.step}, ‖Δ‖ {self.norm:.4g}, {kept} {self.kept:.1%}>"
 
     @classmethod
-    def of(
-        cls, arrival: Arrival, predicted: Estimate, seconds: float, interference: Interference | None = None
-    ) -> Inspection:
+    def of(cls, arrival: Arrival, seconds: float, interference: Interference | None = None) -> Inspection:
         """The facts of an arrival that was absorbed without being written, in so many seconds."""
         store, totals, before = arrival.store, arrival.totals, arrival.mean_norm_before
-        peaks = sorted(arrival.step.memory.values(), reverse=True)
+        peaks = sorted((plan.memory for plan in arrival.step.plans.values()), reverse=True)
+        disk = sum(spec.nbytes for spec in (*arrival.layout.values(), *arrival.blocks.values()))
+        predicted = Estimate.of(seconds, disk, store.place if isinstance(store.place, Path) else None)
         return cls(
             source=arrival.source,
             method=store.manifest.method,
@@ -95,10 +135,10 @@ class Inspection:
             scale=None if interference else totals.scale,
             distance=None if interference else totals.distance or 0.0,
             fates=arrival.fates,
-            seconds=round(seconds + predicted.writing, 3),
+            seconds=predicted.seconds,
             predicted=predicted,
             memory=sum(peaks[: store.engine.workers]),
-            disk=sum(spec.nbytes for spec in (*arrival.layout.values(), *arrival.blocks.values())),
+            disk=disk,
             tensors={name: TensorInspection.of(arrival, name) for name in arrival.vector.names},
             notes=arrival.notes,
             interference=interference,
@@ -123,7 +163,6 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(dataclasses.replace(self, interference=None))
         data |= {"lambda": self.lambda_, "layers": self.layers}
-        data["predicted"]["bottleneck"] = self.predicted.bottleneck
         del data["interference"]
         if found := self.interference:
             data |= {"held": self.kept, "damage": dict(zip(found.experts, found.damage, strict=True))}

@@ -18,7 +18,6 @@ from mergestream.display import html_table
 from mergestream.errors import MergestreamError, did_you_mean
 from mergestream.experts.vocabulary import Vocab
 from mergestream.files import read_json, replace_file, to_json, write_error
-from mergestream.ledger.room import sharing
 from mergestream.methods import method_text
 from mergestream.methods.scale import inverse, scale_value
 from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, invalid_file, parse, read_text, validate
@@ -191,8 +190,8 @@ class Manifest:
 
     @property
     def sharing(self) -> int:
-        """How many experts the room of a ledger is shared by as it is read; 0 before the first."""
-        return sharing([entry.cut for entry in self.history]) if self.history else 0
+        """For how many experts the entries of a ledger are cut when they are read; 0 before the first."""
+        return max(self.step, *(entry.cut for entry in self.history)) if self.history else 0
 
     def make_method(self) -> Method:
         from mergestream.methods import make_method

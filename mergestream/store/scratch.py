@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,12 +42,17 @@ class Scratch:
         self._writer.close()
         self._files = open_checkpoint(self._source)
 
-    def forms(self, name: str) -> dict[str, TensorSpec]:
-        return {slot: self._layout[slot_name(slot, name)] for slot in self._slots.get(name, ())}
+    copies = 0
 
-    def entry(self, name: str) -> dict[str, Tensor]:
-        """All slots of a tensor."""
-        return {slot: self._files.read(slot_name(slot, name)) for slot in self._slots.get(name, ())}
+    def read(self, slot: str, name: str) -> Tensor:
+        return self._files.read(slot_name(slot, name))
+
+    def ranks(self, slots: tuple[str, ...], name: str) -> None:
+        """Entries are dense."""
+
+    def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
+        """The slots of a tensor."""
+        return {slot: self.read(slot, name) for slot in self._slots.get(name, ()) if only is None or slot in only}
 
 
 @contextmanager

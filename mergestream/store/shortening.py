@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.ledger.method import Ledger, cut_entry
-from mergestream.merging.step import tensor_context
+from mergestream.merging.plan import tensor_context
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.mirror import Place, new_mark
 from mergestream.store.records import copy_record, drop_record

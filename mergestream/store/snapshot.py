@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mergestream.engine import Engine
     from mergestream.experts.vocabulary import Token
     from mergestream.ledger.selection import Selection
+    from mergestream.merging.memory import KeptExpert
     from mergestream.merging.reading import Reading
     from mergestream.methods.base import Method
 
@@ -50,27 +51,22 @@ class Snapshot:
             for entry in entries:
                 readers[entry.number] = StepReader(place, entry)
                 opened.callback(readers[entry.number].close)
-                snapshot._check_forms(readers[entry.number])
+                snapshot._check_layout(readers[entry.number])
             opened.pop_all()
         return snapshot
 
-    def _check_forms(self, reader: StepReader) -> None:
+    def _check_layout(self, reader: StepReader) -> None:
         """Refuse a step that does not hold what the method lays out for the tensors of the base."""
-        from mergestream.ledger.method import Ledger
-        from mergestream.merging.step import tensor_context
+        from mergestream.merging.plan import tensor_context
 
+        method, t = self.method, self.manifest.step
         for name in self.manifest.base.merged:
-            found, context = reader.forms(name), tensor_context(self.manifest.base, name, self.manifest.step)
-            if not isinstance(self.method, Ledger):
-                layout = self.method.layout(context)
-            elif not found:  # an adapter leaves most tensors alone
-                continue
-            else:
-                sigma, whole = found.get("sigma"), self.method.directions(context, self.manifest.step) is None
-                layout = self.method.slots(context, None if whole or not sigma else sigma.shape[-1:][0])
+            found = reader.forms(name)
+            shapes = {slot: form.shape for slot, form in found.items()}
+            layout = method.layout_as_stored(tensor_context(self.manifest.base, name, t), shapes)
             expected = {slot: TensorSpec(dtype_name(form.dtype), form.shape) for slot, form in layout.items()}
             if found != expected:
-                raise invalid_file(reader.directory, f"{name} is not as {self.method.name} lays it out")
+                raise invalid_file(reader.directory, f"{name} is not as {method.name} lays it out")
 
     def __enter__(self) -> Snapshot:
         return self
@@ -95,54 +91,37 @@ class Snapshot:
     def method(self) -> Method:
         return self.manifest.make_method()
 
-    def reading(self, engine: Engine, selection: Selection | None = None, progress: Progress | None = None) -> Reading:
-        """All that is remembered, or what was chosen of it, ready to be read out."""
-        from mergestream.ledger.method import Ledger
-        from mergestream.ledger.selection import Selection
-        from mergestream.merging.entries import EntriesReading, WeightedExpert
-        from mergestream.merging.reading import StateReading
+    @property
+    def kept(self) -> list[KeptExpert]:
+        """All experts with their open files."""
+        from mergestream.merging.memory import KeptExpert
 
-        model, method, selection = self.manifest.base, self.method, selection or Selection()
-        if not isinstance(method, Ledger):
-            ranks = {name: found for name in model.merged if (found := self.ranks(name)) is not None}
-            norms = self.last.mean_norm, self.last.direction_norm
-            readout = selection.of_state(method)
-            state, step = self.state, self.manifest.step
-            return StateReading(model, method, step, state.read, *norms, engine.device, ranks, readout, state.copies)
-        chosen, weights = selection.of_entries(self.manifest.names, self.manifest.adapters)
-        experts = [
-            WeightedExpert(entry.name, weights[entry.name], entry.cut, entry.norm, self.readers[entry.number])
+        return [
+            KeptExpert(
+                name=entry.name,
+                norm=entry.norm,
+                mean_norm=entry.mean_norm,
+                direction_norm=entry.direction_norm,
+                cut=entry.cut,
+                is_adapter=entry.name in self.manifest.adapters,
+                files=self.readers.get(entry.number),
+            )
             for entry in self.manifest.history
-            if entry.name in weights
         ]
-        reading = EntriesReading(model, method, chosen, experts, engine.device)
-        return reading.balanced(engine, progress or Progress()) if selection.balance else reading
+
+    def reading(self, engine: Engine, selection: Selection | None = None, progress: Progress | None = None) -> Reading:
+        """The merged model of all experts, or of those that were selected."""
+        from mergestream.ledger.selection import Selection
+        from mergestream.merging.memory import read_out
+
+        chosen = selection or Selection()
+        return read_out(self.manifest.base, self.method, self.kept, chosen, engine, progress)
 
     def held(self) -> dict[str, dict[str, float]]:
-        """Of a ledger, by expert and tensor: the share of ‖Δ‖² that its entry holds as it is read now.
+        """By expert and tensor: the share of ‖Δ‖² that the expert's entry holds now; empty where none are kept."""
+        from mergestream.engine import LocalEngine
 
-        Little more than the singular values is read for it.
-        """
-        from mergestream.ledger.method import Ledger, cut_entry
-        from mergestream.ledger.span import ENERGIES, Entry
-        from mergestream.merging.step import tensor_context
-
-        method, model, cut = self.method, self.manifest.base, self.manifest.sharing
-        assert isinstance(method, Ledger)
-        directions = {name: method.directions(tensor_context(model, name, cut), cut) for name in model.merged}
-
-        def share(expert: Expert, name: str) -> float:
-            slots = self.readers[expert.number].entry(name, ENERGIES)
-            return Entry(cut_entry(slots, directions[name])).held
-
-        return {entry.name: {name: share(entry, name) for name in model.merged} for entry in self.manifest.history}
-
-    def ranks(self, name: str) -> list[tuple[int, int]] | None:
-        """The ranks of the left and the right basis of every slot of a tensor's state; None where they are dense."""
-        from mergestream.merging.step import tensor_context
-
-        slots = list(self.method.layout(tensor_context(self.manifest.base, name, self.manifest.step)))
-        return self.state.ranks(slots, name)
+        return self.reading(LocalEngine()).held()
 
     @property
     def tasks(self) -> list[str]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from mergestream.digest import json_digest
 from mergestream.methods.scale import displayed_scale
 from mergestream.report.diagnostics import ledger_survival
-from mergestream.store.interference import entries_reading
 from mergestream.store.records import cosines_to, read_sketch
 
 if TYPE_CHECKING:
@@ -64,9 +63,8 @@ def _of_ledger(store: StoreDirectory) -> tuple[Shares, Shares]:
     """What the entries hold now, and the predicted damage."""
     with store.snapshot() as snapshot:
         found = ledger_survival(snapshot)
-        return dict(zip(found.experts, found.total, strict=True)), entries_reading(snapshot, store.engine).damage(
-            store.engine
-        )
+        damage = snapshot.reading(store.engine).damage(store.engine)
+        return dict(zip(found.experts, found.total, strict=True)), damage
 
 
 def scalars(manifest: Manifest, number: int, cosines: Shares, held: Shares, damage: Shares) -> dict[str, float]:

@@ -136,7 +136,7 @@ def test_inspect_and_dry_run_tell_the_same_and_change_nothing(store, done, toys)
     text = done("inspect", store, toys.experts[2])
     assert (
         "would be step 3" in text
-        and "(predicted " in text
+        and "time about " in text
         and "RAM" in text
         and "disk" in text
         and "layers.0.q.weight" in text

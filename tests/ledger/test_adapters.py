@@ -13,7 +13,6 @@ from mergestream import Ledger, Store
 from mergestream.algebra.lowrank import LowRank
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.store.interference import measure_interference
 from tests.experts.adapters.test_store import assert_same_model, store_of
 from tests.workshop import Workshop, gpt2, llama
 
@@ -65,7 +64,7 @@ def test_an_adapter_that_comes_to_full_experts_is_inspected_as_it_would_be_read_
     told = store.inspect(adapters[1]).interference
     store.add(adapters[1])
     with store.snapshot() as snapshot:
-        found = measure_interference(snapshot, store.engine, store.progress)
+        found = snapshot.reading(store.engine).interference(store.engine, store.progress)
     assert told is not None and told.damage == pytest.approx(found.damage, rel=1e-9)
 
 

@@ -32,7 +32,7 @@ from mergestream.algebra import pieces, selection
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.experts.vector import TaskVector
-from mergestream.merging.step import Step, Totals
+from mergestream.merging.step import Totals
 from mergestream.merging.thresholds import find_thresholds
 
 StateDict = dict[str, Tensor]
@@ -130,13 +130,14 @@ def test_pieces_of_any_size_give_the_same_model(method, models, size):
 def test_thresholds_are_those_of_a_full_sort_in_pieces_of_any_size(models, size, density, over):
     base, *experts = (open_checkpoint(model) for model in models)
     model = BaseModel.examine(base)
-    step = Step(TIES(mode="streaming", density=density, trim=over), [TaskVector(model, base, x) for x in experts])
+    method, vectors = TIES(mode="streaming", density=density, trim=over), [TaskVector(model, base, x) for x in experts]
+    names = model.merged
     with pieces_of(size):
-        thresholds = find_thresholds(step, LocalEngine(workers=1))
-        found = {name: [place["delta"] for place in thresholds(name)] for name in step.names}
-    for number, vector in enumerate(step.vectors):
-        magnitudes = {name: vector.whole(name).reshape(-1).double().abs() for name in step.names}
-        for name in step.names:
+        thresholds = find_thresholds(method, vectors, range(1, len(vectors) + 1), None, LocalEngine(workers=1))
+        found = {name: [place["delta"] for place in thresholds(name)] for name in names}
+    for number, vector in enumerate(vectors):
+        magnitudes = {name: vector.whole(name).reshape(-1).double().abs() for name in names}
+        for name in names:
             ranked = torch.cat(list(magnitudes.values())) if over == "model" else magnitudes[name]
             count = int(density * len(ranked))
             expected = ranked.sort(descending=True).values[count - 1] if count else torch.inf

@@ -20,7 +20,6 @@ from mergestream.report.facts import Facts
 from mergestream.report.ledger import HIGH_DAMAGE, HIGH_OVERLAP, LedgerFacts
 from mergestream.report.render import render_html
 from mergestream.report.sections import make_sections
-from mergestream.store.interference import measure_interference
 from tests.conftest import files, save_model
 from tests.report.conftest import EXPERTS, expert, make_store, model
 
@@ -170,7 +169,7 @@ def test_entries_are_cut_as_more_experts_come(tmp_path: Path, models: Path) -> N
 
 def test_the_numbers_do_not_depend_on_the_number_of_workers(ledger: Store) -> None:
     with ledger.snapshot() as snapshot:
-        alone, many = (measure_interference(snapshot, LocalEngine(workers=count), Progress()) for count in (1, 8))
+        alone, many = (snapshot.reading(engine).interference(engine, Progress()) for engine in map(LocalEngine, (1, 8)))
     assert alone == many
 
 

@@ -406,10 +406,10 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path, toys):
         store = Store.create(disk / "store", base, Average(), keep=1)
         store.add(experts[0])
         before = files(store.path, ".safetensors", ".json")
-        with pytest.raises(MergestreamError, match=r"360\d+ bytes are needed and \d+ are free; make room"):
+        with pytest.raises(MergestreamError, match=r"360\d+ bytes are needed and \d+ are free; free some disk space"):
             store.add(experts[1])
         assert files(store.path, ".safetensors", ".json") == before
-        with pytest.raises(MergestreamError, match="are free; make room"):
+        with pytest.raises(MergestreamError, match="are free; free some disk space"):
             store.export(disk / "model")
         assert [path.name for path in disk.iterdir()] == ["store"]
         store.verify()

@@ -81,12 +81,6 @@ class AdapterVector(TaskVector):
             return None
         return self.adapter.rank(name) if self._reads(name) else 0
 
-    def stored(self, name: str) -> int:
-        if not self._in_factors(name):
-            return super().stored(name)
-        weights = self.adapter.adapter.weights.tensors
-        return sum(weights[term.factors.names[factor]].nbytes for term in self.adapter.terms[name] for factor in "AB")
-
     def factors(self, name: str) -> LowRank:
         delta = LowRank.zeros(self.model.tensors[name].shape, self.dtype(name))
         if self._reads(name):

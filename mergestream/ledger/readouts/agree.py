@@ -1,23 +1,21 @@
-"""agree: the merged weight does to each expert's own inputs what that expert does."""
+"""agree: the merged weight matches each expert on that expert's inputs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mergestream.algebra import work
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.ledger.span import Span
 
 
 class Agree(EntriesReadout):
-    """The weight that does to each expert's own inputs what that expert does; no scale to choose.
+    """The weight that matches each expert on that expert's inputs; no scale to choose.
 
-    It minimises Σ c_i ‖(M − Δ_i)|Δ_i|‖²/‖Δ_i‖², and is Σ c_i Δ_i where no expert says much:
+    It minimises Σ c_i ‖(M − Δ_i)|Δ_i|‖²/‖Δ_i‖², and equals Σ c_i Δ_i in the directions that matter to no expert:
 
         C = Σ c_i V_i Σ_i² V_iᵀ/‖Δ_i‖²    D = Σ c_i U_i Σ_i³ V_iᵀ/‖Δ_i‖²    S = Σ c_i U_i Σ_i V_iᵀ
         C = Q Λ Qᵀ    K = ⌈(tr √Λ)²/tr Λ⌉    P = the first K columns of Q
@@ -41,17 +39,7 @@ class Agree(EntriesReadout):
         agreed = (answer * span.sigma)[:, None] * inside / values  # D P Λ⁻¹ = U · this
         return torch.diag(span.weighted).addmm_(agreed.sub_(span.weighted[:, None] * inside), F.T)
 
-    def operations(self, outputs: int, inputs: int, directions: int) -> Sequence[work.Work]:
-        agreed = directions // 2  # K of task vectors
-        inside = work.product(directions, directions, agreed, "product64")
-        return [
-            work.gram(inputs, directions),
-            work.eigenvectors(directions),
-            *[inside] * 2,
-            work.product(directions, directions, min(outputs, inputs)),
-        ]
-
 
 def _effective_rank(values: Tensor) -> int:
-    """K, which is never more than there are."""
+    """K, at most the number of eigenvalues."""
     return math.ceil(float(values.sqrt().sum().square() / values.sum()) * (1 - 1e-12)) if len(values) else 0

@@ -1,4 +1,4 @@
-"""One expert back."""
+"""expert:NAME: one expert, read back from its entry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mergestream.ledger.readouts.sum import Sum
 
 
 class Expert(Sum):
-    """One expert as its entry has it: expert:NAME.
+    """One expert, read back from its entry: expert:NAME.
 
     Gargiulo et al., Task Singular Vectors (2025): TSV-Compress.
     """

@@ -1,12 +1,9 @@
-"""Iso-C: all directions of the sum alike."""
+"""Iso-C: the sum of all experts with equal singular values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from mergestream.algebra import work
 from mergestream.algebra.lowrank import LowRank, Value
 from mergestream.algebra.svd import FactoredSVD, thin_svd
 from mergestream.algebra.symmetric import leading_eigenvectors, power
@@ -16,7 +13,7 @@ from mergestream.methods.base import Method
 
 
 class Iso(EntriesReadout, StateReadout):
-    """The sum of all experts, with all of its singular values at their mean.
+    """The sum of all experts, with every singular value set to their mean.
 
         mean(σ) · P Qᵀ  with S = P diag(σ) Qᵀ,  S = Σ c_i Δ_i or the state of a method that adds up
 
@@ -38,14 +35,6 @@ class Iso(EntriesReadout, StateReadout):
         mean = sigma.sum() / max(len(sigma), 1)
         return mean * half @ (vectors / sigma) @ (vectors.T @ inverse)
 
-    def operations(self, outputs: int, inputs: int, directions: int) -> Sequence[work.Work]:
-        return [
-            *[work.gram(side, directions) for side in (outputs, inputs)],
-            *[work.eigenvectors(directions)] * 3,
-            *[work.product(directions, directions, directions, "product64")] * 7,
-            work.product(directions, directions, min(outputs, inputs)),
-        ]
-
     def scale_of(self, method: Method) -> float:
         return self.scale
 
@@ -58,9 +47,6 @@ class Iso(EntriesReadout, StateReadout):
             core = mean * svd.coordinates.u @ svd.coordinates.v.T
             return LowRank(direction.shape, svd.left, core, svd.right)
         return mean * svd.u @ svd.v.T
-
-    def linear_operations(self, m: int, n: int) -> Sequence[work.Work]:
-        return [*work.thin_svd(m, n), work.product(m, min(m, n), n)]
 
     def other(self, direction: Value, t: int) -> Value:
         return direction / t

@@ -1,4 +1,4 @@
-"""What the method itself says."""
+"""plain: the direction of the method itself."""
 
 from __future__ import annotations
 

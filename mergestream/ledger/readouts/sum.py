@@ -1,4 +1,4 @@
-"""Task arithmetic."""
+"""sum: task arithmetic on the entries."""
 
 from __future__ import annotations
 

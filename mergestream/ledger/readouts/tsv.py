@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from mergestream.algebra import work
 from mergestream.algebra.symmetric import power
 from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.ledger.span import Span
@@ -25,11 +22,3 @@ class Tsv(EntriesReadout):
     def coefficients(self, span: Span) -> Tensor:
         left, right = power(span.output_gram.clone(), -0.5), power(span.input_gram.clone(), -0.5)
         return (left * span.weighted) @ right
-
-    def operations(self, outputs: int, inputs: int, directions: int) -> Sequence[work.Work]:
-        return [
-            *[work.gram(side, directions) for side in (outputs, inputs)],
-            *[work.eigenvectors(directions)] * 2,
-            *[work.product(directions, directions, directions, "product64")] * 3,
-            work.product(directions, directions, min(outputs, inputs)),
-        ]

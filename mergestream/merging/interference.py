@@ -1,68 +1,75 @@
-"""How the experts of a ledger get into each other's way: predicted damage, and inputs that they share."""
+"""Interference: what the experts of a ledger do to each other when they are merged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mergestream.base.names import layer_of, natural
 from mergestream.engine import Engine
-from mergestream.ledger.method import Ledger
-from mergestream.ledger.selection import Selection
-from mergestream.merging.entries import EntriesReading, MatrixInterference, WeightedExpert, means
+from mergestream.merging.entries import EntriesReading, mean_by_key
 from mergestream.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergestream.merging.merger import MemoryState
-    from mergestream.store.arrival import Arrival
-    from mergestream.store.scratch import Scratch
-    from mergestream.store.snapshot import Snapshot
+    from mergestream.ledger.span import Span
 
 Row = tuple[float | None, ...]
 Matrix = tuple[Row, ...]
 
 
+class MatrixInterference(NamedTuple):
+    """What experts do to each other in one matrix, by their numbers."""
+
+    damage: Mapping[int, float]
+    overlap: Tensor
+    cosines: Tensor
+
+
 @dataclass(frozen=True)
 class Interference:
-    """What experts do to each other in the linear weights; a layer, and all of them, are the mean over their matrices.
+    """What experts do to each other in the linear weights, as means over the matrices of a layer, and of the model.
 
-    None stands where there is nothing to measure: an expert that has moved no linear weight, two that have moved none
-    in common.
+    A value is None where there is nothing to measure: for an expert that has changed no linear weight, and for two
+    experts that have changed none in common.
     """
 
     experts: tuple[str, ...]
     layers: tuple[str, ...]
-    """Those with linear weights"""
+    """The layers that have linear weights"""
     damage: Row
-    """By expert: ‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖², how far the merged M is from doing to its own inputs what it does"""
+    """By expert: ‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖², how far the merged M is from the expert on the expert's inputs"""
     layer_damage: Matrix
     """Expert × layer"""
     overlap: Matrix
-    """Expert × expert: the cosine of Δ_iᵀΔ_i and Δ_jᵀΔ_j, how much two answer to the same inputs"""
+    """Expert × expert: the cosine of Δ_iᵀΔ_i and Δ_jᵀΔ_j, how much two experts respond to the same inputs"""
     layer_overlap: tuple[np.ndarray, ...] = field(compare=False, repr=False)
     """The same by layer; NaN for None: hundreds of experts have millions of pairs"""
     layer_cosine: tuple[np.ndarray, ...] = field(compare=False, repr=False)
-    """The cosine of Δ_i and Δ_j by layer, of what the entries hold: below zero they pull against each other"""
+    """The cosine of Δ_i and Δ_j by layer, from the entries: below zero the experts oppose each other"""
 
     @classmethod
     def of(cls, reading: EntriesReading, engine: Engine, progress: Progress) -> Interference:
-        """As the experts of a reading would be merged by it, in one pass over the linear weights."""
+        """Measure the experts of a reading, merged by its readout, in one pass over the linear weights."""
+        count = len(reading.experts)
+
+        def measure(span: Span) -> MatrixInterference:
+            return MatrixInterference(reading.matrix_damage(span), span.overlap(count), span.cosines(count))
+
         found: dict[str, list[MatrixInterference]] = {}
         with progress.task("comparing the experts", 4 * sum(reading.linear.values())) as advance:
-            for name, matrices in reading.matrices(engine):
+            for name, matrices in reading.measured(engine, measure):
                 found[name] = matrices
                 advance(4 * reading.linear[name])
         layers: dict[str, list[MatrixInterference]] = {}
-        for name in reading.linear:  # and not as they finished: sums depend on the order
+        for name in reading.linear:  # not in the order in which they finished: sums depend on it
             layers.setdefault(layer_of(name), []).extend(found[name])
-        names, count = sorted(layers, key=natural), len(reading.experts)
+        names = sorted(layers, key=natural)
         by_layer = [_damage(layers[name], count) for name in names]
         together = [matrix for matrices in layers.values() for matrix in matrices]
         return cls(
@@ -76,7 +83,7 @@ class Interference:
         )
 
     def of_experts(self, experts: Sequence[int]) -> Interference:
-        """Only those experts."""
+        """The same for some of the experts."""
         return Interference(
             experts=tuple(self.experts[i] for i in experts),
             layers=self.layers,
@@ -89,14 +96,14 @@ class Interference:
 
     @property
     def largest_damage(self) -> tuple[float, str] | None:
-        """And whose it is."""
+        """The largest damage, and the name of its expert."""
         return max(
             ((value, name) for name, value in zip(self.experts, self.damage, strict=True) if value is not None),
             default=None,
         )
 
     def closest(self, expert: int) -> tuple[float, str] | None:
-        """The largest overlap of an expert with another one in the mean, and which that is."""
+        """The largest mean overlap of an expert with another one, and the other's name."""
         return self._named(largest_other(self.overlap[expert], expert))
 
     def closest_in(self, layer: int, expert: int) -> tuple[float, str] | None:
@@ -112,7 +119,7 @@ class Interference:
         return dict(sorted(self._by_layer(self.layer_overlap, one, other), key=lambda item: -item[1]))
 
     def opposed(self, one: int, other: int) -> dict[str, float]:
-        """The layers in which two experts pull against each other and their cosine there, the most opposed first."""
+        """The layers in which two experts oppose each other, with their cosine there, the most opposed first."""
         found = ((layer, value) for layer, value in self._by_layer(self.layer_cosine, one, other) if value < 0)
         return dict(sorted(found, key=lambda item: item[1]))
 
@@ -125,32 +132,8 @@ class Interference:
         return None if found is None else (found[0], self.experts[found[1]])
 
 
-def measure_interference(snapshot: Snapshot, engine: Engine, progress: Progress) -> Interference:
-    """Of all experts in a ledger, merged as they are by default."""
-    return Interference.of(entries_reading(snapshot, engine), engine, progress)
-
-
-def entries_reading(snapshot: Snapshot, engine: Engine) -> EntriesReading:
-    reading = snapshot.reading(engine)
-    assert isinstance(reading, EntriesReading)
-    return reading
-
-
-def predicted_interference(arrival: Arrival, entry: MemoryState | Scratch) -> Interference:
-    """Of all experts in a ledger and one that has been absorbed only to know of it, which is the last."""
-    store, name = arrival.store, arrival.name
-    new = WeightedExpert(name, 1.0, arrival.cut, arrival.totals.norm, entry)
-    assert isinstance(store.method, Ledger)
-    with ExitStack() as opened:
-        known = entries_reading(opened.enter_context(store.snapshot()), store.engine).experts if store.history else ()
-        adapters = store.manifest.adapters | ({name} if arrival.rank else set())
-        readout, _ = Selection().of_entries([*store.manifest.names, name], adapters)
-        reading = EntriesReading(arrival.vector.model, store.method, readout, [*known, new], store.engine.device)
-        return Interference.of(reading, store.engine, store.progress)
-
-
 def _mean(found: Iterable[Tensor], count: int) -> np.ndarray:
-    """Expert × expert, in the mean over the matrices in which both have moved."""
+    """Expert × expert: the mean over the matrices that both experts have changed."""
     total, known = np.zeros((count, count)), np.zeros((count, count))
     for one in found:
         values = one.double().numpy()
@@ -164,10 +147,10 @@ def _with_none(values: np.ndarray) -> Matrix:
 
 
 def largest_other(row: Sequence[float | None], own: int) -> tuple[float, int] | None:
-    """The largest value of a row and its place, but for the row's own."""
+    """The largest value of a row and its place, without the row's own place."""
     return max(((value, i) for i, value in enumerate(row) if value is not None and i != own), default=None)
 
 
 def _damage(matrices: Iterable[MatrixInterference], count: int) -> Row:
-    known = means(matrix.damage for matrix in matrices)
+    known = mean_by_key([matrix.damage for matrix in matrices])
     return tuple(known.get(expert) for expert in range(count))

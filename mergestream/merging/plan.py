@@ -1,0 +1,98 @@
+"""What a step does to each tensor, known from the headers alone: context, layout, factors, memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mergestream.algebra.bounds import FactorBounds
+from mergestream.algebra.lowrank import Value
+from mergestream.algebra.pieces import PIECE
+from mergestream.base.model import BaseModel
+from mergestream.methods.base import Context, Method, Slot
+
+WORKSPACE = 6
+"""Copies of a matrix that are in memory at the same time while it is projected"""
+
+
+class StepFiles(Protocol):
+    """Reads what one step has written: the state after it, or the entry of its expert."""
+
+    @property
+    def copies(self) -> int:
+        """How often a tensor is in memory while it is read; 0 where it is a view of a file."""
+
+    def read(self, slot: str, name: str) -> Value:
+        """One slot of a tensor's state, dense or in factors."""
+
+    def ranks(self, slots: tuple[str, ...], name: str) -> list[tuple[int, int]] | None:
+        """The ranks of the left and the right basis of every slot; None where the slots are dense."""
+
+    def entry(self, name: str, only: Collection[str] | None = None) -> Mapping[str, Tensor]:
+        """The slots of a tensor in an entry, all or ``only`` some; none where the expert has not changed it."""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What a step does to one tensor."""
+
+    context: Context
+    layout: Mapping[str, Slot]
+    """The slots after the step"""
+    is_whole: bool
+    """Whether the tensor is absorbed in one piece"""
+    in_factors: bool
+    """Whether Δ arrives as `LowRank`"""
+    bounds: FactorBounds | None
+    """Where the state stays in factors: how much space they may take"""
+    slots_before: tuple[str, ...]
+    """The slots of the state before the step"""
+    memory: int
+    """Bytes at the peak"""
+
+    @property
+    def rank(self) -> int:
+        """The largest rank that the factors of the state, or of an entry's Δ, may have; 0 where they are dense."""
+        return max(self.bounds.core) if self.bounds else self.context.rank or 0
+
+
+def tensor_context(model: BaseModel, name: str, t: int, rank: int | None = None, expert: str = "") -> Context:
+    """What a method may know of a tensor of the base after t experts."""
+    tensor = model.tensors[name]
+    return Context(
+        t,
+        tensor.role == "linear",
+        tensor.shape,
+        torch.float64 if tensor.dtype == "F64" else torch.float32,
+        rank=rank,
+        transposed=name in model.conv1d,
+        tensor=name,
+        expert=expert,
+    )
+
+
+def layout_bytes(layout: Mapping[str, Slot]) -> int:
+    """The size of all slots of a tensor."""
+    return sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in layout.values())
+
+
+def whole_memory(context: Context, layout: Mapping[str, Slot]) -> int:
+    """Bytes at the peak of a tensor that is absorbed whole, with workspace for its decomposition."""
+    return WORKSPACE * max(math.prod(slot.shape) * slot.dtype.itemsize for slot in (context.like, *layout.values()))
+
+
+def streamed_memory(context: Context, vectors: int = 1) -> int:
+    """Bytes at the peak of a tensor that is processed in pieces of so many task vectors."""
+    return (WORKSPACE + vectors - 1) * min(PIECE, math.prod(context.shape)) * context.dtype.itemsize
+
+
+def peak_memory(method: Method, context: Context, vectors: int = 1) -> int:
+    """Bytes at the peak of a tensor, absorbed whole or in pieces as the method needs it."""
+    if method.is_whole(context):
+        return whole_memory(context, method.layout(context))
+    return streamed_memory(context, vectors)
