@@ -43,7 +43,7 @@ def run(options: Options) -> int:
         raise UsageError("--name is for one expert; write NAME=EXPERT to name several")
     store = options.open_store()
     for word in options.experts:
-        name, expert = split_name(word)
+        name, expert = split_name(word) if options.name is None else (options.name, word)
         result = _inspect(store, expert, options) if options.dry_run else _add(store, expert, name, options)
         results.append(with_notes(result))
     return 0
@@ -64,8 +64,7 @@ def _inspect(store: Store, expert: str, options: Options) -> dict[str, Any]:
 
 
 def _add(store: Store, expert: str, name: str | None, options: Options) -> dict[str, Any]:
-    chosen = name if options.name is None else options.name
-    entry = store.add(expert, chosen, **options.adding, log=options.log)
+    entry = store.add(expert, name, **options.adding, log=options.log)
     print_step(store, entry)
     return entry_json(entry)
 

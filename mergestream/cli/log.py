@@ -30,10 +30,8 @@ def run(options: Options) -> int:
     answer([entry_json(entry, held.get(entry.name)) for entry in store.history])
     if not store.history:
         say(f"{store.place} has no experts yet")
-    elif held:
-        _print_ledger(store.history, held)
     else:
-        _print_steps(store.manifest.method, store.history)
+        _print_experts(store.manifest.method, store.history, held)
     _print_notes(store.history)
     return 0
 
@@ -46,32 +44,23 @@ def _held_shares(store: Store) -> dict[str, float]:
     return dict(zip(survival.experts, survival.total, strict=True))
 
 
-def _print_ledger(history: Sequence[Expert], held: Mapping[str, float]) -> None:
-    print_table(
-        ("expert", "added", "digest", "step", "‖Δ‖", "held", "slots"),
-        (
-            (e.name, e.added, e.digest[:12], number, f"{e.norm:.4g}", f"{held[e.name]:.1%}", e.cut)
-            for number, e in enumerate(history, 1)
-        ),
-        left=3,
-    )
-
-
-def _print_steps(method: str, history: Sequence[Expert]) -> None:
+def _print_experts(method: str, history: Sequence[Expert], held: Mapping[str, float]) -> None:
     from mergestream.methods.scale import displayed_scale
 
-    scales = [displayed_scale(method, entry.scale) for entry in history]
-    print_table(
-        ("expert", "added", "digest", "step", "‖Δ‖", "kept", scales[0][0], "rank", "dropped"),
-        (
-            (
-                *(e.name, e.added, e.digest[:12], number, f"{e.norm:.4g}", f"{e.kept:.1%}", f"{scale:.4g}"),
-                *(e.rank or "-", f"{e.lost:.2%}" if e.lost else "-"),
-            )
-            for number, (e, (_, scale)) in enumerate(zip(history, scales, strict=True), 1)
-        ),
-        left=3,
-    )
+    scale_name, _ = displayed_scale(method, 1.0)
+    headings = ["expert", "added", "digest", "step", "‖Δ‖"]
+    headings += ["held", "slots"] if held else ["kept", scale_name, "rank", "dropped"]
+    rows = []
+    for number, entry in enumerate(history, 1):
+        row: list[object] = [entry.name, entry.added, entry.digest[:12], number, f"{entry.norm:.4g}"]
+        if held:
+            row += [f"{held[entry.name]:.1%}", entry.cut]
+        else:
+            _, scale = displayed_scale(method, entry.scale)
+            dropped = f"{entry.lost:.2%}" if entry.lost else "-"
+            row += [f"{entry.kept:.1%}", f"{scale:.4g}", entry.rank or "-", dropped]
+        rows.append(row)
+    print_table(headings, rows, left=3)
 
 
 def _print_notes(history: Sequence[Expert]) -> None:

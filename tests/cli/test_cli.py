@@ -151,6 +151,27 @@ def test_add_takes_several_and_reports_each(tmp_path, toys, done):
     assert [entry["name"] for entry in added] == [f"expert-{n}" for n in (1, 2, 3, 4)]
 
 
+def test_add_names_several_experts(tmp_path, toys, done, mergestream):
+    done("init", tmp_path / "store", "--base", toys.base)
+    equals = shutil.copytree(toys.experts[2], tmp_path / "lr=0.1" / "best")
+    words = (f"legal={toys.experts[0]}", f"medical={toys.experts[1]}", equals)
+    added = json.loads(done("add", tmp_path / "store", *words, "--json"))
+    assert [entry["name"] for entry in added] == ["legal", "medical", "best"], "a path may contain ="
+    assert [entry["source"] for entry in added] == [str(toys.experts[0]), str(toys.experts[1]), str(equals)]
+    twice = mergestream("add", tmp_path / "store", f"legal={toys.experts[3]}")
+    assert twice.code == 1 and "legal" in twice.err
+    for wrong in (f"={toys.experts[3]}", "legal="):
+        assert mergestream("add", tmp_path / "store", wrong).code in (1, 2)
+
+
+def test_an_existing_relative_path_is_no_name(tmp_path, toys, done, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(toys.experts[0], "lr=0.1")
+    done("init", "store", "--base", toys.base)
+    (added,) = json.loads(done("add", "store", "lr=0.1", "--json"))
+    assert added["name"] == "lr=0.1"
+
+
 def test_a_failing_expert_leaves_those_before_it_committed(tmp_path, toys, mergestream, done):
     done("init", tmp_path / "store", "--base", toys.base)
     result = mergestream("add", tmp_path / "store", toys.experts[0], tmp_path / "missing", toys.experts[1])
