@@ -22,7 +22,7 @@ from benchmarks.suite import STORES
 from mergestream import OPCM, Average, Ledger
 from mergestream.api import Store
 from mergestream.methods.base import Method
-from mergestream.store.checked import CheckedTensors
+from mergestream.store.tensors import CheckedTensors
 
 EXPERTS = 3
 METHODS: dict[str, Method] = {"average": Average(), "opcm, block": OPCM(projection="block"), "ledger": Ledger()}

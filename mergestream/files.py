@@ -7,12 +7,11 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mergestream.errors import MergestreamError, UsageError
-from mergestream.objects import url_of
+from mergestream.errors import MergestreamError
 
 _OTHER_FILES = 512
 """Room for other open files: shards of the base and of the expert, libraries"""
@@ -20,7 +19,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of <fcntl.h>"""
 DRAFT_SUFFIX = ".new"
 """Suffix of a file that is still being written"""
-_REMOVED = ".removed"
+REMOVED_SUFFIX = ".removed"
 """Suffix of a directory that is being removed"""
 _MAKE_ROOM = "; free some disk space and run the command again"
 _REMEDIES = {
@@ -30,13 +29,6 @@ _REMEDIES = {
 }
 MAX_JSON_BYTES = 1 << 28
 """Refuse larger JSON files, which would fill the memory; real index files are ten times smaller"""
-
-
-def local_path(place: str | Path) -> Path:
-    """Convert to a local path; refuse an address in object storage."""
-    if url := url_of(place):
-        raise UsageError(f"{url} is in object storage, which can only hold models and stores; give a local path")
-    return Path(place)
 
 
 def sync_file(path: Path) -> None:
@@ -54,7 +46,7 @@ def sync_file(path: Path) -> None:
 sync_directory = sync_file
 
 
-def replace_file(path: Path, text: str, *, new: bool = False) -> None:
+def replace_file(path: Path, data: bytes, *, new: bool = False) -> None:
     """Replace a file atomically: write a draft beside it, flush it, rename it.
 
     Raises OSError and changes nothing if that fails. With ``new``, raises FileExistsError if the file exists.
@@ -62,8 +54,8 @@ def replace_file(path: Path, text: str, *, new: bool = False) -> None:
     beside = path.with_name(path.name + DRAFT_SUFFIX)
     try:
         beside.unlink(missing_ok=True)  # left by a killed process, or a link planted by somebody
-        with beside.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with beside.open("xb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         (_rename_to_new if new else _rename)(beside, path)
@@ -97,7 +89,7 @@ def _rename_to_new(old: Path, new: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file atomically and flush its directory. Raises OSError."""
-    replace_file(path, text)
+    replace_file(path, text.encode())
     sync_directory(path.parent)
 
 
@@ -207,18 +199,9 @@ def _exchange_at_once(one: Path, other: Path) -> bool:
 
 def remove(directory: Path) -> None:
     """Remove a directory; rename it first, so that no reader ever sees a part of it."""
-    doomed = directory.with_name(f".{directory.name}{_REMOVED}")
+    doomed = directory.with_name(f".{directory.name}{REMOVED_SUFFIX}")
     if doomed.exists():
         shutil.rmtree(doomed)
     if directory.exists():
         directory.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def remove_other_directories(parent: Path, kept: Collection[str]) -> None:
-    """Remove all numbered directories in ``parent`` except ``kept``, and leftovers of killed removals."""
-    for directory in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if directory.name.endswith(_REMOVED):
-            shutil.rmtree(directory)
-        elif directory.name[:1].isdigit() and directory.name not in kept:
-            remove(directory)

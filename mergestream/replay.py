@@ -24,10 +24,10 @@ from mergestream.export.directory import Output
 from mergestream.export.model import write_model
 from mergestream.export.one_shot import MergeInputs, merge_in_one_pass
 from mergestream.export.recipe import Recipe, read_recipe
-from mergestream.files import local_path
 from mergestream.methods import make_method
 from mergestream.progress import Progress
 from mergestream.report.diagnostics import similarity
+from mergestream.storage import local_path
 
 BASE = "--base"
 
@@ -121,7 +121,7 @@ def _add_one_by_one(
     # Entries of a ledger are cut for the number of experts at the time, some of which may have been removed.
     cuts = {expert.name: expert.cut for expert in recipe.experts}
     history = [dataclasses.replace(entry, cut=max(entry.cut, cuts[entry.name])) for entry in store.history]
-    dataclasses.replace(store.manifest, history=tuple(history)).save(store.path)
+    dataclasses.replace(store.manifest, history=tuple(history)).save(store.place)
     with store.snapshot() as snapshot:
         draw = bind(draw_pictures, progress, snapshot.manifest, similarity(snapshot)) if recipe.form.pictures else None
         target = without_dates(snapshot), draft, output, engine, progress

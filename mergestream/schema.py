@@ -36,7 +36,7 @@ def read_text(path: Path) -> str:
         raise damaged(path, "it is not a text file") from error
 
 
-def parse(text: str, path: Path) -> dict[str, Any]:
+def parse(text: str, path: Path | str) -> dict[str, Any]:
     """Parse the JSON object of a file."""
     try:
         content = json.loads(text, object_pairs_hook=_table, parse_float=_finite, parse_constant=_finite)
@@ -48,7 +48,7 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     return content
 
 
-def validate(data: Any, kind: type[T], path: Path) -> T:
+def validate(data: Any, kind: type[T], path: Path | str) -> T:
     """Convert parsed JSON to a typed object; raise if it does not match the schema."""
     try:
         return convert(data, kind)
@@ -56,12 +56,12 @@ def validate(data: Any, kind: type[T], path: Path) -> T:
         raise invalid_file(path, str(error)) from error
 
 
-def damaged(path: Path, reason: str, remedy: str = BACKUP) -> MergestreamError:
+def damaged(path: Path | str, reason: str, remedy: str = BACKUP) -> MergestreamError:
     """The error for a file that changed after it was written: by a disk fault, or by hand."""
     return DamagedError(f"{path} is damaged: {reason}; {remedy}")
 
 
-def invalid_file(path: Path, reason: str) -> MergestreamError:
+def invalid_file(path: Path | str, reason: str) -> MergestreamError:
     """The error for a file that is intact but was not written by mergestream."""
     return DamagedError(f"{path} was not written by mergestream: {reason}; {BACKUP}")
 

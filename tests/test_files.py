@@ -63,9 +63,9 @@ def test_a_new_file_replaces_none(links: bool, tmp_path: Path, monkeypatch: pyte
     if not links:
         monkeypatch.setattr(os, "link", unsupported)
     path = tmp_path / "file"
-    replace_file(path, "first", new=True)
+    replace_file(path, b"first", new=True)
     with pytest.raises(FileExistsError):
-        replace_file(path, "second", new=True)
+        replace_file(path, b"second", new=True)
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
 
 

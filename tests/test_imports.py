@@ -10,7 +10,7 @@ import mergestream
 
 PACKAGE = Path(mergestream.__file__).parent
 ORDER = [
-    *("errors", "escaping", "display", "sizes", "digest", "objects", "files", "schema", "progress", "interrupts"),
+    *("errors", "escaping", "display", "sizes", "digest", "files", "schema", "storage", "progress", "interrupts"),
     *("registry", "commands"),
     *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "merging", "training"),
     *("store", "export", "hub", "report", "tracking", "mergekit", "api", "replay"),

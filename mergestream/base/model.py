@@ -183,7 +183,7 @@ class BaseModel:
         return {**dataclasses.asdict(self), "digest": self.digest}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], path: Path) -> BaseModel:
+    def from_json(cls, data: Mapping[str, Any], path: Path | str) -> BaseModel:
         """From what a manifest, at ``path``, says of it."""
         model = validate({"linear": [], "not_linear": [], **data}, cls, path)
         for name, tensor in model.tensors.items():

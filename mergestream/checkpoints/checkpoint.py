@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mergestream.checkpoints.layout import companions
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, UsageError, did_you_mean
-from mergestream.objects import Object
 from mergestream.schema import Count
+from mergestream.storage import StoredFile
 
 if TYPE_CHECKING:
     import torch
@@ -176,7 +176,7 @@ class RenamedCheckpoint(Checkpoint):
 class Shard(ABC):
     """One file of a checkpoint."""
 
-    path: Path | Object
+    path: Path | StoredFile
     copies: ClassVar[int] = 0
     tensors: Mapping[str, TensorInfo]
     aliases: Mapping[str, str] = MappingProxyType({})
@@ -286,7 +286,7 @@ def _fingerprint(shards: Iterable[Shard]) -> str:
     """Digest of sizes, modification times (or ETags) and tensor descriptions of all files."""
     lines = []
     for shard in shards:
-        if isinstance(shard.path, Object):
+        if isinstance(shard.path, StoredFile):
             version = f"{shard.path.size} {shard.path.tag}"
         else:
             stat = shard.path.stat()

@@ -11,7 +11,8 @@ from pathlib import Path
 from mergestream.checkpoints.layout import CODE, find_weights, is_index, may_go_along, names_code, read_index
 from mergestream.checkpoints.unsupported import no_weights
 from mergestream.errors import MergestreamError, first_line
-from mergestream.objects import Listing, Object, Url, fault
+from mergestream.storage import Listing, StoredFile, Url
+from mergestream.storage.transfer import retry, service_error
 
 _PATIENCE = 30
 """Seconds for an answer"""
@@ -102,32 +103,42 @@ class Repository:
         owner, _, name = repo.partition("/")
         return cls(Url("hf", owner, f"{name}@{info.sha}"), sizes)
 
-    def listing(self) -> Listing:
+    def scan(self) -> Listing:
         folders = {name.partition("/")[0] for name in self._objects if "/" in name}
         return Listing({name: found for name, found in self._objects.items() if "/" not in name}, tuple(folders))
 
-    def below(self, folder: str) -> Mapping[str, Object]:
+    def list_below(self, folder: str = "") -> Mapping[str, StoredFile]:
         return {name: found for name, found in self._objects.items() if not folder or name.startswith(f"{folder}/")}
 
-    def read(self, found: Object, begin: int, end: int) -> bytes:
+    def __str__(self) -> str:
+        return str(self.url)
+
+    @property
+    def name(self) -> str:
+        return self.url.name
+
+    def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
+        return retry(str(file), lambda: self._request(file, begin, end))
+
+    def _request(self, file: StoredFile, begin: int, end: int) -> bytes:
         import huggingface_hub as hub
         from huggingface_hub import utils
 
         name, _, commit = self.url.key.partition("@")
-        address = hub.hf_hub_url(f"{self.url.bucket}/{name}", found.name, revision=commit)
+        address = hub.hf_hub_url(f"{self.url.bucket}/{name}", file.key, revision=commit)
         headers = {**utils.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}"}
         try:
             answer = utils.get_session().get(address, headers=headers, timeout=_PATIENCE)
         except Exception:  # each client library has its own types
-            raise fault(str(found), None) from None
+            raise service_error(str(file), None) from None
         if answer.status_code not in (200, 206):
-            raise fault(str(found), answer.status_code)
+            raise service_error(str(file), answer.status_code)
         return bytes(answer.content)
 
     @cached_property
-    def _objects(self) -> dict[str, Object]:
+    def _objects(self) -> dict[str, StoredFile]:
         commit = self.url.key.partition("@")[2]
-        return {name: Object(self, name, size, commit) for name, size in self.sizes.items()}
+        return {name: StoredFile(self, name, size, commit) for name, size in self.sizes.items()}
 
 
 def _weights(hub_id: str, files: list[str]) -> list[str]:

@@ -13,8 +13,8 @@ from mergestream.checkpoints.hub import Repository, cached, download
 from mergestream.checkpoints.layout import MARKER, UNFINISHED, is_weight_file
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import is_utf8
-from mergestream.files import local_path, read_json
-from mergestream.objects import Bucket, Object, Url, url_of
+from mergestream.files import read_json
+from mergestream.storage import StoredFile, Url, local_path, open_model_folder, parse_url
 
 _HUB_ID = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _CREDENTIALS = re.compile(r"://[^/]*@")
@@ -25,7 +25,7 @@ class Location(NamedTuple):
 
     path: Path
     source: str
-    objects: Mapping[str, Object] = MappingProxyType({})
+    objects: Mapping[str, StoredFile] = MappingProxyType({})
     """Files of the directory that are not on this machine, by their names: weights in object storage"""
 
     @property
@@ -52,7 +52,7 @@ def locate(source: str | Path, *, weights: bool = True) -> Location:
 
     Without ``weights`` only the configuration and what goes with it are downloaded.
     """
-    url = url_of(source)
+    url = parse_url(source)
     with system_errors_explained(source):
         if url:
             return _in_storage(url)
@@ -73,10 +73,10 @@ def _in_storage(url: Url) -> Location:
         if not _is_hub_id(str(url)):
             raise UsageError(f"{url} is no address on the hub: give hf://org/name[@revision]")
         repository = Repository.at(f"{url.bucket}/{url.key}")
-        path, objects = fetch_companions(repository)
+        path, objects = fetch_companions(repository, str(repository.url))
         return Location(path, str(repository.url), objects)
     folder = url.parent if is_weight_file(url.key) else url
-    path, objects = fetch_companions(Bucket(folder))
+    path, objects = fetch_companions(open_model_folder(folder), str(folder))
     marker = path / MARKER
     if marker.exists() and UNFINISHED in read_json(marker):
         raise MergestreamError(f"{folder} is being written by an export, or one was cut short there; export it again")
@@ -118,7 +118,7 @@ def is_commit(source: str) -> bool:
 
 def hub_name(source: str) -> str | None:
     """The id without its ``@commit`` of what is no local path, but may be on the hub; else None."""
-    is_id = _is_hub_id(source) and (url_of(source) is not None or not _resolved(source).exists())
+    is_id = _is_hub_id(source) and (parse_url(source) is not None or not _resolved(source).exists())
     return without_revision(source) if is_id else None
 
 

@@ -14,8 +14,8 @@ from mergestream.checkpoints.unsupported import METADATA, explain_file, no_weigh
 from mergestream.errors import MergestreamError
 from mergestream.escaping import is_utf8
 from mergestream.files import read_json
-from mergestream.objects import Object
 from mergestream.sizes import counted, shorten_list
+from mergestream.storage import StoredFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +133,7 @@ def _open_file(location: Location, name: str) -> Shard:
     )
 
 
-def _open_object(found: Object) -> Shard:
+def _open_object(found: StoredFile) -> Shard:
     if not found.name.endswith(".safetensors"):
         raise MergestreamError(
             f"{found} is in object storage, where only .safetensors is read by range; copy it to a disk"

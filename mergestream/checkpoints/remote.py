@@ -11,45 +11,48 @@ from mergestream.checkpoints.layout import CODE, is_index, is_weight_file, may_g
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, known_as
 from mergestream.files import MAX_JSON_BYTES
-from mergestream.objects import Object, Objects, in_background, wait_for
+from mergestream.storage import ModelFolder, StoredFile
+from mergestream.storage.transfer import start, wait_all
 
 
-def fetch_companions(folder: Objects) -> tuple[Path, dict[str, Object]]:
+def fetch_companions(folder: ModelFolder, source: str) -> tuple[Path, dict[str, StoredFile]]:
     """A directory with all of a model but its weights, and these, by their names.
 
     It is this process's own, and gone with it. What has not changed is not fetched again.
     """
-    listing = folder.listing()
-    objects = dict(listing.objects)
+    listing = folder.scan()
+    objects = dict(listing.files)
     for name in listing.folders:
         if may_go_along(f"{name}/{CODE}.json"):
-            objects |= folder.below(name)
+            objects |= folder.list_below(name)
     if strange := [name for name in objects if not {"", ".", ".."}.isdisjoint(name.split("/"))]:
-        raise MergestreamError(f"{folder.url} holds {strange[0]!r}, which is no name of a file in it; remove it")
-    weights = {name: found for name, found in listing.objects.items() if is_weight_file(name)}
+        raise MergestreamError(f"{source} holds {strange[0]!r}, which is no name of a file in it; remove it")
+    weights = {name: found for name, found in listing.files.items() if is_weight_file(name)}
     small = {name: found for name, found in objects.items() if may_go_along(name) or is_index(name)}
-    directory = _fetched(folder, small)
+    directory = _fetched(folder.name, source, small)
     if names_code(directory):
-        everything = folder.below("")
-        directory = _fetched(folder, small | {name: everything[name] for name in everything if name.endswith(CODE)})
+        everything = folder.list_below()
+        directory = _fetched(
+            folder.name, source, small | {name: everything[name] for name in everything if name.endswith(CODE)}
+        )
     return directory, weights
 
 
-def _fetched(folder: Objects, wanted: Mapping[str, Object]) -> Path:
+def _fetched(name: str, source: str, wanted: Mapping[str, StoredFile]) -> Path:
     """The directory that holds them; it ends in the folder's name, by which messages speak of it."""
-    lines = [str(folder.url), *(f"{name} {found.size} {found.tag}" for name, found in sorted(wanted.items()))]
-    directory = _root() / text_digest("\n".join(lines)) / folder.url.name
+    lines = [source, *(f"{key} {found.size} {found.tag}" for key, found in sorted(wanted.items()))]
+    directory = _root() / text_digest("\n".join(lines)) / name
     if not directory.exists():
-        draft = Path(tempfile.mkdtemp(dir=_root())) / folder.url.name
+        draft = Path(tempfile.mkdtemp(dir=_root())) / name
         draft.mkdir()
-        wait_for([in_background(_fetch, found, draft / name) for name, found in wanted.items()])
+        wait_all([start(_fetch, found, draft / key) for key, found in wanted.items()])
         directory.parent.mkdir(exist_ok=True)
         draft.rename(directory)
-        known_as(directory, str(folder.url))
+        known_as(directory, source)
     return directory
 
 
-def _fetch(found: Object, path: Path) -> None:
+def _fetch(found: StoredFile, path: Path) -> None:
     if found.size > MAX_JSON_BYTES:
         raise MergestreamError(f"{found} is too large to be what goes with a model; move it elsewhere")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.checkpoint import Shard, TensorInfo, check_dtype, item_size, torch_dtype
 from mergestream.errors import MergestreamError
-from mergestream.objects import SMALL, Neighbours, Object
+from mergestream.storage import StoredFile
+from mergestream.storage.ranges import SMALL, CoalescedReader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +84,7 @@ class SafetensorsObject(Shard):
 
     copies = 1
 
-    def __init__(self, found: Object) -> None:
+    def __init__(self, found: StoredFile) -> None:
         self.path = self._object = found
         start = io.BytesIO(found.read(0, min(_USUAL_HEADER, found.size)))
 
@@ -95,7 +96,7 @@ class SafetensorsObject(Shard):
         self.tensors, self._begin = _check_header(found, header, data_start, found.size)
         spans = {name: (self._begin[name], self._begin[name] + info.nbytes) for name, info in self.tensors.items()}
         self._small = {name: span for name, span in spans.items() if 0 < span[1] - span[0] < SMALL}
-        self._neighbours = Neighbours(found, self._small.values())
+        self._coalesced = CoalescedReader(found, self._small.values())
 
     def read(self, name: str) -> Tensor:
         import torch
@@ -104,7 +105,7 @@ class SafetensorsObject(Shard):
         tensor = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
         data = tensor.view(-1).view(torch.uint8).numpy().data
         if name in self._small:
-            data[:] = self._neighbours.read(*self._small[name])
+            data[:] = self._coalesced.read(*self._small[name])
         else:
             self._object.read_into(data, self._begin[name])
         return tensor
@@ -120,7 +121,7 @@ def _read_ahead(file: mmap.mmap, begin: int, size: int) -> None:
         file.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
 
 
-def _read_header(path: Path | Object, read: Callable[[int], bytes], size: int) -> tuple[int, dict[str, Any]]:
+def _read_header(path: Path | StoredFile, read: Callable[[int], bytes], size: int) -> tuple[int, dict[str, Any]]:
     """Where the data starts, and the header; ``read`` gives the next so many bytes of the file."""
     if size < 8:
         raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {_AGAIN}")
@@ -144,7 +145,7 @@ def _read_header(path: Path | Object, read: Callable[[int], bytes], size: int) -
 
 
 def _check_header(
-    path: Path | Object, header: dict[str, Any], data_start: int, size: int
+    path: Path | StoredFile, header: dict[str, Any], data_start: int, size: int
 ) -> tuple[MappingProxyType[str, TensorInfo], dict[str, int]]:
     """The tensors, and where in the file each begins; they must fill the file without gap or overlap."""
     metadata = header.pop("__metadata__", {})
@@ -177,7 +178,7 @@ def _check_header(
     return MappingProxyType(tensors), {name: data_start + begin for name, (begin, _) in spans.items()}
 
 
-def _check_entry(path: Path | Object, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
+def _check_entry(path: Path | StoredFile, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
     where = f"the tensor {name!r} in {path}"
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]

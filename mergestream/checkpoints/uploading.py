@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from mergestream.checkpoints.checkpoint import TensorSpec, item_size
+from mergestream.checkpoints.safetensors import SafetensorsObject
 from mergestream.checkpoints.writer import (
+    DEFAULT_SHARD_SIZE,
+    SafetensorsWriter,
     TensorWriter,
     checked_bytes,
     index_text,
@@ -19,7 +22,7 @@ from mergestream.checkpoints.writer import (
     write_at,
 )
 from mergestream.files import write_error
-from mergestream.objects import Bucket
+from mergestream.storage import Storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +30,31 @@ if TYPE_CHECKING:
 SHARD = 64 << 20
 """Bytes at which an object is large enough: it is put at once, and nothing of it is left where that fails"""
 _CHUNK = 16 << 20
+
+
+def open_writer(
+    storage: Storage,
+    folder: str,
+    layout: Mapping[str, TensorSpec],
+    stem: str = "model",
+    *,
+    resume: bool = False,
+    one_file: bool = False,
+) -> TensorWriter:
+    """A writer of the tensors of a layout to a folder of a storage: in place locally, else by uploading shards.
+
+    ``resume`` continues an interrupted writer; ``one_file`` writes no shards locally.
+    """
+    if directory := storage.path(folder):
+        size = 2**62 if one_file else DEFAULT_SHARD_SIZE
+        return SafetensorsWriter(directory, layout, prefix=stem, max_shard_size=size, resume=resume)
+    found = {}
+    for name, file in storage.files(folder).items() if resume else ():
+        if name.startswith(f"{stem}-") and name.endswith(".safetensors"):
+            for tensor, info in SafetensorsObject(file).tensors.items():
+                if layout.get(tensor) == TensorSpec(info.dtype, info.shape):
+                    found[tensor] = name
+    return SafetensorsUploader(storage, folder, layout, prefix=stem, found=found if resume else None)
 
 
 class SafetensorsUploader(TensorWriter):
@@ -41,7 +69,8 @@ class SafetensorsUploader(TensorWriter):
 
     def __init__(
         self,
-        folder: Bucket,
+        storage: Storage,
+        folder: str,
         layout: Mapping[str, TensorSpec],
         *,
         prefix: str = "model",
@@ -49,7 +78,8 @@ class SafetensorsUploader(TensorWriter):
     ) -> None:
         """``found`` is by the name of the tensor."""
         self.resumed = found is not None
-        self._folder, self._layout, self._prefix = folder, dict(layout), prefix
+        self._storage, self._folder = storage, f"{folder}/" if folder else ""
+        self._layout, self._prefix = dict(layout), prefix
         self._found = dict(found or {})
         self._where: dict[str, str] = {}
         """The object that holds a tensor"""
@@ -99,7 +129,7 @@ class SafetensorsUploader(TensorWriter):
 
     def _upload(self, shard: _Shard) -> None:
         name = f"{self._prefix}-{uuid4().hex}.safetensors"
-        self._folder.upload(name, shard.content())
+        self._storage.put(f"{self._folder}{name}", shard.content())
         with self._lock:
             for tensor in shard.layout:
                 del self._staged[tensor]
@@ -123,9 +153,11 @@ class SafetensorsUploader(TensorWriter):
         self._upload_all()
         if never := [name for name in self._layout if name not in self._where]:
             raise missing(never)
-        self._folder.upload(f"{self._prefix}.safetensors.index.json", index_text(self._layout, self._where).encode())
-        ours = {name for name in self._folder.below("") if name.startswith(f"{self._prefix}-")}
-        self._folder.delete(ours - set(self._where.values()))  # of workers that were lost
+        stem, index = f"{self._folder}{self._prefix}", index_text(self._layout, self._where)
+        self._storage.put(f"{stem}.safetensors.index.json", index.encode())
+        used = {f"{self._folder}{name}" for name in self._where.values()}
+        ours = {file.key for file in self._storage.files(self._folder[:-1]).values() if file.key.startswith(f"{stem}-")}
+        self._storage.delete(ours - used)  # of workers that were lost
 
     def _upload_all(self) -> None:
         shards, self._open = set(self._staged.values()), None

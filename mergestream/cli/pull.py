@@ -23,7 +23,7 @@ class Options(RunningOptions):
 def run(options: Options) -> int:
     from mergestream.api import Store
     from mergestream.checkpoints.location import hub_name, locate_here
-    from mergestream.objects import url_of
+    from mergestream.storage import parse_url
 
     progress = options.make_progress()
     store = Store.pull(
@@ -32,6 +32,6 @@ def run(options: Options) -> int:
     answer({"store": options.store, "step": store.manifest.step})
     say(f"{options.store}: step {store.manifest.step}, all digests match")
     base = store.manifest.base.source
-    if not hub_name(base) and not url_of(base) and locate_here(base) is None:
+    if not hub_name(base) and not parse_url(base) and locate_here(base) is None:
         progress.note(f"the base {base} is not on this machine; pass --base MODEL to the next command that needs it")
     return 0

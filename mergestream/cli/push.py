@@ -22,8 +22,8 @@ class Options:
 
 def run(options: Options) -> int:
     from mergestream.api import Store
-    from mergestream.files import local_path
     from mergestream.hub.models import push_model
+    from mergestream.storage import local_path
     from mergestream.store.manifest import is_store
 
     if is_store(local_path(options.place)):

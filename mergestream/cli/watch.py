@@ -20,10 +20,9 @@ from mergestream.escaping import MAX_SENTENCE, one_line
 
 if TYPE_CHECKING:
     from mergestream.api import Store
-    from mergestream.objects import Url
+    from mergestream.storage import Storage, Url
     from mergestream.store import Expert
-    from mergestream.store.incoming import Incoming, Sight
-    from mergestream.store.mirror import Mirror
+    from mergestream.store.incoming import FoundExpert, WatchSource
     from mergestream.store.watched import LeftAlone
 
     Place: TypeAlias = Path | Url
@@ -81,8 +80,8 @@ def run(options: Options) -> int:
         return 0
 
 
-def _check_apart(directory: Place, store: Path | Mirror) -> None:
-    places = (str(place.resolve() if isinstance(place, Path) else place) for place in (directory, store))
+def _check_apart(directory: Place, store: Storage) -> None:
+    places = str(directory.resolve() if isinstance(directory, Path) else directory), store.address
     watched, own = (f"{place.rstrip('/')}/" for place in places)
     if own.startswith(watched) or watched.startswith(own):
         raise UsageError(f"{directory} and the store {store} are one within the other; watch a directory of its own")
@@ -148,7 +147,7 @@ class Watcher:
     def __init__(
         self,
         store: Store,
-        incoming: Incoming,
+        incoming: WatchSource,
         options: Mapping[str, Any],
         interval: float,
         tell: Printed,
@@ -189,9 +188,9 @@ class Watcher:
                 self._add(path, source, files)
                 done.add(source)  # a second link may lead to it
 
-    def _complete(self, found: Mapping[Place, Sight | Exception]) -> Iterator[tuple[Place, str, str]]:
+    def _complete(self, found: Mapping[Place, FoundExpert | Exception]) -> Iterator[tuple[Place, str, str]]:
         """What has not changed since the last look: its path, the source that it is absorbed as, its signature."""
-        seen: dict[Place, Sight] = {}
+        seen: dict[Place, FoundExpert] = {}
         for path, sight in found.items():
             if isinstance(sight, Exception):
                 self._skip(path, *reasons(sight))

@@ -17,7 +17,7 @@ from typing import Any, Generic
 
 from mergestream.engine.base import Collector, Result
 from mergestream.engine.local import keep_freed_memory, single_threaded
-from mergestream.objects import cache_in_use, cache_objects
+from mergestream.storage import cache_in_use, cache_objects
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 from mergestream.checkpoints.layout import MARKER, UNFINISHED
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import to_json
-from mergestream.objects import Bucket, Object, url_of
+from mergestream.storage import StoredFile, parse_url
+from mergestream.storage.bucket import BucketStorage
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,13 @@ class BucketOutput:
     the one that was seen, so that of two exports only one comes to its end.
     """
 
-    folder: Bucket
+    folder: BucketStorage
     overwrite: bool
 
     def keep_off(self, *sources: str | Path) -> None:
         """Refuse an output that is, lies in or holds one of the sources."""
         own = f"{self.folder.url}/"
-        for url in filter(None, map(url_of, sources)):
+        for url in filter(None, map(parse_url, sources)):
             if own.startswith(f"{url}/") or f"{url}/".startswith(own):
                 raise MergestreamError(
                     f"{self.folder.url} is, lies in or holds {url}, which the merge is made of; choose another place"
@@ -37,9 +38,9 @@ class BucketOutput:
         """Refuse a place where there is anything but an earlier export, which may be replaced."""
         self._replaced()
 
-    def _replaced(self) -> Object | None:
+    def _replaced(self) -> StoredFile | None:
         """The marker of what is replaced; None where there is nothing."""
-        url, there = self.folder.url, self.folder.below("")
+        url, there = self.folder.url, self.folder.list_below()
         if not there:
             return None
         marker = there.get(MARKER)
@@ -63,8 +64,8 @@ class BucketOutput:
         try:
             claim = self._mark({**marker, UNFINISHED: True}, before)
             for name, path in files.items():
-                self.folder.upload(name, path)
-            self.folder.delete(self.folder.below("").keys() - files.keys() - {MARKER})
+                self.folder.put(name, path)
+            self.folder.delete(self.folder.list_below().keys() - files.keys() - {MARKER})
             self._mark(marker, claim)
         except StoreBusyError:  # what is there is another's
             raise
@@ -74,10 +75,10 @@ class BucketOutput:
                     self.folder.delete([*files, MARKER])
             raise
 
-    def _mark(self, content: dict[str, object], before: Object | None) -> Object:
+    def _mark(self, content: dict[str, object], before: StoredFile | None) -> StoredFile:
         try:
-            return self.folder.put(MARKER, to_json(content).encode(), before)
-        except FileExistsError:
+            return self.folder.put_if(MARKER, to_json(content).encode(), before)
+        except StoreBusyError:
             raise StoreBusyError(
                 f"{self.folder.url} is being written by another export; wait until it is done"
             ) from None

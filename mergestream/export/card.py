@@ -24,7 +24,7 @@ from mergestream.store.manifest import Expert, Manifest
 if TYPE_CHECKING:
     from mergestream.export.labels import Labels
     from mergestream.merging.reading import Reading
-    from mergestream.store.mirror import Place
+    from mergestream.storage import Storage
     from mergestream.store.snapshot import Snapshot
 
 MAX_COMMAND = 100_000
@@ -142,7 +142,7 @@ def _option_text(key: str, value: Any) -> str:
     return flag if value is True else " ".join(f"{flag} {each}" for each in values)
 
 
-def removed_experts(store: Place, manifest: Manifest) -> list[str]:
+def removed_experts(store: Storage, manifest: Manifest) -> list[str]:
     """The names of experts that were taken out of a store, as far as it remembers them."""
     from mergestream.store.watched import recall
 

@@ -21,7 +21,8 @@ from mergestream.errors import MergestreamError, StoreBusyError, UsageError
 from mergestream.export.bucket import BucketOutput
 from mergestream.export.places import is_export, refuse_around, refuse_within, store_within
 from mergestream.files import exchange, new_directories, sync_directory, sync_file, to_json
-from mergestream.objects import Bucket, url_of
+from mergestream.storage import parse_url
+from mergestream.storage.bucket import BucketStorage
 
 _LOCK = "lock"
 
@@ -82,10 +83,10 @@ class Output:
 
     @cached_property
     def _bucket(self) -> BucketOutput | None:
-        url = url_of(self.path)
+        url = parse_url(self.path)
         if url and url.scheme == "hf":
             raise UsageError(f"{url} is on the hub: write to a disk, and add --push {url.bucket}/{url.key}")
-        return BucketOutput(Bucket(url), self.overwrite) if url else None
+        return BucketOutput(BucketStorage(url), self.overwrite) if url else None
 
     @cached_property
     def _place(self) -> Path:

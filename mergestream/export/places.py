@@ -10,7 +10,8 @@ from pathlib import Path
 from mergestream.checkpoints.layout import CARD, MARKER
 from mergestream.errors import MergestreamError
 from mergestream.export.labels import front_matter
-from mergestream.files import local_path, read_json
+from mergestream.files import read_json
+from mergestream.storage import local_path
 from mergestream.store.manifest import is_store
 
 

@@ -14,11 +14,12 @@ from mergestream.checkpoints.location import shown
 from mergestream.errors import MergestreamError
 from mergestream.escaping import code
 from mergestream.export.card import history_section, removed_experts
-from mergestream.files import local_path, sync_directory, sync_file
+from mergestream.files import sync_directory, sync_file
 from mergestream.hub.repository import connect, explained, push_files, repository_name
+from mergestream.storage import Storage, local_path
+from mergestream.storage.local import LocalStorage
 from mergestream.store.directory import StoreDirectory
-from mergestream.store.manifest import Manifest
-from mergestream.store.mirror import MANIFEST
+from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import record_folder
 from mergestream.store.steps import UNFINISHED
 
@@ -44,7 +45,7 @@ def push_store(store: StoreDirectory, address: str, *, private: bool = False) ->
         sources = manifest.base.source, *(entry.source for entry in manifest.history)
         if not private and any(Path(source).is_absolute() for source in sources):
             store.progress.note(f"whoever sees {name} sees where base and experts lie here; --private hides it")
-        (place / _CARD).write_text(_card(store.path, manifest, name), encoding="utf-8")
+        (place / _CARD).write_text(_card(store.place, manifest, name), encoding="utf-8")
         files = {path.relative_to(place).as_posix(): path for path in sorted(place.rglob("*")) if path.is_file()}
         message = f"A store of mergestream at step {manifest.step}"
         return push_files(
@@ -67,7 +68,7 @@ def _snapshot(store: StoreDirectory) -> Iterator[tuple[Path, Manifest]]:
                 there.parent.mkdir(parents=True, exist_ok=True)
                 _link(path, there)
             store.refresh()
-            return Manifest.load(links)
+            return Manifest.load(LocalStorage(links))
 
         yield links, store.retried(link)
 
@@ -88,7 +89,7 @@ def _link(path: Path, there: Path) -> None:
         shutil.copyfile(path, there)
 
 
-def _card(path: Path, manifest: Manifest, name: str) -> str:
+def _card(storage: Storage, manifest: Manifest, name: str) -> str:
     base = shown(manifest.base.source, manifest.base.given)
     lines = [
         *("---", "library_name: mergestream", "tags:", "- mergestream", "---", ""),
@@ -97,7 +98,7 @@ def _card(path: Path, manifest: Manifest, name: str) -> str:
         f"Experts of {code(base)}, merged by {code(manifest.method)}. To go on with it:",
         "",
         f"    mergestream pull hf://{name} store",
-        *history_section(manifest, removed_experts(path, manifest)),
+        *history_section(manifest, removed_experts(storage, manifest)),
         "",
     ]
     return "\n".join(lines)

@@ -18,9 +18,9 @@ from mergestream.store.records import read_sketch, tensor_records
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from mergestream.storage import Storage
     from mergestream.store import StoreDirectory
     from mergestream.store.manifest import Manifest
-    from mergestream.store.mirror import Place
     from mergestream.store.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -180,7 +180,9 @@ def ledger_survival(snapshot: Snapshot) -> Survival:
     return _read_survival(snapshot.place, snapshot.manifest, snapshot.held())
 
 
-def _read_survival(place: Place, manifest: Manifest, held: Mapping[str, Mapping[str, float]] | None = None) -> Survival:
+def _read_survival(
+    place: Storage, manifest: Manifest, held: Mapping[str, Mapping[str, float]] | None = None
+) -> Survival:
     """From the records of the experts; ``held`` replaces the shares that they had when they were added."""
     parts = tuple(sorted(manifest.base.merged, key=natural))  # files have layer.10 before layer.2
     records = {entry.name: tensor_records(place, entry, parts) for entry in manifest.history}

@@ -6,7 +6,6 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +14,10 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import one_line
 from mergestream.export.directory import Output
 from mergestream.export.model import write_model
-from mergestream.files import remove
 from mergestream.report.diagnostics import ledger_survival
 from mergestream.report.harness import read_evaluation
 from mergestream.store.arrival import Candidate
 from mergestream.store.manifest import Evaluation, Expert, Manifest, PassedGate
-from mergestream.store.parts import CANDIDATE
 from mergestream.store.snapshot import Snapshot
 
 QUANTITIES = {
@@ -142,17 +139,13 @@ class Gatekeeper:
     def _evaluation(self, candidate: Candidate, command: str) -> Evaluation:
         """What the command makes of the model that the store would give."""
         store = candidate.store
-        place = store.place / CANDIDATE
-        output = Output(place / "model")
-        try:
+        with store.place.workspace() as directory:
+            output = Output(directory / "model")
             with candidate.snapshot() as snapshot, output.draft() as draft:
                 write_model(snapshot, draft, output, store.engine, store.progress)
-            scores = place / "scores"
+            scores = directory / "scores"
             scores.mkdir()
             return evaluate(command, output.path, scores)
-        finally:
-            with suppress(OSError):  # the store tidies it up
-                remove(place)
 
 
 def _check_known(quantity: str, manifest: Manifest) -> None:

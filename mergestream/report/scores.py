@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from mergestream.digest import json_digest
 from mergestream.display import matrix_frame
 from mergestream.errors import MergestreamError
-from mergestream.files import replace_file, sync_directory, to_json, write_error
+from mergestream.files import to_json
 from mergestream.report.metrics import average_accuracy, backward_transfer
-from mergestream.schema import damaged, invalid_file, parse, read_text, validate
+from mergestream.schema import damaged, invalid_file, validate
 from mergestream.sizes import counted
-from mergestream.store.mirror import Mirror, fetched
+from mergestream.storage import read_json
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -148,25 +148,20 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
         # Scores belong to a state: after an undo and another add, they must not be shown for the new one.
         "states": [_state(store, entry) for entry in store.history[: len(scores.matrix)]],
     }
-    path, text = store.place / NAME, to_json({**data, "digest": json_digest(data)})
-    if isinstance(store.place, Mirror):
-        return store.place.replace(NAME, text)
+    storage, text = store.place, to_json({**data, "digest": json_digest(data)})
+    storage.put_if(NAME, text.encode(), storage.stat(NAME))
     try:
-        replace_file(path, text)
-    except OSError as error:
-        raise write_error(path, error) from error
-    try:
-        sync_directory(store.path)
-    except OSError as error:  # they are there
-        store.progress.note(f"{path} is written, but may not outlive a power cut: {error.strerror}")
+        storage.sync()
+    except OSError as error:  # they are written
+        store.progress.note(f"{storage}/{NAME} is written, but may not survive a power cut: {error.strerror}")
 
 
 def attached(store: StoreDirectory) -> Scores | None:
     """The scores of the store's present history, or None."""
-    path = fetched(store.place, NAME)
-    if not path.is_file():
+    path = f"{store.place}/{NAME}"
+    if store.place.read(NAME) is None:
         return None
-    data = parse(read_text(path), path)
+    data = read_json(store.place, NAME)
     if data.pop("digest", None) != json_digest(data):
         raise damaged(path, "its digest does not match", "attach the scores once more")
     scores, states = validate(data, Scores, path), validate(data.get("states"), list[str], path)

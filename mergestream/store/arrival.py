@@ -28,7 +28,6 @@ from mergestream.merging.memory import KeptExpert, read_out
 from mergestream.merging.step import Discard, Outcome, StateWriter, Step, Totals, total
 from mergestream.store.factors import block_layout, core_layout
 from mergestream.store.manifest import Expert, Options, folder_name
-from mergestream.store.mirror import new_mark
 from mergestream.store.records import copy_record, cosines_to, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepWriter, slot_name
@@ -95,7 +94,7 @@ class Arrival:
         if vocab is not None:
             self.options["vocab"] = vocab
         self.t = store.manifest.step + 1
-        self.number, self.mark = store.manifest.next_number, new_mark(store.place)
+        self.number, self.mark = store.manifest.next_number, store.place.new_mark()
         self.folder = folder_name(self.number, self.mark)
         self.outcomes: dict[str, Outcome] = {}
         self.digests: dict[str, str] = {}
@@ -223,7 +222,7 @@ class Arrival:
             **self.options,
         }
         before = self.before.state if self.before else None
-        return StepWriter(self.store.place, self.folder, self.number, self.layout, self.blocks, before, plan)
+        return StepWriter(self.store.place, self.folder, plan, layout=self.layout, blocks=self.blocks, before=before)
 
     def absorb(self, writer: StepWriter | None = None, memory: StateWriter | None = None) -> None:
         """Absorb every tensor; without a writer only to know the outcome, and what ``memory`` keeps of the state."""

@@ -10,17 +10,13 @@ from typing import TypeVar
 
 from mergestream.base.model import BaseModel
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.files import DRAFT_SUFFIX, remove, remove_other_directories, sync_directory
 from mergestream.interrupts import uninterrupted
 from mergestream.progress import Progress, default_progress
 from mergestream.sizes import counted
-from mergestream.store.lock import writing_to
-from mergestream.store.manifest import Expert, Manifest, folder_name
-from mergestream.store.mirror import Mirror, has_folder, new_mark, place_of
-from mergestream.store.parts import CANDIDATE, check_parts
+from mergestream.storage import Storage, open_storage
+from mergestream.store.manifest import MANIFEST, Expert, Manifest
 from mergestream.store.snapshot import Snapshot
-from mergestream.store.steps import is_begun, tidy
-from mergestream.store.tidying import tidy_bucket
+from mergestream.store.step_storage import clean_up
 
 Result = TypeVar("Result")
 
@@ -30,13 +26,13 @@ class Commits:
 
     def __init__(
         self,
-        path: str | Path | Mirror,
+        path: str | Path | Storage,
         progress: Progress | None = None,
         manifest: Manifest | None = None,
     ) -> None:
         """``manifest`` is for who is about to write it: once it is written, nothing may fail."""
-        self.place = place_of(path)
-        check_parts(self.place)
+        self.place = open_storage(path)
+        self.place.check()
         self._moved: BaseModel | None = None
         self._replaced = ""
         """The commit that our last one has replaced, as others may have wanted to"""
@@ -113,11 +109,8 @@ class Commits:
 
     def _keeps(self, manifest: Manifest) -> bool:
         """Whether all that is remembered by such a manifest is there, and is not about to be removed."""
-        kept = self._kept
-        return all(
-            entry.state and entry.folder in kept and has_folder(self.place, f"steps/{entry.folder}")
-            for entry in manifest.readable
-        )
+        there = self._kept & set(self.place.folders("steps"))
+        return all(entry.state and entry.folder in there for entry in manifest.readable)
 
     @property
     def _kept(self) -> set[str]:
@@ -129,8 +122,8 @@ class Commits:
     def writing(self) -> Iterator[None]:
         """Hold the store for writing, with the manifest as others have left it, and nothing in the way but a step that
         may be resumed."""
-        with writing_to(self.place):
-            check_parts(self.place)
+        with self.place.writing(MANIFEST):
+            self.place.check()
             self.manifest = found = self._load()
             with suppress(OSError, MergestreamError):
                 self._tidy(resumable=True)
@@ -146,9 +139,8 @@ class Commits:
         """Make a manifest real: where this fails nothing has changed, and where it returns, or is interrupted
         afterwards, it counts. `_settle` is what remains to be done then."""
         with uninterrupted():
-            manifest = dataclasses.replace(manifest, commit=new_mark(self.place))
-            manifest.save(self.place)
-            self.manifest, self._replaced = manifest, self.manifest.commit
+            manifest = dataclasses.replace(manifest, commit=self.place.new_mark(), version=self.manifest.version)
+            self.manifest, self._replaced = manifest.save(self.place), self.manifest.commit
 
     def _settle(self, resumable: bool = False) -> None:
         """Tidy up after a commit. Nothing that counts depends on it: what goes wrong is only told."""
@@ -164,18 +156,5 @@ class Commits:
             )
 
     def _tidy(self, resumable: bool = False) -> None:
-        """Bring the manifest's name to the disk, then remove what it does not refer to; what is ``resumable`` may stay,
-        a step that was cut short."""
-        kept, experts = self._kept, {entry.folder for entry in self.history}
-        if isinstance(self.place, Mirror):
-            return tidy_bucket(self.place, self.manifest, kept, experts, None if resumable else self._replaced)
-        following = folder_name(self.manifest.next_number, "")
-        spared = {following} if resumable and is_begun(self.place, following) else set()
-        sync_directory(self.place)  # first: after a power cut the manifest before it may be back, and needs its steps
-        remove_other_directories(self.place / "steps", kept | spared)
-        for folder in kept:
-            tidy(self.place, folder)
-        remove_other_directories(self.place / "experts", experts | spared)
-        remove(self.place / CANDIDATE)
-        for unfinished in self.place.glob(f"*.json{DRAFT_SUFFIX}"):
-            unfinished.unlink(missing_ok=True)
+        """Make the manifest durable, then remove what it does not need; if ``resumable``, an interrupted step stays."""
+        clean_up(self.place, self.manifest, self._kept, None if resumable else self._replaced)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -18,16 +17,12 @@ from mergestream.checkpoints.location import without_revision
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import EngineError, MergestreamError, StoreBusyError, UsageError
 from mergestream.experts import ExpertSource
-from mergestream.files import DRAFT_SUFFIX, local_path, new_directories
 from mergestream.methods import as_method
 from mergestream.progress import Progress
 from mergestream.sizes import counted
+from mergestream.storage import Storage, local_path, open_storage, total_bytes
 from mergestream.store.commits import Commits
-from mergestream.store.lock import NAME as LOCK
-from mergestream.store.lock import writing_to
-from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.mirror import SCRATCH, Mirror, Place, has_folder, new_mark, occupied, place_of
-from mergestream.store.parts import check_parts
+from mergestream.store.manifest import MANIFEST, Expert, Manifest
 from mergestream.store.records import drop_record, verify_record
 from mergestream.store.steps import StepReader, StepWriter
 from mergestream.store.watched import recall, remember_departed
@@ -46,7 +41,7 @@ class StoreDirectory(Commits):
 
     def __init__(
         self,
-        path: str | Path | Mirror,
+        path: str | Path | Storage,
         *,
         engine: Engine | None = None,
         progress: Progress | None = None,
@@ -80,7 +75,7 @@ class StoreDirectory(Commits):
         without it nothing is cut off. With ``config_only`` the base's weights are neither fetched nor read
         before a full export or a full checkpoint needs them; so it is for a base that has no weights.
         """
-        place, method = place_of(path), as_method(method)
+        place, method = open_storage(path), as_method(method)
         if not isinstance(base, str | Path):
             raise UsageError("a store refers to its base by path or hub id: save the base first, or use a Merger")
         _check_free(place)
@@ -102,15 +97,12 @@ class StoreDirectory(Commits):
             if checkpoint.note:
                 (progress or Progress()).note(checkpoint.note)
         model = dataclasses.replace(model, given=str(base))
-        manifest = Manifest(method.name, method.parameters, model, keep, max_rank, commit=new_mark(place))
+        manifest = Manifest(method.name, method.parameters, model, keep, max_rank, commit=place.new_mark())
         try:
-            with ExitStack() as stack:
-                if isinstance(place, Path):
-                    stack.enter_context(new_directories(place))
-                stack.enter_context(writing_to(place))
+            with place.creating(), place.writing(MANIFEST):
                 _check_free(place)  # once more: it may have taken long to examine the base
                 store = cls(place, engine=engine, progress=progress, manifest=manifest)
-                manifest.save(place, new=True)
+                store.manifest = manifest.save(place)
                 store._settle()
         except OSError as error:
             raise MergestreamError(f"{place} cannot be made: {error.strerror}") from error
@@ -119,7 +111,7 @@ class StoreDirectory(Commits):
     @property
     def path(self) -> Path:
         """Of a store on a disk."""
-        return self.place if isinstance(self.place, Path) else local_path(str(self.place))
+        return self.place.path() or local_path(str(self.place))
 
     @cached_property
     def method(self) -> Method:
@@ -282,14 +274,13 @@ class StoreDirectory(Commits):
     def gc(self) -> int:
         """Remove what commands have left that were killed or have lost, also what could be resumed; returns how many
         bytes that were."""
-        before = occupied(self.place)
+        before = total_bytes(self.place.files())
         with self.writing():
-            if isinstance(self.place, Mirror):
-                self._commit(self.manifest)  # whoever is at work can no longer win
-                self._replaced = ""
-                self.place.remove([SCRATCH])
+            self._commit(self.manifest)  # a concurrent writer cannot win any more
+            self._replaced = ""
+            self.place.clean_scratch()
             self._tidy()
-        return before - occupied(self.place)
+        return before - total_bytes(self.place.files())
 
     def _have_left_alone(self, departing: Expert) -> None:
         """Remember, before it leaves, that `watch` is not to bring it back."""
@@ -337,22 +328,21 @@ class StoreDirectory(Commits):
             with self.open_base() as base:
                 self.manifest.base.check_digest(base, self.engine, self.progress)
         recall(self.place)
-        needed = self.manifest.readable
+        needed, folders = self.manifest.readable, self.place.folders("steps")
         for entry in self.history:
-            folder = f"steps/{entry.folder}"
-            if entry.state and has_folder(self.place, folder):
+            if entry.state and entry.folder in folders:
                 reader = StepReader(self.place, entry)
                 with closing(reader), self.progress.task(f"verifying {entry.name}", reader.nbytes) as advance:
                     for size in reader.verify(self.engine):
                         advance(size)
             elif entry in needed:
-                raise MergestreamError(f"{self.place / folder} is missing; restore the store from a backup")
+                raise MergestreamError(f"{self.place}/steps/{entry.folder} is missing; restore the store from a backup")
             verify_record(self.place, entry, self.engine)
 
     def relocate(self, base: str | Path) -> None:
         """Refer to the base at another place, after its digest was checked; only from here, where the store may not be
         written to."""
-        if isinstance(self.place, Path) and not os.access(self.place, os.W_OK):
+        if not self.place.is_writable:
             self._moved = self._found(base)
             self.manifest = self._load()
             return
@@ -389,17 +379,11 @@ class StoreDirectory(Commits):
         self._settle()
 
 
-def _check_free(path: Place) -> None:
-    """Refuse a place for a new store where there is anything but what an `init` that was cut short has left."""
-    if isinstance(path, Mirror):
-        if path.bucket.below(""):
-            raise MergestreamError(f"{path} is not empty; choose another place for the store")
-        return
-    if path.exists() and not (
-        path.is_dir() and all(entry.name == LOCK or entry.name.endswith(DRAFT_SUFFIX) for entry in path.iterdir())
-    ):
-        raise MergestreamError(f"{path} exists already and is not empty; choose another place for the store")
-    check_parts(path)
+def _check_free(storage: Storage) -> None:
+    """Refuse a place for a new store that is not empty."""
+    if not storage.is_free:
+        raise MergestreamError(f"{storage} exists already and is not empty; choose another place for the store")
+    storage.check()
 
 
 def _check_keep(steps: int) -> None:

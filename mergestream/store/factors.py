@@ -1,14 +1,13 @@
-"""Factored slots on disk.
+"""Reading and writing factored slots.
 
 A slot that is kept as M = Lᵀ C R (mergestream/algebra/lowrank.py) has its core in the step's own file, rewritten at
-every step like a dense slot. Its bases only grow: the blocks that a step adds lie in ``factors-NNNN``, and
-the steps after it hold a link to that same file instead of a copy. ``factors.json`` says for every factored
-slot which blocks make up its bases::
+every step like a dense slot. Its bases only grow: a step writes its new blocks to ``factors-NNNN``, and later steps
+hold a link to that file instead of a copy. ``factors.json`` lists the blocks of every factored slot's bases::
 
     {"sum:NAME": {"dtype": "F32", "shape": [m, n], "left": [[step, rows], …], "right": [[step, rows], …]}}
 
-Files are laid out before the arithmetic, when only bounds of the ranks are known: a block may have fewer
-``rows`` than its tensor, the core fewer rows and columns, and the rest is zero.
+Files are laid out before the arithmetic, when only bounds of the ranks are known. A block may have fewer ``rows`` than
+its tensor, and the core fewer rows and columns; the rest is zero.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from mergestream.algebra.bounds import FactorBounds, matrix_shape
 from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name, torch_dtype
-from mergestream.checkpoints.location import Location
 from mergestream.checkpoints.writer import TensorWriter
 from mergestream.digest import json_digest, tensor_digest
-from mergestream.schema import BACKUP, Count, Number, damaged, invalid_file, parse, read_text, validate
-from mergestream.store.checked import CheckedTensors
-from mergestream.store.site import Site
+from mergestream.schema import BACKUP, Count, Number, damaged, invalid_file, validate
+from mergestream.storage import Storage, read_json
+from mergestream.store.step_storage import StepStorage
+from mergestream.store.tensors import CheckedTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +35,7 @@ _SHARED = f"steps share it, so that undo does not help: {BACKUP}, or add all exp
 
 
 def core_layout(bounds: FactorBounds, slot: str) -> dict[str, TensorSpec]:
-    """Cores are float64: rounding them at every step would be felt where singular values nearly coincide."""
+    """The core of a slot, in float64: rounding it at every step would mix nearly equal singular values."""
     return {core_name(slot): TensorSpec("F64", bounds.core)} if all(bounds.core) else {}
 
 
@@ -69,32 +68,31 @@ class FactoredSlot(TypedDict):
 class FactorReader:
     """The factored slots of one step."""
 
-    def __init__(self, files: Location, number: int, digests: Mapping[str, str], remedy: str) -> None:
-        """``digests`` are those of all that the step ``number`` holds."""
-        self._path = files.path / INDEX
-        self.index = self._read_index(digests[INDEX]) if INDEX in digests else {}
+    def __init__(self, storage: Storage, folder: str, number: int, digests: Mapping[str, str], remedy: str) -> None:
+        """``digests`` are those of all files of step ``number``."""
+        self._where = f"{storage}/{folder}/{INDEX}"
+        self.index: dict[str, FactoredSlot] = {}
+        if INDEX in digests:
+            content = read_json(storage, f"{folder}/{INDEX}")
+            if json_digest(content) != digests[INDEX]:
+                raise damaged(self._where, "it does not match its digest")
+            self.index = validate(content, dict[str, FactoredSlot], self._where)
         self.files: dict[int, CheckedTensors] = {}
         self.names: set[str] = set()
-        """Of all blocks in the files, as the digests know them"""
+        """All blocks in the files, by their names in ``digests``"""
         try:
             for step in used_steps(self.index):
                 prefix = f"{file_prefix(step)}/"
                 own = {name.removeprefix(prefix): digest for name, digest in digests.items() if name.startswith(prefix)}
                 helps = remedy if step == number else _SHARED
-                self.files[step] = CheckedTensors(files.file(f"{file_prefix(step)}.safetensors"), own, helps)
+                self.files[step] = CheckedTensors(storage, folder, file_prefix(step), own, helps)
                 self.names |= {prefix + name for name in own}
         except BaseException:
             self.close()
             raise
         self._blocks: dict[tuple[str, int], Tensor] = {}
         self.origin: dict[int, list[int]] = {}
-        """[step, rows] of every block that was read here, by its identity"""
-
-    def _read_index(self, recorded: str) -> dict[str, FactoredSlot]:
-        content = parse(read_text(self._path), self._path)
-        if json_digest(content) != recorded:
-            raise damaged(self._path, "it does not match its digest")
-        return validate(content, dict[str, FactoredSlot], self._path)
+        """[step, rows] of every block that was read, by the id of its tensor"""
 
     def check(self, state: Checkpoint | None) -> None:
         """Refuse an index that does not fit the files, by their headers; ``state`` holds the cores."""
@@ -111,10 +109,10 @@ class FactorReader:
                     form = (block.dtype, *block.shape[1:]) if block else ()
                     fits = fits and block is not None and form == (entry["dtype"], length) and rows <= block.shape[0]
             if not fits:
-                raise invalid_file(self._path, f"{slot} does not fit the factors")
+                raise invalid_file(self._where, f"{slot} does not fit the factors")
 
     def ranks(self, slot: str) -> tuple[int, int]:
-        """Of the left and of the right basis."""
+        """The ranks of the left and the right basis."""
         left, right = (sum(rows for _, rows in self.index[slot][side]) for side in SIDES)
         return left, right
 
@@ -154,16 +152,16 @@ class FactorWriter:
     """The blocks that a step adds, and the index of all that it uses."""
 
     def __init__(
-        self, site: Site, step: int, layout: Mapping[str, TensorSpec], before: FactorReader | None, resume: bool
+        self, files: StepStorage, step: int, layout: Mapping[str, TensorSpec], before: FactorReader | None, resume: bool
     ) -> None:
-        self._site, self._step, self._layout, self._before = site, step, layout, before
+        self._files, self._step, self._layout, self._before = files, step, layout, before
         self.writer: TensorWriter | None = (
-            site.writer(layout, file_prefix(step), resume, shards=False) if layout else None
+            files.open_writer(layout, file_prefix(step), resume=resume, one_file=True) if layout else None
         )
         self.resumed = self.writer.resumed if self.writer else resume
 
     def write(self, name: str, values: Mapping[str, LowRank]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Write what the slots of tensor ``name`` add; returns their entries in the index, and digests."""
+        """Write the new blocks of the slots of a tensor; returns their entries in the index, and digests."""
         import torch
 
         index: dict[str, dict[str, Any]] = {
@@ -185,7 +183,7 @@ class FactorWriter:
                 assert added is None
                 continue
             spec = self._layout[block_key]
-            if added is None:  # what was laid out stays zeros, where nothing new has come
+            if added is None:  # nothing new: the block stays zero
                 added = torch.zeros(0, spec.shape[1], dtype=torch_dtype(spec.dtype))
             padded = padded_to(added, spec.shape)
             self.writer.write(block_key, padded)
@@ -193,23 +191,24 @@ class FactorWriter:
         return index, digests
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy writes blocks, and nothing else."""
-        return {key: value for key, value in vars(self).items() if key != "_site"}
+        """A copy in another process writes blocks, and nothing else."""
+        return {key: value for key, value in vars(self).items() if key != "_files"}
 
     def finish(self, used: Sequence[int]) -> None:
-        """Close the new file, or drop it where nothing uses it."""
+        """Close the new file; delete it if no slot uses it."""
         if self.writer:
             self.writer.close()
         if self._step not in used:
-            self._site.drop(file_prefix(self._step))
+            self._files.drop(file_prefix(self._step))
 
 
 def used_steps(index: Mapping[str, FactoredSlot]) -> list[int]:
+    """The steps whose blocks an index uses."""
     return sorted({step for entry in index.values() for side in SIDES for step, _ in entry[side]})
 
 
 def padded_to(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """The matrix in the upper left corner of zeros."""
+    """The matrix, padded with zeros to a shape."""
     from torch.nn.functional import pad
 
     return pad(matrix, (0, shape[1] - matrix.shape[1], 0, shape[0] - matrix.shape[0]))

@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 from mergestream.checkpoints.layout import find_weights, is_index, read_index
 from mergestream.checkpoints.location import locate
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.objects import Bucket, Object, Url, url_of
 from mergestream.sizes import counted
-from mergestream.store.watched import objects_signature, signature
+from mergestream.storage import StoredFile, Url, open_storage, parse_url
+from mergestream.store.watched import files_signature, signature
 
 
-class Sight(NamedTuple):
+class FoundExpert(NamedTuple):
     """An expert as it is seen at a look."""
 
     source: str
@@ -28,21 +28,21 @@ class Sight(NamedTuple):
     """When, in seconds: the oldest comes first"""
 
 
-class Incoming(Protocol):
+class WatchSource(Protocol):
     """A place that is looked at time and again."""
 
     @property
     def place(self) -> Path | Url: ...
 
-    def look(self) -> Iterator[tuple[Path | Url, Sight | Exception]]:
+    def look(self) -> Iterator[tuple[Path | Url, FoundExpert | Exception]]:
         """All that is there, or what is the matter with it."""
 
     def awaited(self, expert: Path | Url) -> str | None:
         """What is still to come, in words, of an expert that does not change."""
 
 
-def incoming_at(place: str) -> Incoming:
-    url = url_of(place)
+def incoming_at(place: str) -> WatchSource:
+    url = parse_url(place)
     if url is None:
         if not Path(place).is_dir():
             raise MergestreamError(f"{place} is not a directory")
@@ -58,13 +58,13 @@ class Directory:
 
     place: Path
 
-    def look(self) -> Iterator[tuple[Path, Sight | Exception]]:
+    def look(self) -> Iterator[tuple[Path, FoundExpert | Exception]]:
         for path in self.place.resolve().iterdir():
             if path.name.startswith("."):
                 continue
             try:
                 changed = path.stat().st_mtime
-                yield path, Sight(locate(path).source, signature(path), changed)
+                yield path, FoundExpert(locate(path).source, signature(path), changed)
             except (MergestreamError, OSError) as error:
                 if os.path.lexists(path):  # else it has gone meanwhile
                     yield path, error
@@ -80,16 +80,16 @@ class Folder:
 
     place: Url
 
-    def look(self) -> Iterator[tuple[Url, Sight]]:
-        experts: dict[str, dict[str, Object]] = defaultdict(dict)
-        for path, found in Bucket(self.place).below("").items():
+    def look(self) -> Iterator[tuple[Url, FoundExpert]]:
+        experts: dict[str, dict[str, StoredFile]] = defaultdict(dict)
+        for path, found in open_storage(str(self.place)).files().items():
             name, _, file = path.partition("/")
             if found.size and not name.startswith("."):  # an empty object is how consoles make a folder
                 experts[name][file or name] = found
         for name, objects in experts.items():
             changed = max(found.changed for found in objects.values())
             url = self.place.child(name)
-            yield url, Sight(str(url), objects_signature(objects), changed)
+            yield url, FoundExpert(str(url), files_signature(objects), changed)
 
     def awaited(self, expert: Path | Url) -> str | None:
         """An object is there at once when all of it has come, and the next one may take its time."""

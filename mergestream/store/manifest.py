@@ -17,16 +17,17 @@ from mergestream.digest import text_digest
 from mergestream.display import html_table
 from mergestream.errors import MergestreamError, did_you_mean
 from mergestream.experts.vocabulary import Vocab
-from mergestream.files import read_json, replace_file, to_json, write_error
+from mergestream.files import read_json, to_json
 from mergestream.methods import method_text
 from mergestream.methods.scale import inverse, scale_value
-from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, invalid_file, parse, read_text, validate
+from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, damaged, invalid_file, parse, validate
 from mergestream.sizes import counted
-from mergestream.store.mirror import MANIFEST, Mirror, Place
+from mergestream.storage import Storage, StoredFile
 
 if TYPE_CHECKING:
     from mergestream.methods.base import Method
 
+MANIFEST = "manifest.json"
 FORMAT = 3
 READABLE = (1, 2, FORMAT)
 """Format 1 lacks some facts of the base, which are told from others, and has always measured ‖direction‖. Up to
@@ -149,7 +150,9 @@ class Manifest:
     """The largest rank of what is kept in factors"""
     history: tuple[Expert, ...] = ()
     commit: str = ""
-    """In object storage: another one for every commit"""
+    """In object storage: a new random mark for every commit"""
+    version: StoredFile | None = field(default=None, compare=False, repr=False)
+    """The file that this was loaded from or saved to, for compare-and-swap; None for a new store"""
 
     def __repr__(self) -> str:
         return f"<Manifest: {self.told}, base {self.base.source!r}>"
@@ -257,9 +260,11 @@ class Manifest:
         """As it was after a step."""
         return dataclasses.replace(self, history=self.history[:step])
 
-    def save(self, store: Place, *, new: bool = False) -> None:
-        """Make it the manifest of the store, at once; of a ``new`` store only where there is none. Where this fails
-        nothing has changed. The name is yet to be brought to the disk."""
+    def save(self, storage: Storage) -> Manifest:
+        """Commit: replace the version that was loaded, or make the first one; StoreBusyError if another writer has.
+
+        If this fails, nothing has changed. Returns the manifest with its new version; `Storage.sync` makes it durable.
+        """
         data = {
             "format": FORMAT,
             "step": self.step,
@@ -270,30 +275,27 @@ class Manifest:
             "history": [dataclasses.asdict(expert) for expert in self.history],
             **({"commit": self.commit} if self.commit else {}),
         }
-        path = store / MANIFEST
+        where = f"{storage}/{MANIFEST}"
         try:
-            Manifest.from_json(data, path)
+            Manifest.from_json(data, where)
         except MergestreamError as error:
-            raise MergestreamError(f"what could not be read again is not written: {error}") from error
-        try:
-            text = to_json({**data, "digest": text_digest(_canonical(data))})
-            if isinstance(store, Mirror):
-                store.commit(text, new)
-            else:
-                replace_file(path, text, new=new)
-        except OSError as error:
-            raise write_error(path, error) from error
+            raise MergestreamError(f"the new manifest could not be read again, and is not written: {error}") from error
+        text = to_json({**data, "digest": text_digest(_canonical(data))})
+        version = storage.put_if(MANIFEST, text.encode(), self.version)
+        return dataclasses.replace(self, version=version)
 
     @classmethod
-    def load(cls, store: Place) -> Manifest:
-        if isinstance(store, Mirror):
-            store.refresh()
-        path = store / MANIFEST
-        if not path.is_file():
+    def load(cls, storage: Storage) -> Manifest:
+        """Read the manifest as it is now."""
+        found, path = storage.fetch(MANIFEST), f"{storage}/{MANIFEST}"
+        if found is None:
             raise MergestreamError(
-                f"{store} is not a mergestream store; make one with: mergestream init {store} --base MODEL"
+                f"{storage} is not a mergestream store; make one with: mergestream init {storage} --base MODEL"
             )
-        data = parse(read_text(path), path)
+        try:
+            data = parse(found[0].decode(), path)
+        except UnicodeDecodeError as error:
+            raise damaged(path, "it is not text") from error
         if type(data.get("format")) is not int:
             raise invalid_file(path, "it is not the manifest of a mergestream store")
         if data["format"] not in READABLE:
@@ -304,11 +306,11 @@ class Manifest:
         digest = data.pop("digest", None)
         if digest != text_digest(_canonical(data)):
             raise MergestreamError(f"{path} is damaged or was edited: its digest does not match; {BACKUP}")
-        return cls.from_json(data, path)
+        return dataclasses.replace(cls.from_json(data, path), version=found[1])
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], path: Path) -> Manifest:
-        """From what is in the file at ``path``, with every fault told."""
+    def from_json(cls, data: Mapping[str, Any], path: str) -> Manifest:
+        """Parse the content of the file at ``path``."""
         content = validate(data, _Content, path)
         numbered = [{"number": place, **entry} for place, entry in enumerate(content["history"], 1)]
         history = validate(numbered, tuple[Expert, ...], path)

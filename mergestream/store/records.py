@@ -1,9 +1,9 @@
-"""What a store remembers of each absorbed model, beside the state: ``experts/NNNN``."""
+"""Records of the experts of a store, ``experts/NNNN``: facts per tensor, a sketch, heads."""
 
 from __future__ import annotations
 
+import json
 import math
-import shutil
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,10 +18,10 @@ from mergestream.experts.adapters.config import AdapterConfig
 from mergestream.experts.names import Prefix
 from mergestream.experts.sketch import FORMAT, READABLE, WIDTH, cosines
 from mergestream.experts.vocabulary import ROWS, Token
-from mergestream.files import read_json, remove, sync_directory, sync_file, write_json
-from mergestream.schema import Count, Magnitude, damaged, invalid_file, parse, read_text, validate
-from mergestream.store.checked import CheckedTensors
-from mergestream.store.mirror import SKETCH, Mirror, Place, fetched, located, publish
+from mergestream.files import read_json, write_json
+from mergestream.schema import Count, Magnitude, damaged, invalid_file, parse, validate
+from mergestream.storage import Storage, read_text
+from mergestream.store.tensors import CheckedTensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,20 +31,22 @@ if TYPE_CHECKING:
     from mergestream.store.manifest import Expert
 
 _NAME = "tensors.json"
-HEADS = "heads.safetensors"
 _SKETCH = "sketch"
 
 
 def record_folder(folder: str) -> str:
-    """Where a store keeps what it must know of the expert of a step, beside the state."""
+    """The folder of the record that belongs to a step."""
     return f"experts/{folder}"
 
 
-def write_record(store: Place, folder: str, arrival: Arrival, sketch: Tensor) -> str:
-    """Keep what happened to each tensor, the sketch and the expert's heads; returns the record's digest."""
-    directory = store / record_folder(folder)
-    remove(directory)
-    directory.mkdir(parents=True)
+def write_record(storage: Storage, folder: str, arrival: Arrival, sketch: Tensor) -> str:
+    """Write the facts per tensor, the sketch and the expert's heads; returns the record's digest."""
+    with storage.drafting(record_folder(folder)) as directory:
+        _write_files(directory, arrival, sketch)
+        return text_digest((directory / _NAME).read_text(encoding="utf-8"))
+
+
+def _write_files(directory: Path, arrival: Arrival, sketch: Tensor) -> None:
     vector, expert, config = arrival.vector, arrival.vector.expert, None
     if vector.heads:
         source = expert.directory / "config.json" if expert.directory else None
@@ -66,30 +68,22 @@ def write_record(store: Place, folder: str, arrival: Arrival, sketch: Tensor) ->
         },
     }
     write_json(directory / _NAME, record)
-    publish(store, record_folder(folder))
-    return text_digest((directory / _NAME).read_text(encoding="utf-8"))
 
 
-def copy_record(store: Place, folder: str, to: str) -> None:
-    """The same record for the same expert under another number."""
-    if isinstance(store, Mirror):
-        return store.copy(record_folder(folder), record_folder(to))
-    target = store / record_folder(to)
-    remove(target)
-    shutil.copytree(store / record_folder(folder), target)
-    for path in target.iterdir():
-        sync_file(path)
-    sync_directory(target)
-    sync_directory(target.parent)
+def copy_record(storage: Storage, folder: str, to: str) -> None:
+    """Give the same expert the same record under another number."""
+    source, target = record_folder(folder), record_folder(to)
+    storage.remove(target)
+    for name in storage.files(source):
+        storage.copy(f"{source}/{name}", f"{target}/{name}")
+    storage.sync(target)
+    storage.sync("experts")
 
 
-def drop_record(store: Place, folder: str) -> None:
-    """Of an expert that is not to come after all: why not is what counts, and the next writer tries again."""
+def drop_record(storage: Storage, folder: str) -> None:
+    """Remove the record of an expert that was not added. A failure is ignored: the next writer cleans up."""
     with suppress(OSError, MergestreamError):
-        if isinstance(store, Mirror):
-            store.remove([record_folder(folder)])
-        else:
-            remove(store / record_folder(folder))
+        storage.remove(record_folder(folder))
 
 
 class TensorRecord(TypedDict):
@@ -133,82 +127,87 @@ class Task:
     prefix: Prefix
 
 
-def read_record(store: Place, expert: Expert) -> Record:
-    path = fetched(store, record_folder(expert.folder)) / _NAME
-    text = read_text(path)
+def read_record(storage: Storage, expert: Expert) -> Record:
+    """The record of an expert, checked against the digest in the manifest."""
+    name = f"{record_folder(expert.folder)}/{_NAME}"
+    text, where = read_text(storage, name), f"{storage}/{name}"
     if text_digest(text) != expert.record:
-        raise damaged(path, "its digest does not match the manifest")
-    return validate({"tokens": [], **parse(text, path)}, Record, path)
+        raise damaged(where, "its digest does not match the manifest")
+    return validate({"tokens": [], **parse(text, where)}, Record, where)
 
 
-def tensor_records(store: Place, expert: Expert, names: Collection[str]) -> dict[str, TensorRecord]:
-    """What the step of an expert did to each of these tensors."""
-    found = read_record(store, expert)["tensors"]
+def tensor_records(storage: Storage, expert: Expert, names: Collection[str]) -> dict[str, TensorRecord]:
+    """The facts of an expert's step about these tensors."""
+    found = read_record(storage, expert)["tensors"]
     if missing := set(names) - found.keys():
-        raise invalid_file(store / record_folder(expert.folder) / _NAME, f"it says nothing of {min(missing)}")
+        where = f"{storage}/{record_folder(expert.folder)}/{_NAME}"
+        raise invalid_file(where, f"it says nothing about {min(missing)}")
     return found
 
 
-def has_task(store: Place, expert: Expert) -> bool:
-    """Whether there are tensors that were kept for an expert."""
-    return bool(expert.fates.get("head") and read_record(store, expert)["heads"])
+def has_task(storage: Storage, expert: Expert) -> bool:
+    """Whether heads were kept for an expert."""
+    return bool(expert.fates.get("head") and read_record(storage, expert)["heads"])
 
 
-def open_task(store: Place, expert: Expert) -> Task | None:
-    """The tensors that were kept for an expert, if there are any, and what goes with them."""
-    record = read_record(store, expert)
+def open_task(storage: Storage, expert: Expert) -> Task | None:
+    """The heads that were kept for an expert, if there are any, with its config."""
+    record = read_record(storage, expert)
     if not record["heads"]:
         return None
-    files, count = located(store, record_folder(expert.folder)).file(HEADS), len(record["tokens"])
-    heads = CheckedTensors(files, record["heads"])
+    folder, count = record_folder(expert.folder), len(record["tokens"])
+    heads = CheckedTensors(storage, folder, "heads", record["heads"])
     for name, info in heads.tensors.items():
         if name.startswith(ROWS) and info.shape[:1] != (count,):
-            raise invalid_file(files.path, f"{name} has the shape {list(info.shape)}, and there are {count} tokens")
+            where, shape = f"{storage}/{folder}/heads.safetensors", list(info.shape)
+            raise invalid_file(where, f"{name} has the shape {shape}, but there are {count} tokens")
     return Task(heads, record["config"], record.get("prefix", Prefix()))
 
 
-def verify_record(store: Place, expert: Expert, engine: Engine) -> None:
+def verify_record(storage: Storage, expert: Expert, engine: Engine) -> None:
     """Recompute the digests of the record, the sketch and the heads."""
-    read_sketch(store, expert)
-    if task := open_task(store, expert):
+    read_sketch(storage, expert)
+    if task := open_task(storage, expert):
         with task.heads:
             list(task.heads.verify(engine))
 
 
 def write_sketch(directory: Path, values: Tensor) -> str:
-    """Keep a sketch as ``sketch.safetensors``; returns its digest."""
+    """Write a sketch to ``sketch.safetensors``; returns its digest."""
     layout = {_SKETCH: TensorSpec("F16", tuple(values.shape))}
     with SafetensorsWriter(directory, layout, prefix=_SKETCH, metadata={"sketch": FORMAT}) as writer:
         writer.write(_SKETCH, values)
     return tensor_digest(values)
 
 
-def read_sketch(store: Place, expert: Expert) -> np.ndarray:
-    """The sketch of an expert in float16, as it is kept."""
-    path = fetched(store, record_folder(expert.folder)) / SKETCH
-    return load_sketch(path, read_record(store, expert)["sketch"])
+def read_sketch(storage: Storage, expert: Expert) -> np.ndarray:
+    """The sketch of an expert, in float16."""
+    name = f"{record_folder(expert.folder)}/{_SKETCH}.safetensors"
+    return parse_sketch(storage.read(name) or b"", f"{storage}/{name}", read_record(storage, expert)["sketch"])
 
 
-def load_sketch(path: Path, digest: str) -> np.ndarray:
+def parse_sketch(data: bytes, where: str, digest: str) -> np.ndarray:
+    """The sketch in a file that was read; ``where`` is its place, for errors."""
     import torch
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
 
     try:
-        with safe_open(path, framework="numpy") as file:
-            if (file.metadata() or {}).get("sketch") not in READABLE:
-                raise MergestreamError(f"{path} is a sketch of another version of mergestream; upgrade mergestream")
-            values: np.ndarray = file.get_tensor(_SKETCH)
-    except (OSError, SafetensorError) as error:
-        raise damaged(path, str(error)) from error
+        values: np.ndarray = load(data)[_SKETCH]
+    except (KeyError, SafetensorError) as error:
+        raise damaged(where, str(error)) from error
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    if header.get("__metadata__", {}).get("sketch") not in READABLE:
+        raise MergestreamError(f"{where} is a sketch of another version of mergestream; upgrade mergestream")
     if tensor_digest(torch.from_numpy(values)) != digest:
-        raise damaged(path, f"the digest of {_SKETCH} does not match")
+        raise damaged(where, f"the digest of {_SKETCH} does not match")
     if values.ndim != 1 or values.dtype != "float16" or WIDTH % max(values.size, 1):
-        raise invalid_file(path, "it is no sketch")
+        raise invalid_file(where, "it is not a sketch")
     return values
 
 
-def cosines_to(store: Place, history: Sequence[Expert], sketch: Tensor) -> dict[str, float | None]:
-    """A task vector's cosine to that of each absorbed expert, by name."""
+def cosines_to(storage: Storage, history: Sequence[Expert], sketch: Tensor) -> dict[str, float | None]:
+    """The cosine of a task vector to that of every expert, by name."""
     new, names = sketch.numpy(), [entry.name for entry in history]
-    found = (cosines([new, read_sketch(store, entry)])[0][1] for entry in history)
+    found = (cosines([new, read_sketch(storage, entry)])[0][1] for entry in history)
     return dict(zip(names, found, strict=True))

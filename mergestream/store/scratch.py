@@ -1,20 +1,16 @@
-"""An entry of a ledger for those who only want to know, in files that are gone afterwards."""
+"""A ledger entry in temporary files, for dry runs on several machines."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints import SafetensorsWriter, TensorSpec, open_checkpoint
-from mergestream.checkpoints.uploading import SafetensorsUploader
-from mergestream.checkpoints.writer import TensorWriter
-from mergestream.files import write_error
-from mergestream.objects import Bucket
-from mergestream.store.mirror import SCRATCH, Mirror, Place, new_mark
+from mergestream.checkpoints import TensorSpec
+from mergestream.checkpoints.uploading import open_writer
+from mergestream.storage import Storage
 from mergestream.store.steps import slot_name
+from mergestream.store.tensors import open_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Scratch:
-    """Whoever shares the file system, or the bucket, can write the entry, and read it once it is closed."""
+    """An entry that every worker can write, and read once it is closed."""
 
-    def __init__(self, source: str | Path, writer: TensorWriter, layout: Mapping[str, TensorSpec]) -> None:
-        self._source, self._writer, self._layout = source, writer, layout
+    def __init__(self, storage: Storage, layout: Mapping[str, TensorSpec]) -> None:
+        self._storage, self._writer, self._layout = storage, open_writer(storage, "", layout), layout
         self._slots: dict[str, list[str]] = {}
         for key in layout:
             slot, _, name = key.partition(":")
@@ -36,11 +32,12 @@ class Scratch:
         self._writer.write_piece(slot_name(slot, name), start, piece)
 
     def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
-        raise NotImplementedError("a ledger remembers slots that are dense")
+        raise NotImplementedError("all slots of a ledger are dense")
 
     def close(self) -> None:
+        """Complete the files and open them for reading."""
         self._writer.close()
-        self._files = open_checkpoint(self._source)
+        self._files = open_tensors(self._storage, "")
 
     copies = 0
 
@@ -56,18 +53,7 @@ class Scratch:
 
 
 @contextmanager
-def scratch(store: Place, layout: Mapping[str, TensorSpec]) -> Iterator[Scratch]:
-    """Beside the store, or in its bucket, where whoever works on it sees it."""
-    if isinstance(store, Mirror):
-        folder = Bucket(store.bucket.url.below(f"{SCRATCH}/{new_mark(store)}"))
-        try:
-            yield Scratch(str(folder.url), SafetensorsUploader(folder, layout), layout)
-        finally:
-            folder.delete(folder.below(""))
-        return
-    try:
-        place = TemporaryDirectory(prefix=f".{store.name}.", dir=store.parent, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise write_error(store.parent, error) from error
-    with place:
-        yield Scratch(Path(place.name), SafetensorsWriter(place.name, layout), layout)
+def scratch(storage: Storage, layout: Mapping[str, TensorSpec]) -> Iterator[Scratch]:
+    """An entry in temporary files beside the store."""
+    with storage.scratch() as temporary:
+        yield Scratch(temporary, layout)

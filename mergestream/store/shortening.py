@@ -10,37 +10,37 @@ from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.ledger.method import Ledger, cut_entry
 from mergestream.merging.plan import tensor_context
+from mergestream.storage import Storage
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.mirror import Place, new_mark
 from mergestream.store.records import copy_record, drop_record
-from mergestream.store.site import Site, site_of
+from mergestream.store.step_storage import StepStorage
 from mergestream.store.steps import DIGESTS, StepReader, slot_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def shorten(store: Place, manifest: Manifest, expert: Expert, cut: int) -> Expert:
+def shorten(store: Storage, manifest: Manifest, expert: Expert, cut: int) -> Expert:
     """Write an expert's entry as it is read where ``cut`` experts share the room; returns it with its new number.
 
     One that has nothing to cut, as an adapter's, stays where it is."""
-    shorter = dataclasses.replace(expert, number=manifest.next_number, mark=new_mark(store), cut=cut)
-    site = site_of(store, shorter.folder)
-    site.claim(manifest.commit)
+    shorter = dataclasses.replace(expert, number=manifest.next_number, mark=store.new_mark(), cut=cut)
+    files = StepStorage(store, shorter.folder)
+    files.claim(manifest.commit)
     try:
-        digests = _write(store, site, manifest, expert, cut)
+        digests = _write(store, files, manifest, expert, cut)
         if digests is None:
-            site.remove()
+            files.remove()
             return dataclasses.replace(expert, cut=cut)
         copy_record(store, expert.folder, shorter.folder)
     except BaseException:  # it would take room for nothing
-        site.remove()
+        files.remove()
         drop_record(store, shorter.folder)
         raise
     return dataclasses.replace(shorter, state=combined_digest(digests))
 
 
-def _write(store: Place, site: Site, manifest: Manifest, expert: Expert, cut: int) -> dict[str, str] | None:
+def _write(store: Storage, files: StepStorage, manifest: Manifest, expert: Expert, cut: int) -> dict[str, str] | None:
     """The digests of what was written; None where there is nothing to cut."""
     method = manifest.make_method()
     assert isinstance(method, Ledger)
@@ -58,11 +58,11 @@ def _write(store: Place, site: Site, manifest: Manifest, expert: Expert, cut: in
         if sum(spec.nbytes for spec in layout.values()) == reader.nbytes:
             return None
         digests = {}
-        with site.writer(layout, "model", resume=False) as writer:
+        with files.open_writer(layout) as writer:
             for name in manifest.base.merged:
                 for key, value in shorter(name).items():
                     writer.write(key, value)
                     digests[key] = tensor_digest(value)
-    site.save(DIGESTS, digests)
-    site.finish()
+    files.save(DIGESTS, digests)
+    files.finish()
     return digests

@@ -12,8 +12,8 @@ from mergestream.errors import MergestreamError
 from mergestream.files import allow_open_files
 from mergestream.progress import Progress
 from mergestream.schema import invalid_file
+from mergestream.storage import Storage
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.mirror import Place
 from mergestream.store.records import Task, has_task, open_task, read_record
 from mergestream.store.steps import StepReader
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Snapshot:
     """What is remembered after the last model of a history; files stay readable while it is open, even if removed."""
 
-    place: Place
+    place: Storage
     manifest: Manifest
     """Its history ends with the step whose state this is."""
     readers: Mapping[int, StepReader]
@@ -42,7 +42,7 @@ class Snapshot:
         return f"<Snapshot of {str(self.place)!r} at step {self.manifest.step}: {self.manifest.told}>"
 
     @classmethod
-    def open(cls, place: Place, manifest: Manifest) -> Snapshot:
+    def open(cls, place: Storage, manifest: Manifest) -> Snapshot:
         entries = manifest.readable
         allow_open_files(len(entries))
         with ExitStack() as opened:
@@ -66,7 +66,7 @@ class Snapshot:
             layout = method.layout_as_stored(tensor_context(self.manifest.base, name, t), shapes)
             expected = {slot: TensorSpec(dtype_name(form.dtype), form.shape) for slot, form in layout.items()}
             if found != expected:
-                raise invalid_file(reader.directory, f"{name} is not as {method.name} lays it out")
+                raise invalid_file(reader.where, f"{name} is not as {method.name} lays it out")
 
     def __enter__(self) -> Snapshot:
         return self

@@ -1,8 +1,7 @@
-"""Steps on disk: ``steps/NNNN`` holds the state after the expert of that number, or in a ledger its entry.
+"""Reading and writing steps: ``steps/NNNN`` holds the state after expert NNNN, or its entry in a ledger.
 
-A step is written into its place and counts only when the manifest says so. Until then its
-``plan.json`` says what it is to become and ``journal`` which tensors are done, each with the
-digests of what was written; a step that was cut short is resumed after checking them.
+A step counts once the manifest names it. Until then ``plan.json`` says what it will become, and ``journal`` lists the
+finished tensors with the digests of what was written. An interrupted step is resumed after these are checked.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints import TensorSpec
 from mergestream.digest import combined_digest, json_digest, tensor_digest
 from mergestream.errors import MergestreamError
-from mergestream.schema import BACKUP, damaged, parse, read_text, validate
-from mergestream.store.checked import CheckedTensors
+from mergestream.schema import BACKUP, damaged, validate
+from mergestream.storage import Storage, read_json, total_bytes
 from mergestream.store.factors import (
     INDEX,
     FactorReader,
@@ -29,8 +27,8 @@ from mergestream.store.factors import (
     padded_to,
     used_steps,
 )
-from mergestream.store.mirror import JOURNAL, PLAN, Mirror, Place, located
-from mergestream.store.site import site_of
+from mergestream.store.step_storage import JOURNAL, PLAN, StepStorage
+from mergestream.store.tensors import CheckedTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,57 +40,40 @@ if TYPE_CHECKING:
 
 DIGESTS = "digests.json"
 UNFINISHED = PLAN, JOURNAL
-"""What a step is resumed with"""
+"""Files that a step is resumed with"""
 _UNDO = f"go back to before it with undo, or {BACKUP}"
 _ADD_AGAIN = f"remove the expert and add it once more, or {BACKUP}"
-"""What helps where a state is damaged, and where an entry of a ledger is"""
+"""Remedies for a damaged state, and for a damaged entry of a ledger"""
 
 
-def step_bytes(store: Place, folder: str) -> int:
-    """What a step takes on disk, or in its bucket."""
-    if isinstance(store, Mirror):
-        return sum(found.size for found in store.objects(f"steps/{folder}").values())
-    sizes = 0
-    with suppress(FileNotFoundError):  # a writer has removed it just now
-        for path in (store / "steps" / folder).iterdir():
-            sizes += path.stat().st_size
-    return sizes
+def step_bytes(storage: Storage, folder: str) -> int:
+    """The size of a step."""
+    return total_bytes(storage.files(f"steps/{folder}"))
 
 
 def slot_name(slot: str, name: str) -> str:
-    """How the state names a slot of a tensor: ``sum:encoder.layer.0.weight``."""
+    """The name of a tensor's slot in the state: ``sum:encoder.layer.0.weight``."""
     return f"{slot}:{name}"
 
 
-def is_begun(store: Path, folder: str) -> bool:
-    """Whether a step is in the making, and can be resumed."""
-    return (store / "steps" / folder / PLAN).is_file()
-
-
-def tidy(store: Path, folder: str) -> None:
-    """Remove what a step is resumed with: it is real now."""
-    for path in (store / "steps" / folder / name for name in UNFINISHED):
-        if path.exists():
-            path.unlink()
-
-
 class StepReader:
-    """What a step has written, checked as it is read; files stay readable while it is open, even if removed."""
+    """Reads a step and checks its digests. Open files stay readable, even if a writer removes the step."""
 
-    def __init__(self, store: Place, expert: Expert) -> None:
-        """``expert`` is whose state or entry it is, by the manifest."""
-        files, remedy = located(store, f"steps/{expert.folder}"), _ADD_AGAIN if expert.cut else _UNDO
-        self.folder, self.directory = expert.folder, files.path
-        path = self.directory / DIGESTS
-        self.digests = validate(parse(read_text(path), path), dict[str, str], path)
+    def __init__(self, storage: Storage, expert: Expert) -> None:
+        """``expert`` is the manifest's entry of the step."""
+        folder, remedy = f"steps/{expert.folder}", _ADD_AGAIN if expert.cut else _UNDO
+        self.folder, self.where = expert.folder, f"{storage}/{folder}"
+        name = f"{folder}/{DIGESTS}"
+        self.digests = validate(read_json(storage, name), dict[str, str], f"{storage}/{name}")
         if combined_digest(self.digests) != expert.state:
-            raise damaged(path, "it does not match the manifest", remedy)
-        self.factors = FactorReader(files, expert.number, self.digests, remedy)
+            raise damaged(f"{storage}/{name}", "it does not match the manifest", remedy)
+        self.factors = FactorReader(storage, folder, expert.number, self.digests, remedy)
         dense = self.digests.keys() - {INDEX} - self.factors.names
         self._dense: CheckedTensors | None = None
         try:
             if dense:
-                self._dense = CheckedTensors(files, {name: self.digests[name] for name in dense}, remedy)
+                digests = {name: self.digests[name] for name in dense}
+                self._dense = CheckedTensors(storage, folder, "model", digests, remedy)
             self.factors.check(self._dense)
         except BaseException:
             self.close()
@@ -100,14 +81,16 @@ class StepReader:
 
     @property
     def nbytes(self) -> int:
+        """The size of all tensors."""
         return sum(files.nbytes for files in self._files())
 
     @property
     def copies(self) -> int:
-        """How often a tensor is in memory while it is read."""
+        """How many copies of a tensor are in memory while it is read."""
         return self._dense.copies if self._dense else 0
 
     def read(self, slot: str, name: str) -> Tensor | LowRank:
+        """One slot of a tensor's state."""
         key = slot_name(slot, name)
         if key in self.factors.index:
             return self.factors.read(key, name, self._dense)
@@ -115,13 +98,13 @@ class StepReader:
         return self._dense.read(key)
 
     def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """All slots of a tensor in a ledger's entry, or only these."""
+        """The slots of a tensor in a ledger's entry: all, or ``only`` these."""
         wanted = [slot for slot in self._slots.get(name, ()) if only is None or slot in only]
         return {slot: self._dense.read(slot_name(slot, name)) for slot in wanted} if self._dense else {}
 
     @cached_property
     def _slots(self) -> dict[str, list[str]]:
-        """Those of every tensor."""
+        """The slots of every tensor."""
         slots: dict[str, list[str]] = {}
         for key in (*(self._dense.tensors if self._dense else ()), *self.factors.index):
             slot, _, name = key.partition(":")
@@ -129,7 +112,7 @@ class StepReader:
         return slots
 
     def forms(self, name: str) -> dict[str, TensorSpec]:
-        """The slots of a tensor, as they are meant to be read."""
+        """The dtype and shape of every slot of a tensor."""
         found = {}
         for slot in self._slots.get(name, ()):
             key = slot_name(slot, name)
@@ -140,7 +123,7 @@ class StepReader:
         return found
 
     def ranks(self, slots: Collection[str], name: str) -> list[tuple[int, int]] | None:
-        """The ranks of the left and the right basis of each of these slots; None where they are dense."""
+        """The ranks of the left and the right basis of each slot; None if they are dense."""
         keys = [slot_name(slot, name) for slot in slots]
         if not all(key in self.factors.index for key in keys):
             return None
@@ -150,7 +133,7 @@ class StepReader:
         return [*((self._dense,) if self._dense else ()), *self.factors.files.values()]
 
     def verify(self, engine: Engine) -> Iterator[int]:
-        """Read all that is there; yields the bytes done, raises at the first digest that does not match."""
+        """Read all tensors; yields the bytes of each, and raises at the first digest that does not match."""
         for files in self._files():
             yield from files.verify(engine)
 
@@ -160,55 +143,55 @@ class StepReader:
 
 
 class StepWriter:
-    """A step in the making."""
+    """Writes a step; it counts once the manifest names it."""
 
     def __init__(
         self,
-        store: Place,
+        storage: Storage,
         folder: str,
-        number: int,
+        plan: Mapping[str, Any],
+        *,
         layout: Mapping[str, TensorSpec],
         blocks: Mapping[str, TensorSpec],
         before: StepReader | None,
-        plan: Mapping[str, Any],
     ) -> None:
         """``layout`` has the dense slots and the cores, ``blocks`` what the bases of factored slots may gain.
 
-        ``before`` is the state before it, with the folder that its files are in.
+        ``before`` is the state that the step begins with.
         """
-        self._site, self._before = site_of(store, folder), before
-        self._layout, self._number = layout, number
+        self._files, self._before = StepStorage(storage, folder), before
+        self._layout, self._number = layout, int(folder.partition("-")[0])
         self.done: dict[str, tuple[Outcome, str | None]] = {}
-        """Tensors that an earlier, interrupted run has written, with the digest of the expert's."""
+        """Tensors that an interrupted run has written, with the digest of the expert's tensor"""
         self._open = ExitStack()
-        """Lets go of the files as they are"""
-        self._open.callback(self._site.close)
+        """Closes the files as they are"""
+        self._open.callback(self._files.close)
         try:
             self._begin(blocks, json.loads(json.dumps(plan)))
-        except (MergestreamError, OSError):  # what takes room on a disk that is full must not stay
+        except (MergestreamError, OSError):  # free the space, the disk may be full
             self.abandon()
             raise
 
     def _begin(self, blocks: Mapping[str, TensorSpec], plan: Mapping[str, Any]) -> None:
         from mergestream.merging.step import Outcome
 
-        resumable = self._site.begin(plan, resumable=plan["fingerprint"] is not None)
-        self._writer = self._site.writer(self._layout, "model", resumable) if self._layout else None
+        resume = self._files.begin(plan, resumable=plan["fingerprint"] is not None)
+        self._writer = self._files.open_writer(self._layout, resume=resume) if self._layout else None
         if self._writer:
             self._open.callback(self._writer.abandon)
         factors = self._before.factors if self._before else None
-        resumed = self._writer.resumed if self._writer else resumable
-        self._factors = FactorWriter(self._site, self._number, blocks, factors, resumed)
+        resumed = self._writer.resumed if self._writer else resume
+        self._factors = FactorWriter(self._files, self._number, blocks, factors, resumed)
         if self._factors.writer:
             self._open.callback(self._factors.writer.abandon)
         if resumed and self._factors.resumed:
-            for entry in self._site.entries():
+            for entry in self._files.read_journal():
                 outcome = Outcome(**entry["outcome"])
                 if self._keep(stored_digests(entry["tensor"], outcome)):
                     self.done[entry["tensor"]] = outcome, entry["expert"]
 
     def _keep(self, digests: Mapping[str, str]) -> bool:
-        """Keep what was written before, if it is still what was meant."""
+        """Keep the tensors that an interrupted run has written, if their digests match."""
         written = []
         for key, digest in digests.items():
             owner, name = (self._writer, key) if key in self._layout else (self._factors.writer, key.partition("/")[2])
@@ -220,11 +203,12 @@ class StepWriter:
         return True
 
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
+        """Write a piece of a dense slot."""
         assert self._writer is not None
         self._writer.write_piece(slot_name(slot, name), start, piece)
 
     def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
-        """Write all slots of a tensor that is kept in factors."""
+        """Write all slots of a factored tensor; returns their index entries and digests."""
         values = {slot_name(slot, name): value for slot, value in state.items()}
         index, digests = self._factors.write(name, values)
         for slot, value in values.items():
@@ -236,17 +220,17 @@ class StepWriter:
         return {"index": index, "digests": digests}
 
     def record(self, name: str, outcome: Outcome, expert_digest: str | None) -> None:
-        """Note a finished tensor, so that it need not be done again."""
+        """Write a finished tensor to the journal, so that a resumed run skips it."""
         entry = {"tensor": name, "outcome": dataclasses.asdict(outcome), "expert": expert_digest}
-        self._site.record(entry, sum(writer.written for writer in (self._writer, self._factors.writer) if writer))
+        self._files.record(entry, sum(writer.written for writer in (self._writer, self._factors.writer) if writer))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy writes tensors; the plan and the journal stay here."""
-        return {key: value for key, value in vars(self).items() if key not in ("done", "_open", "_site")}
+        """A copy in another process writes tensors; the plan and the journal stay here."""
+        return {key: value for key, value in vars(self).items() if key not in ("done", "_open", "_files")}
 
     def finish(self, outcomes: Mapping[str, Outcome]) -> str:
-        """Bring all to the disk; returns the digest of the state."""
-        self._site.close()
+        """Make all files durable; returns the digest of the state."""
+        self._files.close()
         if self._writer:
             self._writer.close()
         digests: dict[str, str] = {}
@@ -259,25 +243,26 @@ class StepWriter:
             self._factors.finish(used)
             for step in used:
                 if step != self._number and self._before:
-                    self._site.take_over(self._before.folder, file_prefix(step))
+                    self._files.take_over(self._before.folder, file_prefix(step))
             own = f"{file_prefix(self._number)}/"
             older = self._before.digests if self._before else {}
             taken_over = tuple(f"{file_prefix(step)}/" for step in used if step != self._number)
             digests = {k: d for k, d in digests.items() if self._number in used or not k.startswith(own)}
             digests |= {k: d for k, d in older.items() if k.startswith(taken_over)}
-            self._site.save(INDEX, index)
+            self._files.save(INDEX, index)
             digests[INDEX] = json_digest(index)
-        self._site.save(DIGESTS, digests)
-        self._site.finish()
+        self._files.save(DIGESTS, digests)
+        self._files.finish()
         return combined_digest(digests)
 
     def pause(self) -> None:
-        """Stop here; what is done will be found again."""
+        """Close all files; the step can be resumed."""
         self._open.close()
 
     def abandon(self) -> None:
+        """Close and delete all files."""
         self.pause()
-        self._site.remove()
+        self._files.remove()
 
 
 def stored_digests(name: str, outcome: Outcome) -> dict[str, str]:

@@ -10,10 +10,9 @@ from typing import Any
 
 from mergestream.checkpoints.layout import is_weight_file
 from mergestream.digest import json_digest, text_digest
-from mergestream.files import to_json, write_json
-from mergestream.objects import Bucket, Object, Url, url_of
-from mergestream.schema import BACKUP, damaged, parse, read_text, validate
-from mergestream.store.mirror import Mirror, Place, fetched
+from mergestream.files import to_json
+from mergestream.schema import BACKUP, damaged, validate
+from mergestream.storage import Storage, StoredFile, Url, open_storage, parse_url, read_json
 
 NAME = "watched.json"
 _REMEDY = f"{BACKUP}, or remove it to have watch try again what was refused or taken back"
@@ -33,37 +32,34 @@ class LeftAlone:
         return self.files == files and self.options in (None, options)
 
 
-def recall(store: Place) -> dict[str, LeftAlone]:
-    """By the source of the expert."""
-    path = fetched(store, NAME)
-    if not path.is_file():
+def recall(storage: Storage) -> dict[str, LeftAlone]:
+    """The experts that `watch` skips, by their source."""
+    if storage.read(NAME) is None:
         return {}
-    data = parse(read_text(path), path)
+    where, data = f"{storage}/{NAME}", read_json(storage, NAME)
     experts = data.get("experts")
     if data.get("digest") != json_digest(experts):
-        raise damaged(path, "its digest does not match", _REMEDY)
-    return validate(experts, dict[str, LeftAlone], path)
+        raise damaged(where, "its digest does not match", _REMEDY)
+    return validate(experts, dict[str, LeftAlone], where)
 
 
-def remember(store: Place, experts: Mapping[str, LeftAlone]) -> None:
-    """Add to what is left alone; the store must be held for writing."""
-    data = {source: asdict(entry) for source, entry in {**recall(store), **experts}.items()}
+def remember(storage: Storage, experts: Mapping[str, LeftAlone]) -> None:
+    """Add experts that `watch` skips; the caller must be the writer of the store."""
+    data = {source: asdict(entry) for source, entry in {**recall(storage), **experts}.items()}
     content = {"experts": data, "digest": json_digest(data)}
-    if isinstance(store, Mirror):
-        store.replace(NAME, to_json(content))
-    else:
-        write_json(store / NAME, content)
+    storage.put_if(NAME, to_json(content).encode(), storage.stat(NAME))
+    storage.sync()
 
 
-def remember_departed(store: Place, source: str) -> None:
-    """The same for an expert that is taken out of the store, where it is still where it came from."""
-    url = url_of(source)
+def remember_departed(storage: Storage, source: str) -> None:
+    """Have `watch` skip an expert that is taken out of the store, if its files are still there."""
+    url = parse_url(source)
     try:
-        files = _signature_there(url) if url else signature(Path(source))
+        files = _remote_signature(url) if url else signature(Path(source))
     except OSError:
         return
     if files:
-        remember(store, {source: LeftAlone(files, "it was taken back")})
+        remember(storage, {source: LeftAlone(files, "it was taken back")})
 
 
 def signature(path: Path) -> str:
@@ -72,19 +68,18 @@ def signature(path: Path) -> str:
     return _digest(f"{name!a} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found)
 
 
-def objects_signature(objects: Mapping[str, Object]) -> str:
-    """The same of objects, by their names in the folder: it changes with what is in them, where the service tells."""
-    return _digest(f"{name!a} {found.size} {found.tag or found.changed}" for name, found in sorted(objects.items()))
+def files_signature(files: Mapping[str, StoredFile]) -> str:
+    """The same of remote files, by their names in the folder: changes with their content."""
+    return _digest(f"{name!a} {file.size} {file.tag or file.changed}" for name, file in sorted(files.items()))
 
 
-def _signature_there(url: Url) -> str:
-    """Of what is in object storage; a commit on the hub is nothing that appears."""
-    if url.scheme == "hf":
+def _remote_signature(url: Url) -> str:
+    if url.scheme == "hf":  # a commit on the hub never changes
         return ""
     if is_weight_file(url.name):
-        beside = Bucket(url.parent).listing().objects
-        return objects_signature({name: found for name, found in beside.items() if name == url.name})
-    return objects_signature({name: found for name, found in Bucket(url).below("").items() if found.size})
+        file = open_storage(str(url.parent)).stat(url.name)
+        return files_signature({url.name: file} if file else {})
+    return files_signature({name: file for name, file in open_storage(str(url)).files().items() if file.size})
 
 
 def _digest(lines: Iterable[str]) -> str:

@@ -42,7 +42,7 @@ class TrackedStep:
         import torch
 
         manifest = store.manifest
-        place = str(store.place.resolve() if isinstance(store.place, Path) else store.place)
+        place = store.place.address
         number = manifest.names.index(entry.name) + 1
         sketch = torch.from_numpy(read_sketch(store.place, entry))
         cosines = cosines_to(store.place, manifest.history[: number - 1], sketch)

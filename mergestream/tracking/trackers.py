@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.export.places import refuse_file, refuse_within
-from mergestream.files import local_path
+from mergestream.storage import local_path
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, StoreDirectory

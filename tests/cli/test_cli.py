@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mergestream.store.lock import writer_lock
+from mergestream.storage import open_storage
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
 
@@ -429,7 +429,7 @@ def test_a_budget_of_nothing_is_too_small(store, toys, mergestream):
 
 
 def test_a_busy_store_is_exit_code_3(store, toys, mergestream):
-    with writer_lock(store):
+    with open_storage(store).writing("manifest.json"):
         for command in (("undo", store), ("add", store, toys.experts[2])):
             assert_one_sentence(mergestream(*command), 3)
 

@@ -20,8 +20,8 @@ from mergestream.cli.watch import LONGEST_PAUSE, EventLines, Printed, Watcher, m
 from mergestream.commands import CommandError
 from mergestream.errors import DamagedError, StoreBusyError
 from mergestream.progress import TerminalProgress
+from mergestream.storage import open_storage
 from mergestream.store.incoming import Directory
-from mergestream.store.lock import writer_lock
 from mergestream.store.watched import NAME
 
 
@@ -204,7 +204,7 @@ def test_which_errors_may_pass(error, passes):
 
 def test_a_store_that_is_busy_is_waited_for(bench, capsys):
     bench.bring("one", 1)
-    with writer_lock(bench.store.path):
+    with open_storage(bench.store.path).writing("manifest.json"):
         assert bench.look(4) == ["one.safetensors"] * 3
     assert bench.look(1) and bench.names == ["one"] and capsys.readouterr().err == ""
 

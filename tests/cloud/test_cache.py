@@ -13,7 +13,7 @@ import torch
 from mergestream import cache_objects
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.packing import pack, unpack
-from mergestream.objects.cache import Cache, cache_in_use
+from mergestream.storage.cache import Cache, cache_in_use
 from tests.cloud.server import BUCKET, upload
 from tests.conftest import files, save_model, toy_base, toy_expert
 
@@ -125,7 +125,7 @@ def test_many_may_share_a_directory(tmp_path):
 
 def test_a_disk_without_room_is_no_reason_to_fail(tmp_path, monkeypatch):
     cache_objects(tmp_path)
-    monkeypatch.setattr(Cache, "_keep", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr(Cache, "_add", lambda *_: (_ for _ in ()).throw(OSError("full")))
     assert same(all_of(BASE), toy_base())
 
 
@@ -145,6 +145,9 @@ def test_workers_elsewhere_have_one_too(tmp_path):
 
 def test_no_place_for_a_cache_is_told(toys, tmp_path, mergestream):
     (tmp_path / "file").touch()
-    for place, words in {tmp_path / "file": "cannot be used as a cache: ", BASE: "a cache is on a disk"}.items():
+    for place, words in {
+        tmp_path / "file": "cannot be used as a cache: ",
+        BASE: "the cache must be a local directory",
+    }.items():
         done = mergestream("init", tmp_path / "store", "--base", toys.base, "--cache", place)
         assert done.code == 2 and words in done.err and done.err.count("\n") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import obstore
@@ -12,7 +13,7 @@ import pytest
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.export.directory import Output
-from mergestream.objects import Bucket
+from mergestream.storage.bucket import BucketStorage
 from tests.cloud.server import BUCKET, SECRET
 from tests.conftest import files, toy_base
 from tests.handmade import handmade_adapter
@@ -134,8 +135,9 @@ def test_an_answer_that_is_lost_is_no_other_export(bucket, troubled):
     assert objects(bucket, "lost").keys() == {MARKER, "folder/file.txt"}
 
 
-def test_what_fails_leaves_nothing_that_is_new(bucket, troubled, monkeypatch):
-    monkeypatch.setattr("mergestream.objects.bucket.TRIES", 2)
+def test_what_fails_leaves_nothing_that_is_new(bucket, troubled, environment, monkeypatch):
+    monkeypatch.setattr("mergestream.storage.transfer.ATTEMPTS", 2)
+    environment(os.environ["AWS_ENDPOINT_URL"])
     troubled.refused = lambda number: troubled.requests[number - 1][0] == f"PUT /{BUCKET}/failed/folder/file.txt"
     with pytest.raises(MergestreamError, match=f"s3://{BUCKET}/failed/folder/file.txt cannot be written, ") as error:
         drafted(Output(Path(f"s3://{BUCKET}/failed")))
@@ -146,8 +148,8 @@ def test_what_fails_leaves_nothing_that_is_new(bucket, troubled, monkeypatch):
 def test_one_that_is_cut_short_says_so_and_can_be_replaced(bucket, monkeypatch):
     place = Path(f"s3://{BUCKET}/cut-short")
     with monkeypatch.context() as patch:
-        patch.setattr("mergestream.objects.Bucket.upload", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        patch.setattr("mergestream.objects.Bucket.delete", lambda *_: None)  # as a kill
+        patch.setattr(BucketStorage, "put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(BucketStorage, "delete", lambda *_: None)  # as a kill
         with pytest.raises(KeyboardInterrupt):
             drafted(Output(place))
     with pytest.raises(MergestreamError, match="is being written by an export, or one was cut short"):
@@ -157,13 +159,13 @@ def test_one_that_is_cut_short_says_so_and_can_be_replaced(bucket, monkeypatch):
 
 
 def test_of_two_exports_one_comes_to_its_end(bucket, monkeypatch):
-    place, upload = Path(f"s3://{BUCKET}/contested"), Bucket.upload
+    place, upload = Path(f"s3://{BUCKET}/contested"), BucketStorage.put
 
-    def late(folder: Bucket, name: str, file: Path) -> None:
-        monkeypatch.setattr(Bucket, "upload", upload)
+    def late(folder: BucketStorage, name: str, file: Path) -> None:
+        monkeypatch.setattr(BucketStorage, "put", upload)
         drafted(Output(place, overwrite=True), "by the other")
 
-    monkeypatch.setattr(Bucket, "upload", late)
+    monkeypatch.setattr(BucketStorage, "put", late)
     with pytest.raises(StoreBusyError, match="is being written by another export"):
         drafted(Output(place))
     assert objects(bucket, "contested")["folder/file.txt"] == b"by the other"

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from mergestream.checkpoints import open_checkpoint
 from mergestream.cli.watch import may_pass
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.objects import Url, url_of
+from mergestream.storage import Url, parse_url
 from tests.cloud.server import BUCKET, SECRET, upload
 from tests.conftest import save_model, toy_base
 
@@ -37,11 +37,11 @@ def assert_same(source: str | Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def test_an_address_is_known_however_it_is_written():
     for written in ("s3://bucket/a/b", "S3://bucket/a/b/", "s3a://bucket/a/b", Path("s3://bucket/a/b")):
-        assert url_of(written) == Url("s3", "bucket", "a/b")
-    assert str(url_of("gcs://bucket/a")) == "gs://bucket/a"
-    assert str(url_of("az://container")) == "az://container"
+        assert parse_url(written) == Url("s3", "bucket", "a/b")
+    assert str(parse_url("gcs://bucket/a")) == "gs://bucket/a"
+    assert str(parse_url("az://container")) == "az://container"
     for elsewhere in ("a/b", "/a/b", "org/name@main", "c:/a", "https://host/a", Path("a")):
-        assert url_of(elsewhere) is None
+        assert parse_url(elsewhere) is None
 
 
 @pytest.mark.parametrize(

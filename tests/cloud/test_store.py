@@ -241,11 +241,14 @@ def test_gc_of_a_store_on_a_disk(toys, tmp_path, done, monkeypatch):
     assert files(store.path) == before
 
 
-def test_an_upload_in_parts_that_fails_leaves_none_of_them(toys, server, bucket, key, troubled, monkeypatch):
+def test_an_upload_in_parts_that_fails_leaves_none_of_them(
+    toys, server, bucket, key, troubled, environment, monkeypatch
+):
     store = grown(address(key), toys, "average")
     before = objects(bucket, key)
     monkeypatch.setattr(uploading, "SHARD", 1)  # every object is larger
-    monkeypatch.setattr("mergestream.objects.bucket.TRIES", 1)
+    monkeypatch.setattr("mergestream.storage.transfer.ATTEMPTS", 1)
+    environment(os.environ["AWS_ENDPOINT_URL"])
     troubled.refused = lambda number: "partNumber" in troubled.requests[number - 1][0]
     with pytest.raises(MergestreamError, match=r"model-.* cannot be written"):
         store.add(toys.experts[1])
@@ -286,7 +289,7 @@ def test_of_two_writers_one_wins_and_the_other_goes_on_from_what_it_has(
     monkeypatch.setattr(StepWriter, "finish", meanwhile)
     result = mergestream("add", address(key), toys.experts[2], "--workers", "1")
     assert result.code == 3, result.err
-    assert f"{address(key)} was written to by another process meanwhile, which has won; run it again" in result.err
+    assert f"{address(key)} was changed by another process in the meantime" in result.err
     assert [entry.name for entry in Store(address(key)).history] == ["expert-1", "expert-2"]
     names = recorded(monkeypatch)
     assert mergestream("add", address(key), toys.experts[2]).code == 0
@@ -305,7 +308,7 @@ def test_gc_is_a_writer_too(toys, key, monkeypatch):
         return finish(*arguments)
 
     monkeypatch.setattr(StepWriter, "finish", meanwhile)
-    with pytest.raises(StoreBusyError, match="which has won"):
+    with pytest.raises(StoreBusyError, match="only the first commit counts"):
         store.add(toys.experts[1])
     Store(address(key)).verify()
 
@@ -386,7 +389,7 @@ def test_what_no_store_can_be(toys, bucket, key, mergestream):
     for arguments, words in {
         ("init", address(key), "--base", toys.base): "is not empty; choose another place for the store",
         ("status", address("nothing")): "is not a mergestream store; make one with: mergestream init s3://",
-        ("status", "hf://org/name"): "mergestream pull hf://org/name STORE fetches it",
+        ("status", "hf://org/name"): "mergestream pull hf://org/name STORE downloads it",
         ("init", "hf://org/name", "--base", toys.base): "is on the hub",
     }.items():
         result = mergestream(*arguments)

@@ -15,8 +15,8 @@ from safetensors.torch import save
 
 from mergestream import Store
 from mergestream.cli.watch import LONGEST_PAUSE, Printed, Watcher
-from mergestream.objects import Bucket, url_of
 from mergestream.progress import TerminalProgress
+from mergestream.storage import open_storage
 from mergestream.store.incoming import incoming_at
 from tests.cloud.server import BUCKET, upload
 from tests.conftest import save_model, toy_expert
@@ -130,7 +130,7 @@ def test_what_is_no_expert_is_told_and_stops_no_other(bench, server, capsys):
     for name in ("", "empty/"):  # as consoles make folders
         place = f"{server}/{BUCKET}/{bench.folder}/{name}"
         urllib.request.urlopen(urllib.request.Request(place, b"", method="PUT"))
-    assert bench.folder.rpartition("/")[2] not in Bucket(url_of(bench.url)).below("")
+    assert bench.folder.rpartition("/")[2] not in open_storage(bench.url).files()
     bench.bring("good", 1)
     assert bench.look(4) == ["good"]
     told = sorted(capsys.readouterr().err.splitlines())

@@ -13,7 +13,7 @@ from mergestream.engine.local import single_threaded
 from mergestream.errors import MergestreamError
 from mergestream.experts import sketch as module
 from mergestream.experts.sketch import NARROWEST, WIDTH, Sketch, cosines, error_of, folded, width_for
-from mergestream.store.records import load_sketch, write_sketch
+from mergestream.store.records import parse_sketch, write_sketch
 
 Vector = dict[str, torch.Tensor]
 ERROR = 0.01
@@ -263,12 +263,11 @@ def test_a_sketch_is_kept_in_less_than_a_megabyte(tmp_path) -> None:
     add_pieces(sketch, "norm", vector["norm"])
     digest = write_sketch(tmp_path, sketch.values())
     assert (tmp_path / "sketch.safetensors").stat().st_size < 1_000_000
-    found = load_sketch(tmp_path / "sketch.safetensors", digest)
+    found = parse_sketch((tmp_path / "sketch.safetensors").read_bytes(), "sketch.safetensors", digest)
     assert found.shape == (1 << 14,)
     assert np.array_equal(found, sketch.values().float().numpy())
 
 
-def test_a_damaged_sketch_is_named(tmp_path) -> None:
-    (tmp_path / "sketch.safetensors").write_bytes(b"not a sketch")
+def test_a_damaged_sketch_is_named() -> None:
     with pytest.raises(MergestreamError, match=r"sketch\.safetensors is damaged"):
-        load_sketch(tmp_path / "sketch.safetensors", "")
+        parse_sketch(b"not a sketch", "sketch.safetensors", "")

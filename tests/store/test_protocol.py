@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -22,8 +23,9 @@ from mergestream.merging.step import Step
 from mergestream.progress import Progress
 from mergestream.report import diagnostics
 from mergestream.report.facts import Facts
+from mergestream.storage import Storage, open_storage
+from mergestream.storage.local import LocalStorage
 from mergestream.store import shortening
-from mergestream.store.lock import writer_lock
 from mergestream.store.manifest import Manifest
 from tests.conftest import RunCommand, Toys, files, save_model, toy_expert
 from tests.store.test_crash import children
@@ -104,7 +106,8 @@ def test_the_lock_is_not_taken_through_a_link(store, tmp_path):
     (tmp_path / "victim").write_text("mine")
     (store.path / "lock").unlink()
     (store.path / "lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(MergestreamError, match="cannot be written to"), writer_lock(store.path):
+    lock = open_storage(store.path).writing("manifest.json")
+    with pytest.raises(MergestreamError, match="cannot be written to"), lock:
         pass
     assert (tmp_path / "victim").read_text() == "mine"
 
@@ -138,15 +141,20 @@ def test_a_slow_init_leaves_a_store_alone_that_was_made_meanwhile(tmp_path, toys
 
 def test_two_inits_at_once_are_one(tmp_path, toys):
     (tmp_path / "store").mkdir()
-    with writer_lock(tmp_path / "store"), pytest.raises(StoreBusyError):
+    with open_storage(tmp_path / "store").writing("manifest.json"), pytest.raises(StoreBusyError):
         Store.create(tmp_path / "store", toys.base)
     Store.create(tmp_path / "store", toys.base)
 
 
 def test_a_manifest_is_never_made_over_another(store):
     before = files(store.path)
-    with pytest.raises(MergestreamError, match=r"manifest\.json cannot be written: File exists"):
-        store.manifest.save(store.path, new=True)
+    with pytest.raises(StoreBusyError, match=r"manifest\.json was changed by another process"):
+        dataclasses.replace(store.manifest, version=None).save(store.place)
+    stale = store.manifest
+    store.keep(3)
+    before = files(store.path)
+    with pytest.raises(StoreBusyError, match=r"manifest\.json was changed by another process"):
+        stale.save(store.place)
     assert files(store.path) == before
 
 
@@ -206,10 +214,11 @@ def test_nothing_is_removed_while_the_manifest_may_still_be_lost(store, toys, mo
     """Where its name cannot be brought to the disk, a power cut may bring back the old one, which needs its steps."""
     store.progress = notes = Notes()
 
-    def fail(path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    def fail(storage: LocalStorage, folder: str = "") -> None:
+        if not folder:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(storage))
 
-    monkeypatch.setattr("mergestream.store.commits.sync_directory", fail)
+    monkeypatch.setattr(LocalStorage, "sync", fail)
     store.add(toys.experts[2])
     assert store.manifest.step == 3 and names(store, "steps") == ["0001", "0002", "0003"]
     assert len(notes.told) == 1 and f"{store.path} could not be tidied up" in notes.told[0]
@@ -261,12 +270,12 @@ def test_a_signal_before_the_commit_leaves_a_step_to_be_resumed(store, toys, mer
 
 @contextmanager
 def no_room_for_the_manifest(monkeypatch: pytest.MonkeyPatch, full: Callable[[], bool]) -> Iterator[None]:
-    def save(self: Manifest, store: Path, **options: Any) -> None:
+    def save(self: Manifest, storage: Storage) -> Manifest:
         if full():
             with monkeypatch.context() as patch:
                 patch.setattr(os, "fsync", no_space)
-                original(self, store, **options)
-        original(self, store, **options)
+                original(self, storage)
+        return original(self, storage)
 
     def no_space(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -344,9 +353,9 @@ def fifteen(tmp_path_factory: pytest.TempPathFactory, toys: Toys) -> tuple[Path,
 def count_commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     original, found = Manifest.save, []
 
-    def save(self: Manifest, store: Path, **options: Any) -> None:
+    def save(self: Manifest, storage: Storage) -> Manifest:
         found.append(self.step)
-        original(self, store, **options)
+        return original(self, storage)
 
     monkeypatch.setattr(Manifest, "save", save)
     return found
@@ -395,10 +404,10 @@ def test_shortening_that_does_not_reach_its_commit_changes_nothing(error, fiftee
     store = Store(shutil.copytree(fifteen[0], tmp_path / "store"), progress=Notes())
     original = Manifest.save
 
-    def save(self: Manifest, path: Path, **options: Any) -> None:
+    def save(self: Manifest, storage: Storage) -> Manifest:
         if self.history[0].cut == 16:
             raise error
-        original(self, path, **options)
+        return original(self, storage)
 
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "save", save)
@@ -437,15 +446,16 @@ def test_a_report_during_an_undo_is_of_the_store_after_it(store, monkeypatch):
 def test_a_status_during_an_undo_is_no_error(tmp_path, toys, mergestream, monkeypatch):
     store = Store.create(tmp_path / "store", toys.base)
     store.add(toys.experts[0])
-    original = Path.iterdir
+    original = Path.is_file
 
-    def undo_first(self: Path) -> Iterator[Path]:
-        if self.name == "0001":
-            monkeypatch.setattr(Path, "iterdir", original)
+    def undo_first(self: Path) -> bool:
+        if self.parent.name == "0001":
+            monkeypatch.setattr(Path, "is_file", original)
             Store(store.path).undo()
+            return True
         return original(self)
 
-    monkeypatch.setattr(Path, "iterdir", undo_first)
+    monkeypatch.setattr(Path, "is_file", undo_first)
     assert mergestream("status", store.path).code == 0
 
 

@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 
 from mergestream import LAWA, OPCM, TIES, Ledger, LocalEngine, MergestreamError, Method, Store
 from mergestream.merging.step import Step
-from mergestream.store import Expert, Manifest, arrival, commits
+from mergestream.storage.local import LocalStorage
+from mergestream.store import Expert, Manifest, arrival
 from mergestream.store.steps import StepWriter
 from tests.conftest import Toys, files, save_model, toy_expert
 from tests.handmade import handmade_adapter
@@ -37,8 +38,8 @@ METHODS = [OPCM(), LAWA(window=2), TIES(), Ledger(budget=8)]
 Place = tuple[object, str]
 """Where an operation is killed: at the call of a function, by its owner and its name"""
 COMMITTING: Place = (Manifest, "save")
-PRUNING: Place = (commits, "remove_other_directories")
-TIDYING: Place = (commits, "tidy")
+PRUNING: Place = (LocalStorage, "remove")
+TIDYING: Place = (LocalStorage, "delete")
 BEFORE_IT_COUNTS: list[Place] = [
     (Step, "absorb"),
     (StepWriter, "record"),
@@ -61,10 +62,11 @@ def is_killed(operation: Callable[[], object], place: Place, after: int = 0) -> 
     left = after
     counts = place not in (PRUNING, TIDYING)
 
-    def committing(*arguments: Any, **options: Any) -> None:
+    def committing(*arguments: Any) -> Manifest:
         nonlocal counts
-        save(*arguments, **options)
+        saved = save(*arguments)
         counts = True
+        return saved
 
     def dying(*arguments: Any, **options: Any) -> Any:
         nonlocal left

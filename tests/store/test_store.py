@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from mergestream import OPCM, TIES, Average, Ledger, LocalEngine, MergestreamError, Store
 from mergestream.errors import StoreBusyError, UsageError
 from mergestream.merging.step import Step
-from mergestream.store.lock import writer_lock
+from mergestream.storage import open_storage
 from mergestream.store.watched import NAME as WATCHED
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 from tests.faults.flips import meaning
@@ -118,7 +118,7 @@ def test_undone_experts_can_come_again(store, toys):
 
 
 def test_a_second_writer_is_turned_away(store, toys):
-    with writer_lock(store.path):
+    with open_storage(store.path).writing("manifest.json"):
         for write in (lambda: store.add(toys.experts[2]), store.undo, lambda: store.relocate(toys.base)):
             with pytest.raises(StoreBusyError, match="another process"):
                 write()
@@ -127,7 +127,7 @@ def test_a_second_writer_is_turned_away(store, toys):
 
 
 def test_a_second_process_exits_with_3_and_says_who_is_writing(store, toys):
-    with writer_lock(store.path):
+    with open_storage(store.path).writing("manifest.json"):
         command = [sys.executable, "-m", "mergestream", "undo", store.path]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 3

@@ -17,7 +17,7 @@ from mergestream.commands import CommandError, check_command, last_number, run_c
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.cache import key_of
 from mergestream.evaluation.suites.base import Suite, first_tasks
-from mergestream.objects import url_of
+from mergestream.storage import parse_url
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ class CustomSuite(Suite):
         from mergestream.checkpoints import open_checkpoint
 
         with open_checkpoint(str(name)) as checkpoint:
-            if checkpoint.directory is None or url_of(str(name)):
+            if checkpoint.directory is None or parse_url(str(name)):
                 raise MergestreamError(f"{self.source}: {name} is not a directory with a model")
             return checkpoint.directory
 

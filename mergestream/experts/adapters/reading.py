@@ -18,7 +18,7 @@ from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, LoraConfig, read_config
 from mergestream.experts.adapters.naming import translator
 from mergestream.experts.names import Prefix, prefix_between
-from mergestream.objects import Object
+from mergestream.storage import StoredFile
 
 if TYPE_CHECKING:
     import torch
@@ -217,7 +217,9 @@ def find_adapter(location: Location) -> Location | None:
     return location if (location.path / CONFIG_NAME).is_file() else None
 
 
-def open_adapter(directory: Path, source: str | None = None, objects: Mapping[str, Object] | None = None) -> Adapter:
+def open_adapter(
+    directory: Path, source: str | None = None, objects: Mapping[str, StoredFile] | None = None
+) -> Adapter:
     """Open the adapter in a directory, which the user may know by another name (``source``), and whose weights may be
     in object storage.
 

@@ -1,8 +1,8 @@
-"""What is read of objects, kept on a disk for who reads it again: bounded, and checked when it is read there.
+"""A cache of ranges of remote objects, in a local directory of bounded size.
 
-A range is a file whose name says of which version of which object it is, and which begins with a digest of that and of
-the bytes: what is stale is never asked for, and what is damaged is fetched again. Each is put in its place whole, so
-that any number of processes may share a directory.
+Every range is one file. Its name is a digest of the object's URL, version and range, so that a stale range is never
+read; it begins with a digest of its content, so that a damaged one is fetched again. Files are replaced atomically:
+any number of processes can share the directory.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ import xxhash
 
 from mergestream.digest import text_digest
 from mergestream.errors import UsageError
-from mergestream.objects.address import url_of
 from mergestream.sizes import parse_size
+from mergestream.storage.url import parse_url
 
-USUAL_SIZE = "100GB"
+DEFAULT_SIZE = "100GB"
 _SHARE = 64
-"""A process looks again how much there is when it has added a share so small of what there may be"""
+"""A process measures the directory again when it has added one 64th of the allowed size"""
 _OURS = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{32})?")
-"""Names of files that are whole, and of those that are being written"""
+"""Names of complete files, and of files that are being written"""
 
 
 class Cache:
-    """A directory; what lies in it and is not ours is left alone."""
+    """A directory of cached ranges; other files in it are left alone."""
 
     def __init__(self, directory: Path, size: int) -> None:
         self.directory, self.size = directory, size
-        self._room = 0
-        """Bytes that may be added before the next look"""
+        self._allowance = 0
+        """Bytes that may be added before the directory is measured again"""
         self._adding = threading.Lock()
 
     def read(self, key: str, fetch: Callable[[], bytes]) -> bytes:
-        """What is kept under the key, else what is fetched, which is kept then."""
+        """Read the cached bytes of a key, or fetch and cache them."""
         name = text_digest(key)
         path = self.directory / name[:2] / name
-        data = _intact(path, key)
+        data = _read_intact(path, key)
         if data is None:
             data = fetch()
-            with suppress(OSError), self._adding:  # no room on the disk, say: then it is not kept
-                self._keep(path, key, data)
+            with suppress(OSError), self._adding:  # for example a full disk: then it is not cached
+                self._add(path, key, data)
         return data
 
-    def _keep(self, path: Path, key: str, data: bytes) -> None:
+    def _add(self, path: Path, key: str, data: bytes) -> None:
         digest = _digest(key, data)
         taken = len(digest) + len(data)
         if taken > self.size:
             return
-        if taken > self._room:
-            self._room = self._made_room(taken)
-        self._room -= taken
+        if taken > self._allowance:
+            self._allowance = self._evict(taken)
+        self._allowance -= taken
         path.parent.mkdir(exist_ok=True)
         draft = path.with_name(f"{path.name}.{uuid4().hex}")
         try:
@@ -68,20 +68,20 @@ class Cache:
             draft.unlink(missing_ok=True)
             raise
 
-    def _made_room(self, taken: int) -> int:
-        """How much there is room for, once what was not used for longest has made some."""
-        room = max(taken, self.size // _SHARE)
+    def _evict(self, taken: int) -> int:
+        """Remove the least recently used files; returns how many bytes may be added now."""
+        allowance = max(taken, self.size // _SHARE)
         files = sorted(self._files())
         used = sum(size for _, size, _ in files)
         for _, size, path in files:
-            if used + room <= self.size:
+            if used + allowance <= self.size:
                 break
             path.unlink(missing_ok=True)
             used -= size
-        return room
+        return allowance
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """When each was used last, its size, and where it is."""
+        """Time of the last use, size and path of every cached file."""
         for path in self.directory.glob("[0-9a-f][0-9a-f]/*"):
             with suppress(OSError):  # another process has removed it
                 if _OURS.fullmatch(path.name):
@@ -89,7 +89,7 @@ class Cache:
                     yield found.st_mtime_ns, found.st_size, path
 
 
-def _intact(path: Path, key: str) -> bytes | None:
+def _read_intact(path: Path, key: str) -> bytes | None:
     try:
         with path.open("rb") as file:
             digest, data = file.read(xxhash.xxh3_128().digest_size), file.read()
@@ -97,7 +97,7 @@ def _intact(path: Path, key: str) -> bytes | None:
         return None
     if digest != _digest(key, data):
         return None
-    with suppress(OSError):  # one that may only be read
+    with suppress(OSError):  # a read-only directory
         os.utime(path)
     return data
 
@@ -111,15 +111,16 @@ def _digest(key: str, data: bytes) -> bytes:
 _current: Cache | None = None
 
 
-def cache_objects(directory: str | Path | None, size: int | str = USUAL_SIZE) -> None:
-    """From now on, have this process keep in a directory what it reads from object storage and ``hf://``; with None,
-    nothing. What was not used for longest makes room where it would be more than ``size``, bytes or ``"50GB"``."""
+def cache_objects(directory: str | Path | None, size: int | str = DEFAULT_SIZE) -> None:
+    """Cache what this process reads from object storage and ``hf://`` in a directory from now on; None switches it off.
+
+    The least recently used ranges are removed when the cache would exceed ``size``, bytes or ``"50GB"``."""
     global _current
     _current = None
     if directory is None:
         return
-    if url := url_of(directory):
-        raise UsageError(f"{url} is in object storage; a cache is on a disk")
+    if url := parse_url(directory):
+        raise UsageError(f"{url} is in object storage; the cache must be a local directory")
     place = Path(directory).expanduser().absolute()
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -130,10 +131,10 @@ def cache_objects(directory: str | Path | None, size: int | str = USUAL_SIZE) ->
 
 
 def cache_in_use() -> tuple[Path | None, int]:
-    """The arguments with which another process does the same."""
+    """The arguments of `cache_objects` that give another process the same cache."""
     return (_current.directory, _current.size) if _current else (None, 0)
 
 
-def kept(key: str, fetch: Callable[[], bytes]) -> bytes:
-    """What the key stands for, from the cache where there is one."""
+def read_cached(key: str, fetch: Callable[[], bytes]) -> bytes:
+    """Read the bytes of a key through the cache, if there is one."""
     return _current.read(key, fetch) if _current else fetch()

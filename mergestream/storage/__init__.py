@@ -1,0 +1,59 @@
+"""Storage: named files in a local directory or in a bucket, behind one protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mergestream.errors import UsageError
+from mergestream.storage.base import (
+    FileReader,
+    Journal,
+    Listing,
+    ModelFolder,
+    Storage,
+    StoredFile,
+    read_json,
+    read_text,
+    total_bytes,
+)
+from mergestream.storage.bucket import BucketStorage
+from mergestream.storage.cache import DEFAULT_SIZE, cache_in_use, cache_objects
+from mergestream.storage.local import LocalStorage
+from mergestream.storage.url import Url, local_path, parse_url
+
+__all__ = [
+    "DEFAULT_SIZE",
+    "FileReader",
+    "Journal",
+    "Listing",
+    "ModelFolder",
+    "Storage",
+    "StoredFile",
+    "Url",
+    "cache_in_use",
+    "cache_objects",
+    "local_path",
+    "open_model_folder",
+    "open_storage",
+    "parse_url",
+    "read_json",
+    "read_text",
+    "total_bytes",
+]
+
+
+def open_model_folder(url: Url) -> ModelFolder:
+    """The folder of a bucket that holds a model."""
+    return BucketStorage(url)
+
+
+def open_storage(place: str | Path | Storage) -> Storage:
+    """The storage at a local path or a URL of a bucket."""
+    if not isinstance(place, str | Path):
+        return place
+    url = parse_url(place)
+    if url is None:
+        return LocalStorage(Path(place))
+    if url.scheme == "hf":
+        raise UsageError(f"{url} is on the hub, where stores are pushed to: mergestream pull {url} STORE downloads it")
+    return BucketStorage(url)

@@ -1,0 +1,445 @@
+"""`BucketStorage`: a folder in a bucket of S3, Google Cloud Storage or Azure, through obstore.
+
+There is no lock. Writers run side by side, and a commit is a compare-and-swap of one object: the first one wins.
+Messages of the service are never shown, because they may quote a URL with a token.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from mergestream.errors import MergestreamError, StoreBusyError
+from mergestream.files import MAX_JSON_BYTES
+from mergestream.storage import transfer
+from mergestream.storage.base import Listing, StoredFile
+from mergestream.storage.transfer import Result, TransientError, give_up, retry, service_error
+from mergestream.storage.url import Url
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
+    from obstore.store import ClientConfig, ObjectStore
+
+_CREDENTIALS = {
+    "s3": (
+        *("AWS_ACCESS_KEY_ID+AWS_SECRET_ACCESS_KEY", "AWS_SKIP_SIGNATURE"),
+        *("AWS_ROLE_ARN+AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"),
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    ),
+    "gs": (
+        *("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SKIP_SIGNATURE", "GOOGLE_BEARER_TOKEN"),
+        *("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+    ),
+    "az": tuple(
+        f"AZURE_STORAGE_ACCOUNT_NAME+AZURE_{way}"
+        for way in ("STORAGE_ACCOUNT_KEY", "SKIP_SIGNATURE", "STORAGE_SAS_TOKEN", "CLIENT_SECRET")
+    ),
+}
+"""Environment variables, one way to authenticate each: the usual one first, then the one for public buckets"""
+_PART, _PARTS_AT_ONCE = 16 << 20, 4
+"""Bytes of a part of a large upload, and how many are under way"""
+_MARK = "mergestream"
+"""Metadata of an object that is put conditionally: tells our own put, whose answer was lost, from another writer's"""
+_JOURNAL = "journal"
+_SCRATCH = "scratch"
+_NOT_IMPLEMENTED = 501
+_STATUS = re.compile(r"status code: (\d{3})\b")
+
+
+class BucketStorage:
+    """The objects below a key of a bucket."""
+
+    has_lock = False
+    is_writable = True
+
+    def __init__(self, url: Url) -> None:
+        self.url = url
+        self._listed: dict[str, StoredFile] | None = None
+        self._guarded: str | None = None
+        """The object that this writer must be the next to replace"""
+        self._expected: StoredFile | None = None
+        """Its version that was fetched or put last"""
+        _open_bucket(url.scheme, url.bucket)  # fails now if the library or credentials are missing
+
+    def __str__(self) -> str:
+        return str(self.url)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BucketStorage, (self.url,)
+
+    @property
+    def name(self) -> str:
+        return self.url.name
+
+    @property
+    def address(self) -> str:
+        return str(self.url)
+
+    def path(self, name: str = "") -> None:
+        return None
+
+    # --- reading
+
+    def files(self, folder: str = "") -> dict[str, StoredFile]:
+        if self._listed is None:
+            self._listed = self.list_below()
+        start = f"{folder}/" if folder else ""
+        return {key.removeprefix(start): file for key, file in self._listed.items() if key.startswith(start)}
+
+    def list_below(self, folder: str = "") -> dict[str, StoredFile]:
+        import obstore
+
+        return self._describe(self._listing(lambda: obstore.list(self._client, self._key(folder) or None).collect()))
+
+    def scan(self) -> Listing:
+        import obstore
+
+        found = self._listing(lambda: obstore.list_with_delimiter(self._client, self.url.key or None))
+        folders = tuple(path.removesuffix("/").rpartition("/")[2] for path in found["common_prefixes"])
+        return Listing(self._describe(found["objects"]), folders)
+
+    def folders(self, folder: str) -> list[str]:
+        return sorted({name.partition("/")[0] for name in self.files(folder) if "/" in name})
+
+    def stat(self, name: str) -> StoredFile | None:
+        return self._head(name) if self._listed is None else self._listed.get(name)
+
+    def _head(self, name: str) -> StoredFile | None:
+        import obstore
+
+        def head() -> StoredFile | None:
+            try:
+                return self._describe([obstore.head(self._client, self._key(name))])[name]
+            except FileNotFoundError:
+                return None
+
+        return self._explained(name, head)
+
+    def read(self, name: str) -> bytes | None:
+        found = self.files().get(name)
+        if found is not None and found.size > MAX_JSON_BYTES:
+            raise MergestreamError(f"{found} is too large to be a file of a store; move it elsewhere")
+        return found.read() if found else None
+
+    def fetch(self, name: str) -> tuple[bytes, StoredFile] | None:
+        import obstore
+
+        def get() -> tuple[bytes, StoredFile] | None:
+            try:
+                answer = obstore.get(self._client, self._key(name))
+            except FileNotFoundError:
+                return None
+            (file,) = self._describe([answer.meta]).values()
+            return bytes(answer.bytes()), file
+
+        self._listed = None
+        found = self._explained(name, get)
+        if name == self._guarded:
+            if self._expected and (found is None or found[1].tag != self._expected.tag):
+                raise self._lost()
+            self._expected = found[1] if found else None
+        return found
+
+    def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
+        import obstore
+
+        options: GetOptions = {"range": (begin, end)}
+        if file.tag:
+            options["if_match"] = file.tag
+        get = partial(obstore.get, self._client, self._key(file.key), options=options)
+        return self._explained(file.key, lambda: bytes(get().bytes()))
+
+    def is_current(self, file: StoredFile | None) -> bool:
+        found = self._head(file.key) if file else None
+        return found is not None and file is not None and found.tag == file.tag
+
+    def check(self) -> None:
+        """A bucket has no links."""
+
+    # --- writing
+
+    @property
+    def is_free(self) -> bool:
+        return not self.list_below()
+
+    def creating(self) -> nullcontext[None]:
+        return nullcontext()
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """From here on the object ``name`` must stay what is fetched first, until this writer replaces it."""
+        self._refuse_unconditional()
+        self._guarded, self._expected = name, None
+        try:
+            yield
+        except StoreBusyError:
+            raise
+        except MergestreamError:
+            if self._expected and not self.is_current(self._expected):  # the winner may have removed what was read
+                raise self._lost() from None
+            raise
+        finally:
+            self._guarded = None
+
+    def put(self, name: str, content: bytes | Path | Iterable[bytes]) -> None:
+        """Upload a file of any size; if one part of a large upload fails, all are removed."""
+        import obstore
+
+        multipart = False if isinstance(content, bytes) else None
+        upload = partial(obstore.put, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE, use_multipart=multipart)
+        self._explained(name, lambda: upload(self._client, self._key(name), content), "written")
+        self._listed = None
+
+    def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        known = {"e_tag": before.tag, "version": before.version} if before else {}
+        mode: Any = {key: value for key, value in known.items() if value} or "create"
+        key, mark = self._key(name), {_MARK: uuid4().hex}
+
+        def put() -> tuple[str | None, str | None]:
+            try:
+                done = obstore.put(self._client, key, data, mode=mode, attributes=mark, use_multipart=False)
+                return done["e_tag"], done["version"]
+            except (AlreadyExistsError, PreconditionError):
+                there = obstore.get(self._client, key)
+                if there.attributes.get(_MARK) != mark[_MARK]:
+                    raise self._lost() from None
+                return there.meta["e_tag"], there.meta["version"]
+
+        tag, version = self._explained(name, put, "written")
+        self._listed = None
+        file = StoredFile(self, name, len(data), tag or "", version)
+        if name == self._guarded:
+            self._expected = file
+        return file
+
+    def _lost(self) -> StoreBusyError:
+        return StoreBusyError(
+            f"{self} was changed by another process in the meantime, and only the first commit counts; "
+            "run the command again"
+        )
+
+    def _refuse_unconditional(self) -> None:
+        """Refuse a service without conditional puts, where two writers would overwrite each other.
+
+        It is asked to replace an object that never existed; a service that does so ignores the condition.
+        """
+        import obstore
+        from obstore.exceptions import GenericError, NotSupportedError, PreconditionError
+
+        key = self._key(f"probe-{uuid4().hex}")
+        never: Any = {"e_tag": '"0"', "version": "1"}
+
+        def has_conditions() -> bool:
+            try:
+                obstore.put(self._client, key, b"", mode=never, use_multipart=False)
+            except (PreconditionError, FileNotFoundError):
+                return True
+            except (NotSupportedError, NotImplementedError):
+                return False
+            except GenericError as error:
+                if _status(error) == _NOT_IMPLEMENTED:
+                    return False
+                raise
+            obstore.delete(self._client, key)
+            return False
+
+        if not self._explained("", has_conditions, "written to"):
+            raise MergestreamError(
+                f"{self} cannot hold a store: the service has no conditional put, which keeps two writers from "
+                "overwriting each other; keep the store on a local disk, or with a service that has it"
+            )
+
+    def copy(self, name: str, to: str) -> None:
+        import obstore
+
+        self._explained(name, lambda: obstore.copy(self._client, self._key(name), self._key(to)), "copied")
+        self._listed = None
+
+    def delete(self, names: Iterable[str]) -> None:
+        import obstore
+
+        deleted = set(names)
+        keys = [self._key(name) for name in deleted]
+        if keys:
+            self._explained("", lambda: obstore.delete(self._client, keys), "deleted from")
+            if self._listed is not None:
+                self._listed = {name: file for name, file in self._listed.items() if name not in deleted}
+
+    def remove(self, folder: str) -> None:
+        self.delete([f"{folder}/{name}" if folder else name for name in self.files(folder)])
+
+    def sync(self, folder: str = "") -> None:
+        """Every put is durable."""
+
+    @contextmanager
+    def drafting(self, folder: str) -> Iterator[Path]:
+        with TemporaryDirectory(prefix="mergestream-") as temporary:
+            yield Path(temporary)
+            for path in sorted(Path(temporary).iterdir()):
+                self.put(f"{folder}/{path.name}", path)
+
+    def journal(self, folder: str) -> ObjectJournal:
+        return ObjectJournal(self, folder, len(self._journals(folder)))
+
+    def read_journal(self, folder: str) -> bytes:
+        return b"".join(self.read(f"{folder}/{name}") or b"" for name in self._journals(folder))
+
+    def _journals(self, folder: str) -> list[str]:
+        return sorted(name for name in self.files(folder) if name.startswith(_JOURNAL))
+
+    def new_mark(self) -> str:
+        return uuid4().hex[:16]
+
+    # --- temporary files
+
+    @contextmanager
+    def workspace(self) -> Iterator[Path]:
+        with TemporaryDirectory(prefix="mergestream-") as temporary:
+            yield Path(temporary)
+
+    @contextmanager
+    def scratch(self) -> Iterator[BucketStorage]:
+        place = BucketStorage(self.url.child(f"{_SCRATCH}/{self.new_mark()}"))
+        try:
+            yield place
+        finally:
+            place.remove("")
+
+    def clean_scratch(self) -> None:
+        self.remove(_SCRATCH)
+
+    # --- requests
+
+    def _key(self, name: str) -> str:
+        return f"{self.url.key}/{name}".strip("/")
+
+    def _describe(self, listed: Iterable[Mapping[str, Any]]) -> dict[str, StoredFile]:
+        start = f"{self.url.key}/" if self.url.key else ""
+        return {
+            name: StoredFile(
+                self, name, entry["size"], entry["e_tag"] or "", entry["version"], entry["last_modified"].timestamp()
+            )
+            for entry in listed
+            if entry["path"].startswith(start)  # else it marks the folder itself
+            if (name := entry["path"].removeprefix(start))
+        }
+
+    def _listing(self, ask: Callable[[], Result]) -> Result:
+        """List objects; obstore retries the request, but not where the answer breaks off."""
+        from obstore.exceptions import GenericError
+
+        def once() -> Result:
+            try:
+                return ask()
+            except GenericError as error:
+                if "max_retries" in str(error):
+                    raise
+                raise service_error(str(self), None) from None
+
+        return self._explained("", lambda: retry(str(self), once))
+
+    def _explained(self, name: str, ask: Callable[[], Result], done: str = "read") -> Result:
+        """Make a request, which obstore retries, and raise its failure as an error of ours."""
+        what = f"{self}/{name}" if name else str(self)
+        try:
+            return self._translated(what, ask)
+        except TransientError as error:
+            raise give_up(what, done, error) from error
+
+    def _translated(self, what: str, ask: Callable[[], Result]) -> Result:
+        from obstore import exceptions
+
+        try:
+            return ask()
+        except FileNotFoundError:
+            raise service_error(what, 404) from None
+        except exceptions.PreconditionError:
+            raise MergestreamError(f"{what} has changed since it was opened; start again") from None
+        except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+            raise service_error(what, 403) from None
+        except exceptions.GenericError as error:
+            raise service_error(what, _status(error)) from None
+        except exceptions.BaseError:
+            raise MergestreamError(f"{what}: the service refuses this") from None
+
+    @property
+    def _client(self) -> ObjectStore:
+        return _open_bucket(self.url.scheme, self.url.bucket)
+
+
+class ObjectJournal:
+    """Lines in objects: a new one is put whenever more tensors are uploaded, because only these can be resumed."""
+
+    def __init__(self, storage: BucketStorage, folder: str, count: int) -> None:
+        self._storage, self._folder, self._count = storage, folder, count
+        self._lines: list[bytes] = []
+        self._durable = 0
+
+    def write(self, line: bytes, durable: int) -> None:
+        self._lines.append(line)
+        if durable > self._durable:
+            self._durable = durable
+            self._put()
+
+    def _put(self) -> None:
+        if self._lines:
+            self._count += 1
+            self._storage.put(f"{self._folder}/{_JOURNAL}-{self._count:05d}", b"".join(self._lines))
+            self._lines.clear()
+
+    def close(self) -> None:
+        with suppress(MergestreamError):  # a few tensors are done again then
+            self._put()
+
+
+@cache
+def _open_bucket(scheme: str, bucket: str) -> ObjectStore:
+    """A client of obstore, which reads its configuration from the environment and retries by itself."""
+    try:
+        from obstore.store import from_url
+    except ImportError as error:
+        raise MergestreamError(
+            f"{scheme}://{bucket} is in object storage, which needs the package obstore: "
+            "pip install 'mergestream[cloud]'"
+        ) from error
+    if not any(all(map(_is_set, way.split("+"))) for way in _CREDENTIALS[scheme]):
+        # Without this check obstore would ask the metadata service of the machine.
+        own, public, *_ = (way.replace("+", " and ") for way in _CREDENTIALS[scheme])
+        raise MergestreamError(
+            f"for {scheme}://{bucket} there are no credentials in the environment: set {own}, or for a public bucket "
+            f"{public}=true"
+        )
+    options: ClientConfig = {"allow_http": True}  # used only if an endpoint in the environment is plain HTTP
+    return from_url(
+        f"{scheme}://{bucket}",
+        client_options=options,
+        retry_config={
+            "max_retries": transfer.ATTEMPTS - 1,
+            "backoff": {
+                "init_backoff": timedelta(seconds=transfer.FIRST_PAUSE),
+                "max_backoff": timedelta(seconds=15),
+                "base": 2.0,
+            },
+        },
+    )
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status that obstore reports."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() not in ("", "0", "false")

@@ -1,0 +1,275 @@
+"""`LocalStorage`: a directory on this machine, with atomic file replacement and one writer at a time by a file lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import BinaryIO
+
+from mergestream.errors import MergestreamError, StoreBusyError
+from mergestream.files import (
+    DRAFT_SUFFIX,
+    REMOVED_SUFFIX,
+    new_directories,
+    remove,
+    replace_file,
+    sync_directory,
+    write_error,
+)
+from mergestream.storage.base import StoredFile
+
+_LOCK = "lock"
+_JOURNAL = "journal"
+_WORKSPACE = "candidate"
+
+
+class LocalStorage:
+    """The files below a directory."""
+
+    has_lock = True
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    @property
+    def name(self) -> str:
+        return self._directory.name
+
+    @property
+    def address(self) -> str:
+        return str(self._directory.resolve())
+
+    def path(self, name: str = "") -> Path:
+        return self._directory / name
+
+    @property
+    def is_writable(self) -> bool:
+        return os.access(self._directory, os.W_OK)
+
+    # --- reading
+
+    def files(self, folder: str = "") -> dict[str, StoredFile]:
+        root = self.path(folder)
+        found = {}
+        for path in sorted(root.rglob("*")):
+            with suppress(FileNotFoundError):  # a writer has removed it just now
+                if path.is_file():
+                    found[path.relative_to(root).as_posix()] = self._describe(path, path.stat())
+        return found
+
+    def _describe(self, path: Path, stat: os.stat_result) -> StoredFile:
+        key = path.relative_to(self._directory).as_posix()
+        return StoredFile(self, key, stat.st_size, str(stat.st_mtime_ns), str(stat.st_ino), stat.st_mtime)
+
+    def folders(self, folder: str) -> list[str]:
+        try:
+            with os.scandir(self.path(folder)) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
+
+    def stat(self, name: str) -> StoredFile | None:
+        path = self.path(name)
+        try:
+            return self._describe(path, path.stat())
+        except OSError:
+            return None
+
+    def read(self, name: str) -> bytes | None:
+        found = self.fetch(name)
+        return found[0] if found else None
+
+    def fetch(self, name: str) -> tuple[bytes, StoredFile] | None:
+        path = self.path(name)
+        try:
+            with path.open("rb") as file:
+                return file.read(), self._describe(path, os.fstat(file.fileno()))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+        except OSError as error:
+            raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
+
+    def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
+        with self.path(file.key).open("rb") as opened:
+            return os.pread(opened.fileno(), end - begin, begin)
+
+    def is_current(self, file: StoredFile | None) -> bool:
+        return file is not None and self.stat(file.key) == file
+
+    def check(self) -> None:
+        _check_entries(self._directory)
+        for kind in ("steps", "experts"):
+            for entry in _check_entries(self.path(kind)):
+                _check_entries(Path(entry))
+
+    # --- writing
+
+    @property
+    def is_free(self) -> bool:
+        if not self._directory.exists():
+            return True
+        if not self._directory.is_dir():
+            return False
+        return all(path.name == _LOCK or path.name.endswith(DRAFT_SUFFIX) for path in self._directory.iterdir())
+
+    def creating(self) -> AbstractContextManager[None]:
+        return new_directories(self._directory)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """Hold the lock; the operating system drops it when its holder dies."""
+        try:
+            descriptor = os.open(self.path(_LOCK), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise MergestreamError(f"{self} cannot be written to: {error.strerror}") from error
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+                raise StoreBusyError(
+                    f"{self} is being written to by another process{f' ({holder})' if holder else ''}; "
+                    "wait until it is done"
+                ) from None
+            with suppress(OSError):  # only for the message above; a full disk must not stop an undo
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()}".encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def put(self, name: str, content: bytes | Iterable[bytes]) -> None:
+        path = self.path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content if isinstance(content, bytes) else b"".join(content))
+            sync_directory(path.parent)
+        except OSError as error:
+            raise write_error(path, error) from error
+
+    def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
+        path = self.path(name)
+        try:
+            if before is not None and not self.is_current(before):
+                raise FileExistsError
+            replace_file(path, data, new=before is None)
+            return self.stat(name) or StoredFile(self, name, len(data), "")
+        except FileExistsError:
+            raise StoreBusyError(
+                f"{path} was changed by another process in the meantime; run the command again"
+            ) from None
+        except OSError as error:
+            raise write_error(path, error) from error
+
+    def copy(self, name: str, to: str) -> None:
+        source, target = self.path(name), self.path(to)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(source, target)
+            with target.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.path(name).unlink(missing_ok=True)
+
+    def remove(self, folder: str) -> None:
+        remove(self.path(folder))
+
+    def sync(self, folder: str = "") -> None:
+        sync_directory(self.path(folder))
+
+    @contextmanager
+    def drafting(self, folder: str) -> Iterator[Path]:
+        directory = self.path(folder)
+        remove(directory)
+        directory.mkdir(parents=True)
+        yield directory
+        sync_directory(directory.parent)
+
+    def journal(self, folder: str) -> FileJournal:
+        return FileJournal(self.path(folder) / _JOURNAL)
+
+    def read_journal(self, folder: str) -> bytes:
+        path = self.path(folder) / _JOURNAL
+        return path.read_bytes() if path.is_file() else b""
+
+    def new_mark(self) -> str:
+        return ""
+
+    # --- temporary files
+
+    @contextmanager
+    def workspace(self) -> Iterator[Path]:
+        directory = self.path(_WORKSPACE)
+        try:
+            yield directory
+        finally:
+            with suppress(OSError):  # the next writer removes it
+                remove(directory)
+
+    @contextmanager
+    def scratch(self) -> Iterator[LocalStorage]:
+        parent = self._directory.parent
+        try:
+            place = TemporaryDirectory(prefix=f".{self.name}.", dir=parent, ignore_cleanup_errors=True)
+        except OSError as error:
+            raise write_error(parent, error) from error
+        with place:
+            yield LocalStorage(Path(place.name))
+
+    def clean_scratch(self) -> None:
+        remove(self.path(_WORKSPACE))
+        for half_removed in self._directory.glob(f"*/.*{REMOVED_SUFFIX}"):
+            shutil.rmtree(half_removed)
+        for unfinished in self._directory.glob(f"*.json{DRAFT_SUFFIX}"):
+            unfinished.unlink(missing_ok=True)
+
+
+class FileJournal:
+    """A file that lines are appended to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def write(self, line: bytes, durable: int) -> None:
+        try:
+            self._file = self._file or self._path.open("ab", buffering=0)
+            self._file.write(line)
+        except OSError as error:
+            raise write_error(self._path, error) from error
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _check_entries(directory: Path) -> list[os.DirEntry[str]]:
+    """The entries of a directory, all of them files or directories; none if a writer has just removed it."""
+    try:
+        with os.scandir(directory) as found:
+            entries = list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise MergestreamError(f"{directory} cannot be read: {error.strerror}") from error
+    for entry in entries:
+        if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
+            kind = "a symbolic link" if entry.is_symlink() else "neither a file nor a directory"
+            raise MergestreamError(
+                f"{entry.path} is {kind}, but a store consists of its own files and directories only; "
+                "remove it, or copy what it refers to into its place"
+            )
+    return entries
