@@ -29,7 +29,7 @@ OUTER = {
         "export",
         "ledger",
         "methods",
-        "objects",
+        "storage",
         "report",
     },
     "training": {"merging", "methods"},
