@@ -33,10 +33,10 @@ OUTER = {
         "report",
     },
     "training": {"merging", "methods"},
-    "tracking": {"export", "methods", "report", "store"},
+    "tracking": {"export", "methods", "report", "storage", "store"},
 }
 """What the outer folders still import beside the public names and UTILITIES; remove an entry once nothing needs it"""
-UTILITIES = {"errors", "escaping", "sizes", "digest", "files", "progress", "registry", "commands"}
+UTILITIES = {"errors", "escaping", "display", "sizes", "digest", "files", "progress", "registry", "commands"}
 """Small top-level modules that every folder may import"""
 
 

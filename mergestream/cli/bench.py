@@ -80,7 +80,7 @@ def _bench(options: Options) -> int:
     from mergestream.evaluation.rows import Sweep, parse_rows
     from mergestream.evaluation.suites.catalogue import open_suite
     from mergestream.evaluation.workers import available_cores
-    from mergestream.files import local_path
+    from mergestream.storage import local_path
 
     suite = open_suite(
         options.suite,

@@ -15,7 +15,7 @@ from mergestream.cli.printing import make_progress
 from mergestream.errors import UsageError
 from mergestream.escaping import shell_command
 from mergestream.sizes import counted, parse_size
-from mergestream.storage import DEFAULT_SIZE, cache_objects
+from mergestream.storage import cache_objects
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -114,7 +114,6 @@ class RunningOptions:
 
     def use_cache(self) -> None:
         """Make this process cache what it downloads."""
-        from mergestream.storage import cache_objects
 
         cache_objects(self.cache, self.cache_size)
 

@@ -133,4 +133,4 @@ def test_help_imports_no_heavy_module_and_no_command():
 def test_the_help_of_commands_imports_no_heavy_module():
     loaded = modules_after(*([name, "--help"] for name in COMMANDS))
     assert not HEAVY & loaded
-    assert not {"mergestream.store", "mergestream.methods", "mergestream.objects", "mergestream.engine"} & loaded
+    assert not {"mergestream.store", "mergestream.methods", "mergestream.storage", "mergestream.engine"} & loaded
