@@ -15,7 +15,6 @@ from mergestream.cli.printing import make_progress
 from mergestream.errors import UsageError
 from mergestream.escaping import shell_command
 from mergestream.sizes import counted, parse_size
-from mergestream.storage import cache_objects
 
 if TYPE_CHECKING:
     from mergestream.api import Store
@@ -114,6 +113,7 @@ class RunningOptions:
 
     def use_cache(self) -> None:
         """Make this process cache what it downloads."""
+        from mergestream.storage import cache_objects
 
         cache_objects(self.cache, self.cache_size)
 
