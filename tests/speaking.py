@@ -55,7 +55,7 @@ def expert_of(
     model.resize_token_embeddings(max(len(tokens), rows or 0), pad_to_multiple_of=pad, mean_resizing=False)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += (0.01, 0.03, 0.004)[seed % 3] * torch.randn_like(parameter)
+            parameter += (0.003, 0.01, 0.005)[seed % 3] * torch.randn_like(parameter)
     return save(place, model, tokens)
 
 
