@@ -123,7 +123,7 @@ class Store(StoreDirectory):
         the base's, ``command`` goes into the model card, and ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
-        from mergestream.export.model import write_model
+        from mergestream.export.model import Target, write_model
         from mergestream.export.recipe import ReadoutChoice
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
@@ -131,7 +131,7 @@ class Store(StoreDirectory):
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task)
         with self.snapshot() as snapshot, output.draft() as draft:
             draw = self._picture_drawer(snapshot) if pictures else None
-            write_model(snapshot, draft, output, self.engine, self.progress, choice, draw)
+            write_model(snapshot, Target(draft, output, self.engine, self.progress), choice, draw)
             tasks = snapshot.tasks
         if task is None and tasks:
             base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
@@ -157,6 +157,7 @@ class Store(StoreDirectory):
         of it was left out. What it is made of is chosen as in `export`."""
         from mergestream.export.adapter import write_merged_adapter
         from mergestream.export.directory import Output
+        from mergestream.export.model import Target
         from mergestream.export.recipe import ReadoutChoice
 
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
@@ -164,7 +165,8 @@ class Store(StoreDirectory):
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
         with self.snapshot() as snapshot, output.draft() as draft:
             draw = self._picture_drawer(snapshot)
-            return write_merged_adapter(snapshot, draft, output, self.engine, self.progress, choice, rank, draw)
+            target = Target(draft, output, self.engine, self.progress)
+            return write_merged_adapter(snapshot, target, choice, rank, draw)
 
     def export_adapters(
         self,
@@ -178,11 +180,12 @@ class Store(StoreDirectory):
         """Write every expert of a ledger as a PEFT adapter of the base, in a directory of its own below ``out``."""
         from mergestream.export.adapter import write_expert_adapters
         from mergestream.export.directory import Output
+        from mergestream.export.model import Target
 
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
         output.keep_off(*self.sources)
         with self.snapshot() as snapshot, output.draft() as draft:
-            return write_expert_adapters(snapshot, draft, output, self.engine, self.progress, rank)
+            return write_expert_adapters(snapshot, Target(draft, output, self.engine, self.progress), rank)
 
     def _picture_drawer(self, snapshot: Snapshot) -> DrawPictures:
         """Draws the pictures of a card; the sketches are read now, because a writer may remove them later."""

@@ -12,7 +12,7 @@ from functools import partial as bind
 from pathlib import Path
 from typing import NamedTuple
 
-from mergestream.api import Store, draw_pictures
+from mergestream.api import draw_pictures
 from mergestream.checkpoints.layout import MARKER
 from mergestream.checkpoints.location import is_commit
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
@@ -21,13 +21,14 @@ from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.export.adapter import write_expert_adapters, write_merged_adapter
 from mergestream.export.card import without_dates
 from mergestream.export.directory import Output
-from mergestream.export.model import write_model
-from mergestream.export.one_shot import MergeInputs, merge_in_one_pass
+from mergestream.export.model import Target, write_model
+from mergestream.export.one_shot import MergeExpert, MergeInputs, merge_in_one_pass, temporary_store
 from mergestream.export.recipe import Recipe, read_recipe
 from mergestream.methods import make_method
 from mergestream.progress import Progress
 from mergestream.report.diagnostics import similarity
 from mergestream.storage import local_path
+from mergestream.store.directory import StoreDirectory
 
 BASE = "--base"
 
@@ -56,17 +57,29 @@ def replay(
     an error; a result with other bits is a note.
     """
     path = Path(recipe) / MARKER if Path(recipe).is_dir() else Path(recipe)
-    given, engine, progress = read_recipe(path), engine or LocalEngine(), progress or Progress()
+    given, progress = read_recipe(path), progress or Progress()
     places = _find_models(given, path, base, sources or {})
     form = given.form
     output = Output(local_path(out), form.dtype, form.max_shard_size or DEFAULT_SHARD_SIZE, overwrite, command)
     output.keep_off(*places.values())
+    inputs = MergeInputs(
+        base=places[BASE],
+        experts=[MergeExpert(places[expert.name], expert.options, expert.name) for expert in given.experts],
+        method=make_method(given.method, given.parameters),
+        linear=given.base.linear,
+        not_linear=given.base.not_linear,
+        heads=given.base.heads,
+        max_rank=given.max_rank,
+        config_only=given.base.digest is None,
+    )
     with output.draft() as draft:
+        target = Target(draft, output, engine or LocalEngine(), progress)
         if given.made_by == "merge":
-            _merge_in_one_pass(given, places, draft, output, engine, progress)
+            merge_in_one_pass(inputs, target)
         else:
-            _add_one_by_one(given, places, draft, output, engine, progress)
-    made = read_recipe(output.path / MARKER)
+            _export_again(given, temporary_store(inputs, target), target)
+        made = read_recipe(draft / MARKER)
+        _check_digests(given, made, places)
     if made.result != given.result:
         reason = "" if given.exact else "an expert was subtracted from a sum, or "
         progress.note(
@@ -76,75 +89,36 @@ def replay(
     return Replayed(made, made.result == given.result)
 
 
-def _merge_in_one_pass(
-    recipe: Recipe, places: Mapping[str, str], draft: Path, output: Output, engine: Engine, progress: Progress
-) -> None:
-    experts = recipe.experts
-    if any(expert.options != experts[0].options for expert in experts):
-        raise MergestreamError("the recipe of a one-shot merge has different options for its experts")
-    inputs = MergeInputs(
-        base=places[BASE],
-        experts=[places[expert.name] for expert in experts],
-        method=make_method(recipe.method, recipe.parameters),
-        linear=recipe.base.linear,
-        not_linear=recipe.base.not_linear,
-        options=experts[0].options,
-        names=[expert.name for expert in experts],
-    )
-    made = merge_in_one_pass(inputs, draft, output, engine, progress)
-    _check_base(recipe, made.base.digest, places)
-    for expert, found in zip(experts, made.experts, strict=True):
-        _check_digest(found.digest, expert.digest, expert.name, places)
-
-
-def _add_one_by_one(
-    recipe: Recipe, places: Mapping[str, str], draft: Path, output: Output, engine: Engine, progress: Progress
-) -> None:
-    """Add the experts to a temporary store beside the draft, and export it."""
-    store = Store.create(
-        draft.with_name("store"),
-        places[BASE],
-        make_method(recipe.method, recipe.parameters),
-        linear=recipe.base.linear,
-        not_linear=recipe.base.not_linear,
-        heads=recipe.base.heads,
-        keep=0,
-        max_rank=recipe.max_rank,
-        config_only=recipe.base.digest is None,
-        engine=engine,
-        progress=progress,
-    )
-    _check_base(recipe, store.manifest.base.digest, places)
-    for expert in recipe.experts:
-        added = store.absorb(places[expert.name], expert.name, **expert.options)
-        _check_digest(added.digest, expert.digest, expert.name, places)
+def _export_again(recipe: Recipe, store: StoreDirectory, target: Target) -> None:
+    """Export a temporary store in the form of the recipe."""
     # Entries of a ledger are cut for the number of experts at the time, some of which may have been removed.
     cuts = {expert.name: expert.cut for expert in recipe.experts}
     history = [dataclasses.replace(entry, cut=max(entry.cut, cuts[entry.name])) for entry in store.history]
     dataclasses.replace(store.manifest, history=tuple(history)).save(store.place)
     with store.snapshot() as snapshot:
-        draw = bind(draw_pictures, progress, snapshot.manifest, similarity(snapshot)) if recipe.form.pictures else None
-        target = without_dates(snapshot), draft, output, engine, progress
+        draw = None
+        if recipe.form.pictures:
+            draw = bind(draw_pictures, target.progress, snapshot.manifest, similarity(snapshot))
+        snapshot = without_dates(snapshot)
         if recipe.form.format == "loras":
-            write_expert_adapters(*target, recipe.form.rank)
+            write_expert_adapters(snapshot, target, recipe.form.rank)
         elif recipe.form.format == "lora":
-            write_merged_adapter(*target, recipe.readout, recipe.form.rank, draw)
+            write_merged_adapter(snapshot, target, recipe.readout, recipe.form.rank, draw)
         else:
-            write_model(*target, recipe.readout, draw)
+            write_model(snapshot, target, recipe.readout, draw)
 
 
-def _check_base(recipe: Recipe, digest: str | None, places: Mapping[str, str]) -> None:
-    if recipe.base.digest:
-        _check_digest(digest, recipe.base.digest, BASE, places)
-
-
-def _check_digest(found: str | None, expected: str, name: str, places: Mapping[str, str]) -> None:
-    if found != expected:
-        what, option = ("the base", "--base MODEL") if name == BASE else (name, f"--source {name}=PATH")
-        raise MergestreamError(
-            f"{places[name]} is not {what} of the recipe, or has changed since: its digest is {found}, and was "
-            f"{expected}; pass the right one with {option}"
-        )
+def _check_digests(recipe: Recipe, made: Recipe, places: Mapping[str, str]) -> None:
+    """Refuse a base or an expert that is not the one of the recipe."""
+    expected = {BASE: recipe.base.digest, **{expert.name: expert.digest for expert in recipe.experts}}
+    found = {BASE: made.base.digest, **{expert.name: expert.digest for expert in made.experts}}
+    for name, digest in expected.items():
+        if digest not in (None, found[name]):
+            what, option = ("the base", "--base MODEL") if name == BASE else (name, f"--source {name}=PATH")
+            raise MergestreamError(
+                f"{places[name]} is not {what} of the recipe, or has changed since: its digest is {found[name]}, and "
+                f"was {digest}; pass the right one with {option}"
+            )
 
 
 def _find_models(recipe: Recipe, path: Path, base: str | None, given: Mapping[str, str]) -> dict[str, str]:

@@ -20,13 +20,11 @@ from mergestream.base.model import BaseModel, BaseTensor
 from mergestream.checkpoints import FLOATS, Checkpoint, open_checkpoint
 from mergestream.checkpoints.layout import CARD
 from mergestream.digest import combined_digest, tensor_digest
-from mergestream.engine import Engine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.adapter_config import adapter_config, common_fields, saved_modules, serving_notes
-from mergestream.export.card import CardFacts, model_card
-from mergestream.export.directory import Output
+from mergestream.export.card import CardFacts, model_card, removed_experts
 from mergestream.export.labels import Labels
-from mergestream.export.model import DrawPictures, cast_spec
+from mergestream.export.model import DrawPictures, Target, cast_spec
 from mergestream.export.peft import AdaptedModule, Energy, Kind, write_adapter
 from mergestream.export.recipe import Form, ReadoutChoice, Recipe
 from mergestream.ledger.selection import ONE_EXPERT, Selection
@@ -39,10 +37,7 @@ from mergestream.store.snapshot import Snapshot
 
 def write_merged_adapter(
     snapshot: Snapshot,
-    draft: Path,
-    output: Output,
-    engine: Engine,
-    progress: Progress,
+    target: Target,
     choice: ReadoutChoice | None = None,
     rank: int | None = None,
     draw: DrawPictures | None = None,
@@ -52,35 +47,34 @@ def write_merged_adapter(
     Dense linear weights have no small exact rank, so they need ``rank``. Other dense tensors (biases, norms) are
     written whole.
     """
+    draft, output, engine, progress = target
     choice = choice or ReadoutChoice()
     plan = AdapterPlan.of(snapshot, snapshot.reading(engine, choice, progress), rank)
     scale = plan.reading.scale(choice.scale, engine)
     _report_notes({output.path.name: plan}, progress)
     with progress.task(f"writing {output.path.name}", plan.size) as advance:
-        energy = plan.write(draft, output, engine, scale, advance)
-    plan.write_card(draft, output, scale, energy, draw(draft) if draw else {})
+        energy = plan.write(draft, target, scale, advance)
+    plan.write_card(draft, output.command, scale, energy, draw)
     form = Form("lora", rank, output.dtype, pictures=draw is not None)
     output.mark(draft, Recipe.of(snapshot.manifest, form, _digest(draft), readout=choice).to_json())
     return energy
 
 
-def write_expert_adapters(
-    snapshot: Snapshot, draft: Path, output: Output, engine: Engine, progress: Progress, rank: int | None = None
-) -> dict[str, Energy]:
+def write_expert_adapters(snapshot: Snapshot, target: Target, rank: int | None = None) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter, each to a directory of its name."""
-    plans = {}
+    draft, output, engine, progress = target
+    plans, energies = {}, {}
     for name in snapshot.manifest.names:
         if name in (".", "..") or Path(name).name != name:
             raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
         reading = snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}"))
         plans[name] = AdapterPlan.of(snapshot, reading, rank)
     _report_notes(plans, progress)
-    energies = {}
     with progress.task(f"writing {output.path.name}", sum(plan.size for plan in plans.values())) as advance:
         for name, plan in plans.items():
             (draft / name).mkdir()
-            energies[name] = plan.write(draft / name, output, engine, 1.0, advance)
-            plan.write_card(draft / name, output, 1.0, energies[name])
+            energies[name] = plan.write(draft / name, target, 1.0, advance)
+            plan.write_card(draft / name, output.command, 1.0, energies[name])
     digest = combined_digest({name: _digest(draft / name) for name in plans})
     output.mark(draft, Recipe.of(snapshot.manifest, Form("loras", rank, output.dtype), digest).to_json())
     return energies
@@ -123,11 +117,9 @@ class AdapterPlan:
     def size(self) -> int:
         return len(self.modules) + len(self.whole)
 
-    def write(
-        self, directory: Path, output: Output, engine: Engine, scale: float, advance: Callable[[int], None]
-    ) -> Energy:
+    def write(self, directory: Path, target: Target, scale: float, advance: Callable[[int], None]) -> Energy:
         """Write the tensors and the config."""
-        model, reading, dtype = self.reading.model, self.reading, FLOATS[output.dtype or "float32"]
+        model, reading, dtype = self.reading.model, self.reading, FLOATS[target.output.dtype or "float32"]
         with ExitStack() as stack:
             base: Checkpoint = ConfigOnlyBase(model.source, None, model.tensors)
             if self.whole:
@@ -145,20 +137,20 @@ class AdapterPlan:
                 lambda name: _factors(reading, name) * scale,
                 whole={parameter: cast_spec(model.tensors[name], dtype) for parameter, name in self.whole.items()},
                 read_whole=read_whole,
-                engine=engine,
+                engine=target.engine,
                 memory=self._memory(),
                 dtype=dtype,
                 advance=advance,
             )
 
     def write_card(
-        self, directory: Path, output: Output, scale: float, energy: Energy, pictures: Mapping[str, str] | None = None
+        self, directory: Path, command: str | None, scale: float, energy: Energy, draw: DrawPictures | None = None
     ) -> None:
-        """Write the model card of the adapter."""
+        """Write the pictures and the card of the adapter."""
+        manifest = self.snapshot.manifest
         distance = math.sqrt(energy.total + scale**2 * math.fsum(self.reading.norm2.values()))
-        facts = CardFacts.of(
-            *(self.snapshot, self.reading, scale, distance), command=output.command, pictures=pictures or {}
-        )
+        pictures, removed = draw(directory) if draw else {}, removed_experts(self.snapshot.place, manifest)
+        facts = CardFacts(manifest, scale, distance, command, None, pictures, self.reading, removed)
         (directory / CARD).write_text(model_card(facts, Labels("peft")), encoding="utf-8")
 
     def _memory(self) -> dict[str, int]:

@@ -123,10 +123,8 @@ def serving_notes(config: Mapping[str, Any]) -> Iterator[str]:
             f"its modules have ranks from {min(ranks)} to {max(ranks)} (rank_pattern), which some servers refuse; "
             f"--rank {min(ranks)} makes them equal, or {way_out}"
         )
-    if max(ranks) > VLLM_MAX_RANK:
-        yield f"its rank is {max(ranks)}, and vLLM takes at most {VLLM_MAX_RANK}; reduce it with --rank K, or {way_out}"
-    elif max(ranks) > VLLM_DEFAULT_RANK:
+    if max(ranks) > VLLM_DEFAULT_RANK:
         yield (
-            f"its rank is {max(ranks)}: start vLLM with --max-lora-rank {max(ranks)}, or reduce it with "
-            f"--rank {VLLM_DEFAULT_RANK}"
+            f"its rank is {max(ranks)}: start vLLM with --max-lora-rank {max(ranks)} (at most {VLLM_MAX_RANK}), or "
+            "reduce it with --rank K"
         )

@@ -40,29 +40,19 @@ class CardFacts:
     """merged = θ⁰ + scale · direction"""
     distance: float
     """‖merged − θ⁰‖"""
-    task: str | None = None
     command: str | None = None
+    task: str | None = None
     pictures: Mapping[str, str] = field(default_factory=dict)
     """Image files beside the card, with their captions"""
-    readout: str = "plain"
-    weights: Mapping[str, float] | None = None
-    """Weights of the selected experts; None if the method does not keep experts apart"""
+    reading: Reading | None = None
+    """How the model was read out of a store"""
     removed: Sequence[str] = ()
     """Names of experts that were taken out of the store"""
 
-    @classmethod
-    def of(cls, snapshot: Snapshot, reading: Reading, scale: float, distance: float, **choices: Any) -> CardFacts:
-        """The card of a model that is read out of a store; ``choices`` are task, command and pictures."""
-        manifest = snapshot.manifest
-        return cls(
-            manifest,
-            scale,
-            distance,
-            readout=reading.readout_name,
-            weights=reading.weights,
-            removed=removed_experts(snapshot.place, manifest),
-            **choices,
-        )
+    @property
+    def weights(self) -> Mapping[str, float] | None:
+        """Weights of the selected experts; None if the method does not keep experts apart."""
+        return self.reading.weights if self.reading else None
 
     @property
     def experts(self) -> list[Expert]:
@@ -73,6 +63,7 @@ class CardFacts:
 def model_card(facts: CardFacts, labels: Labels, hub_id: str | None = None) -> str:
     """A README.md with metadata for the hub; ``hub_id`` is the base's id on the hub, if it has one."""
     manifest, experts = facts.manifest, facts.experts
+    readout = facts.reading.readout_name if facts.reading else "plain"
     pipeline = [f"pipeline_tag: {labels.pipeline}"] if labels.pipeline and not facts.task else []
     origin = ["base_model:", f"- {json.dumps(hub_id)}", "base_model_relation: merge"] if hub_id else []
     parameters = markdown_text(", ".join(f"{key} = {value}" for key, value in manifest.parameters.items())) or "none"
@@ -85,7 +76,7 @@ def model_card(facts: CardFacts, labels: Labels, hub_id: str | None = None) -> s
         *("", f"Merged one by one by mergestream {__version__}, without data or training.", ""),
         f"* Base: {code(shown(manifest.base.source, manifest.base.given))}",
         f"* Method: {code(manifest.method)}; parameters: {parameters}",
-        *([f"* Readout: {code(facts.readout)}"] if facts.readout != "plain" else []),
+        *([f"* Readout: {code(readout)}"] if readout != "plain" else []),
         f"* Scale {facts.scale:.6g}{inverse}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
         *([f"* Head: from {code(facts.task)}"] if facts.task else []),
         "",

@@ -23,9 +23,11 @@ def labels(base: Checkpoint, is_other_class: bool = False) -> Labels:
     """Read them from the base's card or infer them from its files; a model of another class has transformers' own."""
     if is_other_class or base.directory is None:
         return Labels()
-    inferred = _infer(base.directory)
+    library, pipeline = Labels("diffusers" if "_diffusers_version" in model_config(base.directory) else "transformers")
+    if (base.directory / MODULES).is_file():
+        library, pipeline = "sentence-transformers", "sentence-similarity"
     lines = front_matter(base.directory / CARD)
-    return Labels(_field("library_name", lines) or inferred.library, _field("pipeline_tag", lines) or inferred.pipeline)
+    return Labels(_field("library_name", lines) or library, _field("pipeline_tag", lines) or pipeline)
 
 
 def front_matter(card: Path) -> list[str]:
@@ -35,12 +37,6 @@ def front_matter(card: Path) -> list[str]:
     with card.open(encoding="utf-8", errors="replace") as file:
         text, end, _ = file.read(_MAX_FRONT_MATTER).partition("\n---\n")
     return text.splitlines() if end and text.startswith("---\n") else []
-
-
-def _infer(directory: Path) -> Labels:
-    if (directory / MODULES).is_file():
-        return Labels("sentence-transformers", "sentence-similarity")
-    return Labels("diffusers" if "_diffusers_version" in model_config(directory) else "transformers")
 
 
 def _field(name: str, lines: list[str]) -> str | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec, torch_dtype
 from mergestream.checkpoints.layout import CARD, DIFFUSERS_STEM
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine
-from mergestream.export.card import CardFacts, hub_id, model_card
+from mergestream.export.card import CardFacts, hub_id, model_card, removed_experts
 from mergestream.export.companions import has_other_class, write_companions
 from mergestream.export.directory import Output
 from mergestream.export.labels import labels
@@ -24,16 +25,20 @@ DrawPictures = Callable[[Path], Mapping[str, str]]
 """Draws the pictures of a card into a directory; returns their file names and captions."""
 
 
+class Target(NamedTuple):
+    """Where and how an export is written."""
+
+    draft: Path
+    output: Output
+    engine: Engine
+    progress: Progress
+
+
 def write_model(
-    snapshot: Snapshot,
-    draft: Path,
-    output: Output,
-    engine: Engine,
-    progress: Progress,
-    choice: ReadoutChoice | None = None,
-    draw: DrawPictures | None = None,
+    snapshot: Snapshot, target: Target, choice: ReadoutChoice | None = None, draw: DrawPictures | None = None
 ) -> None:
     """Write merged = θ⁰ + scale · direction: weights, companions, pictures, card and recipe, in this order."""
+    draft, output, engine, progress = target
     choice = choice or ReadoutChoice()
     with ExitStack() as stack:
         reading = snapshot.reading(engine, choice, progress)
@@ -47,25 +52,21 @@ def write_model(
         source = StateSource(reading, base, scale, task)
         tokens = select_tokens(snapshot, reading, choice.task, stack, progress)
         extended = ExtendedVocabularySource(source, list(tokens.values()), base) if tokens else None
-        digest = write_tensors(extended or source, draft, output, engine, progress)
+        digest = write_tensors(extended or source, target)
         config = task.config if task else None
         own_tokens = tokens[choice.task].tokens if choice.task in tokens else ()
         write_companions(draft, base, output.dtype, extended, config, own_tokens)
-        facts = CardFacts.of(
-            *(snapshot, reading, scale, source.distance),
-            task=choice.task,
-            command=output.command,
-            pictures=draw(draft) if draw else {},
-        )
-        write_card(draft, facts, base, has_other_class(base, config))
+        pictures = draw(draft) if draw else {}
+        removed = removed_experts(snapshot.place, snapshot.manifest)
+        about = scale, source.distance, output.command, choice.task, pictures, reading, removed
+        write_card(draft, CardFacts(snapshot.manifest, *about), base, has_other_class(base, config))
         form = Form(dtype=output.dtype, max_shard_size=output.max_shard_size, pictures=draw is not None)
         output.mark(draft, Recipe.of(snapshot.manifest, form, digest, readout=choice).to_json())
 
 
-def write_tensors(
-    source: Source | ExtendedVocabularySource, draft: Path, output: Output, engine: Engine, progress: Progress
-) -> str:
+def write_tensors(source: Source | ExtendedVocabularySource, target: Target) -> str:
     """Stream every tensor to disk, several at a time, and flush them; returns the digest of all tensors."""
+    draft, output, engine, progress = target
     dtype = FLOATS.get(output.dtype or "")
     layout = {name: cast_spec(spec, dtype) for name, spec in source.layout.items()}
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, open_checkpoint
@@ -21,7 +22,7 @@ from mergestream.experts.vocabulary import Vocab
 from mergestream.export.card import CardFacts, without_dates
 from mergestream.export.companions import write_companions
 from mergestream.export.directory import Output
-from mergestream.export.model import write_card, write_model, write_tensors
+from mergestream.export.model import Target, write_card, write_model, write_tensors
 from mergestream.export.recipe import Form, Recipe
 from mergestream.export.source import ExpertsSource
 from mergestream.export.vocabulary import ExpertTokens, ExtendedVocabularySource
@@ -34,19 +35,26 @@ from mergestream.store.directory import StoreDirectory, expert_name
 from mergestream.store.manifest import Expert, Manifest, Options
 
 
+class MergeExpert(NamedTuple):
+    """An expert of a one-shot merge, and the options it is added with; by default its name is the end of its path."""
+
+    source: str | Path
+    options: Options
+    name: str | None = None
+
+
 @dataclass(frozen=True)
 class MergeInputs:
-    """What a one-shot merge combines: a base, experts in their order, and a method."""
+    """What a merge combines: a base, experts in their order, and a method."""
 
     base: str | Path
-    experts: Sequence[str | Path]
+    experts: Sequence[MergeExpert]
     method: Method
     linear: Sequence[str]
     not_linear: Sequence[str]
-    options: Options
-    """With which each expert is added"""
-    names: Sequence[str] = ()
-    """Of the experts; by default the last parts of their paths"""
+    heads: Sequence[str] = ()
+    max_rank: int | None = None
+    config_only: bool = False
 
 
 def merge(
@@ -82,74 +90,70 @@ def merge(
     options["allow_other_base"] = allow_other_base
     if vocab is not None:
         options["vocab"] = vocab
-    inputs = MergeInputs(base, experts, as_method(method), linear, not_linear, options)
+    added = [MergeExpert(expert, options) for expert in experts]
+    inputs = MergeInputs(base, added, as_method(method), linear, not_linear)
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     output.keep_off(base, *experts)
     with output.draft() as draft:
+        target = Target(draft, output, engine or LocalEngine(), progress or default_progress())
         if can_carry(inputs.method, len(experts)):
-            merge_in_one_pass(inputs, draft, output, engine or LocalEngine(), progress or default_progress())
-        else:
-            _merge_by_steps(inputs, draft, output, engine or LocalEngine(), progress or default_progress())
+            return merge_in_one_pass(inputs, target)
+        with temporary_store(inputs, target).snapshot() as snapshot:
+            write_model(without_dates(snapshot), target)
 
 
-def _merge_by_steps(inputs: MergeInputs, draft: Path, output: Output, engine: Engine, progress: Progress) -> None:
-    """Add one expert after the other to a temporary store beside the draft, and export it."""
+def temporary_store(inputs: MergeInputs, target: Target) -> StoreDirectory:
+    """A store beside the draft, with all experts added."""
     store = StoreDirectory.create(
-        draft.with_name("store"),
+        target.draft.with_name("store"),
         inputs.base,
         inputs.method,
         linear=inputs.linear,
         not_linear=inputs.not_linear,
+        heads=inputs.heads,
         keep=0,
-        engine=engine,
-        progress=progress,
+        max_rank=inputs.max_rank,
+        config_only=inputs.config_only,
+        engine=target.engine,
+        progress=target.progress,
     )
-    for expert in inputs.experts:
-        store.absorb(expert, **inputs.options)
-    with store.snapshot() as snapshot:
-        write_model(without_dates(snapshot), draft, output, engine, progress)
+    for source, options, name in inputs.experts:
+        store.absorb(source, name, **options)
+    return store
 
 
-def merge_in_one_pass(inputs: MergeInputs, draft: Path, output: Output, engine: Engine, progress: Progress) -> Recipe:
-    """Merge each tensor of all experts at once, and write it; returns the recipe."""
+def merge_in_one_pass(inputs: MergeInputs, target: Target) -> None:
+    """Merge each tensor of all experts at once, and write it."""
+    draft, output, engine, progress = target
     with ExitStack() as stack:
         base = stack.enter_context(open_checkpoint(inputs.base))
         model = BaseModel.examine(base, linear=inputs.linear, not_linear=inputs.not_linear, measure=False)
         vectors = _open_experts(inputs, model, base, stack, progress)
-        names = list(inputs.names)
-        for vector in vectors[len(names) :]:
-            names.append(expert_name(vector.expert.source, names))
+        names: list[str] = []
+        for expert, vector in zip(inputs.experts, vectors, strict=True):
+            names.append(expert.name or expert_name(vector.expert.source, names))
         step = Carry(inputs.method, vectors, names, engine.device)
         source = ExpertsSource(step, base, find_thresholds(inputs.method, vectors, step.counts, None, engine))
         tokens = [ExpertTokens(vector.tokens, vector.expert) for vector in vectors if vector.tokens]
         extended = ExtendedVocabularySource(source, tokens, base) if tokens else None
-        digest = write_tensors(extended or source, draft, output, engine, progress)
-        for vector in vectors:
-            _check_origin(vector, progress, inputs.options.get("allow_other_base", False))
-        manifest = _manifest(source, inputs)
+        digest = write_tensors(extended or source, target)
+        manifest = _manifest(source, inputs, progress)
         write_companions(draft, base, output.dtype, extended)
-        write_card(draft, CardFacts(manifest, source.scale, source.distance, command=output.command), base)
+        write_card(draft, CardFacts(manifest, source.scale, source.distance, output.command), base)
         form = Form(dtype=output.dtype, max_shard_size=output.max_shard_size)
-        recipe = Recipe.of(manifest, form, digest, made_by="merge")
-        output.mark(draft, recipe.to_json())
-        return recipe
+        output.mark(draft, Recipe.of(manifest, form, digest, made_by="merge").to_json())
 
 
 def _open_experts(
     inputs: MergeInputs, model: BaseModel, base: Checkpoint, stack: ExitStack, progress: Progress
 ) -> list[TaskVector]:
     """The task vectors of all experts, whose files ``stack`` closes."""
-    options, vectors = inputs.options, []
-    notes = [base.note]
-    for expert in inputs.experts:
-        found = open_expert(expert)
-        stack.callback(found.close)
-        vector = make_task_vector(
-            *(model, base, found),
-            partial=options.get("partial", False),
-            ignore=options.get("ignore", ()),
-            vocab=options.get("vocab"),
-        )
+    vectors, notes = [], [base.note]
+    for source, options, _ in inputs.experts:
+        expert = open_expert(source)
+        stack.callback(expert.close)
+        partial, ignore, vocab = options.get("partial", False), options.get("ignore", ()), options.get("vocab")
+        vector = make_task_vector(model, base, expert, partial=partial, ignore=ignore, vocab=vocab)
         for name in vector.heads:  # rows of new tokens: reading them checks them, and adds them to the digest
             vector.head(name)
         notes += [*vector.notes, vector.expert.note]
@@ -159,23 +163,24 @@ def _open_experts(
     return vectors
 
 
-def _check_origin(vector: TaskVector, progress: Progress, allow_other_base: bool) -> None:
+def _check_origin(vector: TaskVector, options: Options, progress: Progress) -> None:
     """Refuse an expert of another base, or note it if that is allowed."""
     found = check_base(vector, vector.norm2)
-    if found.is_other and not allow_other_base:
+    if found.is_other and not options.get("allow_other_base"):
         raise MergestreamError(f"{found.note}; pass --allow-other-base to merge it anyway")
     if found.note:
         progress.note(found.note)
 
 
-def _manifest(source: ExpertsSource, inputs: MergeInputs) -> Manifest:
+def _manifest(source: ExpertsSource, inputs: MergeInputs, progress: Progress) -> Manifest:
     """The manifest that a store of these experts would have, for the card and the recipe."""
     history: list[Expert] = []
-    found = zip(source.step.experts, source.step.vectors, source.totals(), inputs.experts, strict=True)
-    for number, (name, vector, totals, given) in enumerate(found, 1):
+    found = zip(inputs.experts, source.step.experts, source.step.vectors, source.totals(), strict=True)
+    for number, (expert, name, vector, totals) in enumerate(found, 1):
+        _check_origin(vector, expert.options, progress)
         digest = combined_digest(vector.digests)
         same = "the base" if totals.norm == 0 else next((old.name for old in history if old.digest == digest), None)
-        if same is not None and not inputs.options.get("allow_duplicate"):
+        if same is not None and not expert.options.get("allow_duplicate"):
             raise MergestreamError(
                 f"{vector.expert.source} is the same model as {same}; pass --allow-duplicate to merge it again"
             )
@@ -184,22 +189,17 @@ def _manifest(source: ExpertsSource, inputs: MergeInputs) -> Manifest:
                 name=name,
                 number=number,
                 source=vector.expert.source,
-                given=str(given),
+                given=str(expert.source),
                 digest=digest,
                 added="",
                 seconds=0.0,
-                norm=totals.norm,
-                kept=totals.kept,
-                scale=totals.scale,
-                mean_norm=totals.mean_norm,
-                direction_norm=None,
-                distance=None,
-                lost=0.0,
+                distance=totals.distance,
                 rank=0,
                 state="",
                 record="",
                 fates={},
-                options=inputs.options,
+                options=expert.options,
+                **{key: value for key, value in vars(totals).items() if key != "t"},
             )
         )
     tensors = {

@@ -72,10 +72,9 @@ class StateSource:
         """Consecutive pieces of a tensor, each with its first element, rounded once to ``dtype``."""
         name = self.names[name]
         if self.task and name in self._heads:
-            yield 0, cast(self.task.heads.read(name).reshape(-1), dtype, name)
-        else:
-            stored = self.model.tensors[name].tied_to or name
-            yield from self.reading.pieces(stored, self.base, self.scale, dtype)
+            return iter([(0, cast(self.task.heads.read(name).reshape(-1), dtype, name))])
+        stored = self.model.tensors[name].tied_to or name
+        return self.reading.pieces(stored, self.base, self.scale, dtype)
 
     @property
     def distance(self) -> float:

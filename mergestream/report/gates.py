@@ -13,7 +13,7 @@ from mergestream.commands import NUMBER, SCORES, CommandError, check_command, la
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import one_line
 from mergestream.export.directory import Output
-from mergestream.export.model import write_model
+from mergestream.export.model import Target, write_model
 from mergestream.report.diagnostics import ledger_survival
 from mergestream.report.harness import read_evaluation
 from mergestream.store.arrival import Candidate
@@ -142,7 +142,7 @@ class Gatekeeper:
         with store.place.workspace() as directory:
             output = Output(directory / "model")
             with candidate.snapshot() as snapshot, output.draft() as draft:
-                write_model(snapshot, draft, output, store.engine, store.progress)
+                write_model(snapshot, Target(draft, output, store.engine, store.progress))
             scores = directory / "scores"
             scores.mkdir()
             return evaluate(command, output.path, scores)

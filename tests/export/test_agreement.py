@@ -110,7 +110,7 @@ def test_what_servers_refuse_is_told(tmp_path: Path, workshop: Workshop, fields:
         store.export_adapter(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("rank", "sentence"), [(17, "start vLLM with --max-lora-rank 17"), (513, "at most 512")])
+@pytest.mark.parametrize(("rank", "sentence"), [(17, "--max-lora-rank 17"), (513, "513 (at most 512)")])
 def test_a_rank_that_servers_must_be_told_of_or_refuse(rank: int, sentence: str) -> None:
     config = adapter_config([AdaptedModule("layer", "linear", rank, (1024, 1024))], (), {})
     assert [sentence in refusal for refusal in serving_notes(config)] == [True]

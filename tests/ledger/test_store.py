@@ -248,11 +248,11 @@ def test_every_step_can_be_read_again(tmp_path, paths, models):
     """A ledger forgets nothing: the state after any step is the entries up to it."""
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:5])
     from mergestream.export.directory import Output
-    from mergestream.export.model import write_model
+    from mergestream.export.model import Target, write_model
 
     output = Output(tmp_path / "two")
     with store.snapshot(2) as snapshot, output.draft() as draft:
-        write_model(snapshot, draft, output, store.engine, store.progress)
+        write_model(snapshot, Target(draft, output, store.engine, store.progress))
     assert_same(load_model(tmp_path / "two"), ledger_of(models, [1, 2]).state_dict(), "after two")
 
 
