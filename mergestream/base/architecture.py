@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.checkpoints import TensorSpec, dtype_name
-from mergestream.checkpoints.meta_model import few_modules, quiet_and_offline, refuse_large_numbers
+from mergestream.checkpoints.meta_model import build_on_meta, check_config_numbers, quiet_and_offline
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 
@@ -70,8 +70,6 @@ def load_architecture(directory: Path) -> Architecture | str:
 
 
 def _build(directory: Path, transformers: Any) -> Any:
-    import torch
-
     raw = read_json(directory / "config.json")
     model_class: Any = getattr(transformers, (raw.get("architectures") or [""])[0], None)
     if _is_model_class(model_class, transformers):
@@ -79,14 +77,11 @@ def _build(directory: Path, transformers: Any) -> Any:
     else:
         config_class = transformers.CONFIG_MAPPING[raw["model_type"]]
         model_class = transformers.MODEL_MAPPING[config_class]
-    refuse_large_numbers(raw)
+    check_config_numbers(raw)
     config = config_class.from_pretrained(directory, local_files_only=True)
     if getattr(config, "use_pretrained_backbone", False):
         config.use_pretrained_backbone = False  # would download the backbone's weights
-    with torch.device("meta"), few_modules():
-        model = model_class(config)
-        model.tie_weights()
-    return model
+    return build_on_meta(lambda: model_class(config))
 
 
 def _is_model_class(candidate: Any, transformers: Any) -> bool:

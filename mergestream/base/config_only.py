@@ -11,9 +11,10 @@ from mergestream.base.architecture import Architecture, load_architecture
 from mergestream.base.roles import model_names
 from mergestream.checkpoints import FLOATS, Checkpoint, TensorInfo, TensorSpec
 from mergestream.checkpoints.checkpoint import RenamedCheckpoint
-from mergestream.checkpoints.layout import is_weight_file
+from mergestream.checkpoints.distributed import find_metadata
+from mergestream.checkpoints.formats import is_weight_file
 from mergestream.checkpoints.location import Location, locate
-from mergestream.checkpoints.reader import find_distributed, open_located
+from mergestream.checkpoints.reader import open_located
 from mergestream.checkpoints.unsupported import explain_directory
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
@@ -64,7 +65,7 @@ def match_names(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
 
 def _has_only_config(location: Location) -> bool:
     directory = location.path
-    if not (directory / _CONFIG).is_file() or find_distributed(directory):
+    if not (directory / _CONFIG).is_file() or find_metadata(directory):
         return False
     names = location.names
     return not any(map(is_weight_file, names)) and explain_directory(names, str(directory), directory) is None

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mergestream.checkpoints.layout import companions
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.schema import Count
@@ -130,6 +129,8 @@ class Checkpoint(ABC):
 
     def companions(self) -> Iterator[Path]:
         """The files beside the weights that belong to the model: config, tokenizer, custom code."""
+        from mergestream.checkpoints.layout import companions
+
         return companions(self.directory) if self.directory else iter(())
 
     @abstractmethod
@@ -174,19 +175,36 @@ class RenamedCheckpoint(Checkpoint):
 
 
 class Shard(ABC):
-    """One file of a checkpoint."""
+    """One file of a checkpoint; each file format is a subclass, listed in `mergestream.checkpoints.formats`."""
 
-    path: Path | StoredFile
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """How the names of such files end"""
     copies: ClassVar[int] = 0
+    path: Path | StoredFile
     tensors: Mapping[str, TensorInfo]
     aliases: Mapping[str, str] = MappingProxyType({})
+    directory: Path | None = None
+    """A directory with config and tokenizer that the format made, if they are in the file itself"""
+    note: str | None = None
+    """What the user should know about the file, to be printed after its name"""
+
+    @classmethod
+    def can_read(cls, path: Path | StoredFile) -> bool:
+        """Whether the name says that the file has this format."""
+        return isinstance(path, Path) and path.name.endswith(cls.suffixes)
+
+    @abstractmethod
+    def __init__(self, path: Any) -> None:
+        """Open a file and check its header; no weight is read."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU, if possible as a view of the file."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def write_companions(self) -> None:  # noqa: B027
+        """Write the config and tokenizer that are in the file to ``directory``."""
+
+    def close(self) -> None:  # noqa: B027
         """Release the file. Tensors that were read stay valid."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -199,8 +217,9 @@ class FileCheckpoint(Checkpoint):
 
     def __init__(self, source: str, directory: Path | None, shards: Iterable[Shard]) -> None:
         self.source = source
-        self.directory = directory
         self._shards = list(shards)
+        self.directory = next((shard.directory for shard in self._shards if shard.directory), directory)
+        self.note = next((f"{source} {shard.note}" for shard in self._shards if shard.note), None)
         self._owner: dict[str, Shard] = {}
         tensors: dict[str, TensorInfo] = {}
         aliases: dict[str, str] = {}
@@ -224,16 +243,17 @@ class FileCheckpoint(Checkpoint):
     def read(self, name: str) -> Tensor:
         return self._owner[name].read(name)
 
+    def companions(self) -> Iterator[Path]:
+        for shard in self._shards:
+            shard.write_companions()
+        return super().companions()
+
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.fingerprint, type(self), *self._arguments())
-
-    def _arguments(self) -> tuple[Any, ...]:
-        """The arguments of the constructor."""
-        return self.source, self.directory, self._shards
+        return _reopen, (self.fingerprint, self.source, self.directory, self._shards)
 
 
 def check_dtype(dtype: str, where: str) -> None:
@@ -271,13 +291,13 @@ def shared_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _reopen(fingerprint: str, kind: type[FileCheckpoint], *arguments: Any) -> FileCheckpoint:
+def _reopen(fingerprint: str, source: str, directory: Path | None, shards: list[Shard]) -> FileCheckpoint:
     """Open a checkpoint again in another process; refuse files that differ from those of the first process."""
-    checkpoint = kind(*arguments)
+    checkpoint = FileCheckpoint(source, directory, shards)
     if checkpoint.fingerprint != fingerprint:
         checkpoint.close()
         raise MergestreamError(
-            f"{checkpoint.source} has other files on this machine than on the first; use a shared directory"
+            f"{source} has other files on this machine than on the first; use a directory that all machines share"
         )
     return checkpoint
 

@@ -1,7 +1,7 @@
-"""Directories of ``torch.distributed.checkpoint``, as FSDP leaves them: tensors in chunks, described by ``.metadata``.
+"""Directories of ``torch.distributed.checkpoint`` (FSDP): tensors in chunks, described by ``.metadata``.
 
-``.metadata`` is a pickle, which torch would execute. Here it is read into records that have fields and no code; what
-they say is checked, and torch's own reader gets metadata that is made of it anew.
+``.metadata`` is a pickle that torch would execute. Here it is unpickled into inert records (fields, no code), and every
+number in it is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from mergestream.checkpoints.checkpoint import (
 )
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
 from mergestream.checkpoints.torch_file import WRAPPERS, check_pickle
-from mergestream.checkpoints.unsupported import METADATA
 from mergestream.errors import MergestreamError, first_line
 from mergestream.escaping import is_utf8
 from mergestream.files import MAX_JSON_BYTES
@@ -35,13 +34,20 @@ from mergestream.files import MAX_JSON_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
+METADATA = ".metadata"
 _WRAPPERS = (*WRAPPERS, "app")
-_OF_A_TRAINING = re.compile(r"(optim|lr_sched|sched|dataloader|train_state).*")
-"""What lies beside a model that is saved without a key of its own"""
+_TRAINING_STATE = re.compile(r"(optim|lr_sched|sched|dataloader|train_state).*")
+"""Keys beside a model that was saved without a key of its own"""
+
+
+def find_metadata(directory: Path) -> Path | None:
+    """The ``.metadata`` of a directory, or of the subdirectory in which accelerate saves the model."""
+    places = (directory / METADATA, directory / "pytorch_model_fsdp_0" / METADATA)
+    return next((place for place in places if place.is_file()), None)
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor, and the bytes of a file that ``torch.save`` has written it to."""
+    """A part of a tensor, and the bytes of the file in which ``torch.save`` wrote it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -51,85 +57,75 @@ class Chunk(NamedTuple):
 
 
 class DistributedFiles(Shard):
-    """Reading a tensor puts its chunks together; no other is in memory."""
+    """A ``.metadata`` file and the ``.distcp`` files beside it; reading a tensor joins its chunks."""
 
-    path: Path
     copies = 2
+    path: Path
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / METADATA
-        content = _read_metadata(self.path)
-        self._stored = _model_names(content)
-        if not self._stored:
+    @classmethod
+    def can_read(cls, path: object) -> bool:
+        return isinstance(path, Path) and path.name == METADATA
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        content = _read_metadata(path)
+        stored = _find_model(content)
+        if not stored:
             raise MergestreamError(
-                f"{directory} holds no tensors of a model; give the directory of the model's checkpoint"
+                f"{path.parent} holds no tensors of a model; give the directory of the model's checkpoint"
             )
-        sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
-        places = _places(content)
+        files = {file.name: file.stat().st_size for file in path.parent.iterdir() if file.is_file()}
+        places = _find_places(content)
         self._chunks: dict[str, list[Chunk]] = {}
         tensors: dict[str, TensorInfo] = {}
-        for name, key in self._stored.items():
+        for name, key in stored.items():
             try:
-                described = content["state_dict_metadata"][key].fields
-                spec = _spec(name, described, self.path)
-                self._chunks[name] = _chunks(key, described["chunks"], places, spec, sizes)
+                fields = content["state_dict_metadata"][key].fields
+                spec = _read_spec(name, fields, path)
+                self._chunks[name] = _read_chunks(key, fields["chunks"], places, spec, files)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 raise MergestreamError(
-                    f"{self.path} and the files beside it do not hold all of the tensor {name!r}; copy the checkpoint "
-                    "again"
+                    f"{path} and the files beside it do not hold all of the tensor {name!r}; copy the checkpoint again"
                 ) from error
             tensors[name] = TensorInfo(spec.dtype, spec.shape, self._chunks[name][0].file)
         self.tensors = MappingProxyType(tensors)
 
-    def close(self) -> None:
-        """No file is open."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return DistributedFiles, (self.path.parent,)
-
     def read(self, name: str) -> Tensor:
         import torch
-        from torch.distributed.checkpoint import FileSystemReader
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-        info, key = self.tensors[name], self._stored[name]
-        target = {key: torch.zeros(info.shape, dtype=torch_dtype(info.dtype))}
-        metadata = self._metadata(name)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(target, metadata, is_coordinator=True)
-        reader = FileSystemReader(self.path.parent)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        try:
-            reader.read_data(planner.create_local_plan(), planner).wait()
-        except Exception as error:  # a pickle that asks for more, a damaged archive: torch has a type for each
-            raise MergestreamError(
-                f"the tensor {name!r} in {self.path.with_name(info.file)} cannot be read, and no pickle in it was "
-                f"executed ({first_line(error)}); copy the checkpoint again"
-            ) from error
-        return target[key]
+        info = self.tensors[name]
+        tensor = torch.zeros(info.shape, dtype=torch_dtype(info.dtype))
+        for chunk in self._chunks[name]:
+            part = self._load(chunk, name)
+            if chunk.sizes == info.shape:
+                return part
+            tensor[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = part
+        return tensor
 
-    def _metadata(self, name: str) -> Any:
-        """That of one tensor, as torch has it."""
+    def _load(self, chunk: Chunk, name: str) -> Tensor:
         import torch
-        from torch.distributed.checkpoint import metadata as of_torch
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-        info, key, chunks = self.tensors[name], self._stored[name], self._chunks[name]
-        properties = of_torch.TensorProperties(dtype=torch_dtype(info.dtype))
-        parts = [of_torch.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in chunks]
-        places = {
-            of_torch.MetadataIndex(key, part.offsets): _StorageInfo(part.file, part.begin, part.length)
-            for part in chunks
-        }
-        described = of_torch.TensorStorageMetadata(properties, torch.Size(info.shape), parts)
-        return of_torch.Metadata({key: described}, storage_data=places)
+        file = self.path.with_name(chunk.file)
+        try:
+            with file.open("rb") as stream:
+                stream.seek(chunk.begin)
+                data = io.BytesIO(stream.read(chunk.length))
+            part: Tensor = torch.load(data, map_location="cpu", weights_only=True).detach()
+            if tuple(part.shape) != chunk.sizes or part.dtype != torch_dtype(self.tensors[name].dtype):
+                raise ValueError(f"a chunk has the shape {list(part.shape)} and the dtype {part.dtype}")
+        except Exception as error:  # torch.load raises anything for a damaged archive
+            raise MergestreamError(
+                f"the tensor {name!r} in {file} cannot be read, and no pickle in it was executed "
+                f"({first_line(error)}); copy the checkpoint again"
+            ) from error
+        return part
 
 
-# --- the pickle ----------------------------------------------------------------------------------------------
+# --- reading the pickle -------------------------------------------------------------------------------------
 
 
 class _Record:
-    """An object of a class of torch's: its fields, or what it was called with, and none of its code."""
+    """An object of one of torch's classes: its fields or arguments, and no code."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -150,8 +146,8 @@ _CLASSES = {
 }
 
 
-class _Inert(pickle.Unpickler):
-    """Calls nothing but what is written here."""
+class _InertUnpickler(pickle.Unpickler):
+    """Unpickles the listed classes as records and refuses everything else."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -172,97 +168,92 @@ class _Inert(pickle.Unpickler):
 def _read_metadata(path: Path) -> Mapping[str, Any]:
     """The fields of the metadata."""
     if path.stat().st_size > MAX_JSON_BYTES:
-        raise MergestreamError(f"{path} is too large to be the metadata of a checkpoint")
+        raise MergestreamError(f"{path} is too large to be the metadata of a checkpoint; copy the checkpoint again")
     data = path.read_bytes()
     check_pickle(path, data)
     try:
-        content = _Inert(io.BytesIO(data)).load()
+        content = _InertUnpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError as error:
         raise MergestreamError(
-            f"{path} asks for more than a checkpoint's metadata ({error}); it was not executed: load the checkpoint "
-            "where you trust its origin, and save the model's state_dict() as safetensors"
+            f"{path} asks for more than a checkpoint's metadata ({error}); it was not executed: if you trust its "
+            "origin, load the checkpoint and save the model's state_dict() as safetensors"
         ) from error
-    except Exception as error:  # whatever a damaged pickle runs into
+    except Exception as error:  # a damaged pickle raises anything
         raise MergestreamError(
             f"{path} is corrupt or no metadata of a checkpoint; copy the checkpoint again"
         ) from error
-    fields = _fields(content, "Metadata")
+    fields = _get_fields(content, "Metadata")
     if not isinstance(fields.get("state_dict_metadata"), dict) or not isinstance(fields.get("storage_data"), dict):
-        raise MergestreamError(f"{path} is no metadata of a checkpoint of torch.distributed")
+        raise MergestreamError(f"{path} is no metadata of torch.distributed.checkpoint; copy the checkpoint again")
     return fields
 
 
-def _fields(record: Any, kind: str) -> dict[str, Any]:
-    """Of a record of that class; nothing where it is none."""
+def _get_fields(record: Any, kind: str) -> dict[str, Any]:
+    """The fields of a record of the class ``kind``; empty for anything else."""
     fields = getattr(record, "fields", None) if type(record).__name__ == kind else None
     return fields if isinstance(fields, dict) else {}
 
 
-# --- what it says --------------------------------------------------------------------------------------------
+# --- checking what it says ----------------------------------------------------------------------------------
 
 
-def _model_names(content: Mapping[str, Any]) -> dict[str, str]:
-    """The model's names of the tensors, and under which key each is stored: nested state dicts were flattened."""
+def _find_model(content: Mapping[str, Any]) -> dict[str, str]:
+    """Map the model's tensor names to their keys in the metadata, in which nested state dicts are flattened."""
     planned = content.get("planner_data")
     paths: dict[str, tuple[str, ...]] = {}
-    for key, described in content["state_dict_metadata"].items():
-        if _fields(described, "TensorStorageMetadata") and isinstance(key, str) and not key.endswith("_extra_state"):
+    for key, record in content["state_dict_metadata"].items():
+        if _get_fields(record, "TensorStorageMetadata") and isinstance(key, str) and not key.endswith("_extra_state"):
             path = planned.get(key) if isinstance(planned, dict) else None
             paths[key] = tuple(map(str, path)) if isinstance(path, tuple) and path else (key,)
-    while wrapper := next((word for word in _WRAPPERS if _wraps(word, paths)), None):
+    while wrapper := next((w for w in _WRAPPERS if any(p[0] == w and len(p) > 1 for p in paths.values())), None):
         paths = {key: path[1:] for key, path in paths.items() if path[0] == wrapper and len(path) > 1}
-    return {".".join(path): key for key, path in paths.items() if len(path) == 1 or not _OF_A_TRAINING.match(path[0])}
+    return {".".join(path): key for key, path in paths.items() if len(path) == 1 or not _TRAINING_STATE.match(path[0])}
 
 
-def _wraps(word: str, paths: Mapping[str, tuple[str, ...]]) -> bool:
-    return any(path[0] == word and len(path) > 1 for path in paths.values())
-
-
-def _spec(name: str, described: Mapping[str, Any], path: Path) -> TensorSpec:
-    """The form of a tensor."""
+def _read_spec(name: str, fields: Mapping[str, Any], path: Path) -> TensorSpec:
     import torch
 
-    dtype, shape = described["properties"].fields[0], _sizes(described["size"])
+    dtype, shape = fields["properties"].fields[0], _check_sizes(fields["size"])
     if not is_utf8(name) or len(shape) > MAX_DIMENSIONS:
-        raise ValueError("no tensor is like that")
+        raise ValueError("impossible name or shape")
     check_dtype(dtype, f"the tensor {name!r} in {path}")
     return TensorSpec(dtype_name(getattr(torch, dtype)), shape)
 
 
-def _places(content: Mapping[str, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
-    """Where each chunk is, by the key of its tensor and its first element."""
-    found = {}
+def _find_places(content: Mapping[str, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
+    """The location of each chunk, by its tensor's key and its offsets."""
+    places = {}
     for index, place in content["storage_data"].items():
-        fields = _fields(index, "MetadataIndex")
-        with suppress(ValueError):  # no tensor's, where it has no offset
-            found[str(fields.get("fqn")), _sizes(fields.get("offset"))] = _fields(place, "_StorageInfo")
-    return found
+        fields = _get_fields(index, "MetadataIndex")
+        with suppress(ValueError):  # an entry without offsets is no tensor
+            places[str(fields.get("fqn")), _check_sizes(fields.get("offset"))] = _get_fields(place, "_StorageInfo")
+    return places
 
 
-def _chunks(
+def _read_chunks(
     key: str,
-    described: Any,
+    records: Any,
     places: Mapping[tuple[str, tuple[int, ...]], Mapping[str, Any]],
     spec: TensorSpec,
     files: Mapping[str, int],
 ) -> list[Chunk]:
-    """The chunks that make up a tensor; a ValueError or KeyError where they do not, or are not in ``files``."""
+    """The chunks of a tensor; ValueError or KeyError if they do not cover it or are not in ``files``."""
     chunks = []
-    for part in described:
-        offsets, sizes = _sizes(part.fields["offsets"]), _sizes(part.fields["sizes"])
+    for record in records:
+        offsets, sizes = _check_sizes(record.fields["offsets"]), _check_sizes(record.fields["sizes"])
         place = places[key, offsets]
-        file, (begin, length) = place["relative_path"], _sizes((place["offset"], place["length"]))
+        file, (begin, length) = place["relative_path"], _check_sizes((place["offset"], place["length"]))
         outside = any(o + n > whole for o, n, whole in zip(offsets, sizes, spec.shape, strict=True))
         missing = begin + length > files[file] or length < math.prod(sizes) * item_size(spec.dtype)
         if outside or missing or place.get("transform_descriptors"):
-            raise ValueError("a chunk is not what it should be")
+            raise ValueError("a chunk is outside of its tensor or file, or compressed")
         chunks.append(Chunk(offsets, sizes, file, begin, length))
     if sum(math.prod(chunk.sizes) for chunk in {chunk.offsets: chunk for chunk in chunks}.values()) != spec.numel:
         raise ValueError("chunks are missing")
     return chunks
 
 
-def _sizes(numbers: Any) -> tuple[int, ...]:
+def _check_sizes(numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, tuple) or not all(type(number) is int and 0 <= number < 2**60 for number in numbers):
-        raise ValueError("a size is no number")
+        raise ValueError("not a tuple of sizes")
     return numbers

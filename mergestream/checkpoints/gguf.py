@@ -1,43 +1,43 @@
-"""GGUF files, as llama.cpp has them: dequantised tensor by tensor, under the names that transformers has for them.
+"""GGUF files of llama.cpp: dequantised tensor by tensor, under the names of transformers.
 
-The gguf package reads and dequantises; transformers knows which of its models it is, what each tensor is called there,
-and what llama.cpp has turned around in it. Config and tokenizer are in the file, and are written out of it.
+The gguf package reads and dequantises. transformers knows the model's class, the name of each tensor in it, and which
+tensors llama.cpp has permuted. Config and tokenizer are in the file and are written to a temporary directory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints.checkpoint import FileCheckpoint, Shard, TensorInfo
-from mergestream.checkpoints.meta_model import few_modules, quiet_and_offline, refuse_large_numbers
+from mergestream.checkpoints.checkpoint import Shard, TensorInfo
+from mergestream.checkpoints.meta_model import build_on_meta, check_config_numbers, quiet_and_offline
 from mergestream.errors import MergestreamError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PLAIN = {"F64", "F32", "F16", "BF16"}
-_FORGOTTEN = ("quantization_config", "_name_or_path", "_model_name_or_path")
-"""Of a config: where it was read from, and that it was quantised"""
+_UNQUANTISED = {"F64", "F32", "F16", "BF16"}
+_DROPPED_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path")
+_REMEDY = "give the model that it was made from"
 
 
 class GgufFile(Shard):
-    """Every tensor becomes float32 as it is read; no other is in memory."""
+    """A GGUF file; every tensor becomes float32 when it is read."""
 
-    path: Path
+    suffixes = (".gguf",)
     copies = 2
+    path: Path
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             import gguf
             import transformers
-            from transformers import modeling_gguf_pytorch_utils as of_transformers
+            from transformers import modeling_gguf_pytorch_utils as gguf_utils
         except ImportError as error:
             raise MergestreamError(
                 f"{path} is a GGUF file, for which the packages gguf and transformers are needed: "
@@ -45,132 +45,104 @@ class GgufFile(Shard):
             ) from error
         try:
             reader = gguf.GGUFReader(path)
-            architecture = _field(reader, "general.architecture")
+            architecture, parts = _read_field(reader, "general.architecture"), _read_field(reader, "split.count")
             self._stored = {tensor.name: tensor for tensor in reader.tensors}
-        except Exception as error:  # whatever a damaged header makes it stumble over
+        except Exception as error:  # a damaged header raises anything
             raise MergestreamError(f"{path} is corrupt or no GGUF file; download it again") from error
-        if (parts := _field(reader, "split.count")) not in (None, 0, 1):
+        if parts not in (None, 0, 1):
             raise MergestreamError(
-                f"{path} is one of {parts} parts of a GGUF file: run `llama-gguf-split --merge` with the first and the "
-                "name of the whole, and give that"
+                f"{path} is one of {parts} parts of a GGUF file: run `llama-gguf-split --merge FIRST_PART WHOLE.gguf` "
+                "and give WHOLE.gguf"
             )
         try:
             with quiet_and_offline(transformers):
-                self._parsed = of_transformers.load_gguf_checkpoint(path)
-                model = _build(self._parsed["config"])
-                processor = of_transformers.TENSOR_PROCESSORS.get(architecture, of_transformers.TensorProcessor)
+                self._parsed = gguf_utils.load_gguf_checkpoint(path)
+                model = _build_model(self._parsed["config"])
+                processor = gguf_utils.TENSOR_PROCESSORS.get(architecture, gguf_utils.TensorProcessor)
                 self._processor = processor(config=self._parsed["config"])
-                self._names = of_transformers.get_gguf_hf_weights_map(model, self._processor)
-        except Exception as error:  # an architecture that it does not know, or numbers that no model has
+                self._names = gguf_utils.get_gguf_hf_weights_map(model, self._processor)
+        except Exception as error:  # an unknown architecture, or impossible numbers
             raise MergestreamError(
                 f"{path} is a GGUF file of the architecture {architecture}, whose tensors transformers cannot name "
-                f"({type(error).__name__}); give the model that it was made from"
+                f"({type(error).__name__}); {_REMEDY}"
             ) from error
-        self._parts = self._sources()
+        self._parts: dict[str, list[str]] = {}  # a tensor of a mixture of experts is stored in several parts
+        for stored in self._stored:
+            if name := self._names.get(stored) or self._names.get(stored.removesuffix(".weight")):
+                self._parts.setdefault(name, []).append(stored)
         if missing := [name for name, _ in model.named_parameters() if name not in self._parts]:
             raise MergestreamError(
                 f"{path} has nothing for {missing[0]} of {type(model).__name__}, and for {len(missing) - 1} other "
-                "tensors; give the model that it was made from"
+                f"tensors; {_REMEDY}"
             )
-        forms = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in self._parts}
-        self.tensors = MappingProxyType({name: TensorInfo("F32", shape, path.name) for name, shape in forms.items()})
+        self.tensors = MappingProxyType(
+            {
+                name: TensorInfo("F32", tuple(tensor.shape), path.name)
+                for name, tensor in model.state_dict().items()
+                if name in self._parts
+            }
+        )
+        if quantised := sorted({tensor.tensor_type.name for tensor in self._stored.values()} - _UNQUANTISED):
+            self.note = (
+                f"is quantised ({', '.join(quantised)}) and was dequantised to float32: its task vector contains the "
+                "rounding errors of the quantisation"
+            )
+        self._temporary = TemporaryDirectory(prefix="mergestream-")
+        self.directory = Path(self._temporary.name)
         config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
-        self.config = {key: value for key, value in config.items() if key not in _FORGOTTEN}
-
-    def _sources(self) -> dict[str, list[str]]:
-        """What each tensor of the model is stored as: experts of a mixture are several."""
-        parts: dict[str, list[str]] = {}
-        for stored in self._stored:
-            if name := self._names.get(stored) or self._names.get(stored.removesuffix(".weight")):
-                parts.setdefault(name, []).append(stored)
-        return parts
-
-    @property
-    def types(self) -> set[str]:
-        """In which the tensors are stored."""
-        return {tensor.tensor_type.name for tensor in self._stored.values()}
+        config = {key: value for key, value in config.items() if key not in _DROPPED_FIELDS}
+        (self.directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     def read(self, name: str) -> Tensor:
         import numpy
         import torch
         from gguf import dequantize
 
-        made: dict[str, Any] = {"tensors": {}, "config": self._parsed["config"]}
+        result: dict[str, Any] = {"tensors": {}, "config": self._parsed["config"]}
         for stored in self._parts[name]:
-            tensor = self._stored[stored]
-            values = dequantize(tensor.data, tensor.tensor_type)
+            part = self._stored[stored]
             found = self._processor.process(
-                weights=values, name=stored, tensor_key_mapping=self._names, parsed_parameters=made
+                weights=dequantize(part.data, part.tensor_type),
+                name=stored,
+                tensor_key_mapping=self._names,
+                parsed_parameters=result,
             )
-            if found.name is not None:  # else it is a part of a tensor, and put into its place
-                made["tensors"][name] = torch.from_numpy(numpy.array(found.weights, dtype=numpy.float32))
-        whole: Tensor | None = made["tensors"].get(name)
-        if whole is None or tuple(whole.shape) != self.tensors[name].shape:
-            raise MergestreamError(
-                f"{self.path} holds {name} in another form than transformers expects by its header; give the model "
-                "that it was made from"
+            if found.name is not None:  # otherwise transformers has put the part into ``result``
+                result["tensors"][name] = torch.from_numpy(numpy.array(found.weights, dtype=numpy.float32))
+        tensor: Tensor | None = result["tensors"].get(name)
+        if tensor is None or tuple(tensor.shape) != self.tensors[name].shape:
+            raise MergestreamError(f"{self.path} holds {name} in another shape than its header implies; {_REMEDY}")
+        return tensor
+
+    def write_companions(self) -> None:
+        """Write the tokenizer; skip it if the file has none or transformers does not know it."""
+        import transformers
+
+        with suppress(Exception), quiet_and_offline(transformers):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             )
-        return whole
+            tokenizer.save_pretrained(self._temporary.name)
 
     def close(self) -> None:
         self._stored = {}
+        self._temporary.cleanup()
 
 
-class GgufCheckpoint(FileCheckpoint):
-    """Its directory is a temporary one, with the config that is in the file, and the tokenizer once it is asked for."""
-
-    def __init__(self, source: str, path: Path) -> None:
-        file = GgufFile(path)
-        self._made = TemporaryDirectory(prefix="mergestream-")
-        super().__init__(source, Path(self._made.name), [file])
-        self._file = file
-        (Path(self._made.name) / "config.json").write_text(json.dumps(file.config, indent=1) + "\n", encoding="utf-8")
-        if quantised := sorted(file.types - _PLAIN):
-            self.note = (
-                f"{source} is quantised ({', '.join(quantised)}) and was dequantised to float32: differences contain "
-                "what its rounding has changed"
-            )
-
-    def companions(self) -> Iterator[Path]:
-        import transformers
-
-        place = {"pretrained_model_name_or_path": self._file.path.parent, "gguf_file": self._file.path.name}
-        # A file without a tokenizer, or with one that transformers does not know: the model goes without it.
-        with suppress(Exception), quiet_and_offline(transformers):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                **place, local_files_only=True, trust_remote_code=False
-            )
-            tokenizer.save_pretrained(self._made.name)
-        return super().companions()
-
-    def _arguments(self) -> tuple[Any, ...]:
-        return self.source, self._file.path
-
-    def close(self) -> None:
-        super().close()
-        self._made.cleanup()
-
-
-def _field(reader: Any, name: str) -> Any:
-    """What the header says; None where it says nothing."""
+def _read_field(reader: Any, name: str) -> Any:
+    """A field of the header, or None."""
     field = reader.get_field(name)
     return field.contents() if field else None
 
 
-def _build(config: dict[str, Any]) -> Any:
-    """The model without its weights."""
-    import torch
+def _build_model(raw: dict[str, Any]) -> Any:
+    """Build the model that the header describes, without weights."""
     import transformers
 
-    refuse_large_numbers(config)
-    described = transformers.AutoConfig.for_model(**config)
-    named = getattr(transformers, (described.architectures or [""])[0], None)
-    with torch.device("meta"), few_modules():
-        if named is not None:
-            model = named(described)
-        elif described.is_encoder_decoder:
-            model = transformers.AutoModelForSeq2SeqLM.from_config(described)
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(described)
-        model.tie_weights()
-    return model
+    check_config_numbers(raw)
+    config = transformers.AutoConfig.for_model(**raw)
+    model_class = getattr(transformers, (config.architectures or [""])[0], None)
+    if model_class is not None:
+        return build_on_meta(lambda: model_class(config))
+    auto_class = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    return build_on_meta(lambda: auto_class.from_config(config))

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mergestream.checkpoints.layout import CODE, find_weights, is_index, may_go_along, names_code, read_index
-from mergestream.checkpoints.unsupported import no_weights
+from mergestream.checkpoints.unsupported import no_weights_error
 from mergestream.errors import MergestreamError, first_line
 from mergestream.storage import Listing, StoredFile, Url
 from mergestream.storage.transfer import retry, service_error
@@ -149,7 +149,7 @@ def _weights(hub_id: str, files: list[str]) -> list[str]:
         return [name for name in files if name.startswith("adapter_model.")]
     entry = find_weights(files, hub_id)
     if entry is None:
-        raise no_weights(files, hub_id)
+        raise no_weights_error(files, hub_id)
     if not is_index(entry):
         return [entry]
     repo, _, revision = hub_id.partition("@")

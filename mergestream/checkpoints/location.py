@@ -9,8 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from mergestream.checkpoints.formats import is_weight_file
 from mergestream.checkpoints.hub import Repository, cached, download
-from mergestream.checkpoints.layout import MARKER, UNFINISHED, is_weight_file
+from mergestream.checkpoints.layout import MARKER, UNFINISHED
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import is_utf8
 from mergestream.files import read_json

@@ -1,4 +1,4 @@
-"""A state dict in memory, as a checkpoint."""
+"""State dicts and modules in memory, as checkpoints."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def state_dict_of(model: Any) -> Mapping[str, Tensor]:
-    """That of a module; a state dict as it is."""
+def get_state_dict(model: Any) -> Mapping[str, Tensor]:
+    """The state dict of a module; a state dict is returned unchanged."""
     if isinstance(model, Mapping):
         return model
     if hasattr(model, "peft_config"):
         raise UsageError(
-            "a PeftModel is a base and an adapter in one: pass the directory where its save_pretrained has put the "
+            "a PeftModel is a base and an adapter in one: pass the directory in which save_pretrained() wrote the "
             "adapter, or model.merge_and_unload()"
         )
     if callable(getattr(model, "state_dict", None)):
         state: Mapping[str, Tensor] = model.state_dict()
         return state
     raise UsageError(
-        f"a model is a path, a hub id org/name, a torch module or a state dict, and not of type {type(model).__name__}"
+        f"a model is a path, a hub id org/name, a torch module or a state dict, not of type {type(model).__name__}"
     )
 
 
 class MemoryCheckpoint(Checkpoint):
+    """A state dict of this process."""
+
     def __init__(self, state_dict: Mapping[str, Tensor]) -> None:
         import torch
 
         for name, value in state_dict.items():
             if not isinstance(value, torch.Tensor):
                 raise MergestreamError(
-                    f"the state dict holds {name!r}, which is no tensor but of type {type(value).__name__}"
+                    f"the state dict holds {name!r}, which is no tensor but of type {type(value).__name__}; remove it"
                 )
         self._tensors = {name: tensor.detach() for name, tensor in state_dict.items()}
         self.source = "memory"
@@ -51,4 +53,4 @@ class MemoryCheckpoint(Checkpoint):
         self._tensors = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise UsageError("a model in memory is seen by this process only: save it first, or use the local engine")
+        raise UsageError("other processes cannot see a model in memory: save it first, or use the local engine")

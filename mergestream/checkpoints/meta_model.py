@@ -1,62 +1,64 @@
-"""Building a model of transformers to see what is in it, from a config that anybody may have written: on the meta
-device, without network, within bounds."""
+"""Build a transformers model on the meta device from an untrusted config: no weights, no network, bounded size."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-MOST_MODULES = 50_000
-"""Of a model that is built to see what is in it: that takes ten seconds"""
-_MOST = {re.compile("(layers?|depths?|blocks?|stages?)$"): 2_000, re.compile("labels?$"): 1 << 20}
-"""Far more than any model has, by the names of the numbers in its configuration"""
-_MOST_OF_ANYTHING = 1 << 27
+MAX_MODULES = 50_000
+"""Modules that a model may have; building so many takes ten seconds"""
+_MAX_BY_NAME = {re.compile("(layers?|depths?|blocks?|stages?)$"): 2_000, re.compile("labels?$"): 1 << 20}
+"""Largest values of config fields by the end of their name, far above those of any real model"""
+_MAX_NUMBER = 1 << 27
 
 
 class TooLargeError(Exception):
-    """A model is described that nobody can have."""
+    """The config describes a model that is too large to exist."""
 
 
-def refuse_large_numbers(config: Any) -> None:
-    """Configurations and models go through loops as long as their numbers say."""
-    waiting = [(config, _MOST_OF_ANYTHING)]
-    while waiting:
-        value, most = waiting.pop()
+def check_config_numbers(config: Any) -> None:
+    """Refuse large numbers in a config: transformers loops as often as they say."""
+    stack = [(config, _MAX_NUMBER)]
+    while stack:
+        value, limit = stack.pop()
         if isinstance(value, Mapping):
-            waiting += [(part, _limit(key)) for key, part in value.items()]
+            for key, part in value.items():
+                limits = (limit for pattern, limit in _MAX_BY_NAME.items() if pattern.search(key))
+                stack.append((part, next(limits, _MAX_NUMBER)))
         elif isinstance(value, list):
-            waiting += [(part, most) for part in value]
-        elif isinstance(value, int) and abs(value) > most:
+            stack += [(part, limit) for part in value]
+        elif isinstance(value, int) and abs(value) > limit:
             raise TooLargeError
 
 
-def _limit(name: str) -> int:
-    return next((most for names, most in _MOST.items() if names.search(name)), _MOST_OF_ANYTHING)
+def build_on_meta(make_model: Callable[[], Any]) -> Any:
+    """Build a model on the meta device and tie its weights; stop if it gets more than ``MAX_MODULES`` modules."""
+    import torch
+    from torch.nn.modules.module import register_module_module_registration_hook
 
-
-@contextmanager
-def few_modules() -> Iterator[None]:
-    from torch.nn.modules.module import register_module_module_registration_hook as watch
-
-    made = count(1)
+    modules = count(1)
 
     def refuse_many(*_: Any) -> None:
-        if next(made) > MOST_MODULES:
+        if next(modules) > MAX_MODULES:
             raise TooLargeError
 
-    watching = watch(refuse_many)
+    hook = register_module_module_registration_hook(refuse_many)
     try:
-        yield
+        with torch.device("meta"):
+            model = make_model()
+            model.tie_weights()
     finally:
-        watching.remove()
+        hook.remove()
+    return model
 
 
 @contextmanager
 def quiet_and_offline(transformers: Any) -> Iterator[None]:
+    """Keep transformers from logging, warning and using the network."""
     from huggingface_hub import constants
 
     verbosity, offline = transformers.logging.get_verbosity(), constants.HF_HUB_OFFLINE

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from mergestream.checkpoints.layout import CODE, is_index, is_weight_file, may_go_along, names_code
+from mergestream.checkpoints.formats import is_weight_file
+from mergestream.checkpoints.layout import CODE, is_index, may_go_along, names_code
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, known_as
 from mergestream.files import MAX_JSON_BYTES

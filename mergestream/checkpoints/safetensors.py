@@ -1,7 +1,7 @@
-"""Reading a ``.safetensors`` file, or an object: 8 bytes of header length, a JSON header, and the tensors' bytes.
+"""Safetensors files, local or in object storage: 8 bytes of header length, a JSON header, the tensors' bytes.
 
-The header is parsed here, not by the safetensors package, so that nothing heavy is imported, every
-fault is told in a sentence, and a tensor is a view of the memory-mapped file instead of a copy.
+The header is parsed here, not by the safetensors package: errors name file and tensor, and a tensor is a view of the
+memory-mapped file instead of a copy.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 MAX_HEADER = 100_000_000  # the format's own limit
 MAX_DIMENSIONS = 64  # torch's limit
 _USUAL_HEADER = 1 << 17
-"""Bytes that are fetched first of an object: most headers fit in, and cost one request"""
+"""Bytes of an object that the first request fetches; most headers fit"""
 _AGAIN = "download or copy it again"
-# Python names this flag from 3.12 on only; without it a map larger than the RAM may be refused.
+# Python has this flag since 3.12. Without it, the system may refuse a map larger than the RAM.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class SafetensorsFile(Shard):
     """A validated ``.safetensors`` file; reading a tensor copies nothing."""
 
+    suffixes = (".safetensors",)
     path: Path
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +54,7 @@ class SafetensorsFile(Shard):
                     file.fileno(), size, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
         except OSError as error:
-            raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
+            raise MergestreamError(f"{path} cannot be read: {error.strerror}; check the disk") from error
         self._size = size
 
     def read(self, name: str) -> Tensor:
@@ -75,14 +76,18 @@ class SafetensorsFile(Shard):
         return torch.frombuffer(self._map, dtype=dtype, offset=begin, count=info.numel).reshape(info.shape)
 
     def close(self) -> None:
-        self._map = None  # tensors that look into the map hold on to it; torch would let it close under them
+        self._map = None  # not closed: tensors that are views of the map keep it alive
 
 
 class SafetensorsObject(Shard):
-    """The same in object storage: the header is read by range, and so is each tensor when it is asked for, a small one
-    with those beside it."""
+    """A ``.safetensors`` file in object storage: header and tensors are read by range, small tensors in groups."""
 
+    suffixes = (".safetensors",)
     copies = 1
+
+    @classmethod
+    def can_read(cls, path: Path | StoredFile) -> bool:
+        return isinstance(path, StoredFile) and path.name.endswith(cls.suffixes)
 
     def __init__(self, found: StoredFile) -> None:
         self.path = self._object = found
@@ -110,47 +115,44 @@ class SafetensorsObject(Shard):
             self._object.read_into(data, self._begin[name])
         return tensor
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 def _read_ahead(file: mmap.mmap, begin: int, size: int) -> None:
-    """Have the kernel fetch the tensor as a whole: faster from a cold disk than one page fault after another."""
+    """Ask the kernel to fetch the whole tensor, which is faster than one page fault after another."""
     page = begin - begin % mmap.PAGESIZE
-    with contextlib.suppress(AttributeError, OSError):  # only a hint, and not every system takes it
+    with contextlib.suppress(AttributeError, OSError):  # only a hint, which some systems lack
         file.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
 
 
 def _read_header(path: Path | StoredFile, read: Callable[[int], bytes], size: int) -> tuple[int, dict[str, Any]]:
-    """Where the data starts, and the header; ``read`` gives the next so many bytes of the file."""
+    """Read the header; returns where the data starts, and the header. ``read(n)`` returns the next n bytes."""
     if size < 8:
         raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {_AGAIN}")
     (length,) = struct.unpack("<Q", read(8))
     if length > MAX_HEADER:
-        raise MergestreamError(f"{path} is no safetensors file: its header would have {length} bytes")
+        raise MergestreamError(f"{path} is no safetensors file: its header would have {length} bytes; {_AGAIN}")
     if length > size - 8:
         raise MergestreamError(
-            f"{path} is truncated within its header, {length + 8 - size} bytes of it are missing; {_AGAIN}"
+            f"{path} is truncated within its header: {length + 8 - size} bytes are missing; {_AGAIN}"
         )
     try:
         header = json.loads(read(length).decode(), object_pairs_hook=_no_duplicates)
         "".join(header).encode()  # half a surrogate pair is valid JSON, but no text
     except KeyError as error:
-        raise MergestreamError(f"{path} has a corrupt header: {error.args[0]!r} is in it twice") from error
+        raise MergestreamError(f"{path} has a corrupt header: {error.args[0]!r} is in it twice; {_AGAIN}") from error
     except (ValueError, TypeError, RecursionError) as error:
         raise MergestreamError(f"{path} is no safetensors file or has a corrupt header; {_AGAIN}") from error
     if not isinstance(header, dict):
-        raise MergestreamError(f"{path} is no safetensors file: its header is not a JSON object")
+        raise MergestreamError(f"{path} is no safetensors file: its header is not a JSON object; {_AGAIN}")
     return 8 + length, header
 
 
 def _check_header(
     path: Path | StoredFile, header: dict[str, Any], data_start: int, size: int
 ) -> tuple[MappingProxyType[str, TensorInfo], dict[str, int]]:
-    """The tensors, and where in the file each begins; they must fill the file without gap or overlap."""
+    """Check that the tensors fill the file without gap or overlap; returns them and where each begins."""
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise MergestreamError(f"{path} has a corrupt header: its __metadata__ is not a table of texts")
+        raise MergestreamError(f"{path} has a corrupt header: its __metadata__ is not a table of strings; {_AGAIN}")
     tensors: dict[str, TensorInfo] = {}
     spans: dict[str, tuple[int, int]] = {}
     for name, entry in header.items():

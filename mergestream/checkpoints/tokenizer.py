@@ -1,4 +1,4 @@
-"""The tokens of a model, by the files that tokenizers are saved in: they are read and added to, never run."""
+"""Read and extend the files of a tokenizer, without running it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from mergestream.files import read_json
 _WHOLE, _ADDED, _CONFIG = "tokenizer.json", "added_tokens.json", "tokenizer_config.json"
 _FILES = (_WHOLE, "vocab.json", "vocab.txt", _ADDED, _CONFIG)
 _TOKENS, _DECODER = "added_tokens", "added_tokens_decoder"
-_MATCHING = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
-"""How a token is found in a text, where nothing else is said"""
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+"""Default flags of an added token: how it is matched in a text"""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Every token with its number, which is its row in the embedding."""
+    """The tokens of a model and their ids, which are their rows in the embedding."""
 
     ids: Mapping[str, int]
     added: Mapping[str, Mapping[str, bool]]
-    """Of those that were added to the vocabulary: how they are found in a text"""
+    """The flags of the tokens that were added to the vocabulary"""
 
     @property
     def end(self) -> int:
-        """The number that the next token gets; rows from here on are padding."""
+        """The id of the next new token; the rows from here on are padding."""
         return max(self.ids.values(), default=-1) + 1
 
 
 def read_tokenizer(directory: Path | None) -> Tokenizer | None:
-    """The tokenizer in a directory; None where there is none that is understood."""
+    """Read the tokenizer in a directory; None if there is none or its format is unknown."""
     if directory is None:
         return None
     try:
         whole, added, config = (_read(directory / name) for name in (_WHOLE, _ADDED, _CONFIG))
         ids = _vocabulary(directory, whole)
-        flags = {token: dict(_MATCHING) for token in added}
+        flags = {token: dict(_FLAGS) for token in added}
         for number, token in (*config.get(_DECODER, {}).items(), *((t["id"], t) for t in whole.get(_TOKENS, ()))):
             added[str(token["content"])] = int(number)
-            flags[str(token["content"])] = {flag: bool(token.get(flag, usual)) for flag, usual in _MATCHING.items()}
+            flags[str(token["content"])] = {flag: bool(token.get(flag, default)) for flag, default in _FLAGS.items()}
         ids |= added
         known = ids and all(isinstance(number, int) and number >= 0 for number in ids.values())
         return Tokenizer(ids, flags) if known else None
@@ -52,18 +52,18 @@ def read_tokenizer(directory: Path | None) -> Tokenizer | None:
 
 
 def same_tokenizer(one: Path | None, other: Path | None) -> bool:
-    """Whether no file tells the tokenizers of two directories apart: then none need be read."""
+    """Whether two directories have the same tokenizer files, byte by byte; True if one directory is unknown."""
     if one is None or other is None:
         return True
     pairs = [(one / name, other / name) for name in _FILES if (one / name).is_file() or (other / name).is_file()]
     try:
         return all(a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False) for a, b in pairs)
-    except OSError:  # one cannot be read
+    except OSError:  # a file cannot be read
         return False
 
 
 def add_tokens(directory: Path, tokens: Mapping[str, tuple[int, Mapping[str, bool]]]) -> None:
-    """Add tokens to the tokenizer in a directory, each with its number and how it is found in a text."""
+    """Add tokens, each with its id and its flags, to the tokenizer files in a directory."""
     whole, added, config = (_read(directory / name) for name in (_WHOLE, _ADDED, _CONFIG))
     if whole:
         new = [{"id": number, "content": token, **flags} for token, (number, flags) in tokens.items()]
@@ -84,12 +84,12 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _vocabulary(directory: Path, whole: Mapping[str, Any]) -> dict[str, int]:
-    """All tokens but those that were added."""
+    """The tokens of the vocabulary, without the added ones."""
     if whole:
         vocabulary = whole["model"]["vocab"]
         if isinstance(vocabulary, dict):
             return dict(vocabulary)
-        return {token: number for number, (token, _) in enumerate(vocabulary)}  # each with its score
+        return {token: number for number, (token, _) in enumerate(vocabulary)}  # pairs of token and score
     if (directory / "vocab.txt").is_file():
         lines = (directory / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
         return {line: number for number, line in enumerate(lines)}

@@ -1,8 +1,7 @@
-"""Reading ``.bin``, ``.pt``, ``.pth`` and ``.ckpt`` files: tensors only, memory-mapped, no pickled code executed."""
+"""Files of ``torch.save``: tensors only, memory-mapped, no pickled code executed."""
 
 from __future__ import annotations
 
-import math
 import pickle
 import pickletools
 import re
@@ -20,15 +19,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WRAPPERS = ("state_dict", "model", "module")
-"""Under which a training checkpoint has the model's state dict, beside its optimizer's"""
+"""Keys under which a training checkpoint stores the model's state dict"""
 _MARK = -1
-_MOST_PARTS = 1_000_000
-_MOST_WRAPPERS = 8
-"""One within the other; a state dict that holds itself has no end of them."""
+_MAX_PARTS = 1_000_000
+_MAX_WRAPPERS = 8
+"""Nested wrappers; a state dict that contains itself would have infinitely many."""
 
 
 class TorchFile(Shard):
     """A file of ``torch.save`` that holds a state dict, plain or under one of the usual keys."""
+
+    suffixes = (".bin", ".pt", ".pth", ".ckpt")
 
     def __init__(self, path: Path) -> None:
         import torch
@@ -40,14 +41,15 @@ class TorchFile(Shard):
         for name, value in _unwrap(content, path).items():
             if not isinstance(name, str) or not is_utf8(name):
                 raise MergestreamError(f"{path} holds no state dict: its key {repr(name)[:80]} is not a name")
-            if name.endswith("_extra_state"):  # what modules keep beside their weights; no tensor of the model
+            if name.endswith("_extra_state"):  # state of a module that is no weight
                 continue
             if not isinstance(value, torch.Tensor):
                 raise MergestreamError(
                     f"{path} holds {name!r}, which is no tensor but of type {type(value).__name__}; "
-                    "save the model's state_dict() alone"
+                    "save only the model's state_dict()"
                 )
-            if value.numel() * value.itemsize > _stored_bytes(value):
+            has_storage = value.layout is torch.strided and not value.is_meta  # `describe` refuses other tensors
+            if has_storage and value.numel() * value.itemsize > value.untyped_storage().nbytes():
                 raise MergestreamError(
                     f"the tensor {name!r} in {path} repeats its elements (it was expanded); save it with contiguous()"
                 )
@@ -63,7 +65,7 @@ class TorchFile(Shard):
 
 
 def _check_archive(path: Path) -> None:
-    """Only uncompressed zip archives can be memory-mapped."""
+    """Refuse everything but uncompressed zip archives, which can be memory-mapped."""
     try:
         with path.open("rb") as file:
             start = file.read(2)
@@ -72,9 +74,9 @@ def _check_archive(path: Path) -> None:
                 entries = archive.infolist()
             names = {Path(entry.filename).name for entry in entries}
             if "data.pkl" not in names:
-                raise MergestreamError(f"{path} is an archive, but not one that torch.save wrote")
+                raise MergestreamError(f"{path} is an archive, but not one that torch.save wrote; unpack it")
             if "constants.pkl" in names:
-                raise MergestreamError(f"{path} is a TorchScript program; save the model's state_dict() alone")
+                raise MergestreamError(f"{path} is a TorchScript program; save only the model's state_dict()")
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise MergestreamError(f"{path} is compressed, which torch.save never does; convert it to safetensors")
             with zipfile.ZipFile(path) as archive:
@@ -83,21 +85,23 @@ def _check_archive(path: Path) -> None:
                         check_pickle(path, archive.read(entry))
             return
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
-        raise MergestreamError(f"{path} cannot be read or is corrupt ({error})") from error
+        raise MergestreamError(f"{path} cannot be read or is corrupt ({error}); download or copy it again") from error
     if start == b"PK":
         raise MergestreamError(f"{path} is truncated: the end of the archive is missing; download or copy it again")
     if start[:1] == b"\x80":
         raise MergestreamError(
-            f"{path} was saved in PyTorch's old format or is another pickle, which was not executed; "
+            f"{path} is a pickle or in PyTorch's old format; it was not executed: if you trust its origin, "
             "convert it to safetensors"
         )
-    raise MergestreamError(f"{path} is no checkpoint: neither safetensors nor a file of torch.save")
+    raise MergestreamError(f"{path} is no checkpoint: torch.save did not write it; give another file")
 
 
 def check_pickle(path: Path, data: bytes) -> None:
-    """Refuse what would take all time or memory: room for more values than there are, and tuples of tuples that are
-    one and the same, which double with every level, and so does the time to hash them as a key. Nothing is built here;
-    the stack holds only how many parts each value has."""
+    """Refuse a pickle that would exhaust time or memory, without building its values.
+
+    Two attacks are known: memo indices far beyond the number of values, and tuples that contain the same tuple twice,
+    so that each level doubles the time to hash them. The stack here holds only the number of parts of each value.
+    """
     stack: list[int] = []
     memo: dict[Any, int] = {}
     try:
@@ -106,26 +110,26 @@ def check_pickle(path: Path, data: bytes) -> None:
                 stack.append(memo[argument])
             elif op.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
                 place = len(memo) if argument is None else argument
-                if place > len(memo):  # who writes pickles counts; Python would make room up to there
+                if place > len(memo):  # Python would allocate a memo of this size
                     raise ValueError(place)
                 memo[place] = stack[-1]
             elif op.name == "DUP":
                 stack.append(stack[-1])
             else:
-                parts = _taken(stack, op.stack_before)
+                parts = _pop_operands(stack, op.stack_before)
                 nests = op.name.startswith("TUPLE") or op.name == "REDUCE"
                 stack += [
                     _MARK if kind is pickletools.markobject else 1 + (sum(parts) if nests else 0)
                     for kind in op.stack_after
                 ]
-                if stack and stack[-1] > _MOST_PARTS:
-                    raise MergestreamError(f"{path} holds tuples within tuples without end; convert it to safetensors")
+                if stack and stack[-1] > _MAX_PARTS:
+                    raise MergestreamError(f"{path} holds endlessly nested tuples; convert it to safetensors")
     except (ValueError, IndexError, KeyError) as error:
-        raise MergestreamError(f"{path} is corrupt or no checkpoint (its pickle cannot be followed)") from error
+        raise MergestreamError(f"{path} is corrupt or no checkpoint (invalid pickle); copy it again") from error
 
 
-def _taken(stack: list[int], before: Sequence[Any]) -> list[int]:
-    """What an operation takes from the stack: so many values, or all down to the mark and some below it."""
+def _pop_operands(stack: list[int], before: Sequence[Any]) -> list[int]:
+    """Pop what an operation takes from the stack: a number of values, or all down to the mark and some below it."""
     parts: list[int] = []
     count = len(before)
     if pickletools.markobject in before:
@@ -145,28 +149,23 @@ def _load(path: Path) -> Any:
         raise MergestreamError(
             f"{path} holds a pickle that asks for more than tensors"
             + (f" ({wanted[1]})" if wanted else "")
-            + "; it was not executed: convert it to safetensors where you trust its origin"
+            + "; it was not executed: if you trust its origin, convert it to safetensors"
         ) from error
-    except Exception as error:  # torch tells a corrupt archive by whatever its reader stumbles over
-        raise MergestreamError(f"{path} is corrupt or no checkpoint ({first_line(error)})") from error
-
-
-def _stored_bytes(tensor: Tensor) -> float:
-    """Of a tensor's storage; of one that has none, `describe` says so."""
-    import torch
-
-    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided and not tensor.is_meta else math.inf
+    except Exception as error:  # torch.load raises anything for a corrupt archive
+        raise MergestreamError(
+            f"{path} is corrupt or no checkpoint ({first_line(error)}); download or copy it again"
+        ) from error
 
 
 def _unwrap(content: Any, path: Path) -> Mapping[Any, Any]:
-    """The state dict itself; what lies beside it in a training checkpoint is left alone."""
-    for _ in range(_MOST_WRAPPERS):
+    """Find the state dict in a training checkpoint."""
+    for _ in range(_MAX_WRAPPERS):
         if not isinstance(content, Mapping):
             raise MergestreamError(f"{path} holds no state dict but an object of type {type(content).__name__}")
         if {"state", "param_groups"} <= content.keys():
-            raise MergestreamError(f"{path} holds the state of an optimizer, no model; give the file of the weights")
+            raise MergestreamError(f"{path} holds the state of an optimizer, not a model; give the weights")
         inner = next((content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if inner is None:
             return content
         content = inner
-    raise MergestreamError(f"{path} holds no state dict: there is always another one within")
+    raise MergestreamError(f"{path} holds a state dict that contains itself; save only the model's state_dict()")

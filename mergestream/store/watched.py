@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mergestream.checkpoints.layout import is_weight_file
+from mergestream.checkpoints.formats import is_weight_file
 from mergestream.digest import json_digest, text_digest
 from mergestream.files import to_json
 from mergestream.schema import BACKUP, damaged, validate

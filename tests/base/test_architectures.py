@@ -338,6 +338,6 @@ def test_a_model_that_nobody_can_have_is_not_built(number, tmp_path):
 
 
 def test_modules_are_counted_while_a_model_is_built(tmp_path, monkeypatch):
-    monkeypatch.setattr("mergestream.checkpoints.meta_model.MOST_MODULES", 10)
+    monkeypatch.setattr("mergestream.checkpoints.meta_model.MAX_MODULES", 10)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 8}))
     assert load_architecture(tmp_path) == "config.json not usable by transformers: TooLargeError"

@@ -15,7 +15,7 @@ from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
 from tests.gguf_files import SHAPES, VOCABULARY, WIDTH, write_gguf
 
-NOTE = r"is quantised \(Q8_0\) and was dequantised to float32: differences contain what its rounding has changed"
+NOTE = r"is quantised \(Q8_0\) and was dequantised to float32: its task vector contains the rounding errors"
 
 
 def refused(path: Path, message: str) -> None:
@@ -115,13 +115,13 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path, monkeypatch):
         path, r"has nothing for model\.layers\.0\.mlp\.up_proj\.weight of LlamaForCausalLM, and for 0 other tensors"
     )
     write_gguf(path, header={"split.count": 3})
-    refused(path, "one of 3 parts of a GGUF file: run `llama-gguf-split --merge`")
+    refused(path, "one of 3 parts of a GGUF file: run `llama-gguf-split --merge FIRST_PART WHOLE")
     write_gguf(path, blocks=10**6)
     refused(path, "TooLargeError")
     write_gguf(path, shapes={**SHAPES, "blk.0.ffn_up.weight": (16, WIDTH)})
     with (
         open_checkpoint(path) as narrow,
-        pytest.raises(MergestreamError, match="in another form than transformers expects"),
+        pytest.raises(MergestreamError, match="in another shape than its header implies"),
     ):
         narrow.read("model.layers.0.mlp.up_proj.weight")
     path.write_bytes(b"GGUF")

@@ -172,7 +172,7 @@ def test_a_state_dict_within_itself_has_an_end(tmp_path: Path) -> None:
     path, cyclic = tmp_path / "model.bin", dict[str, Any]()
     cyclic["state_dict"] = cyclic
     torch.save(cyclic, path)
-    refused(path, "always another one within")
+    refused(path, "contains itself")
 
 
 def test_an_expanded_tensor_is_not_multiplied_out(tmp_path: Path) -> None:
@@ -192,4 +192,4 @@ def test_tuples_that_double_with_every_level_are_not_hashed(tmp_path: Path) -> N
     doubled = b"h\x00\x86q\x00" * 60  # get the tuple, make a pair of it and itself, put it back
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02})q\x00" + doubled + b"K\x01s.")
-    refused(path, "tuples within tuples without end")
+    refused(path, "endlessly nested tuples")

@@ -116,8 +116,8 @@ def test_a_lightning_checkpoint_is_read_and_its_optimizer_is_not(tmp_path: Path)
 def test_an_optimizer_is_no_model(tmp_path: Path) -> None:
     torch.save(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).state_dict(), tmp_path / "optimizer.pt")
     put(tmp_path, "scheduler.pt", "rng_state.pth")
-    assert "holds the state of an optimizer, no model" in refused(tmp_path / "optimizer.pt")
-    assert "what a training resumes from (optimizer.pt, rng_state.pth, scheduler.pt)" in refused(tmp_path)
+    assert "holds the state of an optimizer, not a model" in refused(tmp_path / "optimizer.pt")
+    assert "the state to resume a training run from (optimizer.pt, rng_state.pth, scheduler.pt)" in refused(tmp_path)
 
 
 def test_distributed_checkpoints_below_are_named(tmp_path: Path) -> None:
@@ -153,11 +153,11 @@ def test_the_first_module_of_an_old_sentence_transformer_is_named(tmp_path: Path
     ("name", "said"),
     [
         ("model.onnx", "an ONNX graph, .*give the PyTorch model that it was exported from"),
-        ("tf_model.h5", r"of TensorFlow, .*transformers<5 .*from_tf=True.*save_pretrained\(\)"),
-        ("model.ckpt.index", "of TensorFlow"),
-        ("model.ckpt.data-00000-of-00001", "of TensorFlow"),
-        ("flax_model.msgpack", "of Flax, .*from_flax=True"),
-        ("weights.npz", r"of numpy or MLX, .*`python -c .*save_file"),
+        ("tf_model.h5", r"a TensorFlow file, .*transformers<5 .*from_tf=True.*save_pretrained\(\)"),
+        ("model.ckpt.index", "a TensorFlow file"),
+        ("model.ckpt.data-00000-of-00001", "a TensorFlow file"),
+        ("flax_model.msgpack", "a Flax file, .*from_flax=True"),
+        ("weights.npz", r"a file of numpy or MLX, .*`python -c .*save_file"),
         ("model.pkl", "a pickle, which was not executed"),
         ("model.mlmodel", "compiled for inference"),
         ("model.tar.gz", "an archive, .*unpack"),

@@ -272,7 +272,9 @@ def test_a_disk_that_has_no_room_for_the_index_is_a_sentence(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(MergestreamError, match=r"cannot be written: \d+ bytes are needed and \d+ are free; make room"):
+    with pytest.raises(
+        MergestreamError, match=r"cannot be written: \d+ bytes are needed and \d+ are free; free some disk space"
+    ):
         write_all(tmp_path, tensors, max_shard_size=800)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
 

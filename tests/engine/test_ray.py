@@ -271,7 +271,7 @@ def test_a_tensor_that_fits_no_node_is_refused(cluster: Any):
 
 def test_what_is_in_memory_cannot_be_worked_on_elsewhere(cluster: Any, toys: Toys, tmp_path: Path):
     store = Store.create(tmp_path / "store", toys.base, "opcm", engine=RayEngine())
-    with pytest.raises(UsageError, match="a model in memory is seen by this process only"):
+    with pytest.raises(UsageError, match="other processes cannot see a model in memory"):
         store.add(toy_expert(1), "one")
 
 
