@@ -1,1 +1,1 @@
-"""The base model θ⁰: which tensor is what, their digests, and a base without weights."""
+"""The base model θ⁰: roles of its tensors, digests, and a base without weights."""

@@ -1,7 +1,6 @@
-"""What transformers knows about a checkpoint: which module owns each tensor, and which tensors are tied.
+"""What transformers knows about a model: the module of each tensor, and which tensors are tied.
 
-The model is built on the meta device from ``config.json`` alone: no memory, no weights, no remote code and
-no network.
+The model is built on the meta device from ``config.json`` alone: no memory, no weights, no remote code, no network.
 """
 
 from __future__ import annotations
@@ -23,38 +22,46 @@ if TYPE_CHECKING:
 
 
 Kind = Literal["linear", "embedding", "torch", "custom"]
-"""The weight of a linear layer or an embedding, or else who wrote the class that has the tensor."""
+"""The weight of a linear layer or an embedding; otherwise who wrote the module: torch or the model's authors."""
 
 
 @dataclass(frozen=True)
 class Slot:
     """A parameter or buffer of the model."""
 
-    module: str  # the class of the module that has it, such as torch.nn.Linear or Conv1D
-    leaf: str  # what the module calls it
+    module: str
+    """The class of its module, such as ``torch.nn.Linear`` or ``Conv1D``"""
+    leaf: str
+    """Its name in the module"""
     kind: Kind
-    spec: TensorSpec | None  # its form where checkpoints hold it; None for buffers that are computed
+    spec: TensorSpec | None
+    """None for computed buffers, which checkpoints do not hold"""
 
     @property
     def owner(self) -> str:
-        """The module, for people."""
+        """The module, to be printed."""
         return self.module if self.is_weight else f"{self.leaf} of {self.module}"
 
     @property
     def is_weight(self) -> bool:
+        """Whether the module calls it ``weight``."""
         return self.leaf == "weight"
 
 
 @dataclass(frozen=True)
 class Architecture:
+    """The tensors of a model class."""
+
     name: str
     slots: Mapping[str, Slot]
-    ties: tuple[tuple[str, ...], ...]  # each a group of names in ``slots`` that are one tensor
-    slot_of: Callable[[str], str | None]  # the name in ``slots`` that a stored name is loaded into
+    ties: tuple[tuple[str, ...], ...]
+    """Groups of names in ``slots`` that are one tensor"""
+    slot_of: Callable[[str], str | None]
+    """The name in ``slots`` into which a stored name is loaded"""
 
 
 def load_architecture(directory: Path) -> Architecture | str:
-    """The architecture that ``config.json`` describes, or why there is none."""
+    """The architecture that ``config.json`` describes, or the reason why it is unknown."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
@@ -62,9 +69,9 @@ def load_architecture(directory: Path) -> Architecture | str:
     try:
         with quiet_and_offline(transformers):
             return _describe(_build(directory, transformers))
-    except Exception as error:  # whatever a strange config makes transformers do, the rule still works
+    except Exception as error:  # transformers raises anything for a strange config; then names and shapes decide
         cause = error.__cause__ if isinstance(error, MergestreamError) else error
-        if isinstance(cause, OSError) and cause.errno:  # the disk's fault: read once more, it would be another model
+        if isinstance(cause, OSError) and cause.errno:  # a disk error must not change the roles
             raise
         return f"config.json not usable by transformers: {type(error).__name__}"
 
@@ -119,7 +126,7 @@ def _kind(module: nn.Module, leaf: str) -> Kind:
 
 
 def _name_matcher(model: Any, slots: Mapping[str, Slot]) -> Callable[[str], str | None]:
-    """Stored names may lack the base model's prefix, or have it, or be of an older time."""
+    """A function from stored names, with or without the base model's prefix, old or new, to names in ``slots``."""
     prefix = f"{model.base_model_prefix}."
     modernise = _modern_names(model)
 
@@ -135,7 +142,7 @@ def _name_matcher(model: Any, slots: Mapping[str, Slot]) -> Callable[[str], str 
 
 
 def _modern_names(model: Any) -> Callable[[str], str]:
-    """transformers' own renaming of the names in older checkpoints (from version 5 on)."""
+    """A function that renames tensors of older checkpoints as transformers does."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

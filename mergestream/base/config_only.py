@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from mergestream.base.architecture import Architecture, load_architecture
-from mergestream.base.roles import model_names
+from mergestream.base.roles import find_architecture, model_names
 from mergestream.checkpoints import FLOATS, Checkpoint, TensorInfo, TensorSpec
 from mergestream.checkpoints.checkpoint import RenamedCheckpoint
 from mergestream.checkpoints.distributed import find_metadata
@@ -56,7 +56,7 @@ def match_names(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     """Rename an older checkpoint's tensors to ``names``, the names in the model's class, if all of them are found."""
     if checkpoint.tensors.keys() == set(names):
         return checkpoint
-    called = {stored: name for name, stored in model_names(checkpoint).items()}
+    called = {stored: name for name, stored in model_names(checkpoint, find_architecture(checkpoint)).items()}
     stored = {called.get(name, name): name for name in checkpoint.tensors}
     if not stored.keys() >= set(names):
         return checkpoint

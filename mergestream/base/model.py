@@ -1,4 +1,4 @@
-"""The base model as a store knows it: what each of its tensors is, and its digest."""
+"""The base model θ⁰ as a store knows it: the role, digest and norm of each tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, is_finite, ranges
-from mergestream.base.roles import Role, find_roles, model_names, tied_names
+from mergestream.base.roles import Role, find_architecture, find_roles, model_names, tied_names
 from mergestream.checkpoints import DTYPES, Checkpoint, TensorSpec
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
 from mergestream.digest import TensorHasher, combined_digest
@@ -24,50 +24,50 @@ from mergestream.schema import Magnitude, invalid_file, validate
 from mergestream.sizes import counted
 
 MAX_ELEMENTS = 2**40
-"""Of a tensor that a manifest may speak of: what only passes by as zeros takes time, too"""
+"""Largest tensor that a manifest may describe: even zeros take time to process"""
 
 
 @dataclass(frozen=True)
 class BaseTensor(TensorSpec):
-    """One tensor of the base: its form, what it is and by which rule, and its digest."""
+    """One tensor of the base: dtype, shape, role and digest."""
 
     role: Role
     rule: str
     tied_to: str | None
     digest: str
-    """Empty where the base was not measured: then it is not verified either"""
+    """Empty if the base was not measured; then it is not verified either"""
     norm: Magnitude
     """0 for integers"""
     module: str | None = None
-    """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), where the architecture tells"""
+    """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), if the architecture is known"""
 
     @cached_property
     def merges(self) -> bool:
-        """Whether it has a state of its own: tied names, heads and integers have none."""
+        """Whether the tensor is merged: tied names, heads and integers are not."""
         return self.role in ("linear", "embedding", "other")
 
     @cached_property
     def state_dtype(self) -> str:
-        """Task vectors and states are float32, and float64 for a float64 model."""
+        """The dtype of task vectors and states: float32, or float64 for a float64 model."""
         return "F64" if self.dtype == "F64" else "F32"
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """θ⁰: where it is, and all that must be known of it without opening it."""
+    """The base θ⁰: its source, and what must be known about it without opening it."""
 
     source: str
     tensors: Mapping[str, BaseTensor]
     tied_names: Mapping[str, str]
-    """Names that the base does not store but an expert may, because they are tied to another."""
+    """Names that an expert may store and the base does not, because they are tied to a tensor of the base"""
     linear: tuple[str, ...]
-    """The globs that it was examined with, as ``not_linear`` and ``heads``"""
+    """The globs of ``--linear``; ``not_linear`` and ``heads`` likewise"""
     not_linear: tuple[str, ...]
     heads: tuple[str, ...]
     spellings: Mapping[str, str]
-    """What the model's class calls a tensor, where it is stored under another name"""
+    """Names in the model's class to stored names, where they differ"""
     given: str = ""
-    """How the user has named it; empty where that is not known"""
+    """The source as the user typed it; empty if unknown"""
 
     def __repr__(self) -> str:
         return f"<BaseModel {self.source!r}: {counted(len(self.tensors), 'tensor')}>"
@@ -84,67 +84,70 @@ class BaseModel:
         engine: Engine | None = None,
         progress: Progress | None = None,
     ) -> BaseModel:
-        """Find out what each tensor is, and measure them all; without ``measure`` no weight is read."""
-        parts = find_roles(checkpoint, linear=linear, not_linear=not_linear, heads=heads)
-        if not any(part.role in ("linear", "embedding", "other") for part in parts.values()):
-            raise MergestreamError(f"{checkpoint.source} has no floating-point tensor to merge")
-        measured = dict.fromkeys(parts, Measured("", 0.0))
+        """Find the role of each tensor, and measure digests and norms; without ``measure`` no weight is read."""
+        architecture = find_architecture(checkpoint)
+        roles = find_roles(checkpoint, architecture, linear=linear, not_linear=not_linear, heads=heads)
+        measured = dict.fromkeys(roles, Measured("", 0.0))
         if measure:
-            measured = measure_tensors(checkpoint, list(parts), engine or LocalEngine(), progress or default_progress())
+            measured = measure_tensors(checkpoint, list(roles), engine or LocalEngine(), progress or default_progress())
         tensors = {
-            name: BaseTensor(info.dtype, info.shape, **vars(parts[name]), **measured[name]._asdict())
+            name: BaseTensor(info.dtype, info.shape, **vars(roles[name]), **measured[name]._asdict())
             for name, info in checkpoint.tensors.items()
         }
-        ties, spellings = tied_names(checkpoint, parts), model_names(checkpoint)
+        if not any(tensor.merges for tensor in tensors.values()):
+            raise MergestreamError(f"{checkpoint.source} has no floating-point tensor to merge; give another base")
+        ties, spellings = tied_names(checkpoint, architecture, roles), model_names(checkpoint, architecture)
         return cls(checkpoint.source, tensors, ties, tuple(linear), tuple(not_linear), tuple(heads), spellings)
 
     @cached_property
     def measured(self) -> bool:
-        """Whether the weights have been read: without them there are no digests to check."""
+        """Whether the weights were read; otherwise there are no digests to check."""
         return all(tensor.digest for tensor in self.tensors.values())
 
     @cached_property
     def merged(self) -> tuple[str, ...]:
-        """The tensors that have a state."""
+        """The names of the tensors that are merged."""
         return tuple(name for name, tensor in self.tensors.items() if tensor.merges)
 
     @cached_property
     def digest(self) -> str:
+        """Digest of all tensors."""
         return combined_digest({name: tensor.digest for name, tensor in self.tensors.items()})
 
     @cached_property
     def ties(self) -> dict[str, str]:
-        """Every name that stands for another tensor, stored or not, and that tensor."""
+        """Every tied name, stored or not, and the tensor that it stands for."""
         stored = {name: tensor.tied_to for name, tensor in self.tensors.items() if tensor.tied_to}
         return {**stored, **self.tied_names}
 
     @cached_property
     def conv1d(self) -> frozenset[str]:
-        """Weights that are stored input × output."""
+        """Weights that are stored as input × output."""
         return frozenset(name for name, tensor in self.tensors.items() if tensor.module == "Conv1D")
 
     @property
     def has_head(self) -> bool:
-        """Whether it has tensors of its own where every expert keeps its head."""
+        """Whether the base has a head itself, in place of which every expert keeps its own."""
         return any(tensor.role == "head" for tensor in self.tensors.values())
 
     def is_head(self, name: str) -> bool:
+        """Whether a name matches a glob of ``--heads``."""
         return any(fnmatchcase(name, glob) for glob in self.heads)
 
     def with_heads(self, globs: Sequence[str]) -> BaseModel:
-        """The same base, of whose experts more is kept: only what it has not itself, for that is merged."""
+        """The same base with more globs for heads; they must not match a tensor that is merged."""
         for glob in globs:
             for name, tensor in self.tensors.items():
                 if tensor.role != "head" and fnmatchcase(name, glob):
                     raise UsageError(
-                        f"--heads {glob} matches {name}, which is merged in this store; only a new one, made with it, "
-                        "keeps that with each expert"
+                        f"--heads {glob} matches {name}, which is merged in this store; to keep it with each expert, "
+                        "create a new store with this option"
                     )
         return dataclasses.replace(self, heads=tuple(dict.fromkeys((*self.heads, *globs))))
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint that, by its headers, is not this base."""
-        # What is only known by its configuration may be stored in any dtype.
+        """Refuse a checkpoint whose headers are not those of this base."""
+        # A base that is known only by its configuration may be stored in any dtype.
         found, known = (
             {name: (spec.dtype if self.measured else "", spec.shape) for name, spec in tensors.items()}
             for tensors in (checkpoint.tensors, self.tensors)
@@ -157,7 +160,7 @@ class BaseModel:
             )
 
     def check_digest(self, checkpoint: Checkpoint, engine: Engine, progress: Progress) -> None:
-        """Refuse a checkpoint that is not, bit for bit, this base."""
+        """Refuse a checkpoint that is not bit-identical to this base."""
         self.check(checkpoint)
         measured = measure_tensors(checkpoint, list(self.tensors), engine, progress)
         for name, tensor in self.tensors.items():
@@ -165,7 +168,7 @@ class BaseModel:
                 raise base_changed(name, checkpoint)
 
     def with_weights(self, checkpoint: Checkpoint, engine: Engine, progress: Progress) -> BaseModel:
-        """The same base, now that its weights are there: measured, and with the dtypes that are stored."""
+        """The same base, measured from a checkpoint with its weights, and with the stored dtypes."""
         self.check(checkpoint)
         measured = measure_tensors(checkpoint, list(self.tensors), engine, progress)
         tensors = {}
@@ -174,17 +177,19 @@ class BaseModel:
             found = dataclasses.replace(tensor, dtype=dtype, **measured[name]._asdict())
             if found.state_dtype != tensor.state_dtype:
                 raise MergestreamError(
-                    f"{checkpoint.source} holds {name} as {dtype}, but the store was made for {tensor.dtype}"
+                    f"{checkpoint.source} holds {name} as {dtype}, but the store was made for {tensor.dtype}; pass the "
+                    "original base with --base"
                 )
             tensors[name] = found
         return dataclasses.replace(self, source=checkpoint.source, tensors=tensors)
 
     def to_json(self) -> dict[str, Any]:
+        """The base's section of a manifest."""
         return {**dataclasses.asdict(self), "digest": self.digest}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], path: Path | str) -> BaseModel:
-        """From what a manifest, at ``path``, says of it."""
+        """Read the base's section of the manifest at ``path``."""
         model = validate({"linear": [], "not_linear": [], **data}, cls, path)
         for name, tensor in model.tensors.items():
             if fault := _fault(name, tensor, model):
@@ -195,7 +200,7 @@ class BaseModel:
 
 
 def _fault(name: str, tensor: BaseTensor, model: BaseModel) -> str | None:
-    """What no tensor of a base can be; None where all is well."""
+    """An impossible property of a tensor, or None."""
     if name == "__metadata__" or tensor.dtype not in DTYPES:
         return f"its type is {tensor.dtype}"
     if len(tensor.shape) > MAX_DIMENSIONS or math.prod(max(n, 1) for n in tensor.shape) > MAX_ELEMENTS:
@@ -213,7 +218,7 @@ def _fault(name: str, tensor: BaseTensor, model: BaseModel) -> str | None:
 
 
 def _from_format_1(model: BaseModel) -> BaseModel:
-    """With what the first manifests say in the sentences of the rules only: the globs, and the class of the module."""
+    """Add globs and module classes, which manifests of format 1 only mention in the rules."""
     rules = [tensor.rule for tensor in model.tensors.values()]
 
     def globs(option: str) -> tuple[str, ...]:
@@ -229,6 +234,7 @@ def _from_format_1(model: BaseModel) -> BaseModel:
 
 
 def base_changed(name: str, checkpoint: Checkpoint) -> MergestreamError:
+    """The error for a tensor of the base whose digest has changed."""
     return DamagedError(
         f"the base has changed since the store was made: tensor {name} in {checkpoint.source} has another "
         "digest; restore it, or pass the original with --base"
@@ -236,6 +242,8 @@ def base_changed(name: str, checkpoint: Checkpoint) -> MergestreamError:
 
 
 class Measured(NamedTuple):
+    """Digest and norm of a tensor."""
+
     digest: str
     norm: float
 
@@ -243,7 +251,7 @@ class Measured(NamedTuple):
 def measure_tensors(
     checkpoint: Checkpoint, names: Sequence[str], engine: Engine, progress: Progress
 ) -> dict[str, Measured]:
-    """Digest and norm of each tensor; NaN and Inf are refused."""
+    """Compute digest and norm of each tensor; refuse NaN and Inf."""
     costs = {name: checkpoint.tensors[name].nbytes for name in names}
     measured = {}
     with progress.task("reading the base", sum(costs.values())) as advance:
@@ -268,7 +276,7 @@ def _measure(checkpoint: Checkpoint, name: str) -> Measured:
 
 
 def unusable(name: str, checkpoint: Checkpoint) -> MergestreamError:
-    """For a tensor that holds NaN or Inf, or that cannot be reckoned with."""
+    """The error for a tensor that holds NaN or Inf, or whose squared norm overflows."""
     fault = "is too large to be merged" if is_finite(checkpoint.read(name)) else "holds NaN or Inf"
     return MergestreamError(
         f"tensor {checkpoint.stored_name(name)} in {checkpoint.tensors[name].file} of {checkpoint.source} {fault}; "

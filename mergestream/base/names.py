@@ -1,4 +1,4 @@
-"""What the name of a tensor tells: its layer, and its place among others."""
+"""Order tensor names, and find the layer of a tensor."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Numbers in a name by their value: layer.2 before layer.10."""
+    """A sort key that orders numbers in names by value: layer.2 before layer.10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def layer_of(tensor: str) -> str:
-    """The layer that a tensor belongs to: ``encoder.layer.3`` of ``encoder.layer.3.attention.query.weight``.
+    """The layer of a tensor: ``encoder.layer.3`` of ``encoder.layer.3.attention.query.weight``.
 
-    Where no part of the name is a number, the module: ``pooler.dense`` of ``pooler.dense.bias``.
+    If no part of the name is a number, the module: ``pooler.dense`` of ``pooler.dense.bias``.
     """
     numbered = _NUMBERED.match(tensor)
     return numbered.group() if numbered else tensor.rpartition(".")[0] or tensor

@@ -1,7 +1,6 @@
-"""What each tensor of the base is, and by which rule: methods treat the weights of linear layers specially.
+"""The role of each tensor of the base: linear weight, embedding, other, copied, head or tied.
 
-The architecture decides where the directory has a ``config.json`` that transformers knows. Otherwise, and
-for every tensor that the architecture does not know, its name and shape decide.
+If transformers knows the model in ``config.json``, its modules decide. For all other tensors, name and shape decide.
 """
 
 from __future__ import annotations
@@ -26,64 +25,73 @@ Role = Literal["linear", "embedding", "other", "copied", "head", "tied"]
 
 @dataclass(frozen=True)
 class TensorRole:
-    """One tensor's role. A ``linear`` tensor of three dimensions is one matrix per index of the first."""
+    """A tensor's role. A ``linear`` tensor of three dimensions is one matrix per index of the first."""
 
     role: Role
     rule: str
-    """Why, for people"""
+    """The reason, for the user"""
     tied_to: str | None = None
     module: str | None = None
-    """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), where the architecture tells"""
+    """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), if the architecture is known"""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """Two names of one tensor, and how we know."""
+    """Two names of one tensor, and the reason, which is printed before the name of the other tensor."""
 
     first: str
     second: str
     reason: str
 
 
-def find_roles(
-    base: Checkpoint, *, linear: Sequence[str] = (), not_linear: Sequence[str] = (), heads: Sequence[str] = ()
-) -> dict[str, TensorRole]:
-    """The part that every tensor of the base plays, in the base's order.
+def find_architecture(base: Checkpoint) -> Architecture | str:
+    """The architecture, or the reason why it is unknown (empty if there is no config)."""
+    if base.directory is None or not (base.directory / "config.json").is_file():
+        return ""
+    return load_architecture(base.directory)
 
-    ``linear`` and ``not_linear`` are globs that override what is found; tensors that match one of ``heads``
-    are kept per expert. Tied tensors are one part: the embedding among them, or else the first, has the role
-    and the others are ``tied`` to it.
+
+def find_roles(
+    base: Checkpoint,
+    architecture: Architecture | str,
+    *,
+    linear: Sequence[str] = (),
+    not_linear: Sequence[str] = (),
+    heads: Sequence[str] = (),
+) -> dict[str, TensorRole]:
+    """Find the role of every tensor of the base, in the base's order.
+
+    The globs ``linear`` and ``not_linear`` override what is found; tensors that match one of ``heads`` are kept per
+    expert. Of tied tensors, the embedding or else the first one has the role, and the others are ``tied`` to it.
     """
-    architecture = _architecture(base)
-    found = {name: _part(name, info, architecture) for name, info in base.tensors.items()}
+    found = {name: _find_role(name, info, architecture) for name, info in base.tensors.items()}
     ties = [Tie(name, target, "shares storage with") for name, target in base.aliases.items()]
     ties += _ties_of_architecture(base, found, architecture)
     ties += _ties_by_bytes(base, found, architecture)
     ties = [tie for tie in ties if found[tie.first].role != "copied"]
     overrides = _overrides(base, found, linear, not_linear)
-    kept: dict[str, TensorRole] = {}
+    head_roles: dict[str, TensorRole] = {}
     for glob in heads:
-        kept |= {name: replace(found[name], role="head", rule=f"--heads {glob}") for name in _matching(glob, found)}
-    parts = found | overrides
+        for name in _matching(glob, found):
+            head_roles[name] = replace(found[name], role="head", rule=f"--heads {glob}")
+    roles = found | overrides
     for group in _groups(ties, found):
-        parts |= _tied(group, found, overrides, kept)
-    return parts | kept
+        roles |= _tied(group, found, overrides, head_roles)
+    return roles | head_roles
 
 
-def tied_names(base: Checkpoint, parts: Mapping[str, TensorRole]) -> dict[str, str]:
-    """Names that an expert may store and the base does not, because they are tied to one that it stores."""
-    architecture = _architecture(base)
+def tied_names(base: Checkpoint, architecture: Architecture | str, roles: Mapping[str, TensorRole]) -> dict[str, str]:
+    """Names that an expert may store and the base does not, because they are tied to a tensor of the base."""
     if isinstance(architecture, Architecture):
-        return _absent_names(architecture, parts)
-    words = [name for name, part in parts.items() if part.role == "embedding" and _usual_aliases(name)]
+        return _absent_names(architecture, roles)
+    words = [name for name, role in roles.items() if role.role == "embedding" and _usual_aliases(name)]
     if len(words) != 1 or base.directory is None or not _config_ties_embeddings(base.directory):
         return {}
-    return {alias: words[0] for alias in _usual_aliases(words[0]) if alias not in parts}
+    return {alias: words[0] for alias in _usual_aliases(words[0]) if alias not in roles}
 
 
-def model_names(base: Checkpoint) -> dict[str, str]:
-    """The stored tensor for every name that the model's class has for it, where the two differ."""
-    architecture = _architecture(base)
+def model_names(base: Checkpoint, architecture: Architecture | str) -> dict[str, str]:
+    """Map the names in the model's class to the stored names, where the two differ."""
     if not isinstance(architecture, Architecture):
         return {}
     called = {architecture.slot_of(name): name for name in base.tensors}
@@ -92,7 +100,7 @@ def model_names(base: Checkpoint) -> dict[str, str]:
 
 # --- one tensor -------------------------------------------------------------------------------------------
 
-# The module that owns a weight is the last component of its name that is no number.
+# The name of a weight's module is the last component of its path that is no number.
 _EMBEDDING = re.compile(
     r"^(?!patch_)("  # patches are projected, not looked up
     r"wte|wpe|shared|codebook|embed_(?!out$).*"  # embed_out is GPT-NeoX's head
@@ -104,14 +112,7 @@ _NORM = re.compile(r"norm|(^|_)(ln|bn)(_|\d|$)", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|(^|[._])moe([._]|$)", re.IGNORECASE)
 
 
-def _architecture(base: Checkpoint) -> Architecture | str:
-    """The architecture, or the reason why the rule decides (empty where no config asks for another)."""
-    if base.directory is None or not (base.directory / "config.json").is_file():
-        return ""
-    return load_architecture(base.directory)
-
-
-def _part(name: str, info: TensorInfo, architecture: Architecture | str) -> TensorRole:
+def _find_role(name: str, info: TensorInfo, architecture: Architecture | str) -> TensorRole:
     if not info.is_float:
         return TensorRole("copied", f"{'boolean' if info.dtype == 'BOOL' else 'integer'} tensor")
     ndim = len(info.shape)
@@ -120,8 +121,8 @@ def _part(name: str, info: TensorInfo, architecture: Architecture | str) -> Tens
     slot = architecture.slots.get(architecture.slot_of(name) or "")
     if slot is None:
         return _by_rule(name, ndim, f"not in {architecture.name}")
-    part = _by_architecture(name, ndim, slot, f"{slot.owner} in {architecture.name}")
-    return replace(part, module=slot.module) if slot.is_weight else part
+    role = _by_architecture(name, ndim, slot, f"{slot.owner} in {architecture.name}")
+    return replace(role, module=slot.module) if slot.is_weight else role
 
 
 def _by_architecture(name: str, ndim: int, slot: Slot, rule: str) -> TensorRole:
@@ -130,13 +131,13 @@ def _by_architecture(name: str, ndim: int, slot: Slot, rule: str) -> TensorRole:
             return TensorRole("linear", f"3-D, {rule}")
         return _by_rule(name, ndim, rule)
     if slot.kind == "linear":
-        # Stored otherwise than it is used (a convolution that became a linear layer): no matrix on disk.
+        # A convolution that became a linear layer is not stored as a matrix.
         return TensorRole("linear", rule) if ndim == 2 else _by_rule(name, ndim, rule)
     return TensorRole("embedding" if slot.kind == "embedding" else "other", rule)
 
 
 def _by_rule(name: str, ndim: int, note: str) -> TensorRole:
-    """What name and number of dimensions tell; ``note`` says why nothing better is known."""
+    """Decide by name and number of dimensions; ``note`` says why the architecture does not."""
     path, _, leaf = name.rpartition(".")
     owner = next((piece for piece in reversed(path.split(".")) if not piece.isdigit()), "")
     suffix = f" ({note})" if note else ""
@@ -153,7 +154,7 @@ def _by_rule(name: str, ndim: int, note: str) -> TensorRole:
     return TensorRole("linear", f"2-D *.weight{suffix}")
 
 
-# --- what the user says -----------------------------------------------------------------------------------
+# --- overrides by the user --------------------------------------------------------------------------------
 
 
 def _matching(glob: str, names: Iterable[str]) -> list[str]:
@@ -174,18 +175,18 @@ def _overrides(
             if not names:
                 raise UsageError(f"{option} {glob} matches no tensor of {base.source}: check the spelling")
             for name in names:
-                info, part = base.tensors[name], replace(found[name], role=role, rule=f"{option} {glob}")
+                info, new = base.tensors[name], replace(found[name], role=role, rule=f"{option} {glob}")
                 if role == "linear" and not (info.is_float and len(info.shape) in (2, 3)):
                     raise UsageError(
-                        f"{part.rule} matches {name} ({info.dtype}, shape {list(info.shape)}); only floating "
+                        f"{new.rule} matches {name} ({info.dtype}, shape {list(info.shape)}); only floating "
                         "tensors of 2 or 3 dimensions can be linear weights: narrow the glob"
                     )
-                if chosen.get(name, part).role != role:
+                if chosen.get(name, new).role != role:
                     raise UsageError(
-                        f"{name} is matched by both {chosen[name].rule} and {part.rule}: narrow one of them"
+                        f"{name} is matched by both {chosen[name].rule} and {new.rule}: narrow one of them"
                     )
-                if info.is_float:  # integers are copied, whatever is said of them
-                    chosen[name] = part
+                if info.is_float:  # integers are always copied
+                    chosen[name] = new
     return chosen
 
 
@@ -195,7 +196,7 @@ def _overrides(
 def _ties_of_architecture(
     base: Checkpoint, found: dict[str, TensorRole], architecture: Architecture | str
 ) -> list[Tie]:
-    """Ties that the model makes, where the stored values agree; where they do not, the rules in ``found`` say so."""
+    """Ties of the model's class whose stored values agree; if they do not, the rules in ``found`` say so."""
     if isinstance(architecture, str):
         return []
     stored: dict[str | None, list[str]] = {}
@@ -211,7 +212,7 @@ def _ties_of_architecture(
             note = f" ({architecture.name} ties it, but the stored values differ)"
             found |= {name: replace(found[name], rule=found[name].rule + note) for name in names}
         elif names and all(found[name].role == "linear" for name in names):
-            # Only the head is stored: the embedding that it is tied to is not, but it counts as one.
+            # Only the head is stored; it counts as the embedding that it is tied to.
             embeddings = [slot for slot in group if architecture.slots[slot].kind == "embedding"]
             if embeddings:
                 rule = f"tied by {architecture.name} to {embeddings[0]}"
@@ -220,15 +221,15 @@ def _ties_of_architecture(
 
 
 def _ties_by_bytes(base: Checkpoint, found: dict[str, TensorRole], architecture: Architecture | str) -> list[Tie]:
-    """Matrices equal to an embedding, unless the architecture knows both: then it is the one to say.
+    """Matrices equal to an embedding, unless the architecture knows both and decides.
 
-    Equal linear weights are no tie, for deepened models repeat layers; nor are constants, for two
+    Equal linear weights are no tie, because deepened models repeat layers. Constants are no tie, because two
     embeddings may both start at zero.
     """
     known = set() if isinstance(architecture, str) else {n for n in found if architecture.slot_of(n)}
     by_form: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for name, part in found.items():
-        if part.role in ("linear", "embedding"):
+    for name, role in found.items():
+        if role.role in ("linear", "embedding"):
             info = base.tensors[name]
             by_form.setdefault((info.dtype, info.shape), []).append(name)
     ties: list[Tie] = []
@@ -245,7 +246,7 @@ def _ties_by_bytes(base: Checkpoint, found: dict[str, TensorRole], architecture:
 
 
 def _classes_of_equal_bytes(base: Checkpoint, names: Sequence[str]) -> list[list[str]]:
-    """The names in classes of equal dtype, shape and bytes; the first values tell most tensors apart."""
+    """Group names by equal dtype, shape and bytes; the first 1024 values separate most tensors."""
     alike: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         info = base.tensors[name]
@@ -265,7 +266,7 @@ def _is_constant(base: Checkpoint, name: str) -> bool:
 
 
 def _groups(ties: Iterable[Tie], order: Iterable[str]) -> list[dict[str, str]]:
-    """Connected names, each with the reason why it is in its group, in the base's order."""
+    """Join ties into groups, in the base's order; each name has the reason why it is in its group."""
     groups: dict[str, dict[str, str]] = {}
     for tie in ties:
         joined = groups.setdefault(tie.second, {tie.second: tie.reason})
@@ -279,34 +280,38 @@ def _groups(ties: Iterable[Tie], order: Iterable[str]) -> list[dict[str, str]]:
 
 
 def _tied(
-    group: dict[str, str], found: dict[str, TensorRole], overrides: dict[str, TensorRole], kept: dict[str, TensorRole]
+    group: dict[str, str],
+    found: Mapping[str, TensorRole],
+    overrides: Mapping[str, TensorRole],
+    head_roles: Mapping[str, TensorRole],
 ) -> dict[str, TensorRole]:
-    """One part for the whole group: what the user says of any member holds for all, for they are one."""
-    merged = [name for name in group if name not in kept]
+    """The roles of a group of tied tensors; an override of one member holds for all."""
+    merged = [name for name in group if name not in head_roles]
     if merged and len(merged) < len(group):
-        head = next(name for name in group if name in kept)
+        head = next(name for name in group if name in head_roles)
         raise UsageError(
-            f"{kept[head].rule} matches {head}, which is tied to {merged[0]}, and that is merged: match both or neither"
+            f"{head_roles[head].rule} matches {head}, but not {merged[0]}, which is tied to it and merged: match both "
+            "or neither"
         )
-    said = {overrides[name].role: name for name in group if name in overrides}
-    if len(said) > 1:
+    overridden = {overrides[name].role: name for name in group if name in overrides}
+    if len(overridden) > 1:
         raise UsageError(
-            f"{said['linear']} is matched by {overrides[said['linear']].rule} and {said['other']} by "
-            f"{overrides[said['other']].rule}, but they are tied: narrow one of them"
+            f"{overridden['linear']} is matched by {overrides[overridden['linear']].rule} and {overridden['other']} by "
+            f"{overrides[overridden['other']].rule}, but they are tied: narrow one of them"
         )
     canonical = next((name for name in group if found[name].role == "embedding"), next(iter(group)))
-    parts = {
+    roles = {
         name: replace(found[name], role="tied", rule=f"{reason} {canonical}", tied_to=canonical)
         for name, reason in group.items()
     }
-    decided = next((overrides[name] for name in said.values()), found[canonical])
-    parts[canonical] = replace(found[canonical], role=decided.role, rule=decided.rule)
-    return parts
+    decided = next((overrides[name] for name in overridden.values()), found[canonical])
+    roles[canonical] = replace(found[canonical], role=decided.role, rule=decided.rule)
+    return roles
 
 
 # --- names of a tied tensor that the base does not store ---------------------------------------------------
 
-# What is tied to a word embedding in the usual models, by the embedding's own name.
+# The modules that common models tie to a word embedding, by the embedding's name.
 _TIED_TO = {
     "embed_tokens": ("lm_head",),
     "wte": ("lm_head",),
@@ -316,10 +321,10 @@ _TIED_TO = {
 }
 
 
-def _absent_names(architecture: Architecture, parts: Mapping[str, TensorRole]) -> dict[str, str]:
-    """The names in the architecture's ties that ``parts`` lacks, each with the tensor that stands for it."""
+def _absent_names(architecture: Architecture, roles: Mapping[str, TensorRole]) -> dict[str, str]:
+    """The names in the architecture's ties that are not stored, each with the tensor that stands for it."""
     slots, slot_of = architecture.slots, architecture.slot_of
-    stored = {slot_of(name): parts[name].tied_to or name for name in parts}
+    stored = {slot_of(name): roles[name].tied_to or name for name in roles}
     names: dict[str, str] = {}
     for group in architecture.ties:
         present = {stored[slot]: slots[slot].kind for slot in group if slot in stored}
@@ -327,14 +332,14 @@ def _absent_names(architecture: Architecture, parts: Mapping[str, TensorRole]) -
         for spelling in sorted(spellings):
             slot = slot_of(spelling)
             if slot in group and slot not in stored:
-                # Stored with different values, head and embedding are two: the absent one is as its like.
+                # If head and embedding are stored with different values, the absent name is of its own kind.
                 like = [name for name, kind in present.items() if len(present) == 1 or kind == slots[slot].kind]
                 names |= {spelling: like[0]} if len(like) == 1 else {}
     return names
 
 
 def _usual_aliases(name: str) -> list[str]:
-    """The usual names of tensors tied to ``name``, at every level of the model above it."""
+    """Common names of tensors tied to ``name``, with every prefix of its path."""
     *path, owner, leaf = ["", *name.split(".")]
     prefixes = ["".join(f"{piece}." for piece in path[1:depth]) for depth in range(1, len(path) + 1)]
     return [f"{prefix}{alias}.{leaf}" for prefix in prefixes for alias in _TIED_TO.get(owner, ())]
@@ -344,5 +349,5 @@ def _config_ties_embeddings(directory: Path) -> bool:
     try:
         config = read_json(directory / "config.json")
         return {**(config.get("text_config") or {}), **config}.get("tie_word_embeddings") is True
-    except (MergestreamError, TypeError):  # there is none, or its text_config is no object
+    except (MergestreamError, TypeError):  # no config, or its text_config is no object
         return False
