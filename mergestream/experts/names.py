@@ -1,12 +1,12 @@
-"""A constant prefix that an expert's names have and the base's have not, or the other way round.
+"""Match the tensor names of an expert to those of the base, which often differ by a prefix.
 
-A task model has its encoder under the name of its family (``bert.``), DistributedDataParallel puts ``module.`` before
-every name, torch.compile ``_orig_mod.``, Lightning what the attribute was called. Names and shapes tell.
+A task model puts its encoder under the name of its family (``bert.``), DistributedDataParallel adds ``module.``,
+torch.compile ``_orig_mod.``, Lightning the name of an attribute. Names and shapes show which prefix it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from mergestream.base.model import BaseModel
 
 NEARLY_ALL = 0.8
-"""Of the base's matrices must be found in their shapes: one layer of BERT with a classifier and a pooler has as many.
-What is missing then is still asked about."""
+"""Share of the base's matrices that a prefix must find with their shapes. It is below 1 because one layer of BERT with
+a classifier and a pooler has no more in common with its base; a tensor that is missing then is still an error."""
 Shape = tuple[int, ...]
 _ANCHORS = 8
-"""Matrices of the base that are looked for in the expert by the ends of their names, for all would take long"""
+"""Matrices of the base whose names suggest prefixes; trying all would take long"""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """What the expert has in its names where the base has something else; empty where it has nothing."""
+    """The prefix of the expert's names, and of the base's names in its place; empty if they have none."""
 
     theirs: str = ""
     ours: str = ""
     wrapper: str = ""
-    """The part of ``theirs`` that all names of the expert have: whatever wrote it, no model is loaded by it"""
+    """The part of ``theirs`` that all names of the expert have; no model class expects it"""
 
     def names_in_base(self, name: str) -> tuple[str, str]:
-        """What the base may call a tensor of the expert: with its own prefix, and as the expert's class calls it."""
+        """Possible names in the base for a tensor of the expert: with the base's prefix, and without the wrapper."""
         moved = self.ours + name.removeprefix(self.theirs) if name.startswith(self.theirs) else name
         return moved, name.removeprefix(self.wrapper)
 
     def name_in_task(self, name: str) -> str:
-        """What the expert's class calls a tensor of the base."""
+        """The name in the expert's class for a tensor of the base."""
         if not name.startswith(self.ours):
             return name
         return self.theirs.removeprefix(self.wrapper) + name.removeprefix(self.ours)
@@ -50,89 +50,95 @@ class Prefix:
         return bool(self.theirs or self.ours)
 
     def __str__(self) -> str:
-        """What is done about it, in words."""
+        """What is done about it, to be printed."""
         if self.theirs and self.ours:
             return f"the prefix {self.theirs} of its names is read as the base's {self.ours}"
         if self.theirs:
-            return f"the prefix {self.theirs} of its names is taken off, for the base has none"
-        return f"its names get the prefix {self.ours} that the base's have"
+            return f"the prefix {self.theirs} of its names is removed, because the base has none"
+        return f"its names get the prefix {self.ours} of the base"
+
+
+# --- full checkpoints: names and shapes ---------------------------------------------------------------------
 
 
 def under_base_names(model: BaseModel, expert: Checkpoint, ignore: Sequence[str]) -> tuple[Checkpoint, Prefix]:
-    """The expert under the names of the base. Tensors that the base has not keep what the expert's class calls them;
-    the globs in ``ignore`` are of the expert's names, or of the base's."""
+    """Rename an expert's tensors to the base's names; tensors that the base lacks keep the name in their class.
+
+    The globs in ``ignore`` match the expert's names or the base's.
+    """
     ignored = {name for name in expert.tensors if any(fnmatchcase(name, glob) for glob in ignore)}
     considered = {name: info.shape for name, info in expert.tensors.items() if name not in ignored}
-    prefix = _find(model, considered, expert.source)
+    prefix = _find_prefix(model, considered, expert.source)
     known = {**model.spellings, **{name: name for name in (*model.tied_names, *model.tensors)}}
     stored: dict[str, str] = {}
     for name in sorted(expert.tensors, key=ignored.__contains__):
         names = prefix.names_in_base(name)
-        called = next((known[candidate] for candidate in names if candidate in known), names[-1])
-        if called in stored and name in ignored:
-            called = name
-        if called in stored:
+        new = next((known[candidate] for candidate in names if candidate in known), names[-1])
+        if new in stored and name in ignored:
+            new = name
+        if new in stored:
             raise MergestreamError(
-                f"{expert.source} has both {stored[called]} and {name} for the tensor {called} of the base; leave one "
-                f"of them out with --ignore"
+                f"{expert.source} has both {stored[new]} and {name} for the tensor {new} of the base; leave one of "
+                "them out with --ignore"
             )
-        stored[called] = name
-    same = all(called == name for called, name in stored.items())
-    return (expert if same else RenamedCheckpoint(expert, stored)), prefix
+        stored[new] = name
+    is_same = all(new == name for new, name in stored.items())
+    return (expert if is_same else RenamedCheckpoint(expert, stored)), prefix
 
 
-def prefix_between(names: Mapping[str, str | None]) -> Prefix:
-    """The prefix of most names, given with those of the base for them, where there are."""
-    found = [pair for name, target in names.items() if target and (pair := _before_common_end(name, target))]
-    return Prefix(*max(found, key=found.count)) if found else Prefix()
-
-
-def _find(model: BaseModel, expert: Mapping[str, Shape], source: str) -> Prefix:
-    """The one prefix by which nearly all matrices of the base are found, as they are stored or else as the base's class
-    calls them; none where they are found without, or not at all."""
+def _find_prefix(model: BaseModel, expert: Mapping[str, Shape], source: str) -> Prefix:
+    """Find the prefix that matches nearly all matrices of the base, by their stored names or those in its class."""
     merged = {name: model.tensors[name].shape for name in model.merged}
     matrices = {name: shape for name, shape in merged.items() if len(shape) > 1} or merged
     spelled = {stored: spelling for spelling, stored in model.spellings.items()}
-    called = {spelled.get(name, name): shape for name, shape in matrices.items()}
-    return _fitting(matrices, expert, source) or (_fitting(called, expert, source) if spelled else None) or Prefix()
+    prefix = _fit_prefix(matrices, expert, source)
+    if prefix is None and spelled:
+        prefix = _fit_prefix({spelled.get(name, name): shape for name, shape in matrices.items()}, expert, source)
+    return prefix or Prefix()
 
 
-def _fitting(matrices: Mapping[str, Shape], expert: Mapping[str, Shape], source: str) -> Prefix | None:
+def _fit_prefix(matrices: Mapping[str, Shape], expert: Mapping[str, Shape], source: str) -> Prefix | None:
     def share(prefix: Prefix) -> float:
         found = {prefix.names_in_base(name)[0]: shape for name, shape in expert.items()}
         return sum(found.get(name) == shape for name, shape in matrices.items()) / len(matrices)
 
     if not expert or share(Prefix()) >= NEARLY_ALL:
         return Prefix()
-    shares = {prefix: share(prefix) for prefix in _candidates(matrices, expert)}
+    shares = {prefix: share(prefix) for prefix in _suggest_prefixes(matrices, expert)}
     fitting = {prefix: found for prefix, found in shares.items() if found >= NEARLY_ALL}
-    # Of several, one that finds all is no guess.
     best = [prefix for prefix, found in fitting.items() if found == 1] or list(fitting)
     if len(best) > 1:
         name = next(iter(matrices))
         rivals = sorted(prefix.theirs + name.removeprefix(prefix.ours) for prefix in best)
-        glob = globs_of(rivals[-1:], rivals[:-1])[0]
+        glob = find_globs(rivals[-1:], rivals[:-1])[0]
         raise MergestreamError(
-            f"{source} has the base's tensors more than once ({' and '.join(rivals)} for {name}); leave all but one of "
-            f"them out, as by --ignore '{glob}'"
+            f"{source} has the base's tensors more than once ({' and '.join(rivals)} for {name}); leave out all but "
+            f"one of them, for example with --ignore '{glob}'"
         )
     return best[0] if best else None
 
 
-def _candidates(base: Mapping[str, Shape], expert: Mapping[str, Shape]) -> set[Prefix]:
+def _suggest_prefixes(base: Mapping[str, Shape], expert: Mapping[str, Shape]) -> set[Prefix]:
     anchors = list(base)[:: len(base) // _ANCHORS or 1]
     pairs = {
         pair
         for anchor in anchors
         for name, shape in expert.items()
-        if shape == base[anchor] and (pair := _before_common_end(name, anchor))
+        if shape == base[anchor] and (pair := _split_common_end(name, anchor))
     }
-    return {Prefix(theirs, ours, _common(theirs, expert)) for theirs, ours in pairs}
+    prefixes = set()
+    for theirs, ours in pairs:
+        wrapper = next((p for p in reversed(_parents(theirs)) if all(name.startswith(p) for name in expert)), "")
+        prefixes.add(Prefix(theirs, ours, wrapper))
+    return prefixes
 
 
-def _before_common_end(theirs: str, ours: str) -> tuple[str, str] | None:
-    """What two names have before the end that they share. None where they share too little (what both call ``weight``
-    may be anything), or the number of a layer is in it: another layer is another tensor."""
+def _split_common_end(theirs: str, ours: str) -> tuple[str, str] | None:
+    """What two names have before their common end.
+
+    None if they share too little (``weight`` alone may be anything), or if the rest contains the number of a layer:
+    another layer is another tensor.
+    """
     one, other, shared = theirs.split("."), ours.split("."), 0
     while one and other and one[-1] == other[-1]:
         one.pop()
@@ -143,19 +149,67 @@ def _before_common_end(theirs: str, ours: str) -> tuple[str, str] | None:
     return "".join(f"{piece}." for piece in one), "".join(f"{piece}." for piece in other)
 
 
-def _common(prefix: str, names: Collection[str]) -> str:
-    """As much of a prefix as all names begin with."""
-    places = reversed(_places(prefix))
-    return next((place for place in places if all(name.startswith(place) for name in names)), "")
+# --- adapters: names only -----------------------------------------------------------------------------------
 
 
-def globs_of(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """The shortest globs that match these names, whole modules at once, and none of the others."""
-    taken = {place for other in others for place in _places(other)}
-    found = (next((place for place in _places(name) if place not in taken), name) for name in names)
-    return [f"{place}*" if place.endswith(".") else place for place in dict.fromkeys(found)]
+def make_translator(names: Iterable[str], spellings: Mapping[str, str]) -> Callable[[str], str | None]:
+    """Make a function from parameter names of an adapter to tensors of the base, given the adapter's ``names``.
+
+    ``spellings`` maps every known name of a tensor, stored or in the model's class, to the stored one. An adapter may
+    have been made with another class, which has the same modules under another prefix (``transformer.h.0…`` for
+    ``h.0…``). So unknown names lose or gain one common prefix, the shortest that makes all of them known.
+    """
+    unknown = [name for name in names if name not in spellings]
+    fitting: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    for old, new in _suggest_exchanges(unknown[0], spellings) if unknown else ():
+        if all(name.startswith(old) and new + name.removeprefix(old) in spellings for name in unknown):
+            fitting.setdefault((old.count("."), new.count(".")), []).append((old, new))
+    best = fitting[min(fitting)] if fitting else [("", "")]
+    targets = {spellings.get(new + unknown[0].removeprefix(old)) for old, new in best if unknown}
+    if len(targets) > 1:
+        raise MergestreamError(
+            f"{unknown[0]} may stand for {' or '.join(sorted(map(str, targets)))} of the base: "
+            "make the adapter with the class that the base's config.json names"
+        )
+    old, new = best[0]
+
+    def translate(name: str) -> str | None:
+        if name not in spellings and name.startswith(old):
+            name = new + name.removeprefix(old)
+        return spellings.get(name)
+
+    return translate
 
 
-def _places(name: str) -> list[str]:
-    """``a.`` and ``a.b.`` for ``a.b.weight``"""
+def _suggest_exchanges(name: str, spellings: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Pairs (prefix to remove, prefix to add), one of them empty and without numbers, that make ``name`` known."""
+    for old in _parents(name)[:-1]:
+        if any(piece.isdigit() for piece in old.split(".")):
+            break
+        if name.removeprefix(old) in spellings:
+            yield old, ""
+    for known in spellings:
+        new = known.removesuffix(name)
+        if known.endswith(f".{name}") and not any(piece.isdigit() for piece in new.split(".")):
+            yield "", new
+
+
+def prefix_between(names: Mapping[str, str | None]) -> Prefix:
+    """The prefix of most names; ``names`` maps them to the base's names, or to None."""
+    found = [pair for name, target in names.items() if target and (pair := _split_common_end(name, target))]
+    return Prefix(*max(found, key=found.count)) if found else Prefix()
+
+
+# --- globs ----------------------------------------------------------------------------------------------------
+
+
+def find_globs(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """The shortest globs that match ``names``, whole modules at once, and none of the others."""
+    taken = {parent for other in others for parent in _parents(other)}
+    found = (next((parent for parent in _parents(name) if parent not in taken), name) for name in names)
+    return [f"{parent}*" if parent.endswith(".") else parent for parent in dict.fromkeys(found)]
+
+
+def _parents(name: str) -> list[str]:
+    """``a.`` and ``a.b.`` for ``a.b.weight``."""
     return [name[: end + 1] for end, character in enumerate(name) if character == "."]

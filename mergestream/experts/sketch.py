@@ -1,22 +1,19 @@
-"""A small sketch of each task vector, so that cosines to all past experts are known without keeping them.
+"""Count sketches of task vectors: cosines between all experts without keeping their weights.
 
-A count sketch: every element of Δ is added, with a pseudo-random sign, to one of ``WIDTH`` buckets. The cosine of
-two sketches estimates the cosine c of the task vectors without bias, with a standard deviation of about
-(1 − c²)/√WIDTH ≤ 0.002; an error of 0.01 is five of these.
+Every element of Δ is added, with a pseudo-random sign, to one of ``WIDTH`` buckets. The cosine of two sketches is an
+unbiased estimate of the cosine c of the task vectors, with a standard deviation of about (1 − c²)/√WIDTH ≤ 0.002.
 
-The sketch of a small model is narrower, a hundredth of its parameters: the buckets are folded, laid over one another.
-What is folded later gives the same, so that sketches of any widths can be compared, as well as the narrower one allows.
+The sketch of a small model is folded: parts of the buckets are added up, until it has a hundredth of the model's
+parameters. Folding commutes with sketching, so sketches of any two widths can be compared.
 
-The buckets are not drawn element by element, which would make every element a random access. All tensors of the
-model are laid out one after another, and this line is wound around the buckets, each lap from a random bucket on.
-Elements of one lap never meet, so that the sketch of a model with no more elements than buckets is exact, and those
-of different laps meet with probability 1/WIDTH, as in the textbook. The signs of a chunk of the line are read from a
-table from a random place on, times a random sign of the chunk's own. Adding a chunk thus is one multiply-add over
-contiguous memory, a third of a nanosecond an element.
+Buckets are not hashed per element, because random access is slow. All tensors are laid out in one line, and the line is
+wound around the buckets in laps; each lap starts at a random bucket. Elements of one lap never collide, so the sketch
+of a model with at most ``WIDTH`` elements is exact. Elements of different laps collide with probability 1/WIDTH, as
+usual. The signs of a chunk of the line come from a table at a random offset, times a random sign of the chunk. Adding a
+chunk is one multiply-add over contiguous memory, a third of a nanosecond per element.
 
-In a model with more than ``SAMPLED`` chunks of linear weights, a random ``SAMPLED`` of these chunks are sketched, the
-same ones for every expert and weighted so that there is still no bias: thousands of chunks tell the cosine as well as
-all of them, and task vectors in factors need not be multiplied out as a whole.
+If a model has more than ``SAMPLED`` chunks of linear weights, about ``SAMPLED`` random ones are sketched, the same for
+every expert and with weights that keep the estimate unbiased. So task vectors in factors need not be multiplied out.
 """
 
 from __future__ import annotations
@@ -40,42 +37,42 @@ if TYPE_CHECKING:
     from mergestream.base.model import BaseTensor
 
 WIDTH = 1 << 18
-"""Buckets that all is added to: 512 KiB in float16."""
-NARROWEST = 1 << 12
-"""Buckets that are kept at least: 8 KiB, about what else is known of an expert."""
-PARAMETERS = 100
-"""Of the model for each bucket that is kept: the sketch takes a hundredth of a model in 16 bits at most."""
+"""Buckets before folding: 512 KiB in float16"""
+MIN_WIDTH = 1 << 12
+"""Buckets that are kept at least: 8 KiB, about the size of an expert's record"""
+PARAMETERS_PER_BUCKET = 100
+"""A sketch is at most a hundredth of a 16-bit model"""
 CHUNK = 1 << 17
-"""Consecutive elements that have their signs, and whether they are sampled, from one draw; half a lap."""
+"""Consecutive elements that share one draw of signs and sampling; half a lap"""
 SAMPLED = 1 << 12
-"""Chunks of linear weights that are sketched, on average, where the model has more: 2²⁹ elements."""
+"""Chunks of linear weights that are sketched on average if the model has more: 2²⁹ elements"""
 FORMAT = "2"
-"""To be counted up with any change to the numbers above, or to what is drawn."""
+"""Increase it with any change of the numbers above or of the hashes."""
 READABLE = ("1", FORMAT)
-"""Those of format 1 are not folded."""
+"""Sketches of format 1 are not folded."""
 _BLOCK = 1 << 14
-"""Buckets of all sketches that are multiplied at a time"""
+"""Buckets that are multiplied at a time"""
 
 
 def width_for(parameters: int) -> int:
-    """How many buckets are kept of a model with so many parameters; a power of two."""
-    return max(NARROWEST, min(WIDTH, 1 << (max(parameters // PARAMETERS, 1).bit_length() - 1)))
+    """The number of buckets for a model with so many parameters, a power of two."""
+    return max(MIN_WIDTH, min(WIDTH, 1 << (max(parameters // PARAMETERS_PER_BUCKET, 1).bit_length() - 1)))
 
 
-def error_of(width: int) -> float:
-    """The standard error of the cosine of two unrelated task vectors; less for similar ones."""
+def cosine_error(width: int) -> float:
+    """The standard error of the cosine of two unrelated task vectors; it is less for similar ones."""
     return 1 / math.sqrt(width)
 
 
 class Sketch(Collector):
-    """The sketch of a whole task vector. The tensors may be added in any order, by any number of threads.
+    """The sketch of a task vector. Threads may add tensors in any order.
 
-    What a tensor adds to a bucket is rounded to a grid of 2⁻⁴⁴ times the norm of the base, on which float64 sums are
-    exact: they do not depend on the order.
+    Each summand is rounded to a grid of 2⁻⁴⁴ times the norm of the base, on which float64 sums are exact and
+    therefore independent of the order.
     """
 
     def __init__(self, tensors: Mapping[str, BaseTensor]) -> None:
-        """``tensors`` are the base's, always in the same order."""
+        """``tensors`` are those of the base, always in the same order."""
         import torch
 
         self._tensors = tensors
@@ -97,13 +94,14 @@ class Sketch(Collector):
         return TensorSketch(self._starts[name], self._tensors[name].numel, self.share(name))
 
     def share(self, name: str) -> float:
-        """What of a tensor is sampled."""
+        """The share of a tensor that is sampled."""
         return self._share if self._tensors[name].role == "linear" else 1.0
 
     def add(self, tensor: TensorSketch) -> None:
+        """Add the sketch of one tensor."""
         if not is_finite(tensor.buckets):
-            raise OverflowError("sums that float32 cannot hold")
-        # Adding a number so large leaves a float64 no bits beyond the grid's.
+            raise OverflowError("a sum is too large for float32")
+        # Adding and subtracting a large number rounds to the grid.
         rounded = tensor.buckets.double().add_(self._grid).sub_(self._grid)
         with self._lock:
             for here, there in _wrapped(tensor.first, len(rounded)):
@@ -116,7 +114,7 @@ class Sketch(Collector):
         self.add(tensor)
 
     def add_elements(self, name: str, elements: Elements) -> None:
-        """Add a tensor whose elements are made when they are asked for; those that are not sampled never are."""
+        """Add a tensor given by a function; only sampled elements are computed."""
         tensor = self.tensor(name)
         for start, stop in tensor.ranges():
             tensor.update(start, elements(start, stop))
@@ -134,18 +132,18 @@ class Sketch(Collector):
         return Sketch, (self._tensors,)
 
     def values(self) -> Tensor:
-        """The buckets as they are kept: folded, in float16, scaled to a mean square of one."""
+        """The sketch to be stored: folded, in float16, scaled to a mean square of one."""
         import torch
 
-        kept = torch.from_numpy(folded(self._buckets.numpy(), self._width))
+        kept = torch.from_numpy(fold(self._buckets.numpy(), self._width))
         norm = torch.linalg.vector_norm(kept)
         return (kept * (math.sqrt(self._width) / norm) if norm else kept).to(torch.float16)
 
 
 class TensorSketch:
-    """What one tensor adds to the sketch, fed with pieces of its task vector in their order.
+    """The sketch of one tensor, fed with the pieces of its task vector in order.
 
-    A tensor within one lap touches no more buckets than it has elements; they are counted from its first one on.
+    A tensor within one lap touches no more buckets than it has elements; only these are allocated.
     """
 
     def __init__(self, position: int, numel: int, share: float) -> None:
@@ -157,55 +155,55 @@ class TensorSketch:
         self.buckets = torch.zeros(numel if one_lap else WIDTH)
 
     def update(self, start: int, piece: Tensor) -> None:
-        """Add consecutive elements, ``start`` being the number of the first; CPU, any floating-point type."""
+        """Add the elements from ``start`` on; CPU, any floating-point type."""
         import torch
 
         flat, signs = piece.reshape(-1), _signs()
         for begin, end in self.ranges(start, start + flat.numel()):
             values = flat[begin - start : end - start].to(torch.float32)
             chunk, offset = divmod(self._position + begin, CHUNK)
-            drawn = _draw(chunk)
-            weight = drawn.sign / math.sqrt(self._share)
+            hashed = _hash_chunk(chunk)
+            weight = hashed.sign / math.sqrt(self._share)
             place = (_bucket(self._position + begin) - self.first) % WIDTH
             for here, there in _wrapped(place, end - begin):
-                first = drawn.table + offset + here.start
+                first = hashed.table + offset + here.start
                 self.buckets[there].addcmul_(values[here], signs[first : first + here.stop - here.start], value=weight)
 
     def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """The elements that are sketched, from one to another, cut where a chunk ends."""
+        """The sampled ranges of elements, cut at the ends of chunks."""
         stop = self._numel if stop is None else stop
         while start < stop:
             chunk, offset = divmod(self._position + start, CHUNK)
             end = min(start + CHUNK - offset, stop)
-            if self._share == 1 or _draw(chunk).chance < self._share:
+            if self._share == 1 or _hash_chunk(chunk).chance < self._share:
                 yield start, end
             start = end
 
 
-class Draw(NamedTuple):
-    """What is drawn for a chunk."""
+class ChunkHash(NamedTuple):
+    """Pseudo-random numbers of a chunk."""
 
     table: int
     """Where its signs begin in the table"""
     sign: int
     chance: float
-    """From 0 to 1: the chunks below the share are sampled"""
+    """Between 0 and 1; the chunk is sampled if it is below the share"""
 
 
-def _draw(chunk: int) -> Draw:
+def _hash_chunk(chunk: int) -> ChunkHash:
     bits = xxhash.xxh3_64_intdigest(f"chunk {chunk}".encode())
-    return Draw(bits % CHUNK, 1 - 2 * (bits >> 63), (bits >> 20) % 2**32 / 2**32)
+    return ChunkHash(bits % CHUNK, 1 - 2 * (bits >> 63), (bits >> 20) % 2**32 / 2**32)
 
 
 def _bucket(position: int) -> int:
-    """Where an element goes, by its place in the line of all tensors."""
+    """The bucket of an element, by its position in the line of all tensors."""
     lap, place = divmod(position, WIDTH)
     return (place + xxhash.xxh3_64_intdigest(f"lap {lap}".encode())) % WIDTH
 
 
 @cache
 def _signs() -> Tensor:
-    """Two chunks of ±1, the same on every machine and for ever."""
+    """Two chunks of ±1, the same on every machine and in every version."""
     import numpy as np
     import torch
 
@@ -215,17 +213,17 @@ def _signs() -> Tensor:
 
 
 def _wrapped(start: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """``count`` buckets from ``start`` on, going round at the end, as pairs of slices: of the count, of the buckets."""
+    """Wrap ``count`` buckets from ``start`` on around the end; pairs of slices of the elements and the buckets."""
     before_end = min(count, WIDTH - start)
     yield slice(0, before_end), slice(start, start + before_end)
     if before_end < count:
         yield slice(before_end, count), slice(0, count - before_end)
 
 
-def folded(buckets: np.ndarray, width: int) -> np.ndarray:
-    """A sketch of fewer buckets: its parts over one another, each from a place of its own on, as laps are.
+def fold(buckets: np.ndarray, width: int) -> np.ndarray:
+    """Fold a sketch to fewer buckets: add up its parts, each rotated by its own offset.
 
-    The first part begins with the first element of the model, so that a model with no more elements stays exact.
+    The first part begins with the model's first element, so a model with at most ``width`` elements stays exact.
     """
     import numpy as np
 
@@ -237,18 +235,18 @@ def folded(buckets: np.ndarray, width: int) -> np.ndarray:
 
 
 def cosines(sketches: Sequence[np.ndarray | None]) -> list[list[float | None]]:
-    """The estimated cosines of all task vectors to each other; None where one is unknown or zero.
+    """Estimate the cosines between all task vectors; None if one is unknown or zero.
 
-    Those of a store have one width, but for wide ones of a small model from before sketches were folded.
+    Sketches of different widths are folded to the smallest.
     """
     import numpy as np
 
     known = {number: sketch for number, sketch in enumerate(sketches) if sketch is not None and sketch.any()}
     found: list[list[float | None]] = [[None] * len(sketches) for _ in sketches]
     width = min(map(len, known.values()), default=0)
-    alike = [sketch if len(sketch) == width else folded(sketch.astype(np.float32), width) for sketch in known.values()]
+    alike = [sketch if len(sketch) == width else fold(sketch.astype(np.float32), width) for sketch in known.values()]
     products = np.zeros((len(known), len(known)))
-    for start in range(0, width, _BLOCK):  # as one product: pair by pair, hundreds of experts take minutes
+    for start in range(0, width, _BLOCK):  # one product for all pairs is much faster than one per pair
         block = np.array([sketch[start : start + _BLOCK] for sketch in alike], dtype=np.float32)
         products += block @ block.T
     norms = np.sqrt(np.diag(products))

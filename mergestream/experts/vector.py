@@ -15,8 +15,8 @@ from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.engine import ResultsByTensor
 from mergestream.errors import MergestreamError
-from mergestream.experts.names import NEARLY_ALL, Prefix, globs_of
-from mergestream.experts.vocabulary import ROWS, FittedCheckpoint, Vocab, fit
+from mergestream.experts.names import NEARLY_ALL, Prefix, find_globs
+from mergestream.experts.vocabulary import ROWS, FittedCheckpoint, Vocab, fit_vocabulary
 from mergestream.sizes import shorten_list
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from mergestream.experts.adapters.config import AdapterConfig
 
 TensorAction = Literal["merged", "copied", "head", "tokens", "tied", "unchanged", "ignored"]
-"""What happens to a tensor; ``unchanged`` ones are missing from the expert, ``tokens`` are rows that it alone has."""
-MOST_GLOBS = 6
-"""That an error has for the user to type"""
+"""What happens to a tensor: ``unchanged`` ones are missing in the expert, ``tokens`` are rows that only it has."""
+MAX_GLOBS = 6
+"""Globs that an error suggests to type"""
 
 
 class BasePieces:
-    """The pieces of a tensor of the base in the state's type, digested in passing; each may be asked for again."""
+    """The pieces of a base tensor in the state's dtype, digested as they are read; the last one is kept."""
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
         self._hasher = TensorHasher(tensor.dtype, tensor.shape)
@@ -42,6 +42,7 @@ class BasePieces:
         self._start = -1
 
     def at(self, start: int, stop: int) -> Tensor:
+        """The elements from ``start`` to ``stop``."""
         if start != self._start:
             stored = self._flat[start:stop]
             self._hasher.update(stored)
@@ -49,7 +50,7 @@ class BasePieces:
         return self._piece
 
     def digest(self) -> str:
-        """Of the whole tensor, once all of its pieces have been asked for."""
+        """Digest of the whole tensor, after all pieces were read in order."""
         return self._hasher.hexdigest()
 
 
@@ -57,7 +58,7 @@ class TaskVector:
     """The difference of one expert from the base, tensor by tensor."""
 
     adapter_config: AdapterConfig | None = None
-    """What the configuration of an adapter tells of it"""
+    """The fields that a merged adapter inherits, if the expert is an adapter"""
 
     def __init__(
         self,
@@ -69,96 +70,111 @@ class TaskVector:
         ignore: Sequence[str] = (),
         prefix: Prefix | None = None,
         vocab: Vocab | None = None,
+        in_factors: Collection[str] = (),
     ) -> None:
-        """``prefix`` is what the expert's own names differ by; here it has the base's."""
+        """``expert`` has the base's names; ``prefix`` is how its own differ. ``in_factors`` are tensors of low rank."""
         self.model = model
-        self.prefix = prefix or Prefix()
         self.base = base
-        self.expert, self.tokens, told = fit(model, base, expert, vocab, (*ignore, *self.in_factors))
-        self.notes = (*((self.renaming,) if self.renaming else ()), *told)
-        """What is to be told of the expert, in sentences"""
+        self.prefix = prefix or Prefix()
+        self.expert, self.tokens, notes = fit_vocabulary(model, base, expert, vocab, (*ignore, *in_factors))
+        self.notes = ((f"{expert.source}: {prefix}",) if prefix else ()) + notes
+        """Sentences for the user"""
         self.actions = plan_tensors(model, self.expert, partial=partial, ignore=ignore)
         self.names = model.merged
         self.heads = tuple(name for name in self.expert.tensors if self.actions.get(name) in ("head", "tokens"))
-        """What stays with the expert"""
+        """The tensors that stay with the expert"""
         self.digests = ResultsByTensor[str]()
-        """Digests of the expert's tensors that have been read to their end."""
+        """Digests of the expert's tensors that were read to the end"""
         self.norm2 = ResultsByTensor[float]()
-        """‖Δ‖² of these"""
-
-    @property
-    def renaming(self) -> str | None:
-        """A sentence about the expert's names, where they are not the base's."""
-        return f"{self.expert.source}: {self.prefix}" if self.prefix else None
-
-    @property
-    def in_factors(self) -> Collection[str]:
-        """The tensors whose Δ comes in factors."""
-        return ()
-
-    @property
-    def inputs(self) -> tuple[Checkpoint, ...]:
-        """What Δ is read from."""
-        return self.base, self.expert
+        """‖Δ‖² of these tensors"""
+        self._aliases: dict[str, list[str]] = {name: [] for name in model.tensors}
+        for alias, name in model.ties.items():
+            self._aliases[name].append(alias)
+        self._stored: dict[str, str] = {}
+        """The tensors that are read, and their names in the expert, which may be that of a tied tensor"""
+        for name, aliases in self._aliases.items():
+            found = next((alias for alias in (name, *aliases) if alias in self.expert.tensors), None)
+            if found and self.actions[name] not in ("unchanged", "ignored"):
+                self._stored[name] = found
 
     @property
     def copies(self) -> int:
-        """How often a tensor of base and expert is in memory while it is read."""
+        """Copies of a tensor of base and expert in memory while it is read."""
         return self.base.copies + self.expert.copies
 
     def numel(self, name: str) -> int:
+        """Number of elements of a tensor."""
         return self.model.tensors[name].numel
 
     def dtype(self, name: str) -> torch.dtype:
+        """The dtype of Δ."""
         return torch_dtype(self.model.tensors[name].state_dtype)
 
     def rank(self, name: str) -> int | None:
-        """A bound of the rank of Δ where it comes in factors; None where it is dense."""
+        """An upper bound of the rank of Δ if it is given in factors; None if it is dense."""
         return None
 
     def factors(self, name: str) -> LowRank:
-        """Δ in factors, where ``rank`` is known."""
+        """Δ in factors, if ``rank`` is not None."""
         raise NotImplementedError
 
     def elements(self, name: str, base: Elements | None = None) -> Elements:
-        """Any range of Δ in memory of its own, neither checked nor digested.
+        """A function that returns any range of Δ in new memory, neither checked nor digested.
 
-        Task vectors that go side by side may share the ``base``.
+        Several task vectors may share ``base``, which is made by `base_elements`.
         """
         import torch
 
-        if not self._reads(name):
+        if name not in self._stored:
             return lambda start, stop: torch.zeros(stop - start, dtype=self.dtype(name))
-        base, expert = base or self.base_elements(name), self.expert.read(self._stored(name)).reshape(-1)
-        return lambda start, stop: _difference(expert[start:stop], base(start, stop))
+        base, expert = base or self.base_elements(name), self.expert.read(self._stored[name]).reshape(-1)
+        return lambda start, stop: _subtract(expert[start:stop], base(start, stop))
 
     def base_elements(self, name: str) -> Elements:
-        """Any range of the base in the state's type, read when it is needed first; the last one is kept."""
+        """A function that returns any range of the base in the state's dtype; the last range is kept."""
         flat = cache(lambda: self.base.read(name).reshape(-1))
         dtype = self.dtype(name)
         return lru_cache(maxsize=1)(lambda start, stop: flat()[start:stop].to(dtype))
 
     def base_pieces(self, name: str) -> BasePieces:
+        """The pieces of the base, to be shared by several task vectors."""
         return BasePieces(self.base.read(name), self.dtype(name))
 
     def pieces(self, name: str, base: BasePieces | None = None) -> Iterator[tuple[int, Tensor]]:
-        """All of Δ in order, each piece with the number of its first element. Base and expert are verified.
+        """All of Δ in order, as pairs of first element and piece; digests are verified, NaN and Inf are refused.
 
-        Task vectors that go side by side may share the pieces of the ``base``.
+        Several task vectors that are read in step may share ``base``.
         """
-        norm, reads = SquaredNorm(), self._reads(name)
-        for start, delta in self._differences(name, base):
-            if reads:  # else it is zero
-                norm.add(delta)
+        import torch
+
+        tensor, dtype, norm = self.model.tensors[name], self.dtype(name), SquaredNorm()
+        if name not in self._stored:
+            for start, stop in ranges(tensor.numel):
+                yield start, torch.zeros(stop - start, dtype=dtype)
+            self.norm2[name] = 0.0
+            return
+        base = base or BasePieces(self.base.read(name), dtype)
+        expert = self.expert.read(self._stored[name])
+        hasher = TensorHasher(expert.dtype, expert.shape)
+        expert = expert.reshape(-1)
+        for start, stop in ranges(tensor.numel):
+            piece = expert[start:stop]
+            hasher.update(piece)
+            delta = _subtract(piece, base.at(start, stop))
+            norm.add(delta)
             if not norm.finite:
                 raise self._unusable(name)
             yield start, delta
+        if tensor.digest and base.digest() != tensor.digest:
+            raise base_changed(name, self.base)
+        self.digests[name] = hasher.hexdigest()
+        self._check_ties(name)
         self.norm2[name] = norm.total()
         if not math.isfinite(self.norm2[name]):
             raise self._unusable(name)
 
     def whole(self, name: str) -> Tensor:
-        """Δ in one piece, of the tensor's shape."""
+        """Δ in one piece, with the tensor's shape."""
         import torch
 
         delta = torch.empty(self.model.tensors[name].shape, dtype=self.dtype(name))
@@ -167,80 +183,48 @@ class TaskVector:
             flat[start : start + piece.numel()] = piece
         return delta
 
-    def _differences(self, name: str, shared: BasePieces | None) -> Iterator[tuple[int, Tensor]]:
-        tensor = self.model.tensors[name]
-        if not self._reads(name):
-            zeros = self.elements(name)
-            yield from ((start, zeros(start, stop)) for start, stop in ranges(tensor.numel))
-            return
-        base = shared or self.base_pieces(name)
-        expert = self.expert.read(self._stored(name))
-        hasher = TensorHasher(expert.dtype, expert.shape)
-        expert = expert.reshape(-1)
-        for start, stop in ranges(tensor.numel):
-            theirs = expert[start:stop]
-            hasher.update(theirs)
-            yield start, _difference(theirs, base.at(start, stop))
-        if tensor.digest and base.digest() != tensor.digest:
-            raise base_changed(name, self.base)
-        self.digests[name] = hasher.hexdigest()
-        self._check_ties(name)
-
     def head(self, name: str) -> Tensor:
+        """Read a tensor that stays with the expert."""
         tensor = self.expert.read(name)
         if not is_finite(tensor):
             raise unusable(name, self.expert)
         self.digests[name] = tensor_digest(tensor)
         return tensor
 
-    def _reads(self, name: str) -> bool:
-        return self.actions[name] not in ("unchanged", "ignored")
-
-    def _stored(self, name: str) -> str:
-        """The name under which the expert stores a tensor that may be tied to others."""
-        if name in self.expert.tensors:
-            return name
-        return next(alias for alias in self._aliases(name) if alias in self.expert.tensors)
-
-    def _aliases(self, name: str) -> list[str]:
-        return [alias for alias, first in self.model.ties.items() if first == name]
-
     def _check_ties(self, name: str) -> None:
-        stored = self._stored(name)
-        for alias in self._aliases(name):
+        """Refuse an expert that stores different values for tensors that are tied in the base."""
+        stored = self._stored[name]
+        for alias in self._aliases[name]:
             present = alias in self.expert.tensors and self.actions.get(alias) == "tied" and alias != stored
             if present and tensor_digest(self.expert.read(alias)) != self.digests[name]:
                 raise MergestreamError(
-                    f"{self.expert.source} has different tensors {stored} and {alias}, which are one in the "
-                    f"base; tie them again, or leave one out with --ignore {alias}"
+                    f"{self.expert.source} has different values for {stored} and {alias}, which are tied in the base; "
+                    f"tie them again, or leave one out with --ignore {alias}"
                 )
 
     def _unusable(self, name: str) -> MergestreamError:
         bad_base = self.base.has_weights and not is_finite(self.base.read(name))
-        return unusable(name, self.base) if bad_base else unusable(self._stored(name), self.expert)
+        return unusable(name, self.base) if bad_base else unusable(self._stored[name], self.expert)
 
 
-def _difference(theirs: Tensor, base: Tensor) -> Tensor:
-    """θ − θ⁰ in the type of θ⁰, computed in place where θ had to be copied into that type."""
-    converted = theirs.to(base.dtype)
-    return converted - base if converted is theirs else converted.sub_(base)
+def _subtract(expert: Tensor, base: Tensor) -> Tensor:
+    """θ − θ⁰ in the dtype of θ⁰; in place if θ was copied to convert it."""
+    converted = expert.to(base.dtype)
+    return converted - base if converted is expert else converted.sub_(base)
+
+
+# --- checking the headers -----------------------------------------------------------------------------------
 
 
 def plan_tensors(
     model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequence[str]
 ) -> dict[str, TensorAction]:
-    """What will happen to every tensor of base and expert, or an error that says what does not fit."""
-    names = model.tensors.keys() | expert.tensors.keys()
-    ignored: set[str] = set()
-    for glob in ignore:
-        matching = {name for name in names if fnmatchcase(name, glob) or fnmatchcase(expert.stored_name(name), glob)}
-        if not matching:
-            raise MergestreamError(f"--ignore {glob} matches no tensor of {expert.source} or its base")
-        ignored |= matching
-    aliases = model.ties
-    stored = {*expert.tensors, *(aliases[name] for name in expert.tensors if name in aliases)}
+    """Decide what happens to every tensor of base and expert; an error says what does not fit."""
+    ignored = _match_ignored(model, expert, ignore)
+    ties = model.ties
+    stored = {*expert.tensors, *(ties[name] for name in expert.tensors if name in ties)}
     actions: dict[str, TensorAction] = {}
-    missing = []
+    missing, extra = [], []
     for name, tensor in model.tensors.items():
         if name in ignored:
             actions[name] = "ignored"
@@ -252,7 +236,6 @@ def plan_tensors(
             actions[name] = "unchanged"
         else:
             missing.append(name)
-    extra = []
     for name in expert.tensors:
         if name in actions:
             continue
@@ -262,57 +245,69 @@ def plan_tensors(
             actions[name] = "tokens"
         elif model.is_head(name):
             actions[name] = "head"
-        elif name in aliases:
+        elif name in ties:
             actions[name] = "tied"
         else:
             extra.append(name)
     if missing:
-        few_missing = len(missing) <= (1 - NEARLY_ALL) * len(model.merged)
-        as_heads = f"; {_as_heads([*missing, *extra], actions, 'when the store is made')}" if few_missing else ""
+        hint = ""
+        if len(missing) <= (1 - NEARLY_ALL) * len(model.merged):
+            hint = f"; {_suggest_heads([*missing, *extra], actions, 'when the store is made')}"
         raise MergestreamError(
-            f"{expert.source} lacks {_some(missing)} of the base; if they are meant to be unchanged, pass --partial"
-            f"{as_heads}"
+            f"{expert.source} lacks {_list_tensors(missing)} of the base; to leave them unchanged, pass --partial{hint}"
         )
     if extra:
         raise MergestreamError(
-            f"{expert.source} has {_some(extra)} that the base has not; {_as_heads(extra, actions)}, "
-            f"{_options('--ignore', extra, actions)} leaves it out"
+            f"{expert.source} has {_list_tensors(extra)} that the base does not have; "
+            f"{_suggest_heads(extra, actions)}, {_suggest_option('--ignore', extra, actions)} leaves it out"
         )
     for name, action in actions.items():
         if action in ("merged", "tied") and name in expert.tensors:
-            _check_form(model, expert, name, aliases.get(name, name))
+            _check_spec(model, expert, name, ties.get(name, name))
     return actions
 
 
-def _check_form(model: BaseModel, expert: Checkpoint, name: str, canonical: str) -> None:
+def _match_ignored(model: BaseModel, expert: Checkpoint, ignore: Sequence[str]) -> set[str]:
+    names = model.tensors.keys() | expert.tensors.keys()
+    ignored: set[str] = set()
+    for glob in ignore:
+        matching = {name for name in names if fnmatchcase(name, glob) or fnmatchcase(expert.stored_name(name), glob)}
+        if not matching:
+            raise MergestreamError(
+                f"--ignore {glob} matches no tensor of {expert.source} or its base: check the spelling"
+            )
+        ignored |= matching
+    return ignored
+
+
+def _check_spec(model: BaseModel, expert: Checkpoint, name: str, canonical: str) -> None:
+    """Refuse another shape than the base's, and integers."""
     ours, theirs, stored = model.tensors[canonical], expert.tensors[name], expert.stored_name(name)
+    where = f"tensor {stored} in {theirs.file} of {expert.source}"
     if theirs.shape != ours.shape:
-        reason = ""
+        hint = ""
         if theirs.shape[1:] == ours.shape[1:]:
             others = [other for other in model.tensors if layer_of(other) != layer_of(name)]
-            reason = f"{_as_heads([name], others, 'when the store is made')}; else "
+            hint = f"{_suggest_heads([name], others, 'when the store is made')}; else "
         raise MergestreamError(
-            f"tensor {stored} in {theirs.file} of {expert.source} has shape {list(theirs.shape)}, the base has "
-            f"{list(ours.shape)}; {reason}resize it to the base's shape, or leave it out with --ignore {name}"
+            f"{where} has shape {list(theirs.shape)}, the base has {list(ours.shape)}; {hint}resize it to the base's "
+            f"shape, or leave it out with --ignore {name}"
         )
     if not theirs.is_float:
         raise MergestreamError(
-            f"tensor {stored} in {theirs.file} of {expert.source} is {theirs.dtype}, the base has {ours.dtype}; "
-            "convert it to a floating-point type first"
+            f"{where} is {theirs.dtype}, the base has {ours.dtype}; convert it to a floating-point type first"
         )
 
 
-def _as_heads(names: Sequence[str], others: Collection[str], where: str = "in a store") -> str:
-    return f"{_options('--heads', names, others)} {where} keeps what is a head with its expert"
+def _suggest_heads(names: Sequence[str], others: Collection[str], where: str = "in a store") -> str:
+    return f"{_suggest_option('--heads', names, others)} {where} keeps a head with its expert"
 
 
-def _options(option: str, names: Sequence[str], others: Collection[str]) -> str:
-    """What to type so that it holds for these tensors; where that is long, the names tell enough."""
-    globs = globs_of(names, others)
-    return " ".join(f"{option} '{glob}'" for glob in globs) if len(globs) <= MOST_GLOBS else f"{option} GLOB"
+def _suggest_option(option: str, names: Sequence[str], others: Collection[str]) -> str:
+    """The option to type for these tensors; with GLOB in place of a long list."""
+    globs = find_globs(names, others)
+    return " ".join(f"{option} '{glob}'" for glob in globs) if len(globs) <= MAX_GLOBS else f"{option} GLOB"
 
 
-def _some(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"tensor {names[0]}"
-    return f"{len(names)} tensors ({shorten_list(names)})"
+def _list_tensors(names: Sequence[str]) -> str:
+    return f"tensor {names[0]}" if len(names) == 1 else f"{len(names)} tensors ({shorten_list(names)})"

@@ -14,8 +14,8 @@ from torch import Tensor
 from mergestream.algebra.lowrank import LowRank, squared_norm
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, torch_dtype
 from mergestream.engine import Engine
+from mergestream.experts.adapters.adapter import PREFIX
 from mergestream.experts.adapters.config import CONFIG_NAME
-from mergestream.experts.adapters.reading import PREFIX
 from mergestream.files import write_json
 from mergestream.merging.reading import cast
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergestream.base.names import layer_of, natural
 from mergestream.display import matrix_frame
-from mergestream.experts.sketch import WIDTH, cosines, error_of
+from mergestream.experts.sketch import WIDTH, cosine_error, cosines
 from mergestream.merging.interference import largest_other
 from mergestream.sizes import counted
 from mergestream.store.records import read_sketch, tensor_records
@@ -49,7 +49,7 @@ class Similarity:
     experts: tuple[str, ...]
     cosines: tuple[tuple[float | None, ...], ...]
     """None where an expert has no sketch or did not change the base at all"""
-    standard_error: float = error_of(WIDTH)
+    standard_error: float = cosine_error(WIDTH)
     """The error of a cosine near zero; larger cosines are more precise"""
 
     def __repr__(self) -> str:
@@ -164,7 +164,7 @@ def similarity(store: StoreDirectory | Snapshot) -> Similarity:
     """Cosines of the task vectors of a store, or of one of its snapshots."""
     sketches = [read_sketch(store.place, entry) for entry in store.manifest.history]
     width = min(map(len, sketches), default=WIDTH)
-    return Similarity(tuple(store.manifest.names), tuple(map(tuple, cosines(sketches))), error_of(width))
+    return Similarity(tuple(store.manifest.names), tuple(map(tuple, cosines(sketches))), cosine_error(width))
 
 
 def survival(store: StoreDirectory) -> Survival:

@@ -346,7 +346,7 @@ def test_no_junk_is_a_base_or_a_store(junk, mergestream, tmp_path, toys):
 def test_errors_name_file_and_tensor_and_say_what_to_do(junk, store, mergestream):
     for name, parts in {
         "missing": ("lacks tensor layers.0.q.weight", "--partial"),
-        "extra": ("has tensor classifier.weight that the base has not", "--heads", "--ignore"),
+        "extra": ("has tensor classifier.weight that the base does not have", "--heads", "--ignore"),
         "misshaped": ("tensor layers.0.q.weight in model.safetensors", "[8, 9]", "[8, 8]", "--ignore"),
         "grown": ("embed_tokens.weight in model.safetensors", "vocabulary", "26 rows", "24", "--vocab base"),
         "integers": ("layers.0.q.weight", "I32"),

@@ -12,7 +12,7 @@ from mergestream.digest import tensor_digest
 from mergestream.engine.local import single_threaded
 from mergestream.errors import MergestreamError
 from mergestream.experts import sketch as module
-from mergestream.experts.sketch import NARROWEST, WIDTH, Sketch, cosines, error_of, folded, width_for
+from mergestream.experts.sketch import MIN_WIDTH, WIDTH, Sketch, cosine_error, cosines, fold, width_for
 from mergestream.store.records import parse_sketch, write_sketch
 
 Vector = dict[str, torch.Tensor]
@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sketches as large models have them, of models that are small enough for a test."""
-    monkeypatch.setattr(module, "NARROWEST", WIDTH)
+    monkeypatch.setattr(module, "MIN_WIDTH", WIDTH)
 
 
 def empty_sketch(vector: Vector) -> Sketch:
@@ -109,31 +109,31 @@ def test_cosines_are_within_the_stated_error(kind: str, shared: float, wide: Non
     """Of the sketch of a large model, and of what it is folded to for a small one: five standard errors each."""
     vectors = [transformer(seed, shared, kind) for seed in range(4)]
     sketches = [sketch_of(vector) for vector in vectors]
-    for width in (WIDTH, 1 << 14, NARROWEST):
-        found = cosines([folded(sketch, width) for sketch in sketches])
+    for width in (WIDTH, 1 << 14, MIN_WIDTH):
+        found = cosines([fold(sketch, width) for sketch in sketches])
         for i, j in itertools.combinations(range(4), 2):
             estimate = found[i][j]
             assert estimate is not None
-            assert abs(estimate - exact(vectors[i], vectors[j])) <= 5.12 * error_of(width)
-    assert 5.12 * error_of(WIDTH) == ERROR
+            assert abs(estimate - exact(vectors[i], vectors[j])) <= 5.12 * cosine_error(width)
+    assert 5.12 * cosine_error(WIDTH) == ERROR
 
 
 def test_the_error_has_the_stated_standard_deviation_and_no_bias(wide: None) -> None:
-    errors: dict[int, list[float]] = {WIDTH: [], NARROWEST: []}
+    errors: dict[int, list[float]] = {WIDTH: [], MIN_WIDTH: []}
     for seed in range(8):
         vectors = [transformer(100 * seed + i, 0.0, "dense") for i in range(3)]
         sketches = [sketch_of(vector) for vector in vectors]
         for i, j in itertools.combinations(range(3), 2):
             for width, found in errors.items():
-                estimate = cosine(folded(sketches[i], width), folded(sketches[j], width))
+                estimate = cosine(fold(sketches[i], width), fold(sketches[j], width))
                 found.append(estimate - exact(vectors[i], vectors[j]))
     for width, found in errors.items():
-        assert np.std(found) < 1.4 * error_of(width)
-        assert abs(np.mean(found)) < 3 * error_of(width) / math.sqrt(len(found))
+        assert np.std(found) < 1.4 * cosine_error(width)
+        assert abs(np.mean(found)) < 3 * cosine_error(width) / math.sqrt(len(found))
 
 
 def test_a_sketch_takes_a_hundredth_of_the_model_within_bounds() -> None:
-    assert width_for(0) == width_for(4_700) == NARROWEST
+    assert width_for(0) == width_for(4_700) == MIN_WIDTH
     assert width_for(2_000_000) == 1 << 14 and 2 * width_for(2_000_000) <= 2 * 2_000_000 / 100
     assert width_for(30_000_000) == width_for(8_000_000_000) == WIDTH
 
@@ -142,7 +142,7 @@ def test_a_narrow_sketch_is_the_wide_one_folded_so_that_they_compare(monkeypatch
     """A store of a small model goes on, whatever the width of the sketches was that it began with."""
     a, b = transformer(0, 0.5, "dense"), transformer(1, 0.5, "dense")
     narrow = [sketch_of(vector) for vector in (a, b)]
-    monkeypatch.setattr(module, "NARROWEST", WIDTH)
+    monkeypatch.setattr(module, "MIN_WIDTH", WIDTH)
     wide = [sketch_of(vector) for vector in (a, b)]
     assert len(narrow[0]) == 1 << 14 and len(wide[0]) == WIDTH
     assert cosine(narrow[0], wide[0]) == pytest.approx(1, abs=1e-6)
@@ -154,7 +154,7 @@ def test_a_model_with_no_more_elements_than_the_narrowest_sketch_is_exact() -> N
         {str(i): 1 + torch.randn(400, generator=torch.Generator().manual_seed(100 * i + seed)) for i in range(10)}
         for seed in range(2)
     )
-    assert len(sketch_of(a)) == NARROWEST
+    assert len(sketch_of(a)) == MIN_WIDTH
     assert cosine(sketch_of(a), sketch_of(b)) == pytest.approx(exact(a, b), abs=1e-5)
 
 
@@ -197,13 +197,13 @@ def test_elements_on_demand_give_the_same_sketch() -> None:
 
 @pytest.mark.parametrize(
     ("narrowest", "digest"),
-    [(NARROWEST, "2349aeac8570858c7795e56533051a99"), (WIDTH, "afbe36099579dd6944e988022335cbfb")],
+    [(MIN_WIDTH, "2349aeac8570858c7795e56533051a99"), (WIDTH, "afbe36099579dd6944e988022335cbfb")],
 )
 def test_the_sketch_of_a_given_vector_never_changes(
     narrowest: int, digest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sketches of different years are compared with each other, so what is drawn is part of the format."""
-    monkeypatch.setattr(module, "NARROWEST", narrowest)
+    monkeypatch.setattr(module, "MIN_WIDTH", narrowest)
     vector = {"first": torch.arange(70_001) % 100 - 40.0, "second": torch.arange(300_000) % 1000 - 400.0}
     sketch = empty_sketch(vector)
     for name, tensor in vector.items():

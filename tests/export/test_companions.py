@@ -144,7 +144,7 @@ def test_modules_are_folders_beside_the_model(folder, tmp_path):
     modules = [{"idx": 0, "name": "0", "path": folder, "type": "sentence_transformers.models.Pooling"}]
     (tmp_path / "base" / "modules.json").write_text(json.dumps(modules))
     save_model(tmp_path / "expert", toy_expert(1))
-    with pytest.raises(MergestreamError, match=r"modules\.json names the folder .*, which is none beside it"):
+    with pytest.raises(MergestreamError, match=r"modules\.json names the folder .*, which is not beside it"):
         merge(tmp_path / "base", [tmp_path / "expert"], tmp_path / "out", Average())
     assert not (tmp_path / "out").exists()
 

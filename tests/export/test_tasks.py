@@ -216,7 +216,7 @@ def test_a_store_begins_to_keep_heads_when_an_expert_has_one(classifiers, merges
 def test_it_is_said_once_and_kept(classifiers, mergestream, tmp_path):
     store = classifiers.store(tmp_path / "store").path
     expert = classifiers.experts["spam"]
-    sentence = f"{expert}: the prefix bert. of its names is taken off, for the base has none"
+    sentence = f"{expert}: the prefix bert. of its names is removed, because the base has none"
     assert f"note: {sentence}\n" == mergestream("inspect", store, expert).err
     assert f"note: {sentence}\n" == mergestream("add", store, expert).err
     assert f"note on spam: {sentence}" in mergestream("log", store).out
@@ -364,7 +364,7 @@ def test_a_merge_in_one_go(method, classifiers, mergestream, tmp_path):
     experts = classifiers.experts.values()
     command = ("merge", "--base", classifiers.base, *experts, "-o", tmp_path / "out", "--method", method)
     told = mergestream(*command, "--ignore", "classifier.*")
-    assert told.code == 0 and told.err.count("the prefix bert. of its names is taken off") == len(experts)
+    assert told.code == 0 and told.err.count("the prefix bert. of its names is removed") == len(experts)
     merged = weights(tmp_path / "out")
     assert merged.keys() == weights(classifiers.base).keys()
     if method == "average":
@@ -378,7 +378,7 @@ def test_a_merger_in_memory(classifiers):
     merger = Merger(base.state_dict(), make_method("average"))
     for path in classifiers.experts.values():
         model = torch.compile(loaded(SEQUENCES, path))
-        with pytest.warns(MergestreamWarning, match=r"the prefix _orig_mod\.bert\. of its names is taken off"):
+        with pytest.warns(MergestreamWarning, match=r"the prefix _orig_mod\.bert\. of its names is removed"):
             merger.add(model.state_dict(), ignore=["classifier.*"])  # type: ignore[attr-defined]
     base.load_state_dict(merger.state_dict())
     expected = mean_encoder(classifiers)["encoder.layer.1.output.dense.weight"]

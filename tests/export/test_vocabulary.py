@@ -112,7 +112,7 @@ def test_base_leaves_new_tokens_out(tied, tmp_path):
     base, one, _ = tied
     store = made(tmp_path / "store", base)
     with pytest.warns(
-        MergestreamWarning, match=r"one has 2 tokens \(<a>, <b>\) that the base has not: they are left out"
+        MergestreamWarning, match=r"one has 2 tokens \(<a>, <b>\) that the base does not have: they are left out"
     ):
         entry = store.add(one, vocab="base")
     assert entry.options["vocab"] == "base"
@@ -144,8 +144,8 @@ def test_without_a_word_new_tokens_are_refused_and_all_choices_are_told(tied, tm
     base, one, _ = tied
     store = made(tmp_path / "store", base)
     sentence = (
-        r"one has 2 tokens \(<a>, <b>\) that the base has not; pass --vocab base to leave them out, --vocab union to "
-        "keep them with this expert, or --vocab grow"
+        r"one has 2 tokens \(<a>, <b>\) that the base does not have; pass --vocab base to leave them out, "
+        "--vocab union to keep them with this expert, or --vocab grow"
     )
     for call in (store.add, store.inspect):
         with pytest.raises(MergestreamError, match=sentence) as refused:
@@ -262,7 +262,7 @@ def test_a_token_in_a_padding_row_is_told_where_nobody_said_what_becomes_of_it(p
     one = expert_of(padded, tmp_path / "one", ["<a>"], rows=16)
     store = made(tmp_path / "store", padded)
     with pytest.warns(
-        MergestreamWarning, match=r"1 token \(<a>\) in rows that are padding .* merged as these rows; --vocab base"
+        MergestreamWarning, match=r"1 token \(<a>\) in rows that are padding .* merged row by row. Pass --vocab base"
     ):
         store.add(one)
     assert "vocab" not in store.history[0].options
@@ -300,7 +300,7 @@ def test_rows_go_by_token_and_not_by_place(tmp_path):
     store = made(tmp_path / "store", base)
     with pytest.raises(MergestreamError, match=r"has 2 tokens \(the, cat\) of the base in other rows .*--vocab base"):
         store.add(expert)
-    with pytest.warns(MergestreamWarning, match=r"lacks 1 token \(off\) of the base: taken for unchanged"):
+    with pytest.warns(MergestreamWarning, match=r"lacks 1 token \(off\) of the base: they stay unchanged"):
         store.add(expert, vocab="base")
     out = store.export(tmp_path / "out", pictures=False)
     for output in (False, True):
@@ -331,7 +331,7 @@ def test_without_tokenizers_the_first_rows_are_those_of_the_base(tmp_path):
         store.add(expert)
     with pytest.raises(MergestreamError, match=r"no tokenizer.json.*--vocab base or --vocab union"):
         store.add(expert, vocab="grow")
-    with pytest.warns(MergestreamWarning, match="first rows are taken for the base's, and the others are called"):
+    with pytest.warns(MergestreamWarning, match="first rows are taken for the base's, the others are named"):
         store.add(expert, vocab="union")
     assert any("<12>, <13>" in note for note in store.history[0].notes)
     with pytest.warns(MergestreamWarning):
@@ -494,7 +494,7 @@ def test_an_embedding_that_an_adapter_saved_whole_is_as_any(method, tmp_path):
     both = ["embed_tokens", "lm_head"]
     merged = adapter_of(base, tmp_path / "expert", ["<a>"], target_modules=["q_proj"], modules_to_save=both)
     store = made(tmp_path / "store", base, method)
-    with pytest.raises(MergestreamError, match=r"1 token \(<a>\) that the base has not.*--vocab union"):
+    with pytest.raises(MergestreamError, match=r"1 token \(<a>\) that the base does not have.*--vocab union"):
         store.add(tmp_path / "expert")
     store.add(tmp_path / "expert", vocab="grow")
     store.verify()

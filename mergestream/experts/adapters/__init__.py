@@ -1,5 +1,5 @@
-"""PEFT adapters in; see docs/how-to/adapters.md."""
+"""PEFT adapters as experts; see docs/adapters.md."""
 
-from mergestream.experts.adapters.reading import Adapter, BoundAdapter, find_adapter, open_adapter
+from mergestream.experts.adapters.adapter import Adapter, BoundAdapter, find_adapter, open_adapter
 
 __all__ = ["Adapter", "BoundAdapter", "find_adapter", "open_adapter"]

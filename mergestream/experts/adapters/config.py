@@ -1,4 +1,4 @@
-"""``adapter_config.json``: how PEFT scales the factors, and what in it cannot be honoured."""
+"""Read ``adapter_config.json``: how PEFT scales the factors; fields that cannot be honoured are refused."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import Any, TypedDict
 from msgspec import convert
 
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters.patterns import PatternTable
+from mergestream.experts.adapters.module_patterns import PatternTable
 from mergestream.files import read_json
 
 CONFIG_NAME = "adapter_config.json"
 WAY_OUT = "merge the adapter into its model with PEFT's merge_and_unload, then add the checkpoint"
 
-# Fields that make of an adapter something else than W + s·B·A, and what.
+# Fields that make an adapter something else than W + s·B·A, and why.
 _REFUSED = {
-    "use_dora": "DoRA rescales the columns of the whole weight",
+    "use_dora": "DoRA rescales the columns of the full weight",
     "lora_bias": "the factors have biases",
     "use_qalora": "QALoRA pools the inputs of a quantised base",
     "layer_replication": "the adapted model has other layers than its base",
-    "trainable_token_indices": "single rows of the embedding are trained beside the factors",
+    "trainable_token_indices": "single rows of the embedding are trained too",
     "target_parameters": "the factors belong to parameters instead of modules",
-    "alora_invocation_tokens": "the adapter is active for some tokens only and cannot be merged",
-    "arrow_config": "the adapter routes between others and cannot be merged",
+    "alora_invocation_tokens": "the adapter is active only for some tokens",
+    "arrow_config": "the adapter routes between other adapters",
     "use_bdlora": "BD-LoRA's factors are block-diagonal",
     "kasa_config": "KaSA changes the base's weights",
     "monteclora_config": "MonteCLoRA's factors are random",
 }
 
-# Initialisations that also change the base's weights: what was trained is not relative to the base any more.
-_INITS_OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Initialisations that change the base's weights, so that the factors are not relative to the base any more.
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
-# Fields that tell how an adapter was trained or where it belongs, but do not change W + s·B·A.
+# Fields about training and use that do not change W + s·B·A.
 _HARMLESS = {
     "auto_mapping", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
     "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config",
@@ -51,9 +51,9 @@ _READ = {
 
 
 class AdapterConfig(TypedDict, total=False):
-    """The fields that tell where an adapter belongs and what it is for: one that is merged of several has them, too.
+    """The fields of ``adapter_config.json`` that a merged adapter inherits: its base and its task.
 
-    Neither those of the training (how the factors began) nor those that choose modules: what was chosen is in the file.
+    Fields about training, and fields that select modules, are not inherited.
     """
 
     base_model_name_or_path: str | None
@@ -67,7 +67,7 @@ class AdapterConfig(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The fields of a LoRA configuration that matter for its weights, and what it tells."""
+    """The fields of a LoRA configuration that determine the task vector, and those that are inherited."""
 
     path: Path
     base: str | None
@@ -80,6 +80,7 @@ class LoraConfig:
     inherited: AdapterConfig
 
     def rank(self, module: str) -> int:
+        """The rank of a module's factors."""
         return int(self.rank_pattern.get(module, self.r))
 
     def scaling(self, module: str) -> float:
@@ -97,10 +98,10 @@ def read_config(directory: Path) -> LoraConfig:
     for name, value in fields.items():
         if name in _HARMLESS | _READ or not value:
             continue
-        reason = _REFUSED.get(name, "mergestream does not know the field")
-        raise MergestreamError(f"{path}: {name}={_short(value)} cannot be honoured ({reason}); {WAY_OUT}")
+        reason = _REFUSED.get(name, "mergestream does not know this field")
+        raise MergestreamError(f"{path}: {name}={_shorten(value)} cannot be honoured ({reason}); {WAY_OUT}")
     init = str(fields.get("init_lora_weights", True)).lower()
-    if init.startswith(_INITS_OF_THE_BASE):
+    if init.startswith(_BASE_CHANGING_INITS):
         raise MergestreamError(
             f"{path}: init_lora_weights={init} cannot be honoured (it changes the base's weights); {WAY_OUT}"
         )
@@ -108,38 +109,38 @@ def read_config(directory: Path) -> LoraConfig:
     config = LoraConfig(
         path,
         str(base) if base else None,
-        _field(path, fields, "r", 8, int),
-        _field(path, fields, "lora_alpha", 8, (int, float)),
+        _read_number(path, fields, "r", 8, int),
+        _read_number(path, fields, "lora_alpha", 8, (int, float)),
         bool(fields.get("use_rslora")),
-        _pattern(path, fields, "rank_pattern", int),
-        _pattern(path, fields, "alpha_pattern", (int, float)),
+        _read_pattern(path, fields, "rank_pattern", int),
+        _read_pattern(path, fields, "alpha_pattern", (int, float)),
         bool(fields.get("fan_in_fan_out")),
-        _inherited(path, fields),
+        _read_inherited(path, fields),
     )
     if config.r < 1 or any(rank < 1 for rank in config.rank_pattern.values.values()):
-        raise MergestreamError(f"{path}: r and the ranks of rank_pattern must be at least 1")
+        raise MergestreamError(f"{path}: r and the ranks of rank_pattern must be at least 1; download or copy it again")
     return config
 
 
-def _inherited(path: Path, fields: Mapping[str, Any]) -> AdapterConfig:
+def _read_inherited(path: Path, fields: Mapping[str, Any]) -> AdapterConfig:
     try:
         json.dumps(inherited := convert(fields, AdapterConfig), allow_nan=False)
     except ValueError as error:
-        raise MergestreamError(f"{path} is no configuration of PEFT: {error}; download or copy it again") from error
+        raise MergestreamError(f"{path} is no PEFT configuration: {error}; download or copy it again") from error
     return inherited
 
 
-def _field(path: Path, fields: Mapping[str, Any], name: str, default: Any, kind: Any) -> Any:
+def _read_number(path: Path, fields: Mapping[str, Any], name: str, default: Any, kind: Any) -> Any:
     value = fields.get(name, default)
     if not _is_number(value, kind):
-        raise MergestreamError(f"{path}: {name}={_short(value)} is not a number")
+        raise MergestreamError(f"{path}: {name}={_shorten(value)} is not a number; download or copy it again")
     return value
 
 
-def _pattern(path: Path, fields: Mapping[str, Any], name: str, kind: Any) -> PatternTable:
+def _read_pattern(path: Path, fields: Mapping[str, Any], name: str, kind: Any) -> PatternTable:
     pattern = fields.get(name) or {}
     if not isinstance(pattern, dict) or not all(_is_number(value, kind) for value in pattern.values()):
-        raise MergestreamError(f"{path}: {name} is no table of names and numbers")
+        raise MergestreamError(f"{path}: {name} is no table of names and numbers; download or copy it again")
     try:
         return PatternTable(pattern)
     except ValueError as error:
@@ -147,10 +148,10 @@ def _pattern(path: Path, fields: Mapping[str, Any], name: str, kind: Any) -> Pat
 
 
 def _is_number(value: Any, kind: Any) -> bool:
-    """A finite one; of more digits than a float64 can hold there is none."""
+    """Whether a value is a finite number that float64 can hold."""
     return isinstance(value, kind) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 40 else f"{text[:40]}…"

@@ -1,46 +1,23 @@
-"""The task vector of an adapter: s·B·A in factors, and what was saved whole as a difference from the base."""
+"""The task vector of an adapter: s·B·A in factors, and the difference of tensors that were saved in full."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
-from types import MappingProxyType
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mergestream.algebra.lowrank import LowRank, squared_norm
-from mergestream.algebra.pieces import Elements, ranges
+from mergestream.algebra.pieces import Elements, SquaredNorm, ranges
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import Checkpoint, TensorInfo
+from mergestream.checkpoints import Checkpoint
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters.reading import Adapter, BoundAdapter
+from mergestream.experts.adapters.adapter import Adapter
 from mergestream.experts.vector import BasePieces, TaskVector
 from mergestream.experts.vocabulary import Vocab
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class AdaptedTensors(Checkpoint):
-    """What an adapter has for the tensors of its base, under their names, as if it were a checkpoint."""
-
-    def __init__(self, adapter: BoundAdapter) -> None:
-        self.adapter = adapter
-        self.source = adapter.adapter.source
-        self.directory = adapter.adapter.directory
-        self.fingerprint = adapter.adapter.fingerprint
-        file = Path(adapter.adapter.file).name
-        stored = adapter.adapter.weights.tensors
-        self._keys = {**adapter.whole, **{name: adapter.adapter.whole[name] for name in adapter.extra}}
-        tensors = {name: TensorInfo("F32", adapter.tensors[name].shape, file) for name in adapter.terms}
-        self.tensors = MappingProxyType({**tensors, **{name: stored[key] for name, key in self._keys.items()}})
-
-    def read(self, name: str) -> Tensor:
-        """A tensor that was saved whole."""
-        return self.adapter.finite(self._keys[name])
-
-    def close(self) -> None:
-        self.adapter.adapter.close()
 
 
 class AdapterVector(TaskVector):
@@ -60,30 +37,20 @@ class AdapterVector(TaskVector):
             {**model.spellings, **model.ties},
             model.conv1d,
         )
-        adapted, prefix = AdaptedTensors(self.adapter), self.adapter.prefix
-        super().__init__(model, base, adapted, partial=True, ignore=ignore, prefix=prefix, vocab=vocab)
+        terms = self.adapter.terms
+        super().__init__(model, base, self.adapter, partial=True, ignore=ignore, vocab=vocab, in_factors=terms)
+        self.prefix = self.adapter.prefix
         self.adapter_config = adapter.config.inherited
-
-    @property
-    def renaming(self) -> None:
-        """The names of adapters are those that PEFT gives: nobody wonders."""
-
-    @property
-    def in_factors(self) -> Collection[str]:
-        return self.adapter.terms
-
-    @property
-    def inputs(self) -> tuple[Checkpoint, ...]:
-        return (self.adapter.adapter.weights,)
+        self._in_factors = terms.keys() & self._stored.keys()
 
     def rank(self, name: str) -> int | None:
-        if name in self.adapter.whole and self._reads(name):
-            return None
-        return self.adapter.rank(name) if self._reads(name) else 0
+        if name not in self._stored:
+            return 0
+        return None if name in self.adapter.whole else self.adapter.rank(name)
 
     def factors(self, name: str) -> LowRank:
         delta = LowRank.zeros(self.model.tensors[name].shape, self.dtype(name))
-        if self._reads(name):
+        if name in self._stored:
             self._check_copy(name)
             self.digests[name] = self._digest(name)
             delta = self.adapter.delta(name, self.dtype(name))
@@ -91,40 +58,41 @@ class AdapterVector(TaskVector):
         return delta
 
     def elements(self, name: str, base: Elements | None = None) -> Elements:
-        return self.factors(name).elements() if self._in_factors(name) else super().elements(name, base)
+        return self.factors(name).elements() if name in self._in_factors else super().elements(name, base)
 
-    def _differences(self, name: str, shared: BasePieces | None) -> Iterator[tuple[int, Tensor]]:
-        if not self._in_factors(name):
-            yield from super()._differences(name, shared)
+    def pieces(self, name: str, base: BasePieces | None = None) -> Iterator[tuple[int, Tensor]]:
+        if name not in self._in_factors:
+            yield from super().pieces(name, base)
             return
-        elements = self.factors(name).elements()
+        elements, norm = self.factors(name).elements(), SquaredNorm()
         for start, stop in ranges(self.model.tensors[name].numel):
-            yield start, elements(start, stop)
-
-    def _unusable(self, name: str) -> MergestreamError:
-        return self.adapter.too_large(name) if self._in_factors(name) else super()._unusable(name)
-
-    def _in_factors(self, name: str) -> bool:
-        return self._reads(name) and name in self.adapter.terms
+            delta = elements(start, stop)
+            norm.add(delta)
+            if not norm.finite:
+                raise self.adapter.too_large(name)
+            yield start, delta
+        self.norm2[name] = norm.total()
+        if not math.isfinite(self.norm2[name]):
+            raise self.adapter.too_large(name)
 
     def _digest(self, name: str) -> str:
-        """Of the factors as they are stored, and of what makes a task vector of them."""
-        weights = self.adapter.adapter.weights
+        """Digest of the stored factors, their scaling and their orientation."""
+        read = self.adapter.weights.read
         lines = [
-            f"{term.scaling} {term.transposed} {tensor_digest(weights.read(term.factors.names[factor]))}"
+            f"{term.scaling} {term.transposed} {tensor_digest(read(key))}"
             for term in self.adapter.terms[name]
-            for factor in "AB"
+            for key in (term.factors.a, term.factors.b)
         ]
         return text_digest("\n".join(lines))
 
     def _check_copy(self, name: str) -> None:
-        """PEFT saves an embedding along with its factors: it must be the base's own."""
+        """Check that an embedding that PEFT saved with its factors is the base's own."""
         import torch
 
-        key = self.adapter.copies.get(name)
+        key = self.adapter.unchanged.get(name)
         if key is None or not self.base.has_weights:
             return
-        ours, theirs = self.base.read(name), self.adapter.adapter.weights.read(key)
+        ours, theirs = self.base.read(name), self.adapter.weights.read(key)
         if not torch.equal(theirs.to(ours.dtype), ours):
             raise MergestreamError(
                 f"{self.adapter.adapter.file}: {key} is not {name} of the base: the adapter was made for another model"

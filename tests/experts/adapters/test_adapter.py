@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters import open_adapter
-from mergestream.experts.adapters.naming import translator
+from mergestream.experts.names import make_translator
 from tests.workshop import assert_equals_peft, bind, clip, clip_vision, edit_config, gpt2, llama
 
 ATTENTION = ["q_proj", "v_proj"]
@@ -123,12 +123,12 @@ def test_an_adapter_of_another_class_of_the_same_model(workshop):
 def test_prefixes_that_may_mean_two_things_are_refused():
     spellings = {name: name for name in ("encoder.layer.0.q.weight", "decoder.layer.0.q.weight")}
     with pytest.raises(MergestreamError, match=r"decoder\.layer\.0\.q\.weight or encoder"):
-        translator(["layer.0.q.weight"], spellings)
-    translate = translator(["t5.encoder.layer.0.q.weight"], spellings)
+        make_translator(["layer.0.q.weight"], spellings)
+    translate = make_translator(["t5.encoder.layer.0.q.weight"], spellings)
     assert translate("t5.encoder.layer.0.q.weight") == "encoder.layer.0.q.weight"
     assert translate("t5.decoder.layer.0.q.weight") == "decoder.layer.0.q.weight"
     assert translate("t5.score.weight") is None
-    assert translator(["layer.0.q.weight"], {"layer.1.q.weight": ""})("layer.0.q.weight") is None  # another layer
+    assert make_translator(["layer.0.q.weight"], {"layer.1.q.weight": ""})("layer.0.q.weight") is None  # another layer
 
 
 def test_a_new_head_is_extra(workshop):
@@ -154,7 +154,7 @@ def test_a_new_head_is_extra(workshop):
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
-        ({"magic_config": {"factor": 2}}, "magic_config=.* does not know the field"),
+        ({"magic_config": {"factor": 2}}, "magic_config=.* does not know this field"),
         ({"r": 0}, "at least 1"),
         ({"r": "many"}, "r=many is not a number"),
         ({"lora_alpha": float("nan")}, "lora_alpha=nan is not a number"),
@@ -260,7 +260,7 @@ def test_factors_and_whole_tensor_together_are_refused(workshop):
     adapter = workshop.adapter(base, target_modules=ATTENTION)
     name = KEY.replace("lora_A.weight", "weight")
     damaged(adapter, lambda state: state.update({name: torch.ones(16, 16)}))
-    with pytest.raises(MergestreamError, match="both factors and a whole tensor"):
+    with pytest.raises(MergestreamError, match="both factors and a full tensor"):
         bind(adapter, base)
 
 
