@@ -29,11 +29,12 @@ def run(options: Options) -> int:
     from mergestream.ledger.readouts import READOUTS
     from mergestream.methods import METHODS
 
-    chosen = [options.name] if options.name else [*METHODS, *READOUTS]
-    if unknown := next((name for name in chosen if name not in METHODS and name not in READOUTS), None):
-        raise UsageError(f"there is no method or readout {unknown}{did_you_mean(unknown, [*METHODS, *READOUTS])}")
-    methods = [describe_method(name) for name in chosen if name in METHODS]
-    readouts = [describe_readout(name) for name in chosen if name in READOUTS]
+    names = [options.name] if options.name else [*METHODS, *READOUTS]
+    methods = [describe_method(name) for name in METHODS if name in names]
+    readouts = [describe_readout(name) for name in READOUTS if name in names]
+    if not (methods or readouts):
+        suggestion = did_you_mean(names[0], [*METHODS, *READOUTS])
+        raise UsageError(f"there is no method or readout {options.name}{suggestion}")
     answer([*methods, *readouts] if options.name else methods)
     for item in methods:
         _print_item(item)

@@ -16,7 +16,7 @@ from safetensors.torch import save, save_file
 
 from mergestream import Average, MergestreamError, Store
 from mergestream.cli.printing import replying
-from mergestream.cli.watch import LONGEST_PAUSE, EventLines, Printed, Watcher, may_pass
+from mergestream.cli.watch import LONGEST_PAUSE, Watcher, is_temporary, report_failure
 from mergestream.commands import CommandError
 from mergestream.errors import DamagedError, StoreBusyError
 from mergestream.progress import TerminalProgress
@@ -44,7 +44,7 @@ class Bench:
         self.tried: list[str] = []
         self.watcher = self.watch()
 
-    def watch(self, tell: Printed | None = None, **options: Any) -> Watcher:
+    def watch(self, **options: Any) -> Watcher:
         """A watch that starts anew, in a process of its own as it were."""
         store = Store(self.store.path, progress=TerminalProgress())
         add = store.add
@@ -55,7 +55,7 @@ class Bench:
 
         store.add = trying  # type: ignore[method-assign, assignment]
         watched = Directory(self.incoming)
-        self.watcher = Watcher(store, watched, options, 10.0, tell or Printed(), clock=lambda: self.now)
+        self.watcher = Watcher(store, watched, options, 10.0, clock=lambda: self.now)
         return self.watcher
 
     def look(self, times: int = 3) -> list[str]:
@@ -164,7 +164,7 @@ def test_what_may_pass_is_tried_again_after_a_pause_that_grows(bench, capsys, mo
     pauses = []
     for _ in range(10):
         assert bench.look(2) == ["one.safetensors"]
-        told = r"error: one.safetensors: No space left on device; it is tried again in (\d+) s\n"
+        told = r"error: one.safetensors: No space left on device; next attempt in (\d+) s\n"
         pauses.append(int(re.fullmatch(told, capsys.readouterr().err)[1]))
         bench.now += pauses[-1] - 1
         assert bench.look() == []
@@ -199,7 +199,7 @@ def wrapped(cause: BaseException) -> MergestreamError:
     ],
 )
 def test_which_errors_may_pass(error, passes):
-    assert may_pass(error) is passes
+    assert is_temporary(error) is passes
 
 
 def test_a_store_that_is_busy_is_waited_for(bench, capsys):
@@ -342,7 +342,7 @@ def test_events_are_json_one_a_line(bench, mergestream, looks):
 
 def test_a_retry_is_an_event(bench, capsys):
     with replying(as_json=True):
-        EventLines().not_added(Path("a\nb"), OSError(errno.ENOSPC, "full"), 20.0)
+        report_failure(Path("a\nb"), OSError(errno.ENOSPC, "full"), 20.0)
     event = json.loads(capsys.readouterr().out)
     assert (event["event"], event["path"], event["seconds_to_retry"]) == ("failed", "a\nb", 20.0)
 
@@ -358,7 +358,7 @@ def test_the_store_and_what_it_is_in_are_not_watched(bench, mergestream, tmp_pat
     for directory in (tmp_path, bench.store.path, bench.store.path / "steps", tmp_path / "link"):
         (bench.store.path / "steps").mkdir(exist_ok=True)
         done = mergestream("watch", bench.store.path, directory)
-        assert done.code == 2 and "one within the other" in done.err
+        assert done.code == 2 and "contain one another" in done.err
 
 
 def test_what_add_refuses_is_refused_at_once(bench, mergestream):
@@ -369,7 +369,7 @@ def test_what_add_refuses_is_refused_at_once(bench, mergestream):
 
 def test_every_step_is_logged(bench, tmp_path):
     log = [f"jsonl:{tmp_path / 'steps.jsonl'}"]
-    watcher = Watcher(bench.store, Directory(bench.incoming), {}, 10.0, Printed(), clock=lambda: 0.0, log=log)
+    watcher = Watcher(bench.store, Directory(bench.incoming), {}, 10.0, clock=lambda: 0.0, log=log)
     for name, seed in (("one", 1), ("two", 2)):
         bench.bring(name, seed)
         for _ in range(2):

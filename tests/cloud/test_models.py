@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from mergestream.checkpoints import open_checkpoint
-from mergestream.cli.watch import may_pass
+from mergestream.cli.watch import is_temporary
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.storage import Url, parse_url
 from tests.cloud.server import BUCKET, SECRET, upload
@@ -229,6 +229,6 @@ def test_a_server_that_is_gone_is_told_in_a_sentence(troubled, monkeypatch):
     troubled.cut = lambda number: True
     with pytest.raises(MergestreamError, match=r"cannot be read, after 9 attempts: no answer, or one") as error:
         open_checkpoint(BASE)
-    assert may_pass(error.value), "so that watch tries it again"
+    assert is_temporary(error.value), "so that watch tries it again"
     assert SECRET not in str(error.value)
     assert "127.0.0.1" not in str(error.value)

@@ -16,7 +16,7 @@ import pytest
 from mergestream import LocalEngine, MergestreamError, Store
 from mergestream.checkpoints import uploading
 from mergestream.checkpoints.checkpoint import item_size
-from mergestream.cli.watch import Printed, Watcher
+from mergestream.cli.watch import Watcher
 from mergestream.errors import StoreBusyError
 from mergestream.store.incoming import incoming_at
 from mergestream.store.steps import StepWriter
@@ -160,7 +160,7 @@ def test_a_directory_is_watched_for_it(toys, key, tmp_path):
     store, found = grown(address(key), toys, "average"), tmp_path / "incoming"
     save_model(found / "another", toy_expert(9))
     save_model(found / "duplicate", toy_expert(1))
-    watcher = Watcher(store, incoming_at(str(found)), {}, 1.0, Printed())
+    watcher = Watcher(store, incoming_at(str(found)), {}, 1.0)
     watcher.look()
     watcher.look()
     assert [entry.name for entry in Store(address(key)).history] == ["expert-1", "another"]
@@ -402,7 +402,7 @@ def test_what_cannot_be_done_with_a_store_says_so(toys, key, mergestream):
     for arguments, words in {
         ("push", address(key), "hf://org/name"): "is in object storage",
         ("add", address(key), toys.experts[1], "--log", "jsonl"): "is in object storage",
-        ("watch", address(key), address(key) + "/incoming"): "are one within the other",
+        ("watch", address(key), address(key) + "/incoming"): "contain one another",
         ("export", address(key), address(key) + "/out"): "which the merge is made of",
     }.items():
         result = mergestream(*arguments)

@@ -14,7 +14,7 @@ from moto.s3.models import s3_backends
 from safetensors.torch import save
 
 from mergestream import Store
-from mergestream.cli.watch import LONGEST_PAUSE, Printed, Watcher
+from mergestream.cli.watch import LONGEST_PAUSE, Watcher
 from mergestream.progress import TerminalProgress
 from mergestream.storage import open_storage
 from mergestream.store.incoming import incoming_at
@@ -33,7 +33,7 @@ class Bench:
 
     def watch(self) -> Watcher:
         store = Store(self.store.path, progress=TerminalProgress())
-        self.watcher = Watcher(store, incoming_at(self.url), {}, 10.0, Printed(), clock=lambda: self.now)
+        self.watcher = Watcher(store, incoming_at(self.url), {}, 10.0, clock=lambda: self.now)
         return self.watcher
 
     def look(self, times: int = 3) -> list[str]:
@@ -105,7 +105,7 @@ def test_a_network_that_is_away_is_waited_for(bench, capsys, troubled):
     listings = len(troubled.requests) + 1
     troubled.refused = lambda number: number > listings
     assert bench.look(1) == []
-    assert "it is tried again in 20 s" in capsys.readouterr().err
+    assert "next attempt in 20 s" in capsys.readouterr().err
     troubled.refused = lambda number: False
     assert bench.look(1) == []
     bench.now = LONGEST_PAUSE
