@@ -206,6 +206,18 @@ class Store(StoreDirectory):
 
         return self.retried(lambda: survival(self))
 
+    def damage(self) -> dict[str, float]:
+        """The predicted damage of each expert in a ledger, by name."""
+        with self.snapshot() as snapshot:
+            return snapshot.reading(self.engine).damage(self.engine)
+
+    def refuse_output(self, path: str) -> None:
+        """Raise if ``path`` is not on a disk, or lies in the store or in a model that it was made of."""
+        from mergestream.export.places import refuse_within
+        from mergestream.storage import local_path
+
+        refuse_within(local_path(path), *self.sources)
+
     def push(self, address: str, *, private: bool = False) -> str:
         """Upload the store as it is now to ``hf://ORG/NAME``, in one commit; returns the address of the repository."""
         from mergestream.hub.stores import push_store

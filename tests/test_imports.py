@@ -33,7 +33,7 @@ OUTER = {
         "report",
     },
     "training": {"merging", "methods"},
-    "tracking": {"export", "methods", "report", "storage", "store"},
+    "tracking": set[str](),
 }
 """What the outer folders still import beside the public names and UTILITIES; remove an entry once nothing needs it"""
 UTILITIES = {"errors", "escaping", "display", "sizes", "digest", "files", "progress", "registry", "commands"}

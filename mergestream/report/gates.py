@@ -18,7 +18,6 @@ from mergestream.report.diagnostics import ledger_survival
 from mergestream.report.harness import read_evaluation
 from mergestream.store.arrival import Candidate
 from mergestream.store.manifest import Evaluation, Expert, Manifest, PassedGate
-from mergestream.store.snapshot import Snapshot
 
 QUANTITIES = {
     "kept": "the share of the expert that enters the merged state",
@@ -111,7 +110,7 @@ class Gatekeeper:
         return replace(expert, gates=passed, evaluation=evaluation)
 
     def _numbers(self, candidate: Candidate) -> dict[str, float | None]:
-        expert, history = candidate.expert, candidate.store.history
+        expert, history, engine = candidate.expert, candidate.store.history, candidate.store.engine
         relative_norm = max_cosine = None
         if history:
             mean = history[-1].mean_norm
@@ -122,19 +121,14 @@ class Gatekeeper:
         if self.asks_for("held") or self.asks_for("damage"):
             with candidate.snapshot() as snapshot:
                 held = ledger_survival(snapshot).total[-1] if self.asks_for("held") else None
-                damage = self._largest_damage(candidate, snapshot) if self.asks_for("damage") else None
+                if self.asks_for("damage"):
+                    damage = max(snapshot.reading(engine).damage(engine).values(), default=None)
         return {
             **{"held": held, "damage": damage},
             **{"kept": expert.kept, "norm": expert.norm, "distance": expert.distance},
             **{"scale": expert.scale, "lambda": expert.lambda_},
             **{"relative_norm": relative_norm, "max_cosine": max_cosine},
         }
-
-    @staticmethod
-    def _largest_damage(candidate: Candidate, snapshot: Snapshot) -> float | None:
-        """Of any expert, the new one included; None where no expert has moved a linear weight."""
-        engine = candidate.store.engine
-        return max(snapshot.reading(engine).damage(engine).values(), default=None)
 
     def _evaluation(self, candidate: Candidate, command: str) -> Evaluation:
         """What the command makes of the model that the store would give."""

@@ -119,8 +119,3 @@ class LedgerFacts:
         found = {key: value for key, value in fields_of(self.interference).items() if key != "layer_cosine"}
         by_layer = {"layer_overlap": self.layer_overlap, "layer_partner": self.layer_partner}
         return {"room_for": self.sharing, "held": self.held, **found, **by_layer}
-
-
-def predicted_damage(snapshot: Snapshot, engine: Engine) -> dict[str, float]:
-    """The predicted damage of each expert in a ledger that has moved a linear weight."""
-    return snapshot.reading(engine).damage(engine)

@@ -1,1 +1,1 @@
-"""What a step has done, sent to where people follow their experiments: one file a tracker."""
+"""Send the numbers of each step to experiment trackers: one file per tracker."""

@@ -1,4 +1,4 @@
-"""A line of JSON for every step, at the end of a file."""
+"""A file with one line of JSON per step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mergestream.tracking.step import TrackedStep
 
 
 def send(target: str | None, step: TrackedStep) -> None:
-    """``target`` is the file; beside the store by default."""
+    """Append a line to the file ``target``, by default beside the store."""
     path = Path(target or f"{step.place}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     line = {"store": step.store, "step": step.number, "expert": step.expert, "time": step.added, **step.scalars}

@@ -1,4 +1,4 @@
-"""A step as a tracker takes it: flat numbers, and to what they belong."""
+"""The numbers of one step, as a tracker takes them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mergestream.digest import json_digest
-from mergestream.methods.scale import displayed_scale
-from mergestream.report.diagnostics import ledger_survival
-from mergestream.store.records import cosines_to, read_sketch
 
 if TYPE_CHECKING:
-    from mergestream.store import Expert, StoreDirectory
-    from mergestream.store.manifest import Manifest
+    from mergestream import Expert
+    from mergestream.progress import Progress
 
-Shares = Mapping[str, float | None]
-"""By expert"""
+Values = Mapping[str, float | None]
+"""Numbers by the name of an expert or a task"""
+
+
+class TrackedStore(Protocol):
+    """The part of `mergestream.Store` that trackers use."""
+
+    place: Any
+    manifest: Any
+    progress: Progress
+
+    def similarity(self) -> Any: ...
+    def survival(self) -> Any: ...
+    def damage(self) -> Values: ...
+    def refuse_output(self, path: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class TrackedStep:
-    """One absorbed expert, and the store that it came to."""
+    """One absorbed expert, and its store."""
 
     store: str
     place: str
-    """Of the store"""
+    """The path or address of the store"""
     run: str
     """The same for all steps of a store"""
     config: dict[str, Any]
@@ -35,68 +45,54 @@ class TrackedStep:
     expert: str
     added: str
     scalars: dict[str, float]
+    """Numbers by flat names; the name of an expert or a task comes last"""
 
     @classmethod
-    def of(cls, store: StoreDirectory, entry: Expert) -> TrackedStep:
-        """With what has to be measured for it: of a ledger a pass over the linear weights of all experts."""
-        import torch
-
+    def of(cls, store: TrackedStore, entry: Expert) -> TrackedStep:
+        """Collect the numbers of a step; in a ledger, damage takes a pass over the linear weights of all experts."""
         manifest = store.manifest
         place = store.place.address
-        number = manifest.names.index(entry.name) + 1
-        sketch = torch.from_numpy(read_sketch(store.place, entry))
-        cosines = cosines_to(store.place, manifest.history[: number - 1], sketch)
-        held, damage = _of_ledger(store) if manifest.is_ledger else ({}, {})
         return cls(
             store=Path(place).name,
             place=place,
             run=json_digest([place, manifest.base.digest]),
             config={"method": manifest.method, **manifest.parameters, "base": manifest.base.source},
-            number=number,
+            number=manifest.names.index(entry.name) + 1,
             expert=entry.name,
             added=entry.added,
-            scalars=scalars(manifest, number, cosines, held, damage),
+            scalars=_scalars(store, entry),
         )
 
 
-def _of_ledger(store: StoreDirectory) -> tuple[Shares, Shares]:
-    """What the entries hold now, and the predicted damage."""
-    with store.snapshot() as snapshot:
-        found = ledger_survival(snapshot)
-        damage = snapshot.reading(store.engine).damage(store.engine)
-        return dict(zip(found.experts, found.total, strict=True)), damage
-
-
-def scalars(manifest: Manifest, number: int, cosines: Shares, held: Shares, damage: Shares) -> dict[str, float]:
-    """The numbers of a step by flat names; what is of an expert or a task ends in its name."""
-    entry, before = manifest.history[number - 1], manifest.history[: number - 1]
-    mean = before[-1].mean_norm if before else 0.0
-    evaluation = entry.evaluation
+def _scalars(store: TrackedStore, entry: Expert) -> dict[str, float]:
+    names = store.manifest.names
+    position = names.index(entry.name)
+    before = store.manifest.history[position - 1].mean_norm if position else 0.0
     found: dict[str, float | None] = {
         "norm": entry.norm,
         "mean_norm": entry.mean_norm,
-        "relative_norm": entry.norm / mean if mean else None,
+        "relative_norm": entry.norm / before if before else None,
         "kept": entry.kept,
         "seconds": entry.seconds,
         "rank": entry.rank or None,
         "lost": entry.lost or None,
-        "max_cosine": _largest(cosines),
-        **_by_name("cosine", cosines),
-        **_by_name("held", held),
-        "damage": _largest(damage),
-        **_by_name("damage", damage),
-        "score": evaluation["score"] if evaluation else None,
-        **_by_name("score", evaluation.get("scores", {}) if evaluation else {}),
+        **_with_largest("cosine", dict(zip(names[:position], store.similarity().cosines[position], strict=False))),
     }
-    if not manifest.is_ledger:  # whose scale is decided when it is read out
-        name, value = displayed_scale(manifest.method, entry.scale)
-        found |= {"distance": entry.distance, "scale": entry.scale, "lambda": value if name == "λ" else None}
+    found["max_cosine"] = found.pop("cosine")
+    if entry.cut:  # in a ledger, the readout decides the scale
+        survival = store.survival()
+        held = dict(zip(survival.experts, survival.total, strict=True))
+        found |= {f"held/{name}": share for name, share in held.items()} | _with_largest("damage", store.damage())
+    else:
+        is_opcm = store.manifest.method == "opcm"
+        found |= {"distance": entry.distance, "scale": entry.scale, "lambda": entry.lambda_ if is_opcm else None}
+    if entry.evaluation:
+        scores = entry.evaluation.get("scores", {})
+        found |= {"score": entry.score, **{f"score/{task}": value for task, value in scores.items()}}
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
-def _by_name(what: str, values: Shares) -> dict[str, float | None]:
-    return {f"{what}/{name}": value for name, value in values.items()}
-
-
-def _largest(values: Shares) -> float | None:
-    return max((value for value in values.values() if value is not None), default=None)
+def _with_largest(quantity: str, values: Values) -> dict[str, float | None]:
+    """``damage/NAME`` for each name, and ``damage`` for the largest."""
+    largest = max((value for value in values.values() if value is not None), default=None)
+    return {quantity: largest, **{f"{quantity}/{name}": value for name, value in values.items()}}

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard."""
+"""TensorBoard: scalars in a log directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mergestream.tracking.step import TrackedStep
 
 
 def send(target: str | None, step: TrackedStep) -> None:
-    """``target`` is the log directory; ``runs/STORE`` by default."""
+    """Write to the log directory ``target``, by default ``runs/STORE``."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(target or str(Path("runs") / step.store)) as writer:

@@ -6,8 +6,9 @@ from mergestream.tracking.step import TrackedStep
 
 
 def send(target: str | None, step: TrackedStep) -> None:
-    """``target`` is the project, or ENTITY/PROJECT. A run that is active is used; else a store has one of its own,
-    which goes on with every command and is finished as this process ends."""
+    """Log to the active run, or to the run of the store in ``target``, which is PROJECT or ENTITY/PROJECT.
+
+    The run of a store is resumed by every command, and is finished when the process ends."""
     import wandb
 
     run = wandb.run
@@ -22,5 +23,5 @@ def send(target: str | None, step: TrackedStep) -> None:
             config=step.config,
             settings=wandb.Settings(console="off"),
         )
-        run.define_metric("*", step_metric="step")  # its own steps never go back, as ours do after an undo
+        run.define_metric("*", step_metric="step")  # wandb's own steps cannot go back after an undo
     run.log({"step": step.number, "expert": step.expert, **step.scalars})

@@ -10,7 +10,7 @@ import pytest
 
 from mergestream import OPCM, Average, MergestreamError, MergestreamWarning, Store
 from mergestream.errors import UsageError
-from mergestream.tracking.step import TrackedStep, scalars
+from mergestream.tracking.step import TrackedStep
 from tests.conftest import Toys
 
 WEIRD = "über 50% [x]"
@@ -22,12 +22,8 @@ def store(tmp_path: Path, toys: Toys) -> Store:
 
 
 def expected(store: Store) -> list[dict[str, float]]:
-    """Of every step, from what the store says itself."""
-    found = []
-    for number in range(1, len(store.history) + 1):
-        cosines = dict(zip(store.manifest.names[: number - 1], store.similarity().cosines[number - 1], strict=False))
-        found.append(scalars(store.manifest, number, cosines, {}, {}))
-    return found
+    """The numbers of every step, from the store itself."""
+    return [TrackedStep.of(store, entry).scalars for entry in store.history]
 
 
 def test_the_numbers_of_a_step(store: Store, toys: Toys, tmp_path: Path):
