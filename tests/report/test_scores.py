@@ -6,7 +6,6 @@ import pytest
 
 from mergestream import Store
 from mergestream.errors import MergestreamError, MergestreamWarning
-from mergestream.report import scores
 from tests.report.conftest import EXPERTS, SCORES
 
 
@@ -20,11 +19,11 @@ def test_scores_come_back_with_acc_and_bwt(scored: Store) -> None:
 
 
 def test_scores_that_are_there_are_no_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(_: Path) -> None:
+    def failing(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(scores, "sync_directory", failing)
-    with pytest.warns(MergestreamWarning, match=r"scores\.json is written, but may not outlive a power cut"):
+    monkeypatch.setattr(type(store.place), "sync", failing)
+    with pytest.warns(MergestreamWarning, match=r"scores\.json is written, but may not survive a power cut"):
         store.attach_scores(["cars"], [[0.9]])
     assert store.scores is not None and store.scores.matrix == ((0.9,),)
 
