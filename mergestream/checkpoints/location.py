@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from mergestream.checkpoints.formats import is_weight_file
 from mergestream.checkpoints.hub import Repository, cached, download
-from mergestream.checkpoints.layout import MARKER, UNFINISHED
+from mergestream.checkpoints.layout import MARKER
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import is_utf8
 from mergestream.files import read_json
-from mergestream.storage import StoredFile, Url, local_path, open_model_folder, parse_url
+from mergestream.storage import UNFINISHED, StoredFile, Url, local_path, open_model_folder, parse_url
 
 _HUB_ID = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _CREDENTIALS = re.compile(r"://[^/]*@")

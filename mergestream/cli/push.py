@@ -23,10 +23,10 @@ class Options:
 def run(options: Options) -> int:
     from mergestream.api import Store
     from mergestream.hub.models import push_model
-    from mergestream.storage import local_path
+    from mergestream.storage import open_storage
     from mergestream.store.manifest import is_store
 
-    if is_store(local_path(options.place)):
+    if is_store(open_storage(options.place)):
         store = Store(options.place, progress=make_progress())
         where = store.push(options.address, private=options.private)
     else:

@@ -1,42 +1,50 @@
-"""Where outputs may go: never where that is which they are made of, nor where there is anything but an export."""
+"""Checks of where an output may go: never into a store, or onto the models that it is made of."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from mergestream.checkpoints.layout import CARD, MARKER
 from mergestream.errors import MergestreamError
 from mergestream.export.labels import front_matter
-from mergestream.files import read_json
-from mergestream.storage import local_path
+from mergestream.storage import Storage, local_path, open_storage, parse_url
 from mergestream.store.manifest import is_store
 
 
 def refuse_within(path: Path, *sources: str | Path) -> None:
     """Refuse an output that is, or lies in, any store or one of the models that are read."""
+    if url := parse_url(path):
+        for other in filter(None, map(parse_url, sources)):
+            if f"{url}/".startswith(f"{other}/"):
+                raise _used(url, "is or lies in", other)
+        return
     above = {identity: directory for directory in _upwards(path) if (identity := _identity(directory))}
     for directory in above.values():
-        if is_store(directory):
+        if is_store(open_storage(directory)):
             raise MergestreamError(f"{path} {_relation(path, directory)} the store {directory}; choose another place")
     for source in sources:
         if _identity(source) in above:
-            relation = _relation(path, source)
-            raise MergestreamError(f"{path} {relation} {source}, which the merge is made of; choose another place")
+            raise _used(path, _relation(path, source), source)
 
 
 def refuse_around(path: Path, *sources: str | Path) -> None:
     """Refuse an output that holds one of the models that are read, and would replace it."""
+    if url := parse_url(path):
+        for other in filter(None, map(parse_url, sources)):
+            if f"{other}/".startswith(f"{url}/"):
+                raise _used(url, "holds", other)
+        return
     place = _identity(path)
     for source in sources if place else ():
         if _identity(source) and place in map(_identity, _upwards(source)):
-            raise MergestreamError(f"{path} holds {source}, which the merge is made of; choose another place")
+            raise _used(path, "holds", source)
 
 
 def refuse_file(path: Path, *sources: str | Path) -> None:
-    """Refuse a file to be where anything but a file is, and all that `refuse_within` refuses."""
+    """Refuse an output file that exists and is no regular file, or that `refuse_within` refuses."""
     if local_path(path).is_symlink():
         raise MergestreamError(f"{path} is a link; name the file that it leads to")
     if path.exists() and not path.is_file():
@@ -44,18 +52,16 @@ def refuse_file(path: Path, *sources: str | Path) -> None:
     refuse_within(path, *sources)
 
 
-def is_export(directory: Path) -> bool:
-    """Whether we have written it: by the marker, or by the card where a version has written it that knew no marker."""
-    marker, card = directory / MARKER, directory / CARD
-    if marker.is_file():
-        with suppress(MergestreamError):
-            return {"mergestream", "command"} <= read_json(marker).keys()
-    return "- mergestream" in front_matter(card)
-
-
-def store_within(directory: Path) -> Path | None:
-    """A store that somebody has put in there."""
-    return next((found for path in directory.rglob("manifest.json") if is_store(found := path.parent)), None)
+def is_export(storage: Storage) -> bool:
+    """Whether mergestream has written it: by the marker, or by the card of versions that wrote no marker."""
+    try:
+        marker = json.loads(storage.read(MARKER) or b"null")
+        if isinstance(marker, dict):
+            return {"mergestream", "command"} <= marker.keys()
+    except ValueError:
+        pass
+    card = storage.path(CARD)
+    return card is not None and "- mergestream" in front_matter(card)
 
 
 def _upwards(path: str | Path) -> Iterator[Path]:
@@ -65,10 +71,7 @@ def _upwards(path: str | Path) -> Iterator[Path]:
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:
-    """What a place is, whatever it is called: links, mounts, upper and lower case may lead to the same one.
-
-    None where there is nothing: some models were taken from the hub, or from memory, or are gone.
-    """
+    """Device and inode, which are the same for every name of a directory; None if it does not exist."""
     try:
         found = Path(path).expanduser().stat()
     except (OSError, RuntimeError, ValueError):
@@ -78,3 +81,7 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 def _relation(path: Path, other: str | Path) -> str:
     return "is" if _identity(path) == _identity(other) else "lies in"
+
+
+def _used(path: object, relation: str, source: object) -> MergestreamError:
+    return MergestreamError(f"{path} {relation} {source}, which the merge is made of; choose another place")

@@ -1,4 +1,4 @@
-"""An export on the hub."""
+"""Pushing an export to the hub."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from mergestream.errors import MergestreamError
 from mergestream.export.places import is_export
 from mergestream.hub.repository import push_files, repository_name
 from mergestream.hub.stores import holds_store
+from mergestream.storage import local_path, open_storage
 
 
 def push_model(export: str | Path, address: str, *, private: bool = False) -> str:
-    """Upload an export with its card and its recipe; returns the address of the repository.
+    """Upload an export with its card and recipe; returns the URL of the repository.
 
-    Weights that an earlier push has left and this one has not are removed; all else that is there stays.
+    Weights of an earlier push that this export does not have are deleted; other files in the repository stay.
     """
-    name, place = repository_name(address), Path(export)
-    if not is_export(place):
+    name, place = repository_name(address), local_path(export)
+    if not is_export(open_storage(place)):
         raise MergestreamError(f"{place} is neither a store nor an export of mergestream; there is nothing to push")
 
     def check(present: set[str]) -> None:

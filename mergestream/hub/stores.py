@@ -1,4 +1,4 @@
-"""A store on the hub: pushed as it is after some step, pulled and checked before it takes its place."""
+"""Pushing a store to the hub, and pulling one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from mergestream.escaping import code
 from mergestream.export.card import history_section, removed_experts
 from mergestream.files import sync_directory, sync_file
 from mergestream.hub.repository import connect, explained, push_files, repository_name
-from mergestream.storage import Storage, local_path
-from mergestream.storage.local import LocalStorage
+from mergestream.storage import Storage, local_path, open_storage
 from mergestream.store.directory import StoreDirectory
 from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import record_folder
-from mergestream.store.steps import UNFINISHED
+from mergestream.store.step_storage import PLAN, is_journal
 
 _PART = re.compile(r"manifest\.json|scores\.json|(steps|experts)/[0-9]{4,}(-[0-9a-f]+)?/[A-Za-z0-9][\w.-]*")
 _BESIDE = re.compile(r"README\.md|\.git\w*")
@@ -29,24 +28,26 @@ _CARD = "README.md"
 
 
 def holds_store(files: Collection[str]) -> bool:
-    """Whether a repository with these files is a store's."""
+    """Whether a repository with these files holds a store."""
     return MANIFEST in files
 
 
 def push_store(store: StoreDirectory, address: str, *, private: bool = False) -> str:
-    """Upload what the store is now, and will be whatever is added meanwhile; returns the address of the repository."""
+    """Upload the store as it is now, even if a writer changes it meanwhile; returns the URL of the repository."""
     name = repository_name(address)
 
     def check(present: set[str]) -> None:
         if others := sorted(file for file in present if not (_PART.fullmatch(file) or _BESIDE.fullmatch(file))):
-            raise MergestreamError(f"{name} holds {others[0]}, which is of no store; push the store elsewhere")
+            raise MergestreamError(f"{name} holds {others[0]}, which is not part of a store; push the store elsewhere")
 
-    with _snapshot(store) as (place, manifest):
+    with _copied(store) as (copy, manifest):
         sources = manifest.base.source, *(entry.source for entry in manifest.history)
         if not private and any(Path(source).is_absolute() for source in sources):
-            store.progress.note(f"whoever sees {name} sees where base and experts lie here; --private hides it")
-        (place / _CARD).write_text(_card(store.place, manifest, name), encoding="utf-8")
-        files = {path.relative_to(place).as_posix(): path for path in sorted(place.rglob("*")) if path.is_file()}
+            store.progress.note(
+                f"readers of {name} see the local paths of the base and the experts; --private hides it"
+            )
+        (copy / _CARD).write_text(_card(store.place, manifest, name), encoding="utf-8")
+        files = {path.relative_to(copy).as_posix(): path for path in sorted(copy.rglob("*")) if path.is_file()}
         message = f"A store of mergestream at step {manifest.step}"
         return push_files(
             name, files, private=private, message=message, is_ours=lambda file: bool(_PART.fullmatch(file)), check=check
@@ -54,39 +55,34 @@ def push_store(store: StoreDirectory, address: str, *, private: bool = False) ->
 
 
 @contextmanager
-def _snapshot(store: StoreDirectory) -> Iterator[tuple[Path, Manifest]]:
-    """Links to all files of the store that belong together: none of them is ever written to again."""
-    beside = store.path.resolve().parent
-    place = beside if os.access(beside, os.W_OK) else None
-    with TemporaryDirectory(prefix=f".{store.path.name}.push-", dir=place) as temporary:
-        links = Path(temporary) / "store"
+def _copied(store: StoreDirectory) -> Iterator[tuple[Path, Manifest]]:
+    """A local copy of the files that belong to one manifest, made of hard links if possible."""
+    local = store.place.path()
+    parent = local.resolve().parent if local else None
+    beside = parent if parent and os.access(parent, os.W_OK) else None
+    with TemporaryDirectory(prefix=f".{store.place.name}.push-", dir=beside) as temporary:
+        copy = Path(temporary) / "store"
 
-        def link() -> Manifest:
-            shutil.rmtree(links, ignore_errors=True)
-            for path in _parts(store):
-                there = links / path.relative_to(store.path)
-                there.parent.mkdir(parents=True, exist_ok=True)
-                _link(path, there)
+        def copy_files() -> Manifest:
+            shutil.rmtree(copy, ignore_errors=True)
+            for name in _parts(store):
+                store.place.save_to(name, copy / name)
             store.refresh()
-            return Manifest.load(LocalStorage(links))
+            return Manifest.load(open_storage(copy))
 
-        yield links, store.retried(link)
+        yield copy, store.retried(copy_files)
 
 
-def _parts(store: StoreDirectory) -> Iterator[Path]:
-    yield from (path for name in (MANIFEST, "scores.json") if (path := store.path / name).is_file())
+def _parts(store: StoreDirectory) -> Iterator[str]:
+    """The names of all files that the manifest needs."""
+    yield MANIFEST
+    if store.place.stat("scores.json"):
+        yield "scores.json"
     for entry in store.history:
-        steps, records = store.path / "steps" / entry.folder, store.path / record_folder(entry.folder)
-        yield from (path for path in records.iterdir())
-        if entry.state and steps.is_dir():  # else it is no longer kept
-            yield from (path for path in steps.iterdir() if path.name not in UNFINISHED)
-
-
-def _link(path: Path, there: Path) -> None:
-    try:
-        there.hardlink_to(path)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(path, there)
+        folders = [record_folder(entry.folder), *([f"steps/{entry.folder}"] if entry.state else [])]
+        for folder in folders:
+            files = store.place.files(folder)
+            yield from (f"{folder}/{name}" for name in files if name != PLAN and not is_journal(name))
 
 
 def _card(storage: Storage, manifest: Manifest, name: str) -> str:
@@ -95,7 +91,7 @@ def _card(storage: Storage, manifest: Manifest, name: str) -> str:
         *("---", "library_name: mergestream", "tags:", "- mergestream", "---", ""),
         "# A store of mergestream",
         "",
-        f"Experts of {code(base)}, merged by {code(manifest.method)}. To go on with it:",
+        f"Experts of {code(base)}, merged by {code(manifest.method)}. To continue with it:",
         "",
         f"    mergestream pull hf://{name} store",
         *history_section(manifest, removed_experts(storage, manifest)),
@@ -105,9 +101,9 @@ def _card(storage: Storage, manifest: Manifest, name: str) -> str:
 
 
 def pull_store(address: str, path: Path, check: Callable[[Path], None]) -> None:
-    """Download a store; ``check`` may refuse it, by raising an error, before it takes its place.
+    """Download a store to ``path``; ``check`` may refuse the download by raising an error.
 
-    What has been downloaded when it breaks off stays beside the place, and the next pull goes on from there.
+    An interrupted download stays beside ``path``, and the next pull resumes it.
     """
     given, _, revision = address.partition("@")
     name = repository_name(given)
@@ -127,7 +123,7 @@ def pull_store(address: str, path: Path, check: Callable[[Path], None]) -> None:
 
 
 def _download(name: str, revision: str | None, work: Path) -> None:
-    """The parts of a store, and nothing else that is in a repository."""
+    """Download the files of a store, and nothing else from the repository."""
     api = connect()
     with explained(name, "pulled"):
         found = api.model_info(name, revision=revision)
@@ -140,4 +136,4 @@ def _download(name: str, revision: str | None, work: Path) -> None:
     shutil.rmtree(work / ".cache", ignore_errors=True)
     for path in work.rglob("*"):
         if not path.is_dir() and path.relative_to(work).as_posix() not in wanted:
-            path.unlink()  # of another commit, where an earlier pull has broken off
+            path.unlink()  # of another commit, by an interrupted pull

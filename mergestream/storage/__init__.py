@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mergestream.errors import UsageError
 from mergestream.storage.base import (
-    FileReader,
+    UNFINISHED,
     Journal,
     Listing,
     ModelFolder,
@@ -23,7 +23,7 @@ from mergestream.storage.url import Url, local_path, parse_url
 
 __all__ = [
     "DEFAULT_SIZE",
-    "FileReader",
+    "UNFINISHED",
     "Journal",
     "Listing",
     "ModelFolder",

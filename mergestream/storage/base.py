@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,8 @@ from mergestream.storage.transfer import start, wait_all
 
 RANGE = 4 << 20
 """Bytes of one request: its latency costs about as much as the transfer of so many bytes"""
+UNFINISHED = "unfinished"
+"""A key in the marker of a folder in a bucket until all its objects are uploaded"""
 
 
 class FileReader(Protocol):
@@ -152,6 +154,10 @@ class Storage(FileReader, Protocol):
     # --- writing
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there."""
+
+    @property
     def is_free(self) -> bool:
         """Whether a new store may be made here: nothing is there, except what an interrupted `init` has left."""
 
@@ -185,6 +191,13 @@ class Storage(FileReader, Protocol):
     def drafting(self, folder: str) -> AbstractContextManager[Path]:
         """A local directory to write a new folder in; at the end of the block it is complete and durable."""
 
+    def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
+        """A local directory that replaces all files at the end of the block, or none of them.
+
+        ``check`` may refuse to replace what is there. The draft must hold a JSON file ``marker``: in a bucket it says
+        that the folder is unfinished until all files are uploaded.
+        """
+
     def journal(self, folder: str) -> Journal:
         """Open the journal of a folder for appending."""
 
@@ -194,7 +207,10 @@ class Storage(FileReader, Protocol):
     def new_mark(self) -> str:
         """A suffix that keeps folders of concurrent writers apart; empty where a lock does."""
 
-    # --- temporary files
+    # --- local copies and temporary files
+
+    def save_to(self, name: str, path: Path) -> None:
+        """Copy a file to a local path: a hard link if possible, or a download."""
 
     def workspace(self) -> AbstractContextManager[Path]:
         """A local directory for temporary files, in the storage itself if it is local; removed at the end."""

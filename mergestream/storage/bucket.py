@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import MAX_JSON_BYTES
 from mergestream.storage import transfer
 from mergestream.storage.base import Listing, StoredFile
+from mergestream.storage.replacing import replace_objects
 from mergestream.storage.transfer import Result, TransientError, give_up, retry, service_error
 from mergestream.storage.url import Url
 
@@ -167,8 +168,10 @@ class BucketStorage:
     # --- writing
 
     @property
-    def is_free(self) -> bool:
+    def is_empty(self) -> bool:
         return not self.list_below()
+
+    is_free = is_empty
 
     def creating(self) -> nullcontext[None]:
         return nullcontext()
@@ -266,6 +269,13 @@ class BucketStorage:
         self._explained(name, lambda: obstore.copy(self._client, self._key(name), self._key(to)), "copied")
         self._listed = None
 
+    def save_to(self, name: str, path: Path) -> None:
+        file = self.files()[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as opened:
+            for begin in range(0, file.size, _PART):
+                opened.write(file.read(begin, min(begin + _PART, file.size)))
+
     def delete(self, names: Iterable[str]) -> None:
         import obstore
 
@@ -288,6 +298,9 @@ class BucketStorage:
             yield Path(temporary)
             for path in sorted(Path(temporary).iterdir()):
                 self.put(f"{folder}/{path.name}", path)
+
+    def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
+        return replace_objects(self, marker, check)
 
     def journal(self, folder: str) -> ObjectJournal:
         return ObjectJournal(self, folder, len(self._journals(folder)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from mergestream.files import (
     write_error,
 )
 from mergestream.storage.base import StoredFile
+from mergestream.storage.replacing import replace_directory
 
 _LOCK = "lock"
 _JOURNAL = "journal"
@@ -90,9 +91,11 @@ class LocalStorage:
     def fetch(self, name: str) -> tuple[bytes, StoredFile] | None:
         path = self.path(name)
         try:
+            if not path.is_file():  # opening a pipe would block
+                return None
             with path.open("rb") as file:
                 return file.read(), self._describe(path, os.fstat(file.fileno()))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        except FileNotFoundError:
             return None
         except OSError as error:
             raise MergestreamError(f"{path} cannot be read: {error.strerror}") from error
@@ -113,12 +116,16 @@ class LocalStorage:
     # --- writing
 
     @property
+    def is_empty(self) -> bool:
+        return not self._directory.exists() or (self._directory.is_dir() and not any(self._directory.iterdir()))
+
+    @property
     def is_free(self) -> bool:
-        if not self._directory.exists():
+        if self.is_empty:
             return True
-        if not self._directory.is_dir():
-            return False
-        return all(path.name == _LOCK or path.name.endswith(DRAFT_SUFFIX) for path in self._directory.iterdir())
+        return self._directory.is_dir() and all(
+            path.name == _LOCK or path.name.endswith(DRAFT_SUFFIX) for path in self._directory.iterdir()
+        )
 
     def creating(self) -> AbstractContextManager[None]:
         return new_directories(self._directory)
@@ -170,7 +177,10 @@ class LocalStorage:
             raise write_error(path, error) from error
 
     def copy(self, name: str, to: str) -> None:
-        source, target = self.path(name), self.path(to)
+        self.save_to(name, self.path(to))
+
+    def save_to(self, name: str, path: Path) -> None:
+        source, target = self.path(name), path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         try:
@@ -197,6 +207,9 @@ class LocalStorage:
         directory.mkdir(parents=True)
         yield directory
         sync_directory(directory.parent)
+
+    def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
+        return replace_directory(self._directory, check)
 
     def journal(self, folder: str) -> FileJournal:
         return FileJournal(self.path(folder) / _JOURNAL)

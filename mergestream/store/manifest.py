@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from mergestream.base.config_only import match_names
@@ -17,7 +16,7 @@ from mergestream.digest import text_digest
 from mergestream.display import html_table
 from mergestream.errors import MergestreamError, did_you_mean
 from mergestream.experts.vocabulary import Vocab
-from mergestream.files import read_json, to_json
+from mergestream.files import to_json
 from mergestream.methods import method_text
 from mergestream.methods.scale import inverse, scale_value
 from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, damaged, invalid_file, parse, validate
@@ -350,14 +349,15 @@ class _Content(_Committed):
     history: list[dict[str, Any]]
 
 
-def is_store(directory: Path) -> bool:
-    """Whether a directory is a store, whole or damaged."""
-    if not (directory / MANIFEST).is_file():
-        return False
+def is_store(storage: Storage, folder: str = "") -> bool:
+    """Whether a folder is a store, whole or damaged."""
+    data = storage.read(f"{folder}/{MANIFEST}".lstrip("/"))
     try:
-        return isinstance(read_json(directory / MANIFEST).get("format"), int)
-    except MergestreamError:
-        return (directory / "steps").is_dir()
+        return data is not None and isinstance(json.loads(data)["format"], int)
+    except (LookupError, TypeError):
+        return False
+    except (ValueError, RecursionError):
+        return "steps" in storage.folders(folder)
 
 
 def _canonical(data: Mapping[str, Any]) -> str:

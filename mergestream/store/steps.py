@@ -27,7 +27,7 @@ from mergestream.store.factors import (
     padded_to,
     used_steps,
 )
-from mergestream.store.step_storage import JOURNAL, PLAN, StepStorage
+from mergestream.store.step_storage import StepStorage
 from mergestream.store.tensors import CheckedTensors
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from mergestream.store.manifest import Expert
 
 DIGESTS = "digests.json"
-UNFINISHED = PLAN, JOURNAL
-"""Files that a step is resumed with"""
 _UNDO = f"go back to before it with undo, or {BACKUP}"
 _ADD_AGAIN = f"remove the expert and add it once more, or {BACKUP}"
 """Remedies for a damaged state, and for a damaged entry of a ledger"""

@@ -82,11 +82,11 @@ def test_what_is_replaced_leaves_nothing_behind(store, bucket, done, mergestream
 def test_nothing_that_is_no_export_is_replaced(store, bucket, mergestream):
     obstore.put(bucket, "mine/thesis.txt", b"years of work")
     obstore.put(bucket, "stored/mergestream.json", b'{"mergestream": "0", "command": null}')
-    obstore.put(bucket, "stored/below/manifest.json", b"{}")
+    obstore.put(bucket, "stored/below/manifest.json", b'{"format": 3}')
     for place, words in {
         "mine": "is not empty, and no export of mergestream",
         "base": "is not empty, and no export of mergestream",
-        "stored": "holds a store",
+        "stored": "holds the store",
     }.items():
         before = objects(bucket, place)
         result = mergestream("export", store, f"s3://{BUCKET}/{place}", "--overwrite")

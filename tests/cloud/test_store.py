@@ -25,6 +25,7 @@ from tests.cloud.server import BUCKET, SECRET, upload
 from tests.cloud.test_export import objects, weights
 from tests.conftest import files, save_model, toy_expert
 from tests.handmade import handmade_adapter
+from tests.hub.conftest import hub  # noqa: F401
 
 ENGINE = LocalEngine(workers=1)
 
@@ -237,7 +238,7 @@ def test_gc_of_a_store_on_a_disk(toys, tmp_path, done, monkeypatch):
     before = files(store.path)
     interrupted(store, toys.experts[1], 3, monkeypatch)
     assert files(store.path) != before
-    assert "removed" in done("gc", store.path)
+    assert "deleted" in done("gc", store.path)
     assert files(store.path) == before
 
 
@@ -400,7 +401,6 @@ def test_what_no_store_can_be(toys, bucket, key, mergestream):
 def test_what_cannot_be_done_with_a_store_says_so(toys, key, mergestream):
     grown(address(key), toys, "average")
     for arguments, words in {
-        ("push", address(key), "hf://org/name"): "is in object storage",
         ("add", address(key), toys.experts[1], "--log", "jsonl"): "is in object storage",
         ("watch", address(key), address(key) + "/incoming"): "contain one another",
         ("export", address(key), address(key) + "/out"): "which the merge is made of",
@@ -408,6 +408,16 @@ def test_what_cannot_be_done_with_a_store_says_so(toys, key, mergestream):
         result = mergestream(*arguments)
         assert result.code in (1, 2)
         assert words in result.err
+
+
+def test_it_is_pushed_to_the_hub_and_pulled(toys, key, tmp_path, hub, done):  # noqa: F811
+    store = grown(address(key), toys, "opcm", 2)
+    store.attach_scores(["a", "b"], [[0.5, 0.5]])
+    done("push", address(key), "hf://org/store", "--private")
+    done("pull", "hf://org/store", tmp_path / "pulled")
+    pulled = Store(tmp_path / "pulled")
+    pulled.verify()
+    assert facts(pulled) == facts(store) and pulled.scores == store.scores
 
 
 def test_what_is_read_of_the_state_counts_as_memory(toys, key, tmp_path):

@@ -20,6 +20,7 @@ import mergestream.files
 from mergestream import Average, MergestreamError, MergestreamWarning, Store, __version__
 from mergestream.errors import UsageError
 from mergestream.export.directory import Output
+from mergestream.storage import replacing
 from tests.conftest import files, save_model, toy_base, toy_expert
 
 
@@ -350,14 +351,14 @@ def test_an_empty_store_has_nothing_to_export(tmp_path, toys):
 
 
 def test_what_cannot_be_tidied_up_is_no_reason_to_say_that_nothing_was_written(store, tmp_path, monkeypatch):
-    settle, calls = Output._settle, []
+    settle, calls = replacing._settle, []
 
-    def fail_afterwards(self: Output, work: Path) -> None:
+    def fail_afterwards(work: Path, place: Path) -> None:
         calls.append(work)
         if len(calls) > 1:
             raise OSError(errno.EIO, "Input/output error")
-        settle(self, work)
+        settle(work, place)
 
-    monkeypatch.setattr(Output, "_settle", fail_afterwards)
+    monkeypatch.setattr(replacing, "_settle", fail_afterwards)
     store.export(tmp_path / "merged", pictures=False)
     assert len(calls) == 2 and (tmp_path / "merged" / "model.safetensors").is_file()

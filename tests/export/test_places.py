@@ -11,9 +11,18 @@ from typing import NamedTuple
 import pytest
 
 from mergestream import Store
-from mergestream.export.places import is_export
-from mergestream.store.manifest import is_store
+from mergestream.export import places as checks
+from mergestream.storage import open_storage
+from mergestream.store import manifest
 from tests.conftest import files, save_model, toy_base, toy_expert
+
+
+def is_export(directory: Path) -> bool:
+    return checks.is_export(open_storage(directory))
+
+
+def is_store(directory: Path) -> bool:
+    return manifest.is_store(open_storage(directory))
 
 
 class Places(NamedTuple):

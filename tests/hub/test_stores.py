@@ -117,7 +117,7 @@ def test_a_pull_that_broke_off_goes_on(tmp_path: Path, store: Store, hub: Hub, m
 
 
 def test_who_may_see_where_things_lie_is_told(store: Store, hub: Hub) -> None:
-    with pytest.warns(MergestreamWarning, match="whoever sees org/store sees where base and experts lie"):
+    with pytest.warns(MergestreamWarning, match="readers of org/store see the local paths"):
         store.push("org/store")
 
 
@@ -153,7 +153,9 @@ def test_what_cannot_be_pulled_or_pushed_is_one_sentence(tmp_path: Path, store: 
     push_model(tmp_path / "out", "org/model")
     with pytest.raises(MergestreamError, match="org/model holds no store"):
         Store.pull("hf://org/model", tmp_path / "pulled")
-    with pytest.raises(MergestreamError, match=r"org/model holds \S+, which is of no store; push the store elsewhere"):
+    with pytest.raises(
+        MergestreamError, match=r"org/model holds \S+, which is not part of a store; push the store elsewhere"
+    ):
         store.push("hf://org/model")
     with pytest.raises(UsageError, match="write hf://ORG/NAME"):
         Store.pull("https://org/model", tmp_path / "pulled")
