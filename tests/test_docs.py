@@ -22,6 +22,7 @@ import pytest
 from nbclient import NotebookClient
 
 from mergestream.cli import main
+from tests.test_imports import ORDER
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -122,6 +123,30 @@ def test_the_errors_that_are_explained_are_the_programs_own():
     explained = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/reference/errors.md").read_text(), re.MULTILINE)
     assert len(explained) > 15
     assert [quoted for quoted in explained if not any(quoted in text for text in ours)] == []
+
+
+def test_pages_that_the_code_names_exist():
+    """Code names a page as ``docs/how-to/heads.md``, or ``docs: heads.md`` for short."""
+    names = {path.name for path in PAGES}
+    for path in [*(ROOT / "mergestream").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        source = path.read_text("utf-8")
+        assert [name for name in re.findall(r"docs: ([\w-]+\.md)", source) if name not in names] == [], path
+        named = re.findall(r"(?<![\w/])docs/[\w/-]+\.md", source)
+        assert [name for name in named if not (ROOT / name).exists()] == [], path
+
+
+def test_the_architecture_names_every_folder_in_the_order_of_imports():
+    page = (ROOT / "docs/explanation/architecture.md").read_text("utf-8")
+    table = page.partition("## Folders")[2].partition("##")[0]
+    rows = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    listed = [re.sub(r"\.py$|/$", "", name) for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert listed == [name for name in ORDER if not name.startswith("__")]
+
+
+@pytest.mark.parametrize("name", ["docs/explanation/architecture.md", "docs/how-to/extending.md", "CONTRIBUTING.md"])
+def test_source_files_that_a_page_names_exist(name):
+    named = re.findall(r"`([a-z_/]+(?:\.py|/))`", (ROOT / name).read_text("utf-8"))
+    assert [path for path in named if not any((top / path).exists() for top in (ROOT, ROOT / "mergestream"))] == []
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""PEFT adapters as experts; see docs/adapters.md."""
+"""PEFT adapters as experts; see docs/how-to/adapters.md."""
 
 from mergestream.experts.adapters.adapter import Adapter, BoundAdapter, find_adapter, open_adapter
 
