@@ -45,9 +45,9 @@ def _run(words: Sequence[str]) -> int:
             check_utf8(word)
         if isinstance(options, RunningOptions):
             options.use_cache()
-        code = command.run(options)
+        command.run(options)
         finish()
-        return code
+        return 0
     except MergestreamError as error:
         return _fail(error.exit_code, *error.sentences)
     except KeyboardInterrupt as interrupt:

@@ -36,7 +36,7 @@ class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
     dry_run: bool = switch("--dry-run", "show what would happen without changing the store, like inspect")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     results: list[dict[str, Any]] = []
     answer(results)  # before the first expert: if a later one fails, the earlier ones are committed
     if options.name is not None and len(options.experts) > 1:
@@ -46,7 +46,6 @@ def run(options: Options) -> int:
         name, expert = split_name(word) if options.name is None else (options.name, word)
         result = _inspect(store, expert, options) if options.dry_run else _add(store, expert, name, options)
         results.append(with_notes(result))
-    return 0
 
 
 def split_name(word: str) -> tuple[str | None, str]:

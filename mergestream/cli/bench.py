@@ -67,14 +67,14 @@ class Options:
     engine: str = engine_argument()
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.evaluation.requirements import missing_packages_told
 
     with missing_packages_told():
-        return _bench(options)
+        _bench(options)
 
 
-def _bench(options: Options) -> int:
+def _bench(options: Options) -> None:
     from mergestream.evaluation.bench import Plan, run_bench, run_sweep, write_report, write_sweep
     from mergestream.evaluation.progress import progress_bars
     from mergestream.evaluation.rows import Sweep, parse_rows
@@ -118,4 +118,3 @@ def _bench(options: Options) -> int:
         answer({"output": str(output), "files": files, "summary": results.summary()})
         print_text((output / "table1.md").read_text("utf-8"))
     say(f"written to {output}: {', '.join(files)}")
-    return 0

@@ -22,7 +22,7 @@ class Options(WorkingStoreOptions):
     b: str = argument(metavar="B", help="the same, for the second model")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.report.diff import compare
 
     found = compare(options.open_store(), options.a, options.b)
@@ -45,7 +45,6 @@ def run(options: Options) -> int:
         ),
         most=MOST_LAYERS,
     )
-    return 0
 
 
 def _cosine_text(value: float | None) -> str:

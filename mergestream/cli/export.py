@@ -78,7 +78,7 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
         return {"readout": self.readout, "only": only, "without": without, "weights": weights, "balance": self.balance}
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     selection = options.selection
     _check(options, selection)
     store = options.open_store()
@@ -87,7 +87,6 @@ def run(options: Options) -> int:
     if options.push:
         result["pushed"] = _push(options)
         say(f"{options.out} pushed to {result['pushed']}")
-    return 0
 
 
 def _check(options: Options, selection: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ class Options(AddingOptions, OutputOptions, ComputingOptions):
     seed: int = argument("--seed", type=at_least(0), default=0, metavar="N", help="random seed of dare (0)")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.export.one_shot import merge
     from mergestream.export.places import refuse_around
     from mergestream.mergekit import read_recipe
@@ -55,4 +55,3 @@ def run(options: Options) -> int:
     say(
         f"{options.out}: {counted(len(recipe.inputs), 'expert')} merged by {recipe.merge_method} as in {options.recipe}"
     )
-    return 0

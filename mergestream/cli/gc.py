@@ -14,9 +14,8 @@ mergestream gc s3://bucket/store    # other writers of this store fail
 Options = StoreOptions
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     store = options.open_store()
     removed = store.gc()
     answer({"store": str(store.place), "removed": removed})
     say(f"{store.place}: {format_size(removed)} deleted")
-    return 0

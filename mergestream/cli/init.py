@@ -28,7 +28,7 @@ class Options(MethodOptions, RunningOptions):
     )
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.api import Store
 
     store = Store.create(
@@ -48,4 +48,3 @@ def run(options: Options) -> int:
     answer(status)
     say(f"{store.place}: {store.manifest.method_text} on {store.manifest.base.source}")
     say(f"tensors: {counts_text(status['counts'])}")
-    return 0

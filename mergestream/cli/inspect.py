@@ -28,11 +28,10 @@ class Options(WorkingStoreOptions, ComputingOptions, StoredExpertOptions):
     expert: str = argument(metavar="EXPERT", help=MODEL)
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     inspection = options.open_store().inspect(options.expert, **options.reading)
     answer(inspection.to_json())
     print_inspection(inspection)
-    return 0
 
 
 def print_inspection(inspection: Inspection) -> None:

@@ -19,9 +19,8 @@ class Options(StoreOptions):
     steps: int = argument(type=at_least(0), metavar="N", help="number of earlier steps")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     store = options.open_store()
     store.keep(options.steps)
     answer({"store": str(store.place), "keep": options.steps})
     say(f"{store.place} now keeps {counted(options.steps, 'earlier step')}")
-    return 0

@@ -24,7 +24,7 @@ INTERNAL = ("direction_norm", "state", "record")
 Options = StoreOptions
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     store = options.open_store()
     held = _held_shares(store)
     answer([entry_json(entry, held.get(entry.name)) for entry in store.history])
@@ -33,7 +33,6 @@ def run(options: Options) -> int:
     else:
         _print_experts(store.manifest.method, store.history, held)
     _print_notes(store.history)
-    return 0
 
 
 def _held_shares(store: Store) -> dict[str, float]:

@@ -21,7 +21,7 @@ class Options(MethodOptions, AddingOptions, OutputOptions, ComputingOptions):
     out: str = argument("-o", "--out", required=True, metavar="OUT", help="the output directory, or s3://BUCKET/PATH")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.export.one_shot import merge
 
     method = options.make_method()
@@ -39,4 +39,3 @@ def run(options: Options) -> int:
     )
     answer({"out": options.out, "method": method.name, "parameters": method.parameters, "experts": options.experts})
     say(f"{options.out}: {counted(len(options.experts), 'expert')} merged by {method.name}")
-    return 0

@@ -25,7 +25,7 @@ class Options:
     name: str | None = argument(nargs="?", metavar="NAME", help="describe only this method or readout")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.ledger.readouts import READOUTS
     from mergestream.methods import METHODS
 
@@ -42,7 +42,6 @@ def run(options: Options) -> int:
         say("readouts, for export --readout:")
     for item in readouts:
         _print_item(item)
-    return 0
 
 
 def describe_method(name: str) -> dict[str, Any]:

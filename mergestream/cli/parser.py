@@ -1,7 +1,8 @@
 """Argument parsing: find the command's module and build its ``Options`` from the command line.
 
-Each command is a module with ``EXAMPLES``, ``Options`` (a dataclass with one field per argument) and ``run``. Only the
-module of the chosen command is imported, and modules import slow libraries inside ``run``, so help appears at once.
+Each command is a module with ``EXAMPLES``, ``Options`` (a dataclass with one field per argument) and ``run(options)``,
+which raises an error if the command fails. Only the module of the chosen command is imported, and modules import slow
+libraries inside ``run``, so that help appears at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from argparse import Action, ArgumentError, ArgumentParser, RawDescriptionHelpFo
 from collections.abc import Container, Iterable, Sequence
 from importlib import import_module
 from itertools import takewhile
-from typing import Any, NoReturn, Protocol, cast
+from types import ModuleType
+from typing import Any, NoReturn
 
 from mergestream import __version__
 from mergestream.errors import UsageError, did_you_mean
@@ -51,25 +53,12 @@ COMMANDS = {
 """What each command does, in the order of the help. Its module has the same name, with _ for -."""
 
 
-class Command(Protocol):
-    """The content of a command's module."""
-
-    EXAMPLES: str
-
-    @property
-    def Options(self) -> type[Any]:  # noqa: N802
-        """A dataclass with one field per argument."""
-
-    def run(self, options: Any) -> int:
-        """Run the command and return its exit code."""
-
-
-def load(name: str) -> Command:
+def load(name: str) -> ModuleType:
     """Import a command's module."""
-    return cast(Command, import_module(f"mergestream.cli.{name.replace('-', '_')}"))
+    return import_module(f"mergestream.cli.{name.replace('-', '_')}")
 
 
-def parse(words: Sequence[str]) -> tuple[Command, Any]:
+def parse(words: Sequence[str]) -> tuple[ModuleType, Any]:
     """Parse the command line into a command and its ``Options``. No words mean ``--help``, which exits."""
     words = words or ["--help"]
     first, *others = words
@@ -109,7 +98,7 @@ def make_parser(loaded: Container[str]) -> tuple[Parser, dict[str, Parser]]:
     return parser, parsers
 
 
-def _add_command(parser: Parser, command: Command) -> None:
+def _add_command(parser: Parser, command: ModuleType) -> None:
     from mergestream.cli.options import add_arguments
 
     add_arguments(parser, command.Options)

@@ -20,7 +20,7 @@ class Options(RunningOptions):
     base: str | None = argument("--base", metavar="MODEL", help="location of the base (its digest is checked)")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.api import Store
     from mergestream.checkpoints.location import hub_name, locate_here
     from mergestream.storage import parse_url
@@ -34,4 +34,3 @@ def run(options: Options) -> int:
     base = store.manifest.base.source
     if not hub_name(base) and not parse_url(base) and locate_here(base) is None:
         progress.note(f"the base {base} is not on this machine; pass --base MODEL to the next command that needs it")
-    return 0

@@ -20,7 +20,7 @@ class Options:
     private: bool = switch("--private", "create a private repository")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.api import Store
     from mergestream.hub.models import push_model
     from mergestream.storage import open_storage
@@ -33,4 +33,3 @@ def run(options: Options) -> int:
         where = push_model(options.place, options.address, private=options.private)
     answer({"place": options.place, "pushed": where})
     say(f"{options.place} pushed to {where}")
-    return 0

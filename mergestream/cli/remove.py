@@ -23,9 +23,8 @@ class Options(WorkingStoreOptions, ComputingOptions):
     )
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     store = options.open_store()
     removed = store.remove(options.name, options.expert)
     answer(entry_json(removed))
     say(f"{removed.name} removed; {store.place} has {counted(store.manifest.step, 'expert')}")
-    return 0

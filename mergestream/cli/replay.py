@@ -25,7 +25,7 @@ class Options(ComputingOptions):
     overwrite: bool = switch("--overwrite", "replace an earlier export")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.replay import replay
 
     made, same = replay(
@@ -42,4 +42,3 @@ def run(options: Options) -> int:
     answer({"out": options.out, "method": made.method, "experts": experts, "same": same})
     identical = ", bit-identical to the original" if same else ""
     say(f"{options.out}: {counted(len(experts), 'expert')} merged again by {made.method}{identical}")
-    return 0

@@ -33,7 +33,7 @@ class Options(WorkingStoreOptions, ComputingOptions):
     )
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.export.places import refuse_file
     from mergestream.files import write_text
     from mergestream.report.facts import Facts
@@ -49,12 +49,11 @@ def run(options: Options) -> int:
         write_text(out, _render(Facts.of(store), form))
         answer({"store": str(store.place), "out": str(out), "format": form})
         say(f"{out}: report on {options.store}")
-        return 0
+        return
     facts = Facts.of(store)
     text = _render(facts, form)
     answer(facts.to_json() if form == "json" else {"format": form, "text": text})
     print_text(text, end="")
-    return 0
 
 
 def _default_file(store: str) -> Path:

@@ -28,7 +28,7 @@ class Options(StoreOptions):
     tensors: bool = switch("--tensors", "list every tensor with its role and the rule that decided it")
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     store = options.open_store()
     status = status_json(store)
     answer(status)
@@ -45,7 +45,6 @@ def run(options: Options) -> int:
     if options.tensors:
         say()
         _print_tensors(manifest)
-    return 0
 
 
 def _scale_text(method: str, last: Expert) -> str:

@@ -11,9 +11,8 @@ EXAMPLES = "mergestream undo store"
 Options = StoreOptions
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     store = options.open_store()
     undone = store.undo()
     answer({"store": str(store.place), "step": store.manifest.step, "undone": entry_json(undone)})
     say(f"{undone.name} taken back; {store.place} is at step {store.manifest.step}")
-    return 0

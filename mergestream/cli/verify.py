@@ -10,9 +10,8 @@ EXAMPLES = "mergestream verify store"
 Options = WorkingStoreOptions
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     store = options.open_store()
     store.verify()
     answer({"store": str(store.place), "step": store.manifest.step})
     say(f"{store.place}: all digests match")
-    return 0

@@ -58,7 +58,7 @@ class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
     )
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     from mergestream.report.gates import Gatekeeper
     from mergestream.store.incoming import incoming_at
     from mergestream.tracking.trackers import parse_trackers
@@ -72,12 +72,10 @@ def run(options: Options) -> int:
     watcher = Watcher(store, source, options.adding, options.interval, log=options.log)
     say(f"watching {source.place} for {store.place}; stop with Ctrl-C")
     emit({"event": "watching", "store": str(store.place), "directory": str(source.place)})
-    try:
+    with suppress(KeyboardInterrupt):
         while True:
             watcher.look()
             time.sleep(options.interval)
-    except KeyboardInterrupt:
-        return 0
 
 
 def _check_apart(directory: Place, store: Storage) -> None:

@@ -32,8 +32,8 @@ def told(mergestream: RunCommand):
 
 def far_expert(place: Path) -> Path:
     """An expert that is noted, for it outweighs all others."""
-    expert = toy_expert(7)
-    far = {name: tensor + 8 * (expert[name] - tensor) for name, tensor in toy_base().items() if tensor.dim() > 1}
+    expert = toy_expert(8)
+    far = {name: tensor + 10 * (expert[name] - tensor) for name, tensor in toy_base().items() if tensor.dim() > 1}
     return save_model(place, expert | far)
 
 
@@ -67,7 +67,7 @@ def test_every_command_answers_with_one_object_and_the_notes(store: Path, toys: 
 def test_what_is_a_list_has_the_notes_with_its_items(store: Path, toys: Toys, tmp_path: Path, told) -> None:
     drowning = far_expert(tmp_path / "drowning")
     (inspected,) = told("add", store, drowning, "--dry-run")[1]
-    code, added = told("add", store, toys.experts[2], drowning)
+    code, added = told("add", store, toys.experts[3], drowning)
     assert code == 0 and added[0]["notes"] == [] and "outweighs" in added[1]["notes"][0]
     code, log = told("log", store)
     assert code == 0 and [entry["notes"] for entry in log[-2:]] == [[], added[1]["notes"]]
