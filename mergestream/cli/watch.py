@@ -21,8 +21,7 @@ from mergestream.escaping import MAX_SENTENCE, one_line
 if TYPE_CHECKING:
     from mergestream.api import Store
     from mergestream.storage import Storage, Url
-    from mergestream.store.incoming import FoundExpert, WatchSource
-    from mergestream.store.watched import LeftAlone
+    from mergestream.store.watched import FoundExpert, SkippedExpert, WatchSource
 
     Place: TypeAlias = Path | Url
 
@@ -60,10 +59,10 @@ class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
 
 def run(options: Options) -> None:
     from mergestream.report.gates import Gatekeeper
-    from mergestream.store.incoming import incoming_at
+    from mergestream.store.watched import open_watch_source
     from mergestream.tracking.trackers import parse_trackers
 
-    source = incoming_at(options.directory)
+    source = open_watch_source(options.directory)
     store = options.open_store()
     _check_apart(source.place, store.place)
     dict(source.look())  # report an unreadable directory, a wrong gate or a wrong tracker now
@@ -116,7 +115,7 @@ class Watcher:
         self._files: dict[str, str] = {}
         """Signatures at the last look, by source as in the next two"""
         self._retries: dict[str, Retry] = {}
-        self._refused: dict[str, LeftAlone] = {}
+        self._refused: dict[str, SkippedExpert] = {}
         """Refused experts that are not listed in the store yet"""
         self._skipped: dict[Place, str] = {}
         """Problems that were already reported"""
@@ -137,7 +136,7 @@ class Watcher:
         added = {entry.source for entry in self.store.history}
         for path, expert in self._complete(found):
             left = self._refused.get(expert.source) or left_alone.get(expert.source)
-            is_left = left is not None and left.still(expert.files, self._options)
+            is_left = left is not None and left.applies_to(expert.files, self._options)
             if expert.source not in added and not is_left and self._is_due(expert):
                 self._add(path, expert)
                 added.add(expert.source)  # another link may lead to the same expert
@@ -161,7 +160,7 @@ class Watcher:
 
     def _add(self, path: Place, expert: FoundExpert) -> None:
         try:
-            if missing := self.source.awaited(path):
+            if missing := self.source.missing_files(path):
                 self._retries[expert.source] = Retry(expert.files, 0, math.inf)
                 self._skip(path, MergestreamError(missing))
                 return
@@ -185,10 +184,10 @@ class Watcher:
             self._retries[expert.source] = Retry(expert.files, failures, self._clock() + pause)
             return pause
         if isinstance(error, MergestreamError):
-            from mergestream.store.watched import LeftAlone
+            from mergestream.store.watched import SkippedExpert
 
             reason = one_line(str(error), MAX_SENTENCE)
-            self._refused[expert.source] = LeftAlone(expert.files, reason, dict(self._options))
+            self._refused[expert.source] = SkippedExpert(expert.files, reason, dict(self._options))
             self._list_refused()
         else:  # a bug: the next watch, perhaps of a newer version, tries again
             self._retries[expert.source] = Retry(expert.files, 0, math.inf)

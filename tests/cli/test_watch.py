@@ -21,8 +21,7 @@ from mergestream.commands import CommandError
 from mergestream.errors import DamagedError, StoreBusyError
 from mergestream.progress import TerminalProgress
 from mergestream.storage import open_storage
-from mergestream.store.incoming import Directory
-from mergestream.store.watched import NAME
+from mergestream.store.watched import NAME, WatchedDirectory
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
@@ -54,7 +53,7 @@ class Bench:
             return add(path, **options)
 
         store.add = trying  # type: ignore[method-assign, assignment]
-        watched = Directory(self.incoming)
+        watched = WatchedDirectory(self.incoming)
         self.watcher = Watcher(store, watched, options, 10.0, clock=lambda: self.now)
         return self.watcher
 
@@ -369,7 +368,7 @@ def test_what_add_refuses_is_refused_at_once(bench, mergestream):
 
 def test_every_step_is_logged(bench, tmp_path):
     log = [f"jsonl:{tmp_path / 'steps.jsonl'}"]
-    watcher = Watcher(bench.store, Directory(bench.incoming), {}, 10.0, clock=lambda: 0.0, log=log)
+    watcher = Watcher(bench.store, WatchedDirectory(bench.incoming), {}, 10.0, clock=lambda: 0.0, log=log)
     for name, seed in (("one", 1), ("two", 2)):
         bench.bring(name, seed)
         for _ in range(2):

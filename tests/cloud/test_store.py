@@ -18,9 +18,8 @@ from mergestream.checkpoints import uploading
 from mergestream.checkpoints.checkpoint import item_size
 from mergestream.cli.watch import Watcher
 from mergestream.errors import StoreBusyError
-from mergestream.store.incoming import incoming_at
 from mergestream.store.steps import StepWriter
-from mergestream.store.watched import recall
+from mergestream.store.watched import open_watch_source, recall
 from tests.cloud.server import BUCKET, SECRET, upload
 from tests.cloud.test_export import objects, weights
 from tests.conftest import files, save_model, toy_expert
@@ -161,7 +160,7 @@ def test_a_directory_is_watched_for_it(toys, key, tmp_path):
     store, found = grown(address(key), toys, "average"), tmp_path / "incoming"
     save_model(found / "another", toy_expert(9))
     save_model(found / "duplicate", toy_expert(1))
-    watcher = Watcher(store, incoming_at(str(found)), {}, 1.0)
+    watcher = Watcher(store, open_watch_source(str(found)), {}, 1.0)
     watcher.look()
     watcher.look()
     assert [entry.name for entry in Store(address(key)).history] == ["expert-1", "another"]

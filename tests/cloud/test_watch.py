@@ -17,7 +17,7 @@ from mergestream import Store
 from mergestream.cli.watch import LONGEST_PAUSE, Watcher
 from mergestream.progress import TerminalProgress
 from mergestream.storage import open_storage
-from mergestream.store.incoming import incoming_at
+from mergestream.store.watched import open_watch_source
 from tests.cloud.server import BUCKET, upload
 from tests.conftest import save_model, toy_expert
 
@@ -33,7 +33,7 @@ class Bench:
 
     def watch(self) -> Watcher:
         store = Store(self.store.path, progress=TerminalProgress())
-        self.watcher = Watcher(store, incoming_at(self.url), {}, 10.0, clock=lambda: self.now)
+        self.watcher = Watcher(store, open_watch_source(self.url), {}, 10.0, clock=lambda: self.now)
         return self.watcher
 
     def look(self, times: int = 3) -> list[str]:
@@ -81,9 +81,9 @@ def test_an_upload_that_is_under_way_is_waited_for(bench, capsys):
         shard = list(shards)[number % 2]
         index["weight_map"][name], shards[shard][name] = shard, tensor
     for name, data, words in [
-        ("config.json", b"{}", "its weights are still to come"),
+        ("config.json", b"{}", "its weights have not arrived yet"),
         (first := min(shards), save(shards[first]), "but no index"),
-        ("model.safetensors.index.json", json.dumps(index).encode(), "1 of its 2 shards are still to come"),
+        ("model.safetensors.index.json", json.dumps(index).encode(), "1 of its 2 shards have not arrived yet"),
     ]:
         bench.put(f"slow/{name}", data)
         assert bench.look(4) == []
@@ -148,7 +148,7 @@ def test_the_command(bench, mergestream, monkeypatch):
     assert watching["directory"] == bench.url and absorbed["path"] == f"{bench.url}/one"
     for place, code, words in [
         ("s3://no-such-bucket/incoming", 1, "does not exist"),
-        ("hf://org/name", 2, "on the hub, where nothing appears"),
+        ("hf://org/name", 2, "on the hub, where no experts appear"),
     ]:
         refused = mergestream("watch", bench.store.path, place)
         assert refused.code == code and words in refused.err and refused.err.count("\n") == 1

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from mergestream import Average, MergestreamError, MergestreamWarning, Store
-from mergestream.store.watched import NAME, LeftAlone, recall, remember, signature
+from mergestream.store.watched import NAME, SkippedExpert, recall, remember, signature
 from tests.conftest import save_model, toy_expert
 
 
@@ -25,7 +25,7 @@ def test_who_is_taken_back_or_removed_is_left_alone(store, toys):
     store.remove("expert-2", toys.experts[1])
     left = recall(store.place)
     assert list(left) == [str(path) for path in toys.experts[:2]]
-    assert all(entry.still(signature(path), {}) for entry, path in zip(left.values(), toys.experts, strict=False))
+    assert all(entry.applies_to(signature(path), {}) for entry, path in zip(left.values(), toys.experts, strict=False))
     store.verify()
 
 
@@ -51,7 +51,7 @@ def test_damage_is_found_and_stops_no_undo(text, store):
 
 def test_a_flipped_bit_is_found(store, toys):
     with store.writing():
-        remember(store.place, {"a": LeftAlone("x", "because")})
+        remember(store.place, {"a": SkippedExpert("x", "because")})
     path = store.path / NAME
     path.write_text(path.read_text().replace("because", "becausf"))
     with pytest.raises(MergestreamError, match="is damaged"):
