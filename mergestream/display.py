@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mergestream.errors import MergestreamError
 from mergestream.escaping import one_line
@@ -57,4 +57,4 @@ def _import_pandas() -> ModuleType:
         import pandas
     except ImportError as error:
         raise MergestreamError("data frames need pandas: pip install 'mergestream[pandas]'") from error
-    return pandas
+    return cast(ModuleType, pandas)

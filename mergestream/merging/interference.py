@@ -82,18 +82,6 @@ class Interference:
             layer_cosine=tuple(_mean((matrix.cosines for matrix in layers[name]), count) for name in names),
         )
 
-    def of_experts(self, experts: Sequence[int]) -> Interference:
-        """The same for some of the experts."""
-        return Interference(
-            experts=tuple(self.experts[i] for i in experts),
-            layers=self.layers,
-            damage=tuple(self.damage[i] for i in experts),
-            layer_damage=tuple(self.layer_damage[i] for i in experts),
-            overlap=tuple(tuple(self.overlap[i][j] for j in experts) for i in experts),
-            layer_overlap=tuple(matrix[np.ix_(experts, experts)] for matrix in self.layer_overlap),
-            layer_cosine=tuple(matrix[np.ix_(experts, experts)] for matrix in self.layer_cosine),
-        )
-
     @property
     def largest_damage(self) -> tuple[float, str] | None:
         """The largest damage, and the name of its expert."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergestream.base.names import layer_of, natural
@@ -27,14 +28,6 @@ T = TypeVar("T")
 
 MAX_EXPERTS = 24
 """Experts in a figure, or in a table with a column for each"""
-
-
-def choose_experts(everyone: Sequence[int], *rankings: Sequence[int]) -> tuple[int, ...]:
-    """All experts; in a large store the first of each ranking in turn, in the order they were added."""
-    if len(everyone) <= MAX_EXPERTS:
-        return tuple(everyone)
-    in_turn = dict.fromkeys(expert for turn in zip(*rankings, strict=True) for expert in turn)
-    return tuple(sorted(list(in_turn)[:MAX_EXPERTS]))
 
 
 def fields_of(data: Any) -> dict[str, Any]:
@@ -72,17 +65,15 @@ class Similarity:
                     yield value, earlier, later
 
     def choose(self, *rankings: Sequence[int]) -> tuple[int, ...]:
-        """The experts to show in a large store: the latest, closest, most opposed, and the first of each ranking."""
+        """Positions of all experts; in a large store the latest, closest, most opposed, and first of each ranking."""
         everyone = range(len(self.experts))
+        if len(everyone) <= MAX_EXPERTS:
+            return tuple(everyone)
         closest = [found[0] if found else -math.inf for found in self.nearest]
         opposed = [min((value for value in row if value is not None), default=math.inf) for row in self.cosines]
         by_cosine = sorted(everyone, key=lambda i: -closest[i]), sorted(everyone, key=lambda i: opposed[i])
-        return choose_experts(everyone, everyone[::-1], *by_cosine, *rankings)
-
-    def select_experts(self, experts: Sequence[int]) -> Similarity:
-        """Only those experts."""
-        names = tuple(self.experts[i] for i in experts)
-        return replace(self, experts=names, cosines=tuple(tuple(self.cosines[i][j] for j in experts) for i in experts))
+        in_turn = dict.fromkeys(i for turn in zip(everyone[::-1], *by_cosine, *rankings, strict=True) for i in turn)
+        return tuple(sorted(list(in_turn)[:MAX_EXPERTS]))
 
 
 @dataclass(frozen=True)
@@ -116,29 +107,14 @@ class Survival:
         """The share of each expert, over all parts."""
         return tuple(share for (share,) in self._group({"total": range(len(self.parts))}).kept)
 
-    def select_experts(self, experts: Sequence[int]) -> Survival:
-        """Only those experts."""
-        return Survival(
-            experts=tuple(self.experts[i] for i in experts),
-            parts=self.parts,
-            norm=tuple(self.norm[i] for i in experts),
-            kept=tuple(self.kept[i] for i in experts),
-            protected=tuple(self.protected[i] for i in experts),
-        )
-
     def select_parts(self, wanted: Sequence[bool]) -> Survival:
         """Only the parts for which ``wanted`` is true."""
 
-        def select(row: Sequence[T]) -> tuple[T, ...]:
-            return tuple(value for value, want in zip(row, wanted, strict=True) if want)
+        def select(rows: Sequence[Sequence[T]]) -> tuple[tuple[T, ...], ...]:
+            return tuple(tuple(compress(row, wanted)) for row in rows)
 
-        return Survival(
-            experts=self.experts,
-            parts=select(self.parts),
-            norm=tuple(map(select, self.norm)),
-            kept=tuple(map(select, self.kept)),
-            protected=tuple(map(select, self.protected)),
-        )
+        (parts,) = select([self.parts])
+        return Survival(self.experts, parts, select(self.norm), select(self.kept), select(self.protected))
 
     def by_layer(self) -> Survival:
         """The tensors of each layer taken together."""

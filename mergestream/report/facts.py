@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergestream import __version__
 from mergestream.escaping import shell_command
-from mergestream.report.diagnostics import MAX_EXPERTS, Similarity, Survival, fields_of, similarity, survival
+from mergestream.report.diagnostics import Similarity, Survival, fields_of, similarity, survival
 from mergestream.report.ledger import LedgerFacts
 from mergestream.report.scores import Scores, attached
 from mergestream.report.wording import format_number, short_name, shorten_findings
@@ -19,6 +19,8 @@ from mergestream.store.arrival import LARGE
 if TYPE_CHECKING:
     from mergestream.store import Expert, StoreDirectory
     from mergestream.store.manifest import Manifest
+
+T = TypeVar("T")
 
 SIMILAR = 0.5
 """Two experts are similar from this cosine on; unrelated task vectors have a cosine of nearly 0"""
@@ -114,17 +116,9 @@ class Facts:
             f"the most opposed to another, and {worst}."
         )
 
-    @cached_property
-    def reduced(self) -> Facts:
-        """The same facts of the selected experts, and of the latest scores."""
-        return replace(
-            self,
-            manifest=replace(self.manifest, history=tuple(self.history[i] for i in self.selected)),
-            similarity=self.similarity.select_experts(self.selected),
-            survival=self.survival.select_experts(self.selected),
-            scores=self.scores and self.scores.latest(MAX_EXPERTS),
-            ledger=self.ledger and self.ledger.select_experts(self.selected),
-        )
+    def select(self, values: Sequence[T]) -> list[T]:
+        """The values of the selected experts."""
+        return [values[i] for i in self.selected]
 
     def nearest(self, number: int) -> tuple[str, float] | None:
         """The most similar other expert of step ``number``, and the cosine."""

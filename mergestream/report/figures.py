@@ -47,10 +47,10 @@ def write_pictures(directory: Path, manifest: Manifest, found: Similarity) -> di
         curve = scaling({"λ": [entry.lambda_ for entry in manifest.history]})
         figures["lambda.png"] = (curve, "The scaling factor λ after each expert, against √t")
     if manifest.step > 1:
-        some = found.select_experts(found.choose())
-        of = f"{len(some.experts)} of " if len(some.experts) < len(found.experts) else ""
-        description = f"Cosine similarity of {of}the experts' task vectors"
-        figures["similarity.png"] = (similarity(some.experts, some.cosines), description)
+        some = found.choose()
+        of = f"{len(some)} of " if len(some) < len(found.experts) else ""
+        matrix = similarity([found.experts[i] for i in some], [[found.cosines[i][j] for j in some] for i in some])
+        figures["similarity.png"] = (matrix, f"Cosine similarity of {of}the experts' task vectors")
     for name, (figure, _) in figures.items():
         save(figure, directory / name, dpi=120, metadata={"Software": None})
     return {name: description for name, (_, description) in figures.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mergestream.merging.interference import Interference
@@ -32,26 +33,19 @@ class LedgerFacts:
     survival: Survival
     """The share of each tensor that the entries hold now"""
     interference: Interference
-    closest: tuple[tuple[tuple[float, str] | None, ...], ...]
-    """Expert × layer: the largest overlap with another expert, and the name of that expert"""
 
     @classmethod
     def of(cls, snapshot: Snapshot, engine: Engine, progress: Progress) -> LedgerFacts:
-        """Measure it, in one pass over the linear weights."""
+        """Measure a ledger, in one pass over the linear weights."""
         found = snapshot.reading(engine).interference(engine, progress)
         assert found is not None
-        layers, experts = range(len(found.layers)), range(len(found.experts))
-        closest = tuple(tuple(found.closest_in(layer, expert) for layer in layers) for expert in experts)
-        return cls(snapshot.manifest.sharing, ledger_survival(snapshot), found, closest)
+        return cls(snapshot.manifest.sharing, ledger_survival(snapshot), found)
 
-    def select_experts(self, experts: Sequence[int]) -> LedgerFacts:
-        """Only those experts; the closest one to each may be another."""
-        return replace(
-            self,
-            survival=self.survival.select_experts(experts),
-            interference=self.interference.of_experts(experts),
-            closest=tuple(self.closest[i] for i in experts),
-        )
+    @cached_property
+    def closest(self) -> list[list[tuple[float, str] | None]]:
+        """Expert × layer: the largest overlap with another expert, and the name of that expert."""
+        found, layers = self.interference, range(len(self.interference.layers))
+        return [[found.closest_in(layer, expert) for layer in layers] for expert in range(len(found.experts))]
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -71,14 +65,14 @@ class LedgerFacts:
         return self.interference.overlap
 
     @property
-    def layer_overlap(self) -> tuple[tuple[float | None, ...], ...]:
+    def layer_overlap(self) -> list[list[float | None]]:
         """Expert × layer: the largest overlap with another expert."""
-        return tuple(tuple(found and found[0] for found in row) for row in self.closest)
+        return [[found and found[0] for found in row] for row in self.closest]
 
     @property
-    def layer_partner(self) -> tuple[tuple[str | None, ...], ...]:
+    def layer_partner(self) -> list[list[str | None]]:
         """Expert × layer: the expert with that overlap."""
-        return tuple(tuple(found and found[1] for found in row) for row in self.closest)
+        return [[found and found[1] for found in row] for row in self.closest]
 
     def pairs(self) -> list[tuple[float, str, str]]:
         """The overlap and the names of every two experts that moved a linear weight in common, the largest first."""

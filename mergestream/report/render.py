@@ -42,7 +42,7 @@ def render_html(facts: Facts) -> str:
             tiles=list(make_tiles(facts)),
             is_large=len(facts.history) > MAX_EXPERTS,
             definitions=_definitions(facts),
-            selected=short_names(entry.name for entry in facts.reduced.history) if _lists_experts(facts) else [],
+            selected=short_names(facts.select(facts.manifest.names)) if _lists_experts(facts) else [],
             style=Markup(_template("style.css")),
             script=Markup(script),
             script_hash=Markup(f"'sha256-{policy}'"),
@@ -114,8 +114,8 @@ def _lists_experts(facts: Facts) -> bool:
 def _tensor_data(facts: Facts) -> dict[str, Any]:
     """The table of tensors; ‖Δ‖, the share kept and q for all experts, and for each selected expert."""
     positions = {name: i for i, name in enumerate(facts.survival.parts)}
-    some = facts.reduced.survival if _lists_experts(facts) else facts.reduced.survival.select_experts([])
-    last = facts.survival.protected[-1] if facts.history else ()
+    survival, last = facts.survival, facts.survival.protected[-1] if facts.history else ()
+    select = facts.select if _lists_experts(facts) else lambda rows: []
 
     def rounded(rows: Iterable[Iterable[float]]) -> list[list[float]]:
         return [[float(f"{value:.5g}") for value in row] for row in rows]
@@ -129,9 +129,9 @@ def _tensor_data(facts: Facts) -> dict[str, Any]:
             for name, tensor in sorted(facts.manifest.base.tensors.items(), key=lambda item: natural(item[0]))
         ],
         "total": [*rounded(_sum_up(facts.survival)), None if facts.ledger else last],
-        "norm": rounded(some.norm),
-        "kept": rounded(some.kept),
-        "protected": None if facts.ledger else some.protected,
+        "norm": rounded(select(survival.norm)),
+        "kept": rounded(select(survival.kept)),
+        "protected": None if facts.ledger else select(survival.protected),
     }
 
 

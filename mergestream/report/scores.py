@@ -85,12 +85,6 @@ class Scores:
             None if experts is None else entries(experts),
         )
 
-    def latest(self, most: int) -> Scores:
-        """Of the last steps and tasks only, so many of each."""
-        last = slice(-most, None)
-        base, experts = (row and row[last] for row in (self.base, self.experts))
-        return Scores(self.tasks[last], tuple(row[last] for row in self.matrix[last]), self.metric, base, experts)
-
     @property
     def fault(self) -> str | None:
         """What is wrong with the numbers; None where nothing is."""
@@ -146,7 +140,7 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
     data = {
         **asdict(scores),
         # Scores belong to a state: after an undo and another add, they must not be shown for the new one.
-        "states": [_state(store, entry) for entry in store.history[: len(scores.matrix)]],
+        "states": [_state(entry) for entry in store.history[: len(scores.matrix)]],
     }
     storage, text = store.place, to_json({**data, "digest": json_digest(data)})
     storage.put_if(NAME, text.encode(), storage.stat(NAME))
@@ -168,10 +162,10 @@ def attached(store: StoreDirectory) -> Scores | None:
     if fault := scores.fault:
         raise invalid_file(path, fault)
     pairs = zip(states, store.history, strict=False)
-    valid = len(list(takewhile(lambda pair: pair[0] == _state(store, pair[1]), pairs)))
+    valid = len(list(takewhile(lambda pair: pair[0] == _state(pair[1]), pairs)))
     return replace(scores, matrix=scores.matrix[:valid]) if valid else None
 
 
-def _state(store: StoreDirectory, entry: Expert) -> str:
-    """What a store is after an expert; a ledger is all experts up to it, however long their entries are."""
-    return entry.digest if store.method.remembers_experts else entry.state
+def _state(entry: Expert) -> str:
+    """The digest of the state after an expert; in a ledger that of the expert, because entries are cut later."""
+    return entry.digest if entry.cut else entry.state

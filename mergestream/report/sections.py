@@ -78,7 +78,7 @@ def make_sections(facts: Facts) -> list[Section]:
     if len(facts.history) > 1:
         found.append(_similarity(facts))
     if facts.scores:
-        found.append(_scores(facts, facts.scores))
+        found.append(_scores(facts.scores))
     matrices = _ledger_sections(facts, facts.ledger) if facts.ledger else _state_sections(facts)
     for section in matrices:
         found.append(replace(section, caption=f"{section.caption} {facts.selection}".strip()))
@@ -212,7 +212,7 @@ def _norms(facts: Facts) -> Section:
 
 
 def _similarity(facts: Facts) -> Section:
-    found, shown = facts.similarity, facts.reduced.similarity
+    found = facts.similarity
     pairs = list(found.pairs())
     caption = f"Cosines of the task vectors, estimated from sketches (standard error {found.standard_error:.4f})."
     if pairs:
@@ -220,64 +220,63 @@ def _similarity(facts: Facts) -> Section:
         mean = math.fsum(abs(pair[0]) for pair in pairs) / len(pairs)
         names = f"{short_name(found.experts[one])} and {short_name(found.experts[other])}"
         caption += f" {names} are the most similar ({format_number(value)}); the mean magnitude is {mean:.3f}."
-    table = pair_table("cosine", shown.experts, shown.cosines)
+    table = pair_table("cosine", facts.select(found.experts), map(facts.select, facts.select(found.cosines)))
     return Section("similarity", "Similarity of the experts", f"{caption} {facts.selection}".strip(), table=table)
 
 
-def _scores(facts: Facts, scores: Scores) -> Section:
-    last = facts.reduced.scores or scores
-    first = len(scores.matrix) - len(last.matrix) + 1
-    rows = {f"after step {step}": row for step, row in enumerate(last.matrix, first)}
-    if last.base:
-        rows = {"base": last.base, **rows}
-    if last.experts:
-        rows["experts alone"] = last.experts
+def _scores(scores: Scores) -> Section:
+    last = slice(-MAX_EXPERTS, None)
+    rows = {f"after step {step}": row for step, row in enumerate(scores.matrix, 1)}
+    rows = dict(list(rows.items())[last])
+    if scores.base:
+        rows = {"base": scores.base, **rows}
+    if scores.experts:
+        rows["experts alone"] = scores.experts
     caption = f"The {scores.metric} of the merged model on each task."
     if scores.acc is not None:
         caption += f" ACC {scores.acc:.3f} is the mean after the last step."
     if scores.bwt is not None:
         caption += f" BWT {format_change(scores.bwt)} is the mean change since a task's expert was added"
         caption += f" ({explain_bwt(scores.bwt)})."
-    if last != scores:
-        caption += f" This shows the last {len(last.matrix)} steps and {len(last.tasks)} tasks."
-    values = [value for row in rows.values() for value in row if value is not None]
+    if len(scores.tasks) > MAX_EXPERTS:
+        caption += f" This shows the last {len(scores.matrix[last])} steps and {MAX_EXPERTS} tasks."
+    values = [value for row in rows.values() for value in row[last] if value is not None]
     least, most = min(values, default=0.0), max(values, default=0.0)
     cells = [
-        [Cell(name), *(number_cell(value, shade=share_of(value, least, most)) for value in row)]
+        [Cell(name), *(number_cell(value, shade=share_of(value, least, most)) for value in row[last])]
         for name, row in rows.items()
     ]
-    table = Table(("", *short_names(last.tasks)), cells)
+    table = Table(("", *short_names(scores.tasks[last])), cells)
     return Section("scores", f"Scores ({scores.metric})", caption, table=table)
 
 
 def _state_sections(facts: Facts) -> Iterator[Section]:
     """What only an accumulator has: how much entered its state, and how much of the state was protected."""
-    layers = facts.reduced.survival.by_layer()
-    caption = "The share of each task vector's squared norm that entered the merged state. "
-    table = layer_table(layers, layers.kept, ".1%", totals=layers.total, low_is_bad=True)
-    yield Section("survival", "Share kept, by layer", caption + _describe_least(facts.survival.by_layer()), table=table)
+    layers, select = facts.survival.by_layer(), facts.select
+    names = select(layers.experts)
+    caption = f"The share of each task vector's squared norm that entered the merged state. {_describe_least(layers)}"
+    table = layer_table(names, layers.parts, select(layers.kept), ".1%", totals=select(layers.total), low_is_bad=True)
+    yield Section("survival", "Share kept, by layer", caption, table=table)
     if any(layers.projected):
         projected = layers.select_parts(layers.projected)
-        most = max(value for row in projected.protected for value in row if value is not None)
         caption = (
             "q is the number of leading directions of the merged state that a new expert may not change. "
             "For a layer it is the mean over its linear weights. The first expert meets an empty state."
         )
-        table = layer_table(projected, projected.protected, ".1f", limit=most)
+        table = layer_table(names, projected.parts, select(projected.protected), ".1f")
         yield Section("protected", "Protected rank", caption, table=table)
 
 
-def _ledger_sections(facts: Facts, everyone: LedgerFacts) -> Iterator[Section]:
+def _ledger_sections(facts: Facts, ledger: LedgerFacts) -> Iterator[Section]:
     """What only a ledger has: how much its entries hold, and how the experts interfere."""
-    ledger = facts.reduced.ledger or everyone
-    layers, found = ledger.survival.by_layer(), ledger.interference
-    by_layer = replace(layers, parts=found.layers)
-    share, name = min(zip(everyone.held, everyone.experts, strict=True))
+    layers, found, select = ledger.survival.by_layer(), ledger.interference, facts.select
+    names = select(ledger.experts)
+    share, name = min(zip(ledger.held, ledger.experts, strict=True))
     caption = (
         "The share of each task vector's squared norm that its entry holds while "
         f"{counted(ledger.sharing, 'expert')} share the budget. The least is {share:.1%}, of {short_name(name)}."
     )
-    table = layer_table(layers, layers.kept, ".1%", totals=ledger.held, low_is_bad=True)
+    table = layer_table(names, layers.parts, select(layers.kept), ".1%", totals=select(ledger.held), low_is_bad=True)
     yield Section("held", "Share held, by layer", caption, table=table)
     if not found.layers:
         return
@@ -285,19 +284,20 @@ def _ledger_sections(facts: Facts, everyone: LedgerFacts) -> Iterator[Section]:
         "How far the merged model is from each expert on that expert's own inputs: 0 is no difference, 1 is as far as "
         f"the base. Above {HIGH_DAMAGE} the model serves an expert badly."
     )
-    if largest := everyone.interference.largest_damage:
+    if largest := found.largest_damage:
         caption += f" The largest is {largest[0]:.3f}, of {short_name(largest[1])}."
-    table = layer_table(by_layer, found.layer_damage, ".3f", totals=ledger.damage)
+    table = layer_table(names, found.layers, select(found.layer_damage), ".3f", totals=select(ledger.damage))
     yield Section("damage", "Predicted damage, by layer", caption, table=table)
     if len(ledger.experts) == 1:
         return
     caption = "How much two experts respond to the same inputs, from 0 to 1, on average over the linear weights."
-    for value, one, other in everyone.pairs()[:1]:
+    for value, one, other in ledger.pairs()[:1]:
         caption += f" The largest is {value:.3f}, of {short_name(one)} and {short_name(other)}."
-    table = pair_table("overlap", ledger.experts, ledger.overlap)
+    table = pair_table("overlap", names, map(select, select(ledger.overlap)))
     yield Section("overlap", "Overlap of inputs", caption, table=table)
     caption = "The largest overlap of each expert with another one. On the page, the tooltip of a cell names it."
-    table = layer_table(by_layer, ledger.layer_overlap, ".3f", titles=ledger.layer_partner)
+    partners = select(ledger.layer_partner)
+    table = layer_table(names, found.layers, select(ledger.layer_overlap), ".3f", partners=partners)
     yield Section("layer-overlap", "Overlap of inputs, by layer", caption, table=table)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
-from mergestream.report.diagnostics import Survival
 from mergestream.report.wording import format_number, short_name, short_names
 
 MAX_ROWS = 20
@@ -60,54 +61,47 @@ def companion_cell(found: tuple[str, float] | None) -> Cell:
     return replace(name_cell(name), detail=format_number(value), sort=value)
 
 
-def pair_table(quantity: str, experts: Sequence[str], values: Sequence[Sequence[float | None]]) -> Table:
+def pair_table(quantity: str, experts: Sequence[str], values: Iterable[Sequence[float | None]]) -> Table:
     """Expert × expert; the shades span the values of different experts."""
-    others = [abs(value) for i, row in enumerate(values) for j, value in enumerate(row) if i != j and value is not None]
-    most = max([0.05, *others])
-    rows = [
-        [
-            name_cell(experts[i]),
-            *(
-                number_cell(value, shade=None if i == j or value is None else value / most)
-                for j, value in enumerate(row)
-            ),
-        ]
-        for i, row in enumerate(values)
-    ]
+    matrix = list(values)
+    known = [abs(value) for i, row in enumerate(matrix) for value in (*row[:i], *row[i + 1 :]) if value is not None]
+    most = max([0.05, *known])
+    rows = []
+    for i, row in enumerate(matrix):
+        shades = [None if i == j else share_of(value, 0, most) for j, value in enumerate(row)]
+        rows.append([name_cell(experts[i]), *map(number_cell, row, repeat(".3f"), shades)])
     return Table((quantity, *short_names(experts)), rows)
 
 
 def layer_table(
-    layers: Survival,
+    experts: Sequence[str],
+    layers: Sequence[str],
     values: Sequence[Sequence[float | None]],
     form: str,
     *,
-    totals: Sequence[float | None] | None = None,
-    titles: Sequence[Sequence[str | None]] | None = None,
-    limit: float | None = None,
+    totals: Sequence[float | None] = (),
+    partners: Sequence[Sequence[str | None]] = (),
     low_is_bad: bool = False,
 ) -> Table:
-    """Layer × expert, with a first row for all layers; ``values`` are expert × layer, ``limit`` has the full shade."""
-    known = [value for row in values for value in row if value is not None]
-    most = limit or (1.0 if low_is_bad else max([0.05, *known]))
+    """Layer × expert, with a first row for all layers; ``values`` and ``partners`` are expert × layer."""
+    by_layer = list(zip(*values, strict=True))
+    known = [value for row in by_layer for value in row if value is not None]
+    most = 1.0 if low_is_bad else max([0.05, *known])
 
-    def cells(row: Sequence[float | None], partners: Sequence[str | None] | None = None) -> Iterator[Cell]:
-        for i, value in enumerate(row):
-            partner = partners[i] if partners else None
-            yield number_cell(value, form, shade=share_of(value, 0, most), title=f"with {partner}" if partner else "")
+    def badness(row: Sequence[float | None]) -> float:
+        return max((-value if low_is_bad else value for value in row if value is not None), default=-math.inf)
 
-    def badness(part: int) -> float:
-        return max((-value if low_is_bad else value for row in values if (value := row[part]) is not None), default=0)
-
-    rows = [
-        [Cell(name), *cells([row[part] for row in values], [row[part] for row in titles] if titles else None)]
-        for part, name in enumerate(_without_common_path(layers.parts))
-    ]
-    order = sorted(range(len(rows)), key=lambda part: -badness(part))
+    names, rows = _without_common_path(layers), []
+    for i, row in enumerate(by_layer):
+        titles = [f"with {row[i]}" if row[i] else "" for row in partners] or repeat("")
+        shades = [share_of(value, 0, most) for value in row]
+        rows.append([Cell(names[i]), *map(number_cell, row, repeat(form), shades, titles)])
+    order = sorted(range(len(rows)), key=lambda i: -badness(by_layer[i]))
     if totals:
-        rows.insert(0, [Cell("all layers"), *cells(totals)])
-        order = [0, *(part + 1 for part in order)]
-    return Table(("layer", *short_names(layers.experts)), rows, order)
+        shades = [share_of(value, 0, most) for value in totals]
+        rows.insert(0, [Cell("all layers"), *map(number_cell, totals, repeat(form), shades)])
+        order = [0, *(i + 1 for i in order)]
+    return Table(("layer", *short_names(experts)), rows, order)
 
 
 def share_of(value: float | None, least: float, most: float) -> float | None:

@@ -182,7 +182,7 @@ def test_what_experts_have_not_moved_is_not_compared(tmp_path: Path, models: Pat
     store.add(tmp_path / "up"), store.add(tmp_path / "bias")
     found = facts_of(store)
     assert found.damage[1] is None and found.overlap[0][1] is None and found.held[1] == 1
-    assert found.layer_partner == ((None,) * 4,) * 2
+    assert found.layer_partner == [[None] * 4] * 2
     assert "largest damage" in render_html(Facts.of(store))
     json.dumps(Facts.of(store).to_json(), allow_nan=False)
 

@@ -14,9 +14,10 @@ import pytest
 
 from mergestream import OPCM, Ledger, Store
 from mergestream.report import diagnostics, figures
-from mergestream.report.diagnostics import MAX_EXPERTS, Similarity, choose_experts
+from mergestream.report.diagnostics import MAX_EXPERTS, Similarity
 from mergestream.report.facts import Facts
 from mergestream.report.render import render_html, render_markdown
+from mergestream.report.sections import make_sections
 from mergestream.report.wording import MAX_FINDINGS
 from tests.report.conftest import EXPERTS
 
@@ -37,7 +38,7 @@ def crowded(path: Path, models: Path, method: Any, count: int) -> Store:
         dataclasses.replace(store.history[which], name=f"expert-{i}", number=i + 1) for i, which in enumerate(came)
     ]
     store.manifest = dataclasses.replace(store.manifest, history=tuple(history))
-    store.manifest.save(store.path)
+    store.manifest.save(store.place)
     return store
 
 
@@ -85,12 +86,13 @@ def test_a_page_of_a_ledger_of_many_experts_is_bounded(tmp_path: Path, models: P
     store = crowded(tmp_path / "ledger", models, Ledger(), 60)
     facts = Facts.of(store)
     assert_bounded(render_html(facts), 60)
-    some = facts.reduced.ledger
-    assert facts.ledger and some and some.experts == facts.reduced.similarity.experts
+    tables = {section.key: section.table for section in make_sections(facts) if section.table}
     chosen = facts.selected
-    assert some.damage == tuple(facts.ledger.damage[i] for i in chosen)
-    assert some.overlap[0][1] == facts.ledger.overlap[chosen[0]][chosen[1]]
-    assert some.layer_partner == tuple(facts.ledger.layer_partner[i] for i in chosen)
+    assert facts.ledger and len(chosen) == MAX_EXPERTS
+    assert [cell.sort for cell in tables["damage"].rows[0][1:]] == [facts.ledger.damage[i] for i in chosen]
+    assert tables["overlap"].rows[0][2].sort == facts.ledger.overlap[chosen[0]][chosen[1]]
+    partners = [cell.title for cell in tables["layer-overlap"].rows[0][1:]]
+    assert partners == [f"with {facts.ledger.layer_partner[i][0]}" for i in chosen]
 
 
 def test_text_of_many_experts_has_all_in_one_table(many: Store) -> None:
@@ -141,8 +143,7 @@ def test_the_chosen_are_the_latest_the_closest_and_the_most_opposed() -> None:
     chosen = found.choose([42, *(i for i in range(count) if i != 42)])
     assert len(chosen) == MAX_EXPERTS and sorted(chosen) == list(chosen)
     assert {3, 50, 7, 60, 42, 99, 98, 97} <= set(chosen)
-    assert found.select_experts(chosen).cosines[0][0] == cosines[chosen[0]][chosen[0]]
-    assert choose_experts(range(MAX_EXPERTS), []) == tuple(range(MAX_EXPERTS))
+    assert Similarity(("a", "b"), ((1, 0), (0, 1))).choose() == (0, 1)
 
 
 def test_inspect_lists_the_closest_of_many(many: Store, models: Path, done) -> None:

@@ -91,7 +91,7 @@ def test_the_ending_of_the_file_decides_the_format(scored: Store, tmp_path: Path
 def test_the_page_goes_beside_the_store_by_default(store: Store, done, monkeypatch: pytest.MonkeyPatch) -> None:
     beside = store.path.with_name("store-report.html")
     for given in (store.path, f"{store.path}/"):
-        assert f"{beside}: the report" in done("report", given)
+        assert f"{beside}: report on" in done("report", given)
         assert beside.read_text(encoding="utf-8").startswith("<!doctype html>")
         beside.unlink()
     monkeypatch.chdir(store.path)
@@ -191,7 +191,7 @@ def test_a_store_of_hundreds_of_tensors_and_twenty_experts(tmp_path: Path, score
     row = tuple(0.5 + i / 1000 for i in range(350))
     large = Survival(names, parts, (row,) * 20, (row,) * 20, (tuple(range(350)),) * 20)
     layers = large.by_layer()
-    table = layer_table(layers, layers.kept, ".1%", totals=layers.total, low_is_bad=True)
+    table = layer_table(names, layers.parts, layers.kept, ".1%", totals=layers.total, low_is_bad=True)
     assert len(table.rows) == 51 and {len(cells) for cells in table.rows} == {21}
     assert [cells[0].text for cells in table.rows[:3]] == ["all layers", "0", "1"]
     assert len(table.listed) == MAX_ROWS and [cells[0].text for cells in table.listed[:3]] == ["all layers", "0", "1"]
