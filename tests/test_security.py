@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import mergestream
+from tests.conftest import RunCommand
 
 PACKAGE = Path(mergestream.__file__).parent
 RUNS_USERS_CODE = {"commands.py": "subprocess.Popen", "evaluation/suites/files.py": "spec.loader.exec_module"}
@@ -65,9 +66,9 @@ def test_remote_code_is_never_trusted_and_pickles_are_never_executed():
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [("add", "run this on the merged model"), ("bench", "a command to run"), ("bench", "which is code and is run")],
+    [("add", "run CMD on the merged model"), ("bench", "its code and commands are executed")],
 )
-def test_the_help_says_what_is_run(command, said, mergestream):
+def test_the_help_says_what_is_run(command: str, said: str, mergestream: RunCommand) -> None:
     assert said in " ".join(mergestream(command, "--help").out.split())
 
 
