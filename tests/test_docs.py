@@ -22,6 +22,7 @@ import pytest
 from nbclient import NotebookClient
 
 from mergestream.cli import main
+from tests.conftest import RunCommand
 from tests.test_imports import ORDER
 
 ROOT = Path(__file__).parents[1]
@@ -43,28 +44,50 @@ def test_the_readme_fits_on_few_screens():
     assert [line for line in lines if len(line) > 120] == []
 
 
-@pytest.mark.slow
-def test_the_examples_of_the_readme_run_as_pasted(tmp_path, monkeypatch):
-    programs = tmp_path / "bin"
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory) -> Path:
+    """The folder in which the shell examples of the README were run, exactly as pasted."""
+    place = tmp_path_factory.mktemp("checkout")
+    programs = place / "bin"
     programs.mkdir()
-    for name, start in {
-        "python": "",
-        "mergestream": '-c "from mergestream.cli import main; raise SystemExit(main())"',
-    }.items():
+    starts = {"python": "", "mergestream": '-c "from mergestream.cli import main; raise SystemExit(main())"'}
+    for name, start in starts.items():
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {start} "$@"\n')
         (programs / name).chmod(0o755)
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     shell = next(block for block in blocks(README, "shell") if "make_models" in block)
     assert len(shell.splitlines()) == 5
-    subprocess.run(["bash", "-e", "-c", shell], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    subprocess.run(["bash", "-e", "-c", shell], cwd=place, env=environment, check=True, capture_output=True)
+    return place / "examples" / "own_suite"
 
-    folder = tmp_path / "examples" / "own_suite"
-    assert (folder / "merged" / "model.safetensors").exists()
-    monkeypatch.chdir(folder)
+
+@pytest.mark.slow
+def test_the_examples_of_the_readme_run_as_pasted(tried, monkeypatch):
+    assert (tried / "merged" / "model.safetensors").exists()
+    monkeypatch.chdir(tried)
     exec(blocks(README, "python")[0], {})
-    assert (folder / "merged-2" / "model.safetensors").exists()
-    assert (folder / "ring-again" / "model.safetensors").exists()
+    assert (tried / "merged-2" / "model.safetensors").exists()
+    assert (tried / "ring-again" / "model.safetensors").exists()
+
+
+def shape(text: str) -> str:
+    """A text without its numbers, digests and columns."""
+    return " ".join(re.sub(r"\b(?:[0-9a-f]{12}|\d[\d.:T+-]*)\b", "#", text).split())
+
+
+@pytest.mark.slow
+def test_the_first_merge_prints_what_the_page_shows(tried, tmp_path, monkeypatch, mergestream: RunCommand):
+    """Compare everything except numbers; … stands for anything."""
+    for name in ("base", "experts"):
+        shutil.copytree(tried / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    console = "".join(blocks(ROOT / "docs/tutorials/first-merge.md", "console"))
+    runs = re.findall(r"^\$ mergestream (.*)\n((?:(?!\$ ).*\n)*)", console, re.MULTILINE)
+    assert len(runs) > 8
+    for command, expected in runs:
+        printed = shape(mergestream(*shlex.split(command)).out)
+        assert re.fullmatch(re.escape(shape(expected)).replace("…", ".*"), printed), f"{command}: {printed}"
 
 
 def test_the_picture_is_what_its_script_draws(tmp_path):
