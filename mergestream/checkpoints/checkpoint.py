@@ -37,8 +37,9 @@ _DTYPES = {
     "BOOL": (1, "bool"),
 }
 DTYPES = tuple(_DTYPES)
-_NAMES = {torch_name: name for name, (_, torch_name) in _DTYPES.items()}
-FLOATS = {torch_name: name for torch_name, name in _NAMES.items() if "float" in torch_name}
+DTYPE_NAMES = {torch_name: name for name, (_, torch_name) in _DTYPES.items()}
+"""Torch's names to safetensors names"""
+FLOATS = {torch_name: name for torch_name, name in DTYPE_NAMES.items() if "float" in torch_name}
 """The floating-point types: torch's name to the safetensors name"""
 _ALIASES = {
     **{"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"},
@@ -58,6 +59,7 @@ def float_name(dtype: str | torch.dtype) -> str:
     return name
 
 
+@cache
 def item_size(dtype: str) -> int:
     """Bytes per element of a safetensors dtype."""
     return _DTYPES[dtype][0]
@@ -75,7 +77,7 @@ def torch_dtype(name: str) -> torch.dtype:
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors name of a torch dtype; raises KeyError for an unsupported one."""
-    return _NAMES[str(dtype).removeprefix("torch.")]
+    return DTYPE_NAMES[str(dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True)
@@ -256,13 +258,11 @@ class FileCheckpoint(Checkpoint):
         return _reopen, (self.fingerprint, self.source, self.directory, self._shards)
 
 
-def check_dtype(dtype: str, where: str) -> None:
-    """Refuse a dtype that cannot be merged, given by its safetensors or torch name."""
-    if dtype in _DTYPES or dtype in _NAMES:
-        return
+def dtype_error(dtype: str, where: str) -> MergestreamError:
+    """The error for a dtype that cannot be merged, given by its safetensors or torch name."""
     if dtype.lower().startswith(("f8", "f6", "f4", "float8", "float4", "q", "i4", "u4")):
-        raise MergestreamError(f"{where} is quantised ({dtype}); dequantise the checkpoint first")
-    raise MergestreamError(
+        return MergestreamError(f"{where} is quantised ({dtype}); dequantise the checkpoint first")
+    return MergestreamError(
         f"{where} has the dtype {dtype}, which cannot be merged; save it as one of {', '.join(_DTYPES)}"
     )
 
@@ -272,10 +272,12 @@ def describe(name: str, tensor: Tensor, holder: str | Path) -> TensorInfo:
     import torch
 
     where = f"the tensor {name!r} in {holder}"
-    check_dtype(str(tensor.dtype).removeprefix("torch."), where)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_NAMES:
+        raise dtype_error(dtype, where)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_neg():
         raise MergestreamError(f"{where} is not a plain dense tensor; save it dense, with its data")
-    return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), Path(holder).name)
+    return TensorInfo(DTYPE_NAMES[dtype], tuple(tensor.shape), Path(holder).name)
 
 
 def shared_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -17,11 +17,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mergestream.checkpoints.checkpoint import (
+    DTYPE_NAMES,
     Shard,
     TensorInfo,
     TensorSpec,
-    check_dtype,
-    dtype_name,
+    dtype_error,
     item_size,
     torch_dtype,
 )
@@ -211,13 +211,12 @@ def _find_model(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_spec(name: str, fields: Mapping[str, Any], path: Path) -> TensorSpec:
-    import torch
-
     dtype, shape = fields["properties"].fields[0], _check_sizes(fields["size"])
     if not is_utf8(name) or len(shape) > MAX_DIMENSIONS:
         raise ValueError("impossible name or shape")
-    check_dtype(dtype, f"the tensor {name!r} in {path}")
-    return TensorSpec(dtype_name(getattr(torch, dtype)), shape)
+    if dtype not in DTYPE_NAMES:
+        raise dtype_error(dtype, f"the tensor {name!r} in {path}")
+    return TensorSpec(DTYPE_NAMES[dtype], shape)
 
 
 def _find_places(content: Mapping[str, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints.checkpoint import Shard, TensorInfo, check_dtype, item_size, torch_dtype
+from mergestream.checkpoints.checkpoint import DTYPES, Shard, TensorInfo, dtype_error, item_size, torch_dtype
 from mergestream.errors import MergestreamError
 from mergestream.storage import StoredFile
 from mergestream.storage.ranges import SMALL, CoalescedReader
@@ -69,7 +69,9 @@ class SafetensorsFile(Shard):
         if self._map.size() != self._size:  # touching pages beyond the end would kill the process
             raise MergestreamError(f"{self.path} changed its size while {name!r} was being read; {_AGAIN}")
         begin = self._begin[name]
-        _read_ahead(self._map, begin, info.nbytes)
+        page = begin - begin % mmap.PAGESIZE
+        with contextlib.suppress(AttributeError, OSError):  # a hint to fetch the whole tensor, which some systems lack
+            self._map.madvise(mmap.MADV_WILLNEED, page, begin + info.nbytes - page)
         if begin % item_size(info.dtype):  # legal in the format, but not for every vectorised kernel
             data = torch.frombuffer(self._map, dtype=torch.uint8, offset=begin, count=info.nbytes)
             return data.clone().view(dtype).reshape(info.shape)
@@ -114,13 +116,6 @@ class SafetensorsObject(Shard):
         else:
             self._object.read_into(data, self._begin[name])
         return tensor
-
-
-def _read_ahead(file: mmap.mmap, begin: int, size: int) -> None:
-    """Ask the kernel to fetch the whole tensor, which is faster than one page fault after another."""
-    page = begin - begin % mmap.PAGESIZE
-    with contextlib.suppress(AttributeError, OSError):  # only a hint, which some systems lack
-        file.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
 
 
 def _read_header(path: Path | StoredFile, read: Callable[[int], bytes], size: int) -> tuple[int, dict[str, Any]]:
@@ -191,7 +186,8 @@ def _check_entry(path: Path | StoredFile, name: str, entry: Any) -> tuple[Tensor
         valid = False
     if not valid:
         raise MergestreamError(f"{where} has a corrupt header entry; {_AGAIN}")
-    check_dtype(dtype, where)
+    if dtype not in DTYPES:
+        raise dtype_error(dtype, where)
     info = TensorInfo(dtype, tuple(shape), path.name)
     if info.nbytes != end - begin:
         raise MergestreamError(

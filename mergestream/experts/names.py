@@ -102,7 +102,8 @@ def _fit_prefix(matrices: Mapping[str, Shape], expert: Mapping[str, Shape], sour
         found = {prefix.names_in_base(name)[0]: shape for name, shape in expert.items()}
         return sum(found.get(name) == shape for name, shape in matrices.items()) / len(matrices)
 
-    if not expert or share(Prefix()) >= NEARLY_ALL:
+    found = sum(expert.get(name) == shape for name, shape in matrices.items())
+    if not expert or found / len(matrices) >= NEARLY_ALL:
         return Prefix()
     shares = {prefix: share(prefix) for prefix in _suggest_prefixes(matrices, expert)}
     fitting = {prefix: found for prefix, found in shares.items() if found >= NEARLY_ALL}

@@ -212,12 +212,13 @@ def _signs() -> Tensor:
     return torch.from_numpy(1 - 2 * bits.astype(np.float32))
 
 
-def _wrapped(start: int, count: int) -> Iterator[tuple[slice, slice]]:
+def _wrapped(start: int, count: int) -> list[tuple[slice, slice]]:
     """Wrap ``count`` buckets from ``start`` on around the end; pairs of slices of the elements and the buckets."""
     before_end = min(count, WIDTH - start)
-    yield slice(0, before_end), slice(start, start + before_end)
+    slices = [(slice(0, before_end), slice(start, start + before_end))]
     if before_end < count:
-        yield slice(before_end, count), slice(0, count - before_end)
+        slices.append((slice(before_end, count), slice(0, count - before_end)))
+    return slices
 
 
 def fold(buckets: np.ndarray, width: int) -> np.ndarray:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
-from msgspec import convert
+from msgspec import Meta, convert
 
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.module_patterns import PatternTable
@@ -65,6 +63,19 @@ class AdapterConfig(TypedDict, total=False):
     megatron_core: str | None
 
 
+Rank = Annotated[int, Meta(ge=1, le=2**53)]
+Alpha = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
+
+
+class _LoraFields(AdapterConfig, total=False):
+    """The fields that are read."""
+
+    r: Rank
+    lora_alpha: Alpha
+    rank_pattern: dict[str, Rank] | None
+    alpha_pattern: dict[str, Alpha] | None
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """The fields of a LoRA configuration that determine the task vector, and those that are inherited."""
@@ -92,66 +103,38 @@ class LoraConfig:
 def read_config(directory: Path) -> LoraConfig:
     """Read and check the configuration of the adapter in ``directory``."""
     path = directory / CONFIG_NAME
-    fields = read_json(path)
+    fields = read_json(path, finite=True)
     if fields.get("peft_type") != "LORA":
         raise MergestreamError(f"{path}: peft_type={fields.get('peft_type')} is not LORA; {WAY_OUT}")
     for name, value in fields.items():
-        if name in _HARMLESS | _READ or not value:
-            continue
-        reason = _REFUSED.get(name, "mergestream does not know this field")
-        raise MergestreamError(f"{path}: {name}={_shorten(value)} cannot be honoured ({reason}); {WAY_OUT}")
+        if name not in _HARMLESS | _READ and value:
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            reason = _REFUSED.get(name, "mergestream does not know this field")
+            raise MergestreamError(f"{path}: {name}={text[:40]} cannot be honoured ({reason}); {WAY_OUT}")
     init = str(fields.get("init_lora_weights", True)).lower()
     if init.startswith(_BASE_CHANGING_INITS):
         raise MergestreamError(
             f"{path}: init_lora_weights={init} cannot be honoured (it changes the base's weights); {WAY_OUT}"
         )
-    base = fields.get("base_model_name_or_path")
-    config = LoraConfig(
+    try:
+        found = convert(fields, _LoraFields)
+    except (ValueError, OverflowError) as error:
+        raise MergestreamError(f"{path}: {error}; download or copy it again") from error
+    return LoraConfig(
         path,
-        str(base) if base else None,
-        _read_number(path, fields, "r", 8, int),
-        _read_number(path, fields, "lora_alpha", 8, (int, float)),
+        found.get("base_model_name_or_path") or None,
+        found.get("r", 8),
+        found.get("lora_alpha", 8.0),
         bool(fields.get("use_rslora")),
-        _read_pattern(path, fields, "rank_pattern", int),
-        _read_pattern(path, fields, "alpha_pattern", (int, float)),
+        _make_table(path, "rank_pattern", found.get("rank_pattern")),
+        _make_table(path, "alpha_pattern", found.get("alpha_pattern")),
         bool(fields.get("fan_in_fan_out")),
-        _read_inherited(path, fields),
+        convert(fields, AdapterConfig),
     )
-    if config.r < 1 or any(rank < 1 for rank in config.rank_pattern.values.values()):
-        raise MergestreamError(f"{path}: r and the ranks of rank_pattern must be at least 1; download or copy it again")
-    return config
 
 
-def _read_inherited(path: Path, fields: Mapping[str, Any]) -> AdapterConfig:
+def _make_table(path: Path, name: str, values: Mapping[str, float] | None) -> PatternTable:
     try:
-        json.dumps(inherited := convert(fields, AdapterConfig), allow_nan=False)
-    except ValueError as error:
-        raise MergestreamError(f"{path} is no PEFT configuration: {error}; download or copy it again") from error
-    return inherited
-
-
-def _read_number(path: Path, fields: Mapping[str, Any], name: str, default: Any, kind: Any) -> Any:
-    value = fields.get(name, default)
-    if not _is_number(value, kind):
-        raise MergestreamError(f"{path}: {name}={_shorten(value)} is not a number; download or copy it again")
-    return value
-
-
-def _read_pattern(path: Path, fields: Mapping[str, Any], name: str, kind: Any) -> PatternTable:
-    pattern = fields.get(name) or {}
-    if not isinstance(pattern, dict) or not all(_is_number(value, kind) for value in pattern.values()):
-        raise MergestreamError(f"{path}: {name} is no table of names and numbers; download or copy it again")
-    try:
-        return PatternTable(pattern)
+        return PatternTable(values)
     except ValueError as error:
         raise MergestreamError(f"{path}: an expression in {name} cannot be honoured ({error}); {WAY_OUT}") from error
-
-
-def _is_number(value: Any, kind: Any) -> bool:
-    """Whether a value is a finite number that float64 can hold."""
-    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _shorten(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -155,18 +155,18 @@ def test_a_new_head_is_extra(workshop):
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"magic_config": {"factor": 2}}, "magic_config=.* does not know this field"),
-        ({"r": 0}, "at least 1"),
-        ({"r": "many"}, "r=many is not a number"),
-        ({"lora_alpha": float("nan")}, "lora_alpha=nan is not a number"),
+        ({"r": 0}, r"Expected `int` >= 1 - at `\$\.r`"),
+        ({"r": "many"}, r"Expected `int`, got `str` - at `\$\.r`"),
+        ({"lora_alpha": float("nan")}, "not valid JSON with finite numbers"),
         ({"rank_pattern": {"(": 2}}, "an expression in rank_pattern cannot be honoured"),
-        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is no table"),
-        ({"alpha_pattern": {"q_proj": float("inf")}}, "alpha_pattern is no table"),
+        ({"alpha_pattern": {"q_proj": None}}, r"Expected `float`.* - at `\$\.alpha_pattern\[\.\.\.\]`"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "not valid JSON with finite numbers"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(workshop, fields, message):
     adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
     edit_config(adapter, **fields)
-    with pytest.raises(MergestreamError, match=f"adapter_config.json: .*{message}"):
+    with pytest.raises(MergestreamError, match=f"adapter_config.json(:| is) .*{message}"):
         open_adapter(adapter)
 
 
@@ -277,9 +277,9 @@ def test_config_is_never_a_place_for_code(workshop):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lora_alpha": 10**400}, "lora_alpha=1000.* is not a number"),
-        ({"r": 10**400}, "r=1000.* is not a number"),
-        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern is no table"),
+        ({"lora_alpha": 10**400}, r"at `\$\.lora_alpha`"),
+        ({"r": 10**400}, r"at `\$\.r`"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, r"Number out of range - at `\$\.alpha_pattern\[\.\.\.\]`"),
         ({"rank_pattern": {"a{99999999999}": 2}}, "expression in rank_pattern cannot be honoured .*too large"),
         ({"rank_pattern": {"(?i)a": 2}}, "expression in rank_pattern cannot be honoured .*flags"),
     ],
@@ -287,7 +287,7 @@ def test_config_is_never_a_place_for_code(workshop):
 def test_numbers_and_expressions_that_are_none(workshop, fields, message):
     adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
     edit_config(adapter, **fields)
-    with pytest.raises(MergestreamError, match=f"adapter_config.json: .*{message}"):
+    with pytest.raises(MergestreamError, match=f"adapter_config.json(:| is) .*{message}"):
         open_adapter(adapter)
 
 
