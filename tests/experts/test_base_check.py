@@ -148,7 +148,7 @@ def test_the_name_on_the_hub_is_the_same_whatever_the_commit(store, tmp_path):
         patch.setattr(
             type(store), "open_base", lambda self: mergestream.store.directory.open_checkpoint(tmp_path / "base")
         )
-        dataclasses.replace(store.manifest, base=base).save(store.path)
+        dataclasses.replace(store.manifest, base=base).save(store.place)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             Store(store.path).add(adapter_of("org/model", tmp_path))

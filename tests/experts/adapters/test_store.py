@@ -54,9 +54,9 @@ def assert_same_model(one: Path, other: Path, base: Path, tolerance: float = 1e-
 
 
 def in_factors(store: Store) -> dict[str, bool]:
-    found = store.snapshot()
+    state = store.snapshot().state
     names = [name for name, tensor in store.manifest.base.tensors.items() if tensor.merges]
-    return {name: found.ranks(name) is not None for name in names}
+    return {name: state.ranks(state.forms(name), name) is not None for name in names}
 
 
 @pytest.mark.parametrize("method", [*FACTORED, *DENSE], ids=str)
@@ -170,8 +170,8 @@ def test_bounded_rank_with_every_factored_method(tmp_path, material):
     for method in FACTORED:
         store = store_of(tmp_path / str(method), base, adapters, method, max_rank=2)
         store.verify()
-        found, name = store.snapshot(), "model.layers.0.self_attn.q_proj.weight"
-        assert all(max(ranks) <= 2 for ranks in found.ranks(name))
+        state, name = store.snapshot().state, "model.layers.0.self_attn.q_proj.weight"
+        assert all(max(ranks) <= 2 for ranks in state.ranks(state.forms(name), name))
 
 
 def test_bytes_do_not_depend_on_workers(tmp_path, material):
