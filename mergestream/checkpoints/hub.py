@@ -1,4 +1,4 @@
-"""Checkpoints from the Hugging Face hub, through huggingface_hub: into its cache, or read there by range."""
+"""Models on the Hugging Face hub: downloaded to the cache of huggingface_hub, or read by range."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mergestream.errors import MergestreamError, first_line
 from mergestream.storage import Listing, StoredFile, Url
 from mergestream.storage.transfer import retry, service_error
 
-_PATIENCE = 30
-"""Seconds for an answer"""
+_TIMEOUT = 30
+"""Seconds"""
 
 
 def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
-    """The local snapshot of ``org/name[@revision]``, and its exact identity ``org/name@commit``.
+    """Download ``org/name[@revision]``; returns the local snapshot and its identity ``org/name@commit``.
 
-    Without ``weights`` only the configuration and its companions are fetched.
+    Without ``weights`` only the configuration and its companions are downloaded.
     """
     repo, _, revision = hub_id.partition("@")
     try:
@@ -36,29 +36,29 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
             code = [name for name in files if name.endswith(CODE)]
             if code and names_code(snapshot):
                 hub.snapshot_download(repo, revision=revision or None, allow_patterns=code)
-    except _OutOfReachError as error:
+    except _UnreachableError as error:
         found = cached(hub_id)
         if found is None:
             raise MergestreamError(
-                f"{hub_id} is no local path, is not in the hub's cache, and cannot be downloaded from the hub ({error})"
+                f"{hub_id} is not a local path or in the hub's cache, and cannot be downloaded from the hub ({error})"
             ) from error
         snapshot = found
     return snapshot, f"{repo}@{snapshot.name}"
 
 
-class _OutOfReachError(Exception):
-    """No network, a proxy, offline mode; tells which."""
+class _UnreachableError(Exception):
+    """The hub cannot be reached: no network, a proxy, offline mode."""
 
 
 @contextmanager
 def _hub_errors_explained(hub_id: str) -> Iterator[None]:
-    """What the hub has against it, in a sentence."""
+    """Raise errors of the hub as a sentence about the model."""
     repo, _, revision = hub_id.partition("@")
     try:
         from huggingface_hub import utils
     except ImportError as error:
         raise MergestreamError(
-            f"{hub_id} is no local path, and for the hub the package huggingface_hub is missing: "
+            f"{hub_id} is not a local path, and models on the hub need the package huggingface_hub: "
             "pip install 'mergestream[hub]'"
         ) from error
     try:
@@ -77,27 +77,27 @@ def _hub_errors_explained(hub_id: str) -> Iterator[None]:
             "check the spelling, or log in with `hf auth login` if it is private"
         ) from error
     except Exception as error:  # each client library has its own types
-        raise _OutOfReachError(first_line(error)) from error
+        raise _UnreachableError(first_line(error)) from error
 
 
 @dataclass(frozen=True)
-class Repository:
-    """A commit of a repository, whose files stay on the hub and are read by range."""
+class HubCommit:
+    """A commit of a repository whose files are read by range."""
 
     url: Url
     """``hf://org/name@commit``"""
     sizes: Mapping[str, int]
 
     @classmethod
-    def at(cls, hub_id: str) -> Repository:
-        """``org/name[@revision]`` as it is now."""
+    def find(cls, hub_id: str) -> HubCommit:
+        """The present commit of ``org/name[@revision]``."""
         repo, _, revision = hub_id.partition("@")
         try:
             with _hub_errors_explained(hub_id):
                 import huggingface_hub as hub
 
                 info = hub.model_info(repo, revision=revision or None, files_metadata=True)
-        except _OutOfReachError as error:
+        except _UnreachableError as error:
             raise MergestreamError(f"hf://{hub_id} cannot be read from the hub ({error})") from error
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
         owner, _, name = repo.partition("/")
@@ -113,10 +113,6 @@ class Repository:
     def __str__(self) -> str:
         return str(self.url)
 
-    @property
-    def name(self) -> str:
-        return self.url.name
-
     def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
         return retry(str(file), lambda: self._request(file, begin, end))
 
@@ -128,7 +124,7 @@ class Repository:
         address = hub.hf_hub_url(f"{self.url.bucket}/{name}", file.key, revision=commit)
         headers = {**utils.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}"}
         try:
-            answer = utils.get_session().get(address, headers=headers, timeout=_PATIENCE)
+            answer = utils.get_session().get(address, headers=headers, timeout=_TIMEOUT)
         except Exception:  # each client library has its own types
             raise service_error(str(file), None) from None
         if answer.status_code not in (200, 206):
@@ -142,7 +138,7 @@ class Repository:
 
 
 def _weights(hub_id: str, files: list[str]) -> list[str]:
-    """The weight files that opening the snapshot will want, with their index, and no other variant of them."""
+    """The weight files that are needed to open the snapshot, with their index."""
     import huggingface_hub as hub
 
     if "adapter_config.json" in files:
@@ -158,12 +154,12 @@ def _weights(hub_id: str, files: list[str]) -> list[str]:
 
 
 def cached(hub_id: str) -> Path | None:
-    """The snapshot that an earlier run has downloaded, or some of it; opening it tells if a file is missing."""
+    """The snapshot in the local cache, which may lack files; None if there is none."""
     repo, _, revision = hub_id.partition("@")
     try:
         import huggingface_hub as hub
 
-        # No patterns, since the hub would count files as missing that were never wanted.
+        # Without patterns it would fail for files that were never downloaded.
         return Path(hub.snapshot_download(repo, revision=revision or None, local_files_only=True, allow_patterns=[]))
-    except Exception:  # not installed, or not in the cache: each version has its own types
+    except Exception:  # not installed or not cached: every version has its own types
         return None

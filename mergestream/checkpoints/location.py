@@ -1,46 +1,49 @@
-"""From what a user names to files: a local path, an address in object storage, or else a hub id that is downloaded."""
+"""Finding the files of a model: a local path, a URL of object storage, or a hub id that is downloaded.
+
+Of a model in object storage only the small files are downloaded; its weights are read by range.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from types import MappingProxyType
 from typing import NamedTuple
 
 from mergestream.checkpoints.formats import is_weight_file
-from mergestream.checkpoints.hub import Repository, cached, download
-from mergestream.checkpoints.layout import MARKER
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.checkpoints.hub import HubCommit, cached, download
+from mergestream.checkpoints.layout import CODE, MARKER, is_index, may_go_along, names_code
+from mergestream.digest import text_digest
+from mergestream.errors import MergestreamError, UsageError, known_as
 from mergestream.escaping import is_utf8
-from mergestream.files import read_json
-from mergestream.storage import UNFINISHED, StoredFile, Url, local_path, open_model_folder, parse_url
+from mergestream.files import MAX_JSON_BYTES, read_json
+from mergestream.storage import UNFINISHED, ModelFolder, StoredFile, Url, local_path, open_model_folder, parse_url
+from mergestream.storage.transfer import start, wait_all
 
 _HUB_ID = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _CREDENTIALS = re.compile(r"://[^/]*@")
 
 
 class Location(NamedTuple):
-    """A file or directory, and how people know it: by its path, its address, or as ``org/name@commit``."""
+    """A local file or directory, and the source that it came from: a path, a URL, or ``org/name@commit``."""
 
     path: Path
     source: str
     objects: Mapping[str, StoredFile] = MappingProxyType({})
-    """Files of the directory that are not on this machine, by their names: weights in object storage"""
+    """Remote files of the directory, by name: weights in object storage"""
 
     @property
     def directory(self) -> Location:
-        """Where a file is."""
+        """The directory of a file."""
         return Location(self.path.parent, self.source.rpartition("/")[0], self.objects)
-
-    def file(self, name: str) -> Location:
-        """One of a directory's files."""
-        return Location(self.path / name, f"{self.source}/{name}", self.objects)
 
     @property
     def names(self) -> set[str]:
-        """Of what is in a directory."""
+        """The names of all files in a directory."""
         return {entry.name for entry in self.path.iterdir()} | self.objects.keys()
 
     @property
@@ -49,17 +52,17 @@ class Location(NamedTuple):
 
 
 def locate(source: str | Path, *, weights: bool = True) -> Location:
-    """Find a local file or directory, or what is in object storage, or download a hub id ``org/name[@revision]``.
+    """Find a model by its path, URL or hub id ``org/name[@revision]``; download it from the hub if necessary.
 
-    Without ``weights`` only the configuration and what goes with it are downloaded.
+    Without ``weights`` only the configuration and its companions are downloaded.
     """
     url = parse_url(source)
     with system_errors_explained(source):
         if url:
-            return _in_storage(url)
+            return _locate_remote(url)
         path = _resolved(source)
         if path.exists():
-            if not is_utf8(str(path)):  # it is kept in JSON, and goes into model cards
+            if not is_utf8(str(path)):  # it goes into JSON files and model cards
                 raise MergestreamError(f"{path} is not valid UTF-8; rename it")
             return Location(path, str(path))
         if _is_hub_id(source):
@@ -67,66 +70,108 @@ def locate(source: str | Path, *, weights: bool = True) -> Location:
     raise MergestreamError(f"{source} does not exist: give a directory, a file, or a hub id org/name[@revision]")
 
 
-def _in_storage(url: Url) -> Location:
-    from mergestream.checkpoints.remote import fetch_companions
-
+def _locate_remote(url: Url) -> Location:
     if url.scheme == "hf":
         if not _is_hub_id(str(url)):
-            raise UsageError(f"{url} is no address on the hub: give hf://org/name[@revision]")
-        repository = Repository.at(f"{url.bucket}/{url.key}")
-        path, objects = fetch_companions(repository, str(repository.url))
-        return Location(path, str(repository.url), objects)
+            raise UsageError(f"{url} is not a model on the hub: give hf://org/name[@revision]")
+        commit = HubCommit.find(f"{url.bucket}/{url.key}")
+        return Location(*_fetch_companions(commit, commit.url))
     folder = url.parent if is_weight_file(url.key) else url
-    path, objects = fetch_companions(open_model_folder(folder), str(folder))
-    marker = path / MARKER
+    location = Location(*_fetch_companions(open_model_folder(folder), folder))
+    marker = location.path / MARKER
     if marker.exists() and UNFINISHED in read_json(marker):
-        raise MergestreamError(f"{folder} is being written by an export, or one was cut short there; export it again")
+        raise MergestreamError(f"{folder} is being written by an export, or by one that was interrupted; export again")
     if folder is url:
-        if not objects and not any(path.iterdir()):
+        if not location.names:
             raise MergestreamError(f"{url} holds neither a model nor its configuration; check the address")
-        return Location(path, str(url), objects)
-    if url.name not in objects:
+        return location
+    if url.name not in location.objects:
         raise MergestreamError(f"{url} does not exist")
-    return Location(path / url.name, str(url), objects)
+    return Location(location.path / url.name, str(url), location.objects)
+
+
+def _fetch_companions(folder: ModelFolder, url: Url) -> tuple[Path, str, dict[str, StoredFile]]:
+    """Download all files of a model except its weights; returns their directory, its source and the weights."""
+    listing = folder.scan()
+    files = dict(listing.files)
+    for name in listing.folders:
+        if may_go_along(f"{name}/{CODE}.json"):
+            files |= folder.list_below(name)
+    if unsafe := [name for name in files if not {"", ".", ".."}.isdisjoint(name.split("/"))]:
+        raise MergestreamError(f"{url} holds {unsafe[0]!r}, which is not a valid file name; remove it")
+    small = {name: file for name, file in files.items() if may_go_along(name) or is_index(name)}
+    directory = _download(url, small)
+    if names_code(directory):
+        code = {name: file for name, file in folder.list_below().items() if name.endswith(CODE)}
+        directory = _download(url, small | code)
+    return directory, str(url), {name: file for name, file in listing.files.items() if is_weight_file(name)}
+
+
+def _download(url: Url, files: Mapping[str, StoredFile]) -> Path:
+    """A temporary directory with these files, the same one as long as they do not change; errors show the URL."""
+    versions = [str(url), *(f"{name} {file.size} {file.tag}" for name, file in sorted(files.items()))]
+    root = Path(_temporary_directory().name)
+    directory = root / text_digest("\n".join(versions)) / url.name
+    if not directory.exists():
+        draft = Path(mkdtemp(dir=root)) / url.name
+        draft.mkdir()
+        wait_all([start(_download_file, file, draft / name) for name, file in files.items()])
+        directory.parent.mkdir(exist_ok=True)
+        draft.rename(directory)
+        known_as(directory, str(url))
+    return directory
+
+
+def _download_file(file: StoredFile, path: Path) -> None:
+    if file.size > MAX_JSON_BYTES:
+        raise MergestreamError(f"{file} is too large for a configuration or tokenizer file; move it elsewhere")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(file.read())
+
+
+@cache
+def _temporary_directory() -> TemporaryDirectory[str]:
+    """The directory for downloads of this process, removed at its end."""
+    return TemporaryDirectory(prefix="mergestream-")
 
 
 def locate_here(source: str) -> Path | None:
-    """The same without asking the hub: None where it is not on this machine."""
+    """The local path of a model; None if it is not on this machine. The hub is not asked."""
     try:
         path = _resolved(source)
         if path.exists():
             return path
-    except (OSError, RuntimeError, ValueError, UsageError):  # a name that no path can have
+    except (OSError, RuntimeError, ValueError, UsageError):  # not a valid path
         return None
     return cached(source) if _is_hub_id(source) else None
 
 
 def _resolved(source: str | Path) -> Path:
-    """Of a file only the directory is resolved: a cache's link tells the format by its name, its target does not."""
+    """The absolute path. A link to a file is kept, because in a cache only the link's name tells the format."""
     path = local_path(source).expanduser()
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def without_revision(source: str) -> str:
-    """A hub id without ``hf://`` and ``@commit``; a path as it is, whatever is in it."""
+    """A hub id without ``hf://`` and ``@commit``; a path is not changed."""
     return source.removeprefix("hf://").partition("@")[0] if _HUB_ID.fullmatch(source) else source
 
 
 def is_commit(source: str) -> bool:
-    """Whether it is what the hub has under a commit, ``org/name@commit``, and no path."""
+    """Whether a source is a commit on the hub, ``org/name@commit``."""
     return bool(_HUB_ID.fullmatch(source)) and re.fullmatch(r"[0-9a-f]{40}", source.partition("@")[2]) is not None
 
 
 def hub_name(source: str) -> str | None:
-    """The id without its ``@commit`` of what is no local path, but may be on the hub; else None."""
+    """The hub id of a source, without its ``@commit``; None for a local path."""
     is_id = _is_hub_id(source) and (parse_url(source) is not None or not _resolved(source).exists())
     return without_revision(source) if is_id else None
 
 
-def shown(source: str, given: str) -> str:
-    """How others are told of a model, in a card or a recipe: by its hub id and commit, else as the user has typed it.
+def public_name(source: str, given: str) -> str:
+    """The name of a model in cards and recipes: its hub id and commit, or what the user has typed.
 
-    Where nobody knows that, in older stores, of a path only its last part: where things lie is nobody's business.
+    Older stores do not know what was typed. Then it is the last part of the path, to keep local paths private.
     """
     if not Path(source).is_absolute():
         return source
@@ -135,7 +180,7 @@ def shown(source: str, given: str) -> str:
 
 @contextmanager
 def system_errors_explained(source: str | Path) -> Iterator[None]:
-    """What the system has against it, in a sentence: no permission, a name too long, a home that does not exist."""
+    """Raise errors of the operating system as a sentence about the source."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -144,5 +189,5 @@ def system_errors_explained(source: str | Path) -> Iterator[None]:
 
 
 def _is_hub_id(source: str | Path) -> bool:
-    """Whether a name that is no local path may be one on the hub."""
+    """Whether a source that is not a local path may be a hub id."""
     return isinstance(source, str) and bool(_HUB_ID.fullmatch(source)) and not is_weight_file(source)

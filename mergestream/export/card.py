@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream import __version__
 from mergestream.checkpoints import Checkpoint
 from mergestream.checkpoints.layout import model_config
-from mergestream.checkpoints.location import shown, without_revision
+from mergestream.checkpoints.location import public_name, without_revision
 from mergestream.errors import MergestreamError
 from mergestream.escaping import code, markdown_text, one_line
 from mergestream.methods.scale import displayed_scale
@@ -74,7 +74,7 @@ def model_card(facts: CardFacts, labels: Labels, hub_id: str | None = None) -> s
         *("---", f"library_name: {labels.library}", *pipeline, "tags:", "- merge", "- mergestream", *origin, "---"),
         *("", f"# {counted(len(experts), 'model')} merged with {markdown_text(manifest.method)}"),
         *("", f"Merged one by one by mergestream {__version__}, without data or training.", ""),
-        f"* Base: {code(shown(manifest.base.source, manifest.base.given))}",
+        f"* Base: {code(public_name(manifest.base.source, manifest.base.given))}",
         f"* Method: {code(manifest.method)}; parameters: {parameters}",
         *([f"* Readout: {code(readout)}"] if readout != "plain" else []),
         f"* Scale {facts.scale:.6g}{inverse}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
@@ -120,7 +120,12 @@ def _history_row(entry: Expert, is_selected: bool) -> str:
     how += [f"score {entry.score:.4g}"] if entry.score is not None else []
     how += [] if is_selected else ["left out of this model"]
     cells = [
-        *(entry.added or "–", markdown_text(entry.name), code(shown(entry.source, entry.given)), code(entry.digest)),
+        *(
+            entry.added or "–",
+            markdown_text(entry.name),
+            code(public_name(entry.source, entry.given)),
+            code(entry.digest),
+        ),
         *(f"{entry.norm:.4g}", f"{entry.kept:.1%}", markdown_text(", ".join(how))),
     ]
     return f"| {' | '.join(cells)} |"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, convert
 
-from mergestream.checkpoints.location import shown
+from mergestream.checkpoints.location import public_name
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 from mergestream.ledger.selection import Selection
@@ -97,11 +97,11 @@ class Recipe:
         digest = base.digest if base.measured else None
         return cls(
             made_by=made_by,
-            base=RecipeBase(shown(base.source, base.given), digest, base.linear, base.not_linear, base.heads),
+            base=RecipeBase(public_name(base.source, base.given), digest, base.linear, base.not_linear, base.heads),
             method=manifest.method,
             parameters=manifest.parameters,
             experts=tuple(
-                RecipeExpert(entry.name, shown(entry.source, entry.given), entry.digest, entry.options, entry.cut)
+                RecipeExpert(entry.name, public_name(entry.source, entry.given), entry.digest, entry.options, entry.cut)
                 for entry in history
             ),
             form=form,

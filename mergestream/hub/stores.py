@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mergestream.checkpoints.location import shown
+from mergestream.checkpoints.location import public_name
 from mergestream.errors import MergestreamError
 from mergestream.escaping import code
 from mergestream.export.card import history_section, removed_experts
@@ -86,7 +86,7 @@ def _parts(store: StoreDirectory) -> Iterator[str]:
 
 
 def _card(storage: Storage, manifest: Manifest, name: str) -> str:
-    base = shown(manifest.base.source, manifest.base.given)
+    base = public_name(manifest.base.source, manifest.base.given)
     lines = [
         *("---", "library_name: mergestream", "tags:", "- mergestream", "---", ""),
         "# A store of mergestream",

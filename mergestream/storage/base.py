@@ -86,9 +86,6 @@ class Listing(NamedTuple):
 class ModelFolder(FileReader, Protocol):
     """A folder of remote files that holds a model: a folder of a bucket, or a commit on the hub."""
 
-    @property
-    def name(self) -> str: ...
-
     def scan(self) -> Listing:
         """List the folder, but not what is below its folders."""
 

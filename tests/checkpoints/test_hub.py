@@ -163,8 +163,8 @@ def test_what_cannot_be_read_there_is_told(hub: Hub, tmp_path: Path) -> None:
     missing, gone, file, upwards = run(sources, hub.endpoint, tmp_path)
     assert "a repository that the hub shows you" in missing["error"]
     assert "but not the revision gone" in gone["error"]
-    assert "is no address on the hub: give hf://org/name" in file["error"]
-    assert "'1_Dense/../../../up.json', which is no name of a file in it" in upwards["error"]
+    assert "is not a model on the hub: give hf://org/name" in file["error"]
+    assert "'1_Dense/../../../up.json', which is not a valid file name" in upwards["error"]
     (away,) = run(["hf://org/both"], unused_endpoint(), tmp_path)
     assert away["error"].startswith("hf://org/both cannot be read from the hub (")
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_had_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
 def test_an_unreachable_hub_is_one_sentence(tmp_path: Path) -> None:
     for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
         (answer,) = run(["org/both"], unused_endpoint(), tmp_path, **variables)
-        assert "org/both is no local path" in answer["error"] and "cannot be downloaded" in answer["error"]
+        assert "org/both is not a local path" in answer["error"] and "cannot be downloaded" in answer["error"]
         assert "\n" not in answer["error"]
 
 

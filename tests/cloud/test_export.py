@@ -152,7 +152,7 @@ def test_one_that_is_cut_short_says_so_and_can_be_replaced(bucket, monkeypatch):
         patch.setattr(BucketStorage, "delete", lambda *_: None)  # as a kill
         with pytest.raises(KeyboardInterrupt):
             drafted(Output(place))
-    with pytest.raises(MergestreamError, match="is being written by an export, or one was cut short"):
+    with pytest.raises(MergestreamError, match="is being written by an export, or by one that was interrupted"):
         open_checkpoint(place)
     drafted(Output(place, overwrite=True))
     assert "unfinished" not in json.loads(objects(bucket, "cut-short")[MARKER])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mergestream import Store
-from mergestream.checkpoints.location import shown
+from mergestream.checkpoints.location import public_name
 from tests.conftest import RunCommand, Toys
 
 
@@ -68,4 +68,4 @@ def test_models_that_are_merged_at_once_are_in_the_card(
     ],
 )
 def test_others_are_told_what_the_user_has_typed_and_no_secrets(source: str, given: str, expected: str) -> None:
-    assert shown(source, given) == expected
+    assert public_name(source, given) == expected
