@@ -127,20 +127,20 @@ def _find_models(recipe: Recipe, path: Path, base: str | None, given: Mapping[st
     for name in given:
         if name not in names:
             raise UsageError(f"--source {name}: the recipe has no such expert{did_you_mean(name, names)}")
-    known = {**given, **({BASE: base} if base else {})}
     wanted = {BASE: recipe.base.source, **{expert.name: expert.source for expert in recipe.experts}}
-    places = {name: known.get(name) or _find(source, path) for name, source in wanted.items()}
-    missing = [
-        f"--base {wanted[name]}" if name == BASE else f"--source {name}={wanted[name]}"
-        for name, place in places.items()
-        if place is None
-    ]
+    known = {**given, **({BASE: base} if base else {})}
+    places, missing = {}, []
+    for name, source in wanted.items():
+        if place := known.get(name) or _find(source, path):
+            places[name] = place
+        else:
+            missing.append(f"--base {source}" if name == BASE else f"--source {name}={source}")
     if missing:
         raise MergestreamError(
             f"{path} names models that do not exist here or lie outside of this directory; say where they are: "
             f"{' '.join(missing)}"
         )
-    return {name: place for name, place in places.items() if place is not None}
+    return places
 
 
 def _find(source: str, path: Path) -> str | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from mergestream.base.model import BaseModel
+from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.location import hub_name, locate_here
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import AdapterConfig
-from mergestream.files import read_json
 from mergestream.sizes import shorten_list
 from mergestream.store.records import read_record
 
@@ -99,14 +100,10 @@ def _base_fields(base: BaseModel, configs: Sequence[AdapterConfig]) -> dict[str,
 
 def _auto_mapping(base: BaseModel) -> dict[str, str] | None:
     """The base's class, by which PEFT's AutoPeftModel finds it if there is no task type."""
-    directory = locate_here(base.source)
-    try:
-        config = read_json(directory / "config.json") if directory else {}
-    except MergestreamError:
-        return None
-    match config.get("architectures"):
-        case [str(architecture)]:
-            return {"base_model_class": architecture, "parent_library": "transformers"}
+    with suppress(MergestreamError):
+        match model_config(locate_here(base.source)).get("architectures"):
+            case [str(architecture)]:
+                return {"base_model_class": architecture, "parent_library": "transformers"}
     return None
 
 

@@ -30,8 +30,14 @@ def write_companions(
     ``config`` is the config of the expert whose head is in the model, ``own_tokens`` are the tokens it adds.
     """
     _copy_files(draft, base, has_other_class(base, config))
-    if config is not None or dtype is not None or extended:
-        _write_config(draft / "config.json", config, dtype, extended, own_tokens)
+    path = draft / "config.json"
+    ours = read_json(path) if path.is_file() else {}
+    fitted = fit_config(ours if config is None else config, ours, extended, own_tokens)
+    if config is not None:
+        fitted = {key: value for key, value in fitted.items() if key not in _DTYPE_KEYS}
+    fitted |= {key: dtype or ours[key] for key in sorted(_DTYPE_KEYS & ours.keys())}
+    if fitted != ours:
+        path.write_text(json.dumps(fitted, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if extended:
         extended.extend_tokenizer(draft)
 
@@ -51,23 +57,6 @@ def _copy_files(draft: Path, base: Checkpoint, is_other_class: bool) -> None:
         if relative.parts[0] not in left_out:
             (draft / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, draft / relative)
-
-
-def _write_config(
-    path: Path,
-    theirs: Mapping[str, Any] | None,
-    dtype: str | None,
-    extended: ExtendedVocabularySource | None,
-    own_tokens: Sequence[Token],
-) -> None:
-    """Write the config of the base, or ``theirs``, with the dtype and the vocabulary size of the weights."""
-    ours = read_json(path) if path.is_file() else {}
-    types = {key: dtype or ours[key] for key in sorted(_DTYPE_KEYS & ours.keys())}
-    config = fit_config(ours if theirs is None else theirs, ours, extended, own_tokens)
-    if theirs is not None:
-        config = {key: value for key, value in config.items() if key not in _DTYPE_KEYS}
-    if path.is_file() or theirs is not None:
-        path.write_text(json.dumps(config | types, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def fit_config(
