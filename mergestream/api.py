@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from mergestream.engine import Engine
     from mergestream.experts.vocabulary import Vocab
+    from mergestream.export.adapter import Energy
     from mergestream.export.model import DrawPictures
-    from mergestream.export.peft import Energy
     from mergestream.report.diagnostics import Similarity, Survival
     from mergestream.report.scores import Scores
     from mergestream.store.snapshot import Snapshot

@@ -7,32 +7,71 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from mergestream.algebra.bounds import matrix_shape
-from mergestream.algebra.lowrank import LowRank
+from mergestream.algebra.lowrank import LowRank, squared_norm
 from mergestream.algebra.svd import thin_svd
 from mergestream.base.config_only import ConfigOnlyBase
 from mergestream.base.model import BaseModel, BaseTensor
-from mergestream.checkpoints import FLOATS, Checkpoint, open_checkpoint
+from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint, torch_dtype
 from mergestream.checkpoints.layout import CARD
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.experts.adapters.adapter import PREFIX
+from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.export.adapter_config import adapter_config, common_fields, saved_modules, serving_notes
 from mergestream.export.card import CardFacts, model_card, removed_experts
 from mergestream.export.labels import Labels
 from mergestream.export.model import DrawPictures, Target, cast_spec
-from mergestream.export.peft import AdaptedModule, Energy, Kind, write_adapter
 from mergestream.export.recipe import Form, ReadoutChoice, Recipe
+from mergestream.files import write_json
 from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.plan import WORKSPACE
-from mergestream.merging.reading import Reading
+from mergestream.merging.reading import Reading, cast
 from mergestream.merging.step import overflow_explained, refuse_overflow
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
+
+Kind = Literal["linear", "conv1d", "embedding"]
+"""PEFT stores B·A for weights that are output × input (convolutions too), and (B·A)ᵀ for the others"""
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """A module with factors: its path, the rank of the factors, and the shape of its weight."""
+
+    path: str
+    kind: Kind
+    rank: int
+    shape: tuple[int, ...]
+
+    @property
+    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+        rows, columns = self.shape[0], self.shape[1:]
+        if self.kind == "linear":
+            return {"A": (self.rank, *columns), "B": (rows, self.rank, *(1 for _ in columns[1:]))}
+        return {"A": (self.rank, rows), "B": (columns[0], self.rank)}
+
+    def key(self, factor: str) -> str:
+        """The name of a factor in the file."""
+        if self.kind == "embedding":
+            return f"{PREFIX}{self.path}.lora_embedding_{factor}"
+        return f"{PREFIX}{self.path}.lora_{factor}.weight"
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Squared norms: of the task vector, and of what a truncation has cut off."""
+
+    total: float
+    lost: float
+
+    @property
+    def lost_share(self) -> float:
+        return self.lost / self.total if self.total else 0.0
 
 
 def write_merged_adapter(
@@ -118,30 +157,49 @@ class AdapterPlan:
         return len(self.modules) + len(self.whole)
 
     def write(self, directory: Path, target: Target, scale: float, advance: Callable[[int], None]) -> Energy:
-        """Write the tensors and the config."""
-        model, reading, dtype = self.reading.model, self.reading, FLOATS[target.output.dtype or "float32"]
+        """Write the tensors and the config.
+
+        The scaling is 1 everywhere (lora_alpha = r), so that B·A is what is added to a weight.
+        """
+        reading, tensors, dtype = self.reading, self.reading.model.tensors, FLOATS[target.output.dtype or "float32"]
+        paths = {module.path for module in self.modules.values()}
+        keys = {parameter: _whole_key(parameter, paths) for parameter in self.whole}
+        layout = {
+            module.key(factor): TensorSpec(dtype, shape)
+            for module in self.modules.values()
+            for factor, shape in module.factor_shapes.items()
+        }
+        layout |= {keys[parameter]: cast_spec(tensors[name], dtype) for parameter, name in self.whole.items()}
+
+        def write(name: str) -> Energy:
+            if name in self.whole:
+                for start, piece in reading.pieces(self.whole[name], base, scale, dtype):
+                    writer.write_piece(keys[name], start, piece)
+                return Energy(0.0, 0.0)
+            module, value = self.modules[name], _factors(reading, name) * scale
+            left, right, lost = value.factors(module.rank)
+            factors = {"A": right, "B": left} if module.kind == "linear" else {"A": left.T, "B": right.T}
+            for factor, data in factors.items():
+                padded = torch.zeros(module.factor_shapes[factor], dtype=torch_dtype(dtype))
+                matrix = padded.flatten(1)  # a view; beyond the numerical rank it stays zero
+                matrix[: data.shape[0], : data.shape[1]] = cast(data, dtype, name)
+                writer.write(module.key(factor), padded)
+            return Energy(squared_norm(value), lost)
+
+        costs = {name: tensors[name].numel for name in self.modules}
+        costs |= {parameter: tensors[name].numel for parameter, name in self.whole.items()}
+        energies = []
         with ExitStack() as stack:
-            base: Checkpoint = ConfigOnlyBase(model.source, None, model.tensors)
+            base: Checkpoint = ConfigOnlyBase(reading.model.source, None, tensors)
             if self.whole:
                 base = stack.enter_context(self.snapshot.manifest.open_base())
-
-            def read_whole(parameter: str) -> Tensor:
-                name = self.whole[parameter]
-                pieces = [piece for _, piece in reading.pieces(name, base, scale, dtype)]
-                return torch.cat(pieces).view(model.tensors[name].shape)
-
-            return write_adapter(
-                directory,
-                self.config,
-                self.modules,
-                lambda name: _factors(reading, name) * scale,
-                whole={parameter: cast_spec(model.tensors[name], dtype) for parameter, name in self.whole.items()},
-                read_whole=read_whole,
-                engine=target.engine,
-                memory=self._memory(),
-                dtype=dtype,
-                advance=advance,
-            )
+            writer = SafetensorsWriter(directory, layout, prefix="adapter_model", max_shard_size=2**62)
+            stack.enter_context(writer)
+            for _, energy in target.engine.run(costs, write, self._memory()):
+                energies.append(energy)
+                advance(1)
+        write_json(directory / CONFIG_NAME, self.config)
+        return Energy(math.fsum(one.total for one in energies), math.fsum(one.lost for one in energies))
 
     def write_card(
         self, directory: Path, command: str | None, scale: float, energy: Energy, draw: DrawPictures | None = None
@@ -204,6 +262,12 @@ def _classify(reading: Reading, rank: int | None) -> tuple[dict[str, AdaptedModu
         if parameter.rpartition(".")[0] in saved:
             whole[parameter] = name
     return modules, whole
+
+
+def _whole_key(name: str, paths: set[str]) -> str:
+    """PEFT's name of a parameter: modules with factors are wrapped."""
+    path, _, leaf = name.rpartition(".")
+    return f"{PREFIX}{path}.base_layer.{leaf}" if path in paths else PREFIX + name
 
 
 def _can_have_factors(tensor: BaseTensor, leaf: str) -> bool:

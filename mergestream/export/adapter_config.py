@@ -17,7 +17,7 @@ from mergestream.sizes import shorten_list
 from mergestream.store.records import read_record
 
 if TYPE_CHECKING:
-    from mergestream.export.peft import AdaptedModule
+    from mergestream.export.adapter import AdaptedModule
     from mergestream.store.manifest import Expert
     from mergestream.store.snapshot import Snapshot
 

@@ -12,8 +12,8 @@ import torch
 
 from mergestream import Average, Store
 from mergestream.errors import MergestreamError, MergestreamWarning
+from mergestream.export.adapter import AdaptedModule
 from mergestream.export.adapter_config import adapter_config, serving_notes
-from mergestream.export.peft import AdaptedModule
 from tests.workshop import Workshop, edit_config, gpt2, llama
 
 FIELDS: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "lora_dropout": 0.25}
@@ -121,5 +121,5 @@ def test_an_odd_field_is_one_sentence(tmp_path: Path, workshop: Workshop) -> Non
     base = workshop.base(llama)
     adapter = workshop.adapter(base, **FIELDS)
     edit_config(adapter, task_type=["CAUSAL_LM"])
-    with pytest.raises(MergestreamError, match=r"adapter_config.json is no configuration of PEFT: .*task_type"):
+    with pytest.raises(MergestreamError, match=r"adapter_config.json is no PEFT configuration: .*task_type"):
         store_of(tmp_path / "store", base, adapter)

@@ -1,55 +1,36 @@
-"""What we write, PEFT loads: merged into the base it gives the sum that we meant."""
+"""PEFT loads what export_adapter writes, and merges it into the base to the sum of the experts."""
+
+from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from mergestream import LocalEngine
+from mergestream import Store, TaskArithmetic
 from mergestream.algebra.lowrank import dense
-from mergestream.checkpoints import TensorSpec, open_checkpoint
-from mergestream.export.adapter_config import adapter_config
-from mergestream.export.peft import AdaptedModule, write_adapter
-from tests.workshop import bind, clip, gpt2, llama
-
-KINDS = {"embed_tokens": "embedding", "wte": "embedding", "position_embedding": "embedding", "c_": "conv1d"}
+from mergestream.checkpoints import open_checkpoint
+from tests.workshop import Workshop, bind, clip, gpt2, llama
 
 
-def kind_of(name):
-    return next((kind for part, kind in KINDS.items() if part in name), "linear")
+def store_of_sum(workshop: Workshop, base: Path, adapters: Sequence[Path]) -> Store:
+    store = Store.create(workshop.directory / "store", base, TaskArithmetic(scale=1.0))
+    for adapter in adapters:
+        store.add(adapter, allow_duplicate=True)
+    return store
 
 
-def written(workshop, base, adapters, rank=None, whole=()):
-    """The sum of some adapters, written by us: its directory, the sum, and what truncation lost."""
+def sum_of(base: Path, adapters: Sequence[Path]) -> dict[str, Tensor]:
+    """Σ Δ of the adapters' factors, in float64."""
     bounds = [bind(adapter, base) for adapter in adapters]
-    theta = open_checkpoint(base)
-    names = [name for name in theta.tensors if any(bound.rank(name) for bound in bounds)]
-    total = {
-        name: sum((b.delta(name, torch.float64) for b in bounds[1:]), bounds[0].delta(name, torch.float64))
-        for name in names
+    return {
+        name: torch.stack([dense(bound.delta(name, torch.float64)) for bound in bounds]).sum(0)
+        for name in open_checkpoint(base).tensors
     }
-    modules = {
-        name: AdaptedModule(
-            name.removesuffix(".weight"),
-            kind_of(name),
-            min(value.rank, rank or value.rank),
-            tuple(value.shape),
-        )
-        for name, value in total.items()
-    }
-    out = workshop.directory / "written"
-    energy = write_adapter(
-        out,
-        adapter_config(list(modules.values()), whole, {"base_model_name_or_path": str(base)}),
-        modules,
-        total.__getitem__,
-        whole={name: TensorSpec("F64", theta.tensors[name].shape) for name in whole},
-        read_whole=lambda name: theta.read(name) + 1,
-        engine=LocalEngine(2),
-        memory={},
-        dtype="F64",
-    )
-    return out, total, energy
 
 
 @pytest.mark.parametrize(
@@ -60,60 +41,54 @@ def written(workshop, base, adapters, rank=None, whole=()):
         (clip, "all-linear", ["q_proj", "patch_embedding", "position_embedding"]),
     ],
 )
-def test_peft_loads_the_sum_of_two_adapters(workshop, model, targets, others):
-    base = workshop.base(model)
+def test_peft_loads_the_sum_of_two_adapters(
+    workshop: Workshop, model: Callable[..., Any], targets: str | list[str], others: list[str]
+) -> None:
+    base, out = workshop.base(model), workshop.directory / "written"
     adapters = [
         workshop.adapter(base, "one", r=2, target_modules=targets),
         workshop.adapter(base, "two", seed=2, r=3, lora_alpha=5, target_modules=others),
     ]
-    out, total, energy = written(workshop, base, adapters)
+    energy = store_of_sum(workshop, base, adapters).export_adapter(out, dtype="float64")
     assert energy.lost_share < 1e-20
     assert len(json.loads((out / "adapter_config.json").read_text())["rank_pattern"]) > 0
     merged, theta = open_checkpoint(workshop.merged(base, out)), open_checkpoint(base)
-    for name in theta.tensors:
-        expected = dense(total[name]) if name in total else torch.zeros(1, dtype=torch.float64)
+    for name, expected in sum_of(base, adapters).items():
         assert torch.allclose(merged.read(name) - theta.read(name), expected, rtol=0, atol=1e-12), name
 
 
-def test_whole_parameters_are_modules_to_save(workshop):
-    base = workshop.base(llama)
-    adapter = workshop.adapter(base, r=2, target_modules=["q_proj"])
-    out, _, _ = written(workshop, base, [adapter], whole=["model.norm.weight", "lm_head.weight"])
-    merged, theta = open_checkpoint(workshop.merged(base, out)), open_checkpoint(base)
-    for name in ("model.norm.weight", "lm_head.weight"):
-        assert torch.equal(merged.read(name), theta.read(name) + 1)
+def test_whole_parameters_are_modules_to_save(workshop: Workshop) -> None:
+    base, out = workshop.base(llama), workshop.directory / "written"
+    whole = {"model.norm.weight": "norm", "lm_head.weight": "lm_head"}
+    adapter = workshop.adapter(base, r=2, target_modules=["q_proj"], modules_to_save=[*whole.values()])
+    store_of_sum(workshop, base, [adapter]).export_adapter(out, dtype="float64", rank=16)
+    merged, theirs = (open_checkpoint(workshop.merged(base, each, f"merged-{each.name}")) for each in (out, adapter))
+    for name in whole:
+        assert torch.allclose(merged.read(name), theirs.read(name), rtol=0, atol=1e-12), name
+        assert not torch.equal(merged.read(name), open_checkpoint(base).read(name)), name
 
 
-def test_a_chosen_rank_gives_the_nearest_matrix_and_tells_the_loss(workshop):
-    base = workshop.base(llama)
+def test_a_chosen_rank_gives_the_nearest_matrix_and_reports_the_loss(workshop: Workshop) -> None:
+    base, out = workshop.base(llama), workshop.directory / "written"
     adapters = [workshop.adapter(base, f"a{seed}", seed=seed, r=4, target_modules=["q_proj"]) for seed in (1, 2)]
-    out, total, energy = written(workshop, base, adapters, rank=3)
+    energy = store_of_sum(workshop, base, adapters).export_adapter(out, dtype="float64", rank=3)
     merged, theta = open_checkpoint(workshop.merged(base, out)), open_checkpoint(base)
-    lost = all_energy = 0.0
-    for name, value in total.items():
-        u, s, vh = torch.linalg.svd(dense(value))
+    lost = total = 0.0
+    for name, value in sum_of(base, adapters).items():
+        if not value.any():
+            continue
+        u, s, vh = torch.linalg.svd(value)
         nearest = u[:, :3] * s[:3] @ vh[:3]
         assert torch.allclose(merged.read(name) - theta.read(name), nearest, rtol=0, atol=1e-12)
-        lost, all_energy = lost + float(s[3:].square().sum()), all_energy + float(s.square().sum())
-    assert energy.lost_share == pytest.approx(lost / all_energy)
+        lost, total = lost + float(s[3:].square().sum()), total + float(s.square().sum())
+    assert energy.lost_share == pytest.approx(lost / total)
 
 
-def test_rank_below_the_room_is_padded(workshop):
-    """Factors are laid out before they are known: what the numerical rank does not fill is zero."""
-    base = workshop.base(llama)
+def test_factors_are_padded_with_zeros_beyond_the_numerical_rank(workshop: Workshop) -> None:
+    """Factors are laid out before their rank is known: the sum of the same adapter twice has half the rank."""
+    base, out = workshop.base(llama), workshop.directory / "padded"
     adapter = workshop.adapter(base, r=2, target_modules=["q_proj"])
-    bound, theta = bind(adapter, base), open_checkpoint(base)
-    name = next(iter(bound.terms))
-    value = bound.delta(name, torch.float64)
-    module = AdaptedModule(name.removesuffix(".weight"), "linear", 5, tuple(value.shape))
-    out = workshop.directory / "padded"
-    config, nothing = adapter_config([module], (), {}), {"whole": {}, "memory": {}}
-    write_adapter(
-        *(out, config, {name: module}, lambda _: value),
-        read_whole=theta.read,
-        engine=LocalEngine(1),
-        dtype="F64",
-        **nothing,
-    )
-    merged = open_checkpoint(workshop.merged(base, out))
-    assert torch.allclose(merged.read(name) - theta.read(name), value.dense(), rtol=0, atol=1e-13)
+    store_of_sum(workshop, base, [adapter, adapter]).export_adapter(out, dtype="float64")
+    merged, theta = open_checkpoint(workshop.merged(base, out)), open_checkpoint(base)
+    for name, expected in sum_of(base, [adapter, adapter]).items():
+        assert torch.allclose(merged.read(name) - theta.read(name), expected, rtol=0, atol=1e-13), name

@@ -424,7 +424,7 @@ def test_rows_that_do_not_fit_are_told(forge, tied, tmp_path):
     record["heads"] = {name: tensor_digest(tensor) for name, tensor in forged.items()}
     write_json(place / "tensors.json", record)
     entry = dataclasses.replace(store.history[0], record=text_digest((place / "tensors.json").read_text()))
-    store.manifest.replacing(store.history[0], entry).save(store.path)
+    store.manifest.replacing(store.history[0], entry).save(store.place)
     with pytest.raises(MergestreamError, match="was not written by mergestream"):
         store.export(tmp_path / "out", pictures=False)
 
