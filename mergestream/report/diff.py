@@ -1,12 +1,12 @@
-"""Compare two models of a store: steps that it keeps, its base, or any checkpoint of the same base."""
+"""Compare two models: steps that a store keeps, its base, or any checkpoint of the same base."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,23 +17,35 @@ from mergestream.experts import make_task_vector, open_expert
 if TYPE_CHECKING:
     from mergestream.store import StoreDirectory
 
+Sums = tuple[float, ...]
+"""‖A − θ⁰‖², ‖B − θ⁰‖², ‖A − B‖² and ⟨A − θ⁰, B − θ⁰⟩"""
+
 
 @dataclass(frozen=True)
 class Difference:
-    """Two models, or two tensors of them, seen from the base."""
+    """The difference of two models, layers or tensors."""
 
     norm_a: float
     """‖A − θ⁰‖"""
     norm_b: float
+    """‖B − θ⁰‖"""
     distance: float
     """‖A − B‖"""
     cosine: float | None
-    """Of A − θ⁰ and B − θ⁰; None where one of them is zero"""
+    """The cosine of A − θ⁰ and B − θ⁰; None if one of them is zero"""
+
+    @classmethod
+    def of(cls, parts: Iterable[Sums]) -> Difference:
+        """The difference over some tensors."""
+        a2, b2, distance2, product = map(math.fsum, zip(*parts, (0.0,) * 4, strict=True))
+        norms = math.sqrt(a2) * math.sqrt(b2)
+        cosine = max(-1.0, min(1.0, product / norms)) if norms else None
+        return cls(math.sqrt(a2), math.sqrt(b2), math.sqrt(distance2), cosine)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A and B in all, by layer and by tensor; what differs most comes first."""
+    """The difference of A and B in total, by layer and by tensor; the largest comes first."""
 
     a: str
     b: str
@@ -42,25 +54,8 @@ class Comparison:
     tensors: Mapping[str, Difference]
 
     def to_json(self) -> dict[str, Any]:
+        """Plain data."""
         return asdict(self)
-
-
-class Sums(NamedTuple):
-    """‖A − θ⁰‖², ‖B − θ⁰‖², ‖A − B‖² and ⟨A − θ⁰, B − θ⁰⟩."""
-
-    a2: float
-    b2: float
-    distance2: float
-    product: float
-
-    @classmethod
-    def total(cls, parts: list[Sums]) -> Sums:
-        return cls(*(math.fsum(column) for column in zip(*parts, strict=True))) if parts else cls(0, 0, 0, 0)
-
-    def difference(self) -> Difference:
-        norms = math.sqrt(self.a2) * math.sqrt(self.b2)
-        cosine = max(-1.0, min(1.0, self.product / norms)) if norms else None
-        return Difference(math.sqrt(self.a2), math.sqrt(self.b2), math.sqrt(self.distance2), cosine)
 
 
 @dataclass(frozen=True)
@@ -69,51 +64,47 @@ class Model:
 
     label: str
     elements: Callable[[str], Elements | None]
-    """By the name of a tensor: its difference from the base; None where that is zero"""
+    """By the name of a tensor: its difference from the base; None if that is zero"""
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that a tensor takes at its peak, where it is not streamed"""
+    """Peak memory of each tensor in bytes, if it is not streamed"""
 
 
 def compare(store: StoreDirectory, a: str, b: str) -> Comparison:
     """Compare two models, each the number of a step (0 for the base) or a checkpoint."""
-    model = store.manifest.base
-    tensors = {name: model.tensors[name].numel for name in model.merged}
-    with ExitStack() as stack:
-        left, right = (_open(stack, store, which) for which in (a, b))
+    base = store.manifest.base
+    tensors = {name: base.tensors[name].numel for name in base.merged}
+    found: dict[str, Sums] = {}
+    with ExitStack() as stack, store.progress.task("comparing", sum(tensors.values()) * 4) as advance:
+        left, right = (_open_model(stack, store, model) for model in (a, b))
         memory = {name: left.memory.get(name, 0) + right.memory.get(name, 0) for name in tensors}
-        found: dict[str, Sums] = {}
-        with store.progress.task("comparing", sum(tensors.values()) * 4) as advance:
-            for name, sums in store.engine.run(
-                tensors, lambda name: _sums(left.elements(name), right.elements(name), tensors[name]), memory
-            ):
-                found[name] = sums
-                advance(tensors[name] * 4)
+
+        def measure(name: str) -> Sums:
+            return _measure(left.elements(name), right.elements(name), tensors[name])
+
+        for name, sums in store.engine.run(tensors, measure, memory):
+            found[name] = sums
+            advance(tensors[name] * 4)
     layers: dict[str, list[Sums]] = {}
     for name in tensors:
         layers.setdefault(layer_of(name), []).append(found[name])
     return Comparison(
         left.label,
         right.label,
-        Sums.total(list(found.values())).difference(),
-        _most_first({layer: Sums.total(parts).difference() for layer, parts in layers.items()}),
-        _most_first({name: found[name].difference() for name in tensors}),
+        Difference.of(found.values()),
+        _sort({layer: Difference.of(parts) for layer, parts in layers.items()}),
+        _sort({name: Difference.of([found[name]]) for name in tensors}),
     )
 
 
-def _open(stack: ExitStack, store: StoreDirectory, which: str) -> Model:
-    if which.isdecimal():
-        return _open_step(stack, store, int(which))
-    base = stack.enter_context(store.open_base())
-    opened = open_expert(which)
-    stack.callback(opened.close)
-    vector = make_task_vector(store.manifest.base, base, opened, partial=True, vocab="base")
-    return Model(opened.source, vector.elements)
-
-
-def _open_step(stack: ExitStack, store: StoreDirectory, number: int) -> Model:
-    if number == 0:
+def _open_model(stack: ExitStack, store: StoreDirectory, model: str) -> Model:
+    if model == "0":
         return Model("the base", lambda name: None)
-    snapshot = stack.enter_context(store.snapshot(number))
+    if not model.isdecimal():
+        base, opened = stack.enter_context(store.open_base()), open_expert(model)
+        stack.callback(opened.close)
+        vector = make_task_vector(store.manifest.base, base, opened, partial=True, vocab="base")
+        return Model(opened.source, vector.elements)
+    snapshot = stack.enter_context(store.snapshot(int(model)))
     reading = snapshot.reading(store.engine)
     scale = reading.scale(None, store.engine)
 
@@ -121,18 +112,18 @@ def _open_step(stack: ExitStack, store: StoreDirectory, number: int) -> Model:
         direction = reading.elements(name)
         return None if direction is None else lambda start, stop: direction(start, stop) * scale
 
-    return Model(f"step {number} ({snapshot.last.name})", elements, reading.memory)
+    return Model(f"step {model} ({snapshot.last.name})", elements, reading.memory)
 
 
-def _sums(a: Elements | None, b: Elements | None, numel: int) -> Sums:
+def _measure(a: Elements | None, b: Elements | None, numel: int) -> Sums:
     parts = []
     for start, stop in ranges(numel):
         zero = torch.zeros(stop - start, dtype=torch.float64)
         x = a(start, stop).double() if a else zero
         y = b(start, stop).double() if b else zero
-        parts.append(Sums(*(float(torch.dot(u, v)) for u, v in ((x, x), (y, y), (x - y, x - y), (x, y)))))
-    return Sums.total(parts)
+        parts.append([float(torch.dot(u, v)) for u, v in ((x, x), (y, y), (x - y, x - y), (x, y))])
+    return tuple(map(math.fsum, zip(*parts, strict=True))) if parts else (0.0,) * 4
 
 
-def _most_first(differences: dict[str, Difference]) -> dict[str, Difference]:
+def _sort(differences: dict[str, Difference]) -> dict[str, Difference]:
     return dict(sorted(differences.items(), key=lambda item: (-item[1].distance, item[0])))

@@ -1,4 +1,4 @@
-"""Gates: conditions on the numbers of a step. A step that fails one is not taken."""
+"""Gates: conditions on the numbers of a step. ``add`` refuses an expert that fails one."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ QUANTITIES = {
     "damage": "the largest predicted damage of an expert in the ledger",
     "score": "the score by the --evaluate command",
 }
-OF_LEDGERS = ("held", "damage")
-NOT_OF_LEDGERS = ("scale", "lambda", "distance")
-"""Which depend on how a ledger is read out"""
+LEDGER_ONLY = ("held", "damage")
+NOT_IN_LEDGERS = ("scale", "lambda", "distance")
+"""Quantities that the readout of a ledger decides"""
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({NUMBER})\s*")
 
 
 class GateError(MergestreamError):
-    """One or more gates failed; the message has one sentence, on one line, for each."""
+    """One or more gates failed; the message has one line for each."""
 
     @property
     def sentences(self) -> Sequence[str]:
@@ -56,10 +56,11 @@ class Gate:
 
     @classmethod
     def parse(cls, text: str) -> Gate:
+        """Read a condition; raises if it is not one."""
         match = _GATE.fullmatch(text)
         if not match or match[1] not in QUANTITIES or not math.isfinite(float(match[3])):
             raise UsageError(
-                f"gate {text!r} is not a condition such as 'kept>=0.6' (it can be on: {', '.join(QUANTITIES)})"
+                f"gate {text!r} is not a condition such as 'kept>=0.6'; the quantities are: {', '.join(QUANTITIES)}"
             )
         return cls(match[1], match[2], float(match[3]))
 
@@ -67,7 +68,7 @@ class Gate:
         return f"{self.quantity}{self.comparison}{self.bound:g}"
 
     def holds(self, value: float | None) -> bool:
-        """None is a comparison with nothing, as for the first expert, and holds; an unknown value (NaN) does not."""
+        """Whether a value passes; None (nothing to compare with, as for the first expert) does, NaN does not."""
         return value is None or _COMPARISONS[self.comparison](value, self.bound)
 
 
@@ -80,11 +81,11 @@ class Gatekeeper:
 
     @classmethod
     def of(cls, gates: Sequence[str], command: str | None, manifest: Manifest | None = None) -> Gatekeeper:
-        """Refuses what cannot be meant, by a store with this manifest, before any work is done."""
+        """Read the gates; raises before any work is done if the store cannot have one of them."""
         parsed = tuple(Gate.parse(text) for text in gates)
-        if manifest is not None:
+        if manifest:
             for gate in parsed:
-                _check_known(gate.quantity, manifest)
+                _check_method(gate.quantity, manifest)
         if command is not None:
             check_command(command)
         elif any(gate.quantity == "score" for gate in parsed):
@@ -92,70 +93,44 @@ class Gatekeeper:
         return cls(parsed, command)
 
     def asks_for(self, quantity: str) -> bool:
+        """Whether a gate needs this quantity."""
         return any(gate.quantity == quantity for gate in self.gates)
 
     def review(self, candidate: Candidate) -> Expert:
-        """Hold a step against the gates, the numbers first, then the score of the model that it would give.
-
-        Returns its entry with what was found.
-        """
+        """Check a step against all gates, the score last; returns its entry with the values that passed."""
         expert = candidate.expert
         numbers = [gate for gate in self.gates if gate.quantity != "score"]
-        passed = check(numbers, self._numbers(candidate), expert.source) if numbers else []
+        passed = check(numbers, self._measure(candidate), expert.source) if numbers else []
         if self.command is None:
             return replace(expert, gates=passed)
-        evaluation = self._evaluation(candidate, self.command)
-        found = {"score": evaluation["score"]}
-        passed += check([gate for gate in self.gates if gate.quantity == "score"], found, expert.source)
+        evaluation = _evaluate_candidate(candidate, self.command)
+        scored = [gate for gate in self.gates if gate.quantity == "score"]
+        passed += check(scored, {"score": evaluation["score"]}, expert.source)
         return replace(expert, gates=passed, evaluation=evaluation)
 
-    def _numbers(self, candidate: Candidate) -> dict[str, float | None]:
+    def _measure(self, candidate: Candidate) -> dict[str, float | None]:
+        """All quantities except the score; the expensive ones only if a gate needs them."""
         expert, history, engine = candidate.expert, candidate.store.history, candidate.store.engine
-        relative_norm = max_cosine = None
+        found: dict[str, float | None] = dict.fromkeys(QUANTITIES)
+        found |= {"kept": expert.kept, "norm": expert.norm, "distance": expert.distance}
+        found |= {"scale": expert.scale, "lambda": expert.lambda_}
         if history:
             mean = history[-1].mean_norm
-            relative_norm = expert.norm / mean if mean else math.nan
+            found["relative_norm"] = expert.norm / mean if mean else math.nan
         if history and self.asks_for("max_cosine"):
-            max_cosine = max((value for value in candidate.cosines().values() if value is not None), default=math.nan)
-        held = damage = None
-        if self.asks_for("held") or self.asks_for("damage"):
+            cosines = candidate.cosines().values()
+            found["max_cosine"] = max((value for value in cosines if value is not None), default=math.nan)
+        if any(map(self.asks_for, LEDGER_ONLY)):
             with candidate.snapshot() as snapshot:
-                held = ledger_survival(snapshot).total[-1] if self.asks_for("held") else None
+                if self.asks_for("held"):
+                    found["held"] = ledger_survival(snapshot).total[-1]
                 if self.asks_for("damage"):
-                    damage = max(snapshot.reading(engine).damage(engine).values(), default=None)
-        return {
-            **{"held": held, "damage": damage},
-            **{"kept": expert.kept, "norm": expert.norm, "distance": expert.distance},
-            **{"scale": expert.scale, "lambda": expert.lambda_},
-            **{"relative_norm": relative_norm, "max_cosine": max_cosine},
-        }
-
-    def _evaluation(self, candidate: Candidate, command: str) -> Evaluation:
-        """What the command makes of the model that the store would give."""
-        store = candidate.store
-        with store.place.workspace() as directory:
-            output = Output(directory / "model")
-            with candidate.snapshot() as snapshot, output.draft() as draft:
-                write_model(snapshot, Target(draft, output, store.engine, store.progress))
-            scores = directory / "scores"
-            scores.mkdir()
-            return evaluate(command, output.path, scores)
-
-
-def _check_known(quantity: str, manifest: Manifest) -> None:
-    """Refuse a gate on what the method of a store does not have."""
-    if manifest.is_ledger and quantity in NOT_OF_LEDGERS:
-        raise UsageError(
-            f"{quantity} is not of a ledger: it depends on how the ledger is read out; gate on damage or held instead"
-        )
-    if not manifest.is_ledger and quantity in OF_LEDGERS:
-        raise UsageError(
-            f"{quantity} is of a ledger, and this store is merged by {manifest.method}; gate on kept instead"
-        )
+                    found["damage"] = max(snapshot.reading(engine).damage(engine).values(), default=None)
+        return found
 
 
 def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[PassedGate]:
-    """What goes into the history: each gate with its value. Raises if one fails."""
+    """Each gate with its value, for the history; raises if one fails."""
     failed = []
     for gate in gates:
         value = values[gate.quantity]
@@ -169,8 +144,7 @@ def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str
 
 
 def evaluate(command: str, model: Path, scores: Path) -> Evaluation:
-    """What a user's command finds out about a model's directory: what it writes to ``scores``, where it asks for that,
-    else the last number that it prints."""
+    """Run a user's command on a model; the score is in the files at ``scores``, or is the last number printed."""
     try:
         printed = run_command(command, model=model, scores=scores, show_errors=True)
     except MergestreamError as error:
@@ -182,3 +156,23 @@ def evaluate(command: str, model: Path, scores: Path) -> Evaluation:
         printed = "no number" if score is None else f"{score} as its last number"
         raise CommandError(f"--evaluate {command!r} printed {printed}; nothing was added")
     return {"command": command, "score": score}
+
+
+def _evaluate_candidate(candidate: Candidate, command: str) -> Evaluation:
+    """Export the model that the step would give to a temporary directory, and evaluate it."""
+    store = candidate.store
+    with store.place.workspace() as directory:
+        output = Output(directory / "model")
+        with candidate.snapshot() as snapshot, output.draft() as draft:
+            write_model(snapshot, Target(draft, output, store.engine, store.progress))
+        scores = directory / "scores"
+        scores.mkdir()
+        return evaluate(command, output.path, scores)
+
+
+def _check_method(quantity: str, manifest: Manifest) -> None:
+    """Refuse a gate on a quantity that the method of the store does not have."""
+    if manifest.is_ledger and quantity in NOT_IN_LEDGERS:
+        raise UsageError(f"a ledger has no {quantity} before it is exported; gate on damage or held instead")
+    if not manifest.is_ledger and quantity in LEDGER_ONLY:
+        raise UsageError(f"only a ledger has {quantity}, and this store uses {manifest.method}; gate on kept instead")

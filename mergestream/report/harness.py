@@ -1,4 +1,4 @@
-"""What a harness such as lm-eval writes of a model: scores by task."""
+"""Scores by task that an evaluation harness such as lm-eval writes."""
 
 from __future__ import annotations
 
@@ -15,68 +15,67 @@ from mergestream.files import read_json
 if TYPE_CHECKING:
     from mergestream.store.manifest import Evaluation
 
-_TOLD = 10
-"""Tasks that are told of in one line"""
+_MAX_TASKS = 10
+"""Tasks that are listed in one line"""
 
-Found = dict[str, tuple[float, bool]]
-"""By task: its score, and whether a higher one is better"""
+TaskScores = dict[str, tuple[float, bool]]
+"""By task: its score, and whether higher is better"""
 
 
 def read_evaluation(command: str, directory: Path) -> Evaluation:
-    """What the command has written to the directory: files of lm-eval's results, or objects such as
-    ``{"task": 0.93}``. The score is the mean over the tasks of which a higher score is better, where there are any."""
-    found: Found = {}
+    """Read the JSON files that the command wrote: results of lm-eval, or objects such as ``{"task": 0.93}``.
+
+    The score is the mean over the tasks for which higher is better, or over all if there are none.
+    """
+    found: TaskScores = {}
     try:
         for path in sorted(directory.rglob("*.json")):
-            found |= _scores(read_json(path))
+            found |= _parse_scores(read_json(path))
     except MergestreamError as error:
-        raise CommandError(f"--evaluate {command!r} wrote what cannot be read: {error}; nothing was added") from error
+        raise CommandError(f"--evaluate {command!r} wrote an unreadable file: {error}; nothing was added") from error
     if not found:
         raise CommandError(f"--evaluate {command!r} wrote no scores to {{scores}}; nothing was added")
     for task, (value, _) in found.items():
         if not math.isfinite(value):
             raise CommandError(f"--evaluate {command!r} gave {task} the score {value}; nothing was added")
-    higher = [value for value, higher in found.values() if higher]
+    higher = [value for value, is_better in found.values() if is_better]
     score = fmean(higher or [value for value, _ in found.values()])
     return {"command": command, "score": score, "scores": {task: value for task, (value, _) in found.items()}}
 
 
 def describe_evaluation(evaluation: Evaluation) -> str:
     """``0.71 (topic 0.92, code 0.5)``"""
-    scores = evaluation.get("scores", {})
-    tasks = [f"{task} {value:.4g}" for task, value in scores.items()]
-    more = [f"… and {len(tasks) - _TOLD} more"] if len(tasks) > _TOLD else []
-    by_task = f" ({', '.join([*tasks[:_TOLD], *more])})" if tasks else ""
+    tasks = [f"{task} {value:.4g}" for task, value in evaluation.get("scores", {}).items()]
+    more = [f"… and {len(tasks) - _MAX_TASKS} more"] if len(tasks) > _MAX_TASKS else []
+    by_task = f" ({', '.join([*tasks[:_MAX_TASKS], *more])})" if tasks else ""
     return f"{evaluation['score']:.4g}{by_task}"
 
 
-def _scores(content: Mapping[str, Any]) -> Found:
-    results = content.get("results")
-    if isinstance(results, dict):
-        return _of_lm_eval(results, _table(content, "higher_is_better"), _table(content, "group_subtasks"))
-    return {task: (float(value), True) for task, value in content.items() if _is_number(value)}
+def _parse_scores(content: Mapping[str, Any]) -> TaskScores:
+    """The scores of lm-eval if there are ``results``, else all numbers at the top level.
 
-
-def _of_lm_eval(
-    results: Mapping[str, Any], higher_is_better: Mapping[str, Any], groups: Mapping[str, list[str]]
-) -> Found:
-    """Of every task, or of the group that it belongs to where that has a score of its own, the first metric of which
-    more is better, else the first."""
-    found: Found = {}
-    for task, metrics in results.items():
-        better = _table(higher_is_better, task)
+    Each task has its first metric for which higher is better, or its first one. The subtasks of a group that has a
+    score of its own are left out.
+    """
+    if not isinstance(content.get("results"), dict):
+        return {task: (float(value), True) for task, value in content.items() if _is_number(value)}
+    directions = _get_object(content, "higher_is_better")
+    found: TaskScores = {}
+    for task, metrics in content["results"].items():
+        is_better = _get_object(directions, task)
         values = [
-            (float(value), better.get(metric.partition(",")[0]) is not False)
+            (float(value), is_better.get(metric.partition(",")[0]) is not False)
             for metric, value in (metrics.items() if isinstance(metrics, dict) else ())
             if "," in metric and "_stderr," not in metric and _is_number(value)
         ]
         if values:
             found[task] = next((value for value in values if value[1]), values[0])
-    within = {task for group, tasks in groups.items() if group in found for task in tasks}
-    return {task: value for task, value in found.items() if task not in within}
+    groups = _get_object(content, "group_subtasks")
+    subtasks = {task for group, tasks in groups.items() if group in found for task in tasks}
+    return {task: value for task, value in found.items() if task not in subtasks}
 
 
-def _table(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _get_object(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = content.get(name)
     return value if isinstance(value, dict) else {}
 

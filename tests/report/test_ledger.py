@@ -243,14 +243,14 @@ def test_an_expert_that_would_do_too_much_damage_is_not_added(pair: Store, model
 def test_a_ledger_has_no_scale_to_gate_on(pair: Store, mergestream, quantity: str) -> None:
     result = mergestream("add", pair.path, "no-such-expert", "--gate", f"{quantity}>=0")
     assert result.code == 2 and len(result.err.splitlines()) == 1
-    assert f"{quantity} is not of a ledger" in result.err
+    assert f"a ledger has no {quantity} before it is exported" in result.err
 
 
 @pytest.mark.parametrize("quantity", ["damage", "held"])
 def test_only_a_ledger_predicts_damage(store: Store, mergestream, quantity: str) -> None:
     result = mergestream("add", store.path, "no-such-expert", "--gate", f"{quantity}>=0")
     assert result.code == 2 and len(result.err.splitlines()) == 1
-    assert f"{quantity} is of a ledger, and this store is merged by opcm" in result.err
+    assert f"only a ledger has {quantity}, and this store uses opcm" in result.err
 
 
 # --- report ------------------------------------------------------------------------------------------------
