@@ -31,10 +31,10 @@ from mergestream import OPCM, Ledger
 from mergestream.algebra.lowrank import LowRank, dense
 from mergestream.algebra.projection import project, protected_directions
 from mergestream.algebra.svd import thin_svd
-from mergestream.api import Store
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.local import single_threaded
 from mergestream.methods.base import Method
+from mergestream.store.store import Store
 
 PLACE = CACHE / "adapters"
 RANK = 16

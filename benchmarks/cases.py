@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.checkpoints import CACHE, Family
 from benchmarks.measure import ROOT, Cost, run
-from mergestream.api import Store
 from mergestream.methods.base import Method
+from mergestream.store.store import Store
 
 OUT = CACHE / "out"
 Command = tuple[str | Path, ...]

@@ -20,8 +20,8 @@ from benchmarks.cases import OUT, back_to, fresh, store_with
 from benchmarks.checkpoints import MODELS, Family, family
 from benchmarks.suite import STORES
 from mergestream import OPCM, Average, Ledger
-from mergestream.api import Store
 from mergestream.methods.base import Method
+from mergestream.store.store import Store
 from mergestream.store.tensors import CheckedTensors
 
 EXPERTS = 3

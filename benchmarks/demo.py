@@ -82,10 +82,10 @@ def _cells(values: list[str]) -> str:
 
 def merged_model(suite: Suite, results: Results, output: Path) -> tuple[Path, Path]:
     """The ledger once more, kept: a store to go on with, its merged model, and its report with the scores."""
-    from mergestream.api import Store
     from mergestream.report.facts import Facts
     from mergestream.report.render import render_html
     from mergestream.report.scores import Scores, attach
+    from mergestream.store.store import Store
 
     (run,) = results.methods["ledger"]
     path = output / "store"

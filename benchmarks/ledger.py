@@ -24,12 +24,12 @@ from mergestream import Ledger
 from mergestream.algebra import lapack
 from mergestream.algebra.svd import gram
 from mergestream.algebra.truncated import truncated_svd
-from mergestream.api import Store
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.local import keep_freed_memory, single_threaded
 from mergestream.ledger.method import FEWEST, cut_entry
 from mergestream.ledger.span import Entry, Span
 from mergestream.merging.plan import tensor_context
+from mergestream.store.store import Store
 
 Job = TypeVar("Job")
 

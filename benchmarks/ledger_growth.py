@@ -21,10 +21,10 @@ from benchmarks.checkpoints import CACHE, MODELS, family
 from benchmarks.growth import RESULTS
 from benchmarks.measure import disk_bytes, run
 from mergestream import Ledger
-from mergestream.api import Store
 from mergestream.base.model import BaseModel
 from mergestream.ledger.method import FEWEST
 from mergestream.merging.plan import tensor_context
+from mergestream.store.store import Store
 
 MODEL, MANY = "llama-tiny", 40
 STORE = CACHE / "ledger-growth"

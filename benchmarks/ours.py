@@ -17,7 +17,6 @@ from torch import Tensor
 
 from benchmarks.stopwatch import work
 from mergestream import OPCM
-from mergestream.api import Store
 from mergestream.base.architecture import load_architecture
 from mergestream.checkpoints import open_checkpoint
 from mergestream.cli.options import make_engine
@@ -26,6 +25,7 @@ from mergestream.export.one_shot import merge
 from mergestream.merging.merger import Merger
 from mergestream.methods import make_method
 from mergestream.sizes import parse_size
+from mergestream.store.store import Store
 
 
 def state_dict(path: Path) -> dict[str, Tensor]:

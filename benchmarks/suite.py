@@ -31,8 +31,8 @@ from benchmarks.cases import (
 from benchmarks.checkpoints import CACHE, MODELS, family
 from benchmarks.measure import Cost, run
 from mergestream import OPCM, Average, Ledger
-from mergestream.api import Store
 from mergestream.sizes import parse_size
+from mergestream.store.store import Store
 
 STORES = CACHE / "stores"
 MEGABYTE = 10**6

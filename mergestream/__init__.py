@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.3.0"
 
 _HOMES = {
-    "Store": "mergestream.api",
+    "Store": "mergestream.store.store",
     "Expert": "mergestream.store.manifest",
     "Merger": "mergestream.merging.merger",
     "merge": "mergestream.export.one_shot",
@@ -63,7 +63,6 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from mergestream.api import Store as Store
     from mergestream.engine import ENGINES as ENGINES
     from mergestream.engine import LocalEngine as LocalEngine
     from mergestream.engine.ray import RayEngine as RayEngine
@@ -90,3 +89,4 @@ if TYPE_CHECKING:
     from mergestream.methods.weighted import Weighted as Weighted
     from mergestream.storage import cache_objects as cache_objects
     from mergestream.store.manifest import Expert as Expert
+    from mergestream.store.store import Store as Store

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial as bind
 from pathlib import Path
 from typing import NamedTuple
 
-from mergestream.api import draw_pictures
 from mergestream.checkpoints.layout import MARKER
 from mergestream.checkpoints.location import is_commit
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
@@ -26,9 +24,9 @@ from mergestream.export.one_shot import MergeExpert, MergeInputs, merge_in_one_p
 from mergestream.export.recipe import Recipe, read_recipe
 from mergestream.methods import make_method
 from mergestream.progress import Progress
-from mergestream.report.diagnostics import similarity
+from mergestream.report.pictures import picture_drawer
 from mergestream.storage import local_path
-from mergestream.store.directory import StoreDirectory
+from mergestream.store.store import Store
 
 BASE = "--base"
 
@@ -89,7 +87,7 @@ def replay(
     return Replayed(made, made.result == given.result)
 
 
-def _export_again(recipe: Recipe, store: StoreDirectory, target: Target) -> None:
+def _export_again(recipe: Recipe, store: Store, target: Target) -> None:
     """Export a temporary store in the form of the recipe."""
     # Entries of a ledger are cut for the number of experts at the time, some of which may have been removed.
     cuts = {expert.name: expert.cut for expert in recipe.experts}
@@ -98,7 +96,7 @@ def _export_again(recipe: Recipe, store: StoreDirectory, target: Target) -> None
     with store.snapshot() as snapshot:
         draw = None
         if recipe.form.pictures:
-            draw = bind(draw_pictures, target.progress, snapshot.manifest, similarity(snapshot))
+            draw = picture_drawer(target.progress)(snapshot)
         snapshot = without_dates(snapshot)
         if recipe.form.format == "loras":
             write_expert_adapters(snapshot, target, recipe.form.rank)

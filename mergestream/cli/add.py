@@ -13,8 +13,8 @@ from mergestream.cli.printing import answer, say, with_notes
 from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
-    from mergestream.api import Store
     from mergestream.store import Expert
+    from mergestream.store.store import Store
 
 EXAMPLES = """
 mergestream add store path/to/expert

@@ -45,8 +45,8 @@ def _dtypes(**_: Any) -> Iterable[str]:
 
 def _experts(parsed_args: Namespace, **_: Any) -> list[str]:
     """List the experts of the given store if it is on this machine; completion must not wait for a network."""
-    from mergestream.api import Store
     from mergestream.storage import local_path
+    from mergestream.store.store import Store
 
     with suppress(MergestreamError, OSError):
         return Store(local_path(parsed_args.store)).manifest.names

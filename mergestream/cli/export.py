@@ -21,7 +21,7 @@ from mergestream.escaping import shell_command
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
-    from mergestream.api import Store
+    from mergestream.store.store import Store
 
 EXAMPLES = """
 mergestream export store merged

@@ -29,7 +29,7 @@ class Options(MethodOptions, RunningOptions):
 
 
 def run(options: Options) -> None:
-    from mergestream.api import Store
+    from mergestream.store.store import Store
 
     store = Store.create(
         options.store,

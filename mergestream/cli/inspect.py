@@ -11,7 +11,7 @@ from mergestream.sizes import format_size
 
 if TYPE_CHECKING:
     from mergestream.merging.interference import Interference
-    from mergestream.store.inspection import Inspection
+    from mergestream.store.inspect import Inspection
 
 EXAMPLES = """
 mergestream inspect store path/to/expert

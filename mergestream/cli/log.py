@@ -10,8 +10,8 @@ from mergestream.cli.options import StoreOptions
 from mergestream.cli.printing import answer, print_table, say
 
 if TYPE_CHECKING:
-    from mergestream.api import Store
     from mergestream.store import Expert
+    from mergestream.store.store import Store
 
 EXAMPLES = """
 mergestream log store

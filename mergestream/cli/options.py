@@ -17,11 +17,11 @@ from mergestream.escaping import shell_command
 from mergestream.sizes import counted, parse_size
 
 if TYPE_CHECKING:
-    from mergestream.api import Store
     from mergestream.engine import Engine
     from mergestream.experts.vocabulary import Vocab
     from mergestream.methods.base import Method
     from mergestream.progress import Progress
+    from mergestream.store.store import Store
 
 MODEL = "directory, file, s3://… or hub id org/name[@revision]"
 """What a user may give as a base or an expert"""
@@ -161,7 +161,7 @@ class StoreOptions:
 
     def open_store(self) -> Store:
         """Open the store."""
-        from mergestream.api import Store
+        from mergestream.store.store import Store
 
         return Store(self.store, progress=make_progress())
 
@@ -173,7 +173,7 @@ class WorkingStoreOptions(StoreOptions, RunningOptions):
     base: str | None = argument("--base", metavar="MODEL", help="new location of the base (its digest is checked)")
 
     def open_store(self) -> Store:
-        from mergestream.api import Store
+        from mergestream.store.store import Store
 
         store = Store(self.store, engine=self.make_engine(), progress=self.make_progress())
         if self.base:

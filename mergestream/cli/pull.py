@@ -21,9 +21,10 @@ class Options(RunningOptions):
 
 
 def run(options: Options) -> None:
-    from mergestream.api import Store
+    from mergestream.store.store import Store
     from mergestream.checkpoints.location import hub_name, locate_here
     from mergestream.storage import parse_url
+    from mergestream.store.store import Store
 
     progress = options.make_progress()
     store = Store.pull(

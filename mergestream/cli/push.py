@@ -21,10 +21,11 @@ class Options:
 
 
 def run(options: Options) -> None:
-    from mergestream.api import Store
+    from mergestream.store.store import Store
     from mergestream.hub.models import push_model
     from mergestream.storage import open_storage
     from mergestream.store.manifest import is_store
+    from mergestream.store.store import Store
 
     if is_store(open_storage(options.place)):
         store = Store(options.place, progress=make_progress())

@@ -12,9 +12,9 @@ from mergestream.cli.printing import answer, counts_text, print_table, say
 from mergestream.sizes import counted, format_size
 
 if TYPE_CHECKING:
-    from mergestream.api import Store
     from mergestream.store import Expert
     from mergestream.store.manifest import Manifest
+    from mergestream.store.store import Store
 
 EXAMPLES = """
 mergestream status store
@@ -33,7 +33,7 @@ def run(options: Options) -> None:
     status = status_json(store)
     answer(status)
     manifest = store.manifest
-    say(f"{store.place}: {manifest.told}")
+    say(f"{store.place}: {manifest.summary}")
     say(f"base: {manifest.base.source}")
     say(f"tensors: {counts_text(status['counts'])}")
     if manifest.history:

@@ -19,7 +19,6 @@ from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, U
 from mergestream.escaping import MAX_SENTENCE, one_line
 
 if TYPE_CHECKING:
-    from mergestream.api import Store
     from mergestream.storage import Storage, Url
     from mergestream.store.watched import FoundExpert, SkippedExpert, WatchSource
 

@@ -23,10 +23,10 @@ from mergestream.files import write_json, write_text
 from mergestream.progress import NoProgress
 
 if TYPE_CHECKING:
-    from mergestream.api import Store
     from mergestream.engine import Engine
     from mergestream.evaluation.suites.base import Suite
     from mergestream.ledger.selection import Selection
+    from mergestream.store.store import Store
 
 Entries = Literal["all", "ends", "last"]
 
@@ -122,9 +122,9 @@ def _steps(stream: Stream, work: Path, make: Callable[[int, str], dict[str, Any]
 
 
 def _merged(suite: Suite, stream: Stream, directory: Path, engine: Engine) -> list[dict[str, Any]]:
-    from mergestream.api import Store
     from mergestream.report.facts import Facts, finite
     from mergestream.report.render import render_markdown
+    from mergestream.store.store import Store
 
     method = stream.row.method()
     path = directory / "work" / "store"

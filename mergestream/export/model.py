@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from mergestream.export.source import Source, StateSource
 from mergestream.export.vocabulary import ExtendedVocabularySource, select_tokens
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
+from mergestream.store.store import Store
+from mergestream.store.transaction import open_snapshot
 
 DrawPictures = Callable[[Path], Mapping[str, str]]
 """Draws the pictures of a card into a directory; returns their file names and captions."""
@@ -32,6 +34,20 @@ class Target(NamedTuple):
     output: Output
     engine: Engine
     progress: Progress
+
+
+@contextmanager
+def exporting(
+    store: Store, output: Output, drawer: Callable[[Snapshot], DrawPictures] | None = None
+) -> Iterator[tuple[Snapshot, Target, DrawPictures | None]]:
+    """A snapshot of the store, a draft that replaces the output at the end of the block, and what draws its pictures.
+
+    ``drawer`` reads what the pictures need together with the snapshot, because a writer may remove it later.
+    """
+    output.keep_off(*store.sources)
+    snapshot, draw = open_snapshot(store, None, drawer or (lambda snapshot: None))
+    with snapshot, output.draft() as draft:
+        yield snapshot, Target(draft, output, store.engine, store.progress), draw
 
 
 def write_model(

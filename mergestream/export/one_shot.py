@@ -31,8 +31,10 @@ from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods import as_method
 from mergestream.methods.base import Method
 from mergestream.progress import Progress, default_progress
-from mergestream.store.directory import StoreDirectory, expert_name
+from mergestream.store.add import add_expert
+from mergestream.store.candidate import expert_name
 from mergestream.store.manifest import Expert, Manifest, Options
+from mergestream.store.store import Store
 
 
 class MergeExpert(NamedTuple):
@@ -102,9 +104,9 @@ def merge(
             write_model(without_dates(snapshot), target)
 
 
-def temporary_store(inputs: MergeInputs, target: Target) -> StoreDirectory:
+def temporary_store(inputs: MergeInputs, target: Target) -> Store:
     """A store beside the draft, with all experts added."""
-    store = StoreDirectory.create(
+    store = Store.create(
         target.draft.with_name("store"),
         inputs.base,
         inputs.method,
@@ -118,7 +120,7 @@ def temporary_store(inputs: MergeInputs, target: Target) -> StoreDirectory:
         progress=target.progress,
     )
     for source, options, name in inputs.experts:
-        store.absorb(source, name, **options)
+        add_expert(store, source, name, **options)
     return store
 
 

@@ -17,10 +17,10 @@ from mergestream.export.card import history_section, removed_experts
 from mergestream.files import sync_directory, sync_file
 from mergestream.hub.repository import connect, explained, push_files, repository_name
 from mergestream.storage import Storage, local_path, open_storage
-from mergestream.store.directory import StoreDirectory
 from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import record_folder
 from mergestream.store.step_storage import PLAN, is_journal
+from mergestream.store.store import Store
 
 _PART = re.compile(r"manifest\.json|scores\.json|(steps|experts)/[0-9]{4,}(-[0-9a-f]+)?/[A-Za-z0-9][\w.-]*")
 _BESIDE = re.compile(r"README\.md|\.git\w*")
@@ -32,7 +32,7 @@ def holds_store(files: Collection[str]) -> bool:
     return MANIFEST in files
 
 
-def push_store(store: StoreDirectory, address: str, *, private: bool = False) -> str:
+def push_store(store: Store, address: str, *, private: bool = False) -> str:
     """Upload the store as it is now, even if a writer changes it meanwhile; returns the URL of the repository."""
     name = repository_name(address)
 
@@ -55,7 +55,7 @@ def push_store(store: StoreDirectory, address: str, *, private: bool = False) ->
 
 
 @contextmanager
-def _copied(store: StoreDirectory) -> Iterator[tuple[Path, Manifest]]:
+def _copied(store: Store) -> Iterator[tuple[Path, Manifest]]:
     """A local copy of the files that belong to one manifest, made of hard links if possible."""
     local = store.place.path()
     parent = local.resolve().parent if local else None
@@ -73,7 +73,7 @@ def _copied(store: StoreDirectory) -> Iterator[tuple[Path, Manifest]]:
         yield copy, store.retried(copy_files)
 
 
-def _parts(store: StoreDirectory) -> Iterator[str]:
+def _parts(store: Store) -> Iterator[str]:
     """The names of all files that the manifest needs."""
     yield MANIFEST
     if store.place.stat("scores.json"):

@@ -194,6 +194,19 @@ class Method(ABC):
         """The slots that a stored tensor must have; ``found`` are the shapes of those that it has."""
         return self.layout(context)
 
+    def cut(self, t: int) -> int:
+        """For how many experts an entry is cut after t of them; 0 where there is one state for all."""
+        return 0
+
+    def shortened(self, entry: Mapping[str, Tensor], context: Context) -> Mapping[str, Tensor]:
+        """An entry of one tensor as it is read with ``context.t`` experts."""
+        return entry
+
+    def check_max_rank(self, max_rank: int) -> None:
+        """Refuse a bound on the rank of the state that makes no sense for this method."""
+        if max_rank < 1:
+            raise UsageError(f"max_rank={max_rank} must be at least 1")
+
     @property
     def parameters(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from mergestream.storage import Storage
-    from mergestream.store import StoreDirectory
+    from mergestream.store import Store
     from mergestream.store.manifest import Manifest
     from mergestream.store.snapshot import Snapshot
 
@@ -136,14 +136,14 @@ class Survival:
         return Survival(self.experts, tuple(members), tuple(norm), tuple(kept), tuple(protected))
 
 
-def similarity(store: StoreDirectory | Snapshot) -> Similarity:
+def similarity(store: Store | Snapshot) -> Similarity:
     """Cosines of the task vectors of a store, or of one of its snapshots."""
     sketches = [read_sketch(store.place, entry) for entry in store.manifest.history]
     width = min(map(len, sketches), default=WIDTH)
     return Similarity(tuple(store.manifest.names), tuple(map(tuple, cosines(sketches))), cosine_error(width))
 
 
-def survival(store: StoreDirectory) -> Survival:
+def survival(store: Store) -> Survival:
     """The share of each expert that entered the state of a store; in a ledger, the share that it holds now."""
     if store.manifest.is_ledger and store.history:
         with store.snapshot() as snapshot:

@@ -15,7 +15,7 @@ from mergestream.base.names import layer_of
 from mergestream.experts import make_task_vector, open_expert
 
 if TYPE_CHECKING:
-    from mergestream.store import StoreDirectory
+    from mergestream.store import Store
 
 Sums = tuple[float, ...]
 """‖A − θ⁰‖², ‖B − θ⁰‖², ‖A − B‖² and ⟨A − θ⁰, B − θ⁰⟩"""
@@ -69,7 +69,7 @@ class Model:
     """Peak memory of each tensor in bytes, if it is not streamed"""
 
 
-def compare(store: StoreDirectory, a: str, b: str) -> Comparison:
+def compare(store: Store, a: str, b: str) -> Comparison:
     """Compare two models, each the number of a step (0 for the base) or a checkpoint."""
     base = store.manifest.base
     tensors = {name: base.tensors[name].numel for name in base.merged}
@@ -96,7 +96,7 @@ def compare(store: StoreDirectory, a: str, b: str) -> Comparison:
     )
 
 
-def _open_model(stack: ExitStack, store: StoreDirectory, model: str) -> Model:
+def _open_model(stack: ExitStack, store: Store, model: str) -> Model:
     if model == "0":
         return Model("the base", lambda name: None)
     if not model.isdecimal():

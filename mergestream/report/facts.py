@@ -14,10 +14,10 @@ from mergestream.report.diagnostics import Similarity, Survival, fields_of, simi
 from mergestream.report.ledger import LedgerFacts
 from mergestream.report.scores import Scores, attached
 from mergestream.report.wording import format_number, short_name, shorten_findings
-from mergestream.store.arrival import LARGE
+from mergestream.store.candidate import LARGE
 
 if TYPE_CHECKING:
-    from mergestream.store import Expert, StoreDirectory
+    from mergestream.store import Expert, Store
     from mergestream.store.manifest import Manifest
 
 T = TypeVar("T")
@@ -69,12 +69,12 @@ class Facts:
     """What only a ledger with experts has; it decides which sections there are"""
 
     @classmethod
-    def of(cls, store: StoreDirectory) -> Facts:
+    def of(cls, store: Store) -> Facts:
         """Read a store; a writer that commits meanwhile makes it start again."""
         return store.retried(lambda: cls._read(store))
 
     @classmethod
-    def _read(cls, store: StoreDirectory) -> Facts:
+    def _read(cls, store: Store) -> Facts:
         ledger = None
         if store.manifest.is_ledger and store.history:
             with store.snapshot() as snapshot:

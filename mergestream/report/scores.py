@@ -20,7 +20,7 @@ from mergestream.storage import read_json
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from mergestream.store import Expert, StoreDirectory
+    from mergestream.store import Expert, Store
 
 NAME = "scores.json"
 Row = Sequence[float | None]
@@ -128,7 +128,7 @@ class Scores:
         return backward_transfer(self.matrix) if len(self.matrix) > 1 else None
 
 
-def attach(store: StoreDirectory, scores: Scores) -> None:
+def attach(store: Store, scores: Scores) -> None:
     """Keep scores in the store; they replace earlier ones."""
     if not scores.matrix or len(scores.matrix) > store.manifest.step:
         raise MergestreamError(
@@ -150,7 +150,7 @@ def attach(store: StoreDirectory, scores: Scores) -> None:
         store.progress.note(f"{storage}/{NAME} is written, but may not survive a power cut: {error.strerror}")
 
 
-def attached(store: StoreDirectory) -> Scores | None:
+def attached(store: Store) -> Scores | None:
     """The scores of the store's present history, or None."""
     path = f"{store.place}/{NAME}"
     if store.place.read(NAME) is None:

@@ -1,6 +1,6 @@
-"""The durable directory: manifest, lock, steps, and what is remembered of each expert."""
+"""The durable store: manifest, transactions, steps, records."""
 
-from mergestream.store.directory import StoreDirectory
 from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.store import Store
 
-__all__ = ["Expert", "Manifest", "StoreDirectory"]
+__all__ = ["Expert", "Manifest", "Store"]

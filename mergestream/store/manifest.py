@@ -154,10 +154,10 @@ class Manifest:
     """The file that this was loaded from or saved to, for compare-and-swap; None for a new store"""
 
     def __repr__(self) -> str:
-        return f"<Manifest: {self.told}, base {self.base.source!r}>"
+        return f"<Manifest: {self.summary}, base {self.base.source!r}>"
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """``3 experts merged by opcm(alpha=0.5)``"""
         return f"{counted(self.step, 'expert')} merged by {self.method_text}"
 
@@ -217,9 +217,15 @@ class Manifest:
         return max((entry.number for entry in self.history), default=0) + 1
 
     @property
-    def readable(self) -> tuple[Expert, ...]:
-        """Whose files in ``steps`` make up what the store remembers: all in a ledger, else the last."""
-        return self.history if self.make_method().remembers_experts else self.history[-1:]
+    def needed(self) -> tuple[Expert, ...]:
+        """The experts whose steps are needed: the entries of all in a ledger, else the state after the last."""
+        return self.history if self.is_ledger else self.history[-1:]
+
+    @property
+    def kept_folders(self) -> set[str]:
+        """The folders in ``steps`` that stay: the needed ones, and earlier states for `undo`."""
+        recent = self.history[-self.keep - 1 :]
+        return {entry.folder for entry in (*recent, *self.needed) if entry.state}
 
     def expert(self, name: str) -> Expert:
         """The expert of that name."""
@@ -243,8 +249,7 @@ class Manifest:
             before = history[-1].mean_norm if history else 0.0
             mean_norm = ((t - 1) * before + entry.norm) / t
             scale = scale_value(method.scale_rule, t, mean_norm, lambda: 0.0)
-            # An entry of a ledger stays what it is; a state after the one removed still has it in it.
-            state = entry.state if method.remembers_experts else ""
+            state = entry.state if entry.cut else ""  # an entry stays valid; a state still contains the removed expert
             history.append(
                 dataclasses.replace(
                     entry, mean_norm=mean_norm, scale=scale, direction_norm=None, distance=None, state=state

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from mergestream.store.arrival import Arrival
+    from mergestream.store.candidate import Candidate
     from mergestream.store.manifest import Expert
 
 _NAME = "tensors.json"
@@ -39,15 +39,15 @@ def record_folder(folder: str) -> str:
     return f"experts/{folder}"
 
 
-def write_record(storage: Storage, folder: str, arrival: Arrival, sketch: Tensor) -> str:
+def write_record(storage: Storage, folder: str, candidate: Candidate, sketch: Tensor) -> str:
     """Write the facts per tensor, the sketch and the expert's heads; returns the record's digest."""
     with storage.drafting(record_folder(folder)) as directory:
-        _write_files(directory, arrival, sketch)
+        _write_files(directory, candidate, sketch)
         return text_digest((directory / _NAME).read_text(encoding="utf-8"))
 
 
-def _write_files(directory: Path, arrival: Arrival, sketch: Tensor) -> None:
-    vector, expert, config = arrival.vector, arrival.vector.expert, None
+def _write_files(directory: Path, candidate: Candidate, sketch: Tensor) -> None:
+    vector, expert, config = candidate.vector, candidate.vector.expert, None
     if vector.heads:
         source = expert.directory / "config.json" if expert.directory else None
         config = read_json(source, finite=True) if source and source.is_file() else None
@@ -64,7 +64,7 @@ def _write_files(directory: Path, arrival: Arrival, sketch: Tensor) -> None:
         "tokens": [asdict(token) for token in vector.tokens],
         "tensors": {
             name: {"norm": math.sqrt(outcome.norm2), "kept": outcome.kept, "protected": outcome.protected}
-            for name, outcome in ((name, arrival.outcomes[name]) for name in vector.names)
+            for name, outcome in ((name, candidate.outcomes[name]) for name in vector.names)
         },
     }
     write_json(directory / _NAME, record)

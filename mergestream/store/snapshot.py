@@ -39,11 +39,11 @@ class Snapshot:
     """By the number of the expert: the state after the last, or the entry of every one"""
 
     def __repr__(self) -> str:
-        return f"<Snapshot of {str(self.place)!r} at step {self.manifest.step}: {self.manifest.told}>"
+        return f"<Snapshot of {str(self.place)!r} at step {self.manifest.step}: {self.manifest.summary}>"
 
     @classmethod
     def open(cls, place: Storage, manifest: Manifest) -> Snapshot:
-        entries = manifest.readable
+        entries = manifest.needed
         allow_open_files(len(entries))
         with ExitStack() as opened:
             readers: dict[int, StepReader] = {}

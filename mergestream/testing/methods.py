@@ -12,7 +12,6 @@ from unittest.mock import patch
 from torch import Tensor
 
 from mergestream.algebra.lowrank import dense
-from mergestream.api import Store
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.one_shot import merge
@@ -21,6 +20,7 @@ from mergestream.merging.step import Step
 from mergestream.methods import METHODS, make_method
 from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import NAMED
+from mergestream.store.store import Store
 from mergestream.testing.models import (
     LINEAR,
     SHAPES,

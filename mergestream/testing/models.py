@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mergestream.algebra import pieces
-from mergestream.api import Store
 from mergestream.engine import LocalEngine
 from mergestream.ledger.method import Ledger
 from mergestream.merging.merger import Merger
 from mergestream.methods.base import Method
+from mergestream.store.store import Store
 
 StateDict = dict[str, Tensor]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mergestream.api import Store
 from mergestream.engine import LocalEngine
 from mergestream.ledger.method import Ledger
 from mergestream.ledger.readouts import READOUTS
 from mergestream.ledger.readouts.base import EntriesReadout
+from mergestream.store.store import Store
 from mergestream.testing.models import (
     Check,
     assert_close,

@@ -7,8 +7,8 @@ import torch
 from benchmarks import cases, checkpoints, ledger, ledger_growth
 from benchmarks.measure import disk_bytes
 from mergestream import Ledger
-from mergestream.api import Store
 from mergestream.checkpoints import open_checkpoint
+from mergestream.store.store import Store
 
 
 @pytest.fixture

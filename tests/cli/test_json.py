@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mergestream.store.directory import StoreDirectory
 from tests.conftest import RunCommand, Toys, save_model, toy_base, toy_expert
 
 
@@ -78,11 +77,11 @@ def test_notes_that_come_after_the_step_are_told_even_in_quiet(store, toys, told
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "worn out", "a disk")
 
-    monkeypatch.setattr(StoreDirectory, "_tidy", fail)
+    monkeypatch.setattr("mergestream.store.transaction.clean_up", fail)
     code, (added,) = told("add", store, toys.experts[2], "--quiet")
-    assert code == 0 and "could not be tidied up: worn out" in added["notes"][0]
+    assert code == 0 and "could not be deleted: worn out" in added["notes"][0]
     code, undone = told("undo", store)
-    assert code == 0 and "could not be tidied up" in undone["notes"][0]
+    assert code == 0 and "could not be deleted" in undone["notes"][0]
 
 
 def test_a_refused_gate_gives_its_reasons(store: Path, toys: Toys, told, mergestream: RunCommand) -> None:

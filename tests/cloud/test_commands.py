@@ -58,7 +58,7 @@ def test_an_expert_that_was_overwritten_is_not_the_one_that_was_added(bucket, tm
     upload(bucket, save_model(tmp_path / "expert", toy_expert(8)), "moving")
     result = mergestream("remove", store, "moving", "--expert", url)
     assert result.code == 1
-    assert "is not the model that was absorbed" in result.err
+    assert "is not the expert that was added" in result.err
 
 
 def test_a_base_that_was_overwritten_is_found_out(bucket, tmp_path, done, mergestream):

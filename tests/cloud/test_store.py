@@ -19,6 +19,7 @@ from mergestream.checkpoints.checkpoint import item_size
 from mergestream.cli.watch import Watcher
 from mergestream.errors import StoreBusyError
 from mergestream.store.steps import StepWriter
+from mergestream.store.transaction import commit
 from mergestream.store.watched import open_watch_source, recall
 from tests.cloud.server import BUCKET, SECRET, upload
 from tests.cloud.test_export import objects, weights
@@ -320,7 +321,7 @@ def test_a_manifest_of_the_same_content_is_another_one(toys, key):
         other = Store(address(key), engine=ENGINE)
         other.add(toys.experts[1])
         other.undo()
-        store._commit(store.manifest)
+        commit(store, store.manifest)
 
 
 def test_two_stores_are_not_made_in_one_place(toys, bucket, key, monkeypatch):

@@ -146,7 +146,7 @@ def test_the_name_on_the_hub_is_the_same_whatever_the_commit(store, tmp_path):
     base = dataclasses.replace(store.manifest.base, source="Org/Model@0123abc")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            type(store), "open_base", lambda self: mergestream.store.directory.open_checkpoint(tmp_path / "base")
+            type(store), "open_base", lambda self: mergestream.store.maintain.open_checkpoint(tmp_path / "base")
         )
         dataclasses.replace(store.manifest, base=base).save(store.place)
         with warnings.catch_warnings():

@@ -155,7 +155,7 @@ def test_ties_where_only_a_sample_is_sorted(over, large, tmp_path):
 
 def test_a_merge_gives_the_same_card_whenever_it_is_made(tmp_path, toys, monkeypatch):
     for name, time in (("one", "2026-01-01"), ("two", "2027-01-01")):
-        monkeypatch.setattr("mergestream.store.arrival.datetime", SimpleNamespace(now=lambda _, t=time: Clock(t)))
+        monkeypatch.setattr("mergestream.store.candidate.datetime", SimpleNamespace(now=lambda _, t=time: Clock(t)))
         mergestream.merge(toys.base, toys.experts[:2], tmp_path / name, OPCM())
     assert files(tmp_path / "one") == files(tmp_path / "two")
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from mergestream import OPCM, Average, Ledger, Store, TaskArithmetic
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.store import shortening
+from mergestream.store import shorten
 from mergestream.testing import (
     assert_close,
     assert_same,
@@ -128,7 +128,7 @@ def test_a_removal_that_cannot_be_committed_changes_nothing(tmp_path, paths):
 def test_a_removal_that_was_killed_before_it_tidied_is_complete(tmp_path, paths):
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
     with (
-        patch("mergestream.store.commits.Commits._settle", side_effect=KeyboardInterrupt),
+        patch("mergestream.store.remove.clean_up_after_commit", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt, match="is done"),
     ):
         store.remove("expert2")
@@ -157,7 +157,7 @@ def test_entries_are_shortened_when_they_hold_twice_what_is_read(tmp_path, paths
 
 def test_shortening_that_fails_leaves_longer_entries_and_the_next_step_does_it(tmp_path, paths):
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:16])
-    with patch.object(shortening, "_write", side_effect=MergestreamError("full")):
+    with patch.object(shorten, "_write", side_effect=MergestreamError("full")):
         store.add(paths[16])
     assert not (store.path / "steps" / "0017").exists()
     again = Store(store.path)

@@ -17,7 +17,7 @@ from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.engine import LocalEngine
 from mergestream.merging.plan import peak_memory
 from mergestream.methods.base import Context
-from mergestream.store.inspection import Estimate, write_seconds
+from mergestream.store.inspect import Estimate, write_seconds
 from tests.conftest import Toys, save_model, toy_base, toy_expert
 from tests.handmade import handmade_adapter
 

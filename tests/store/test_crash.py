@@ -28,7 +28,7 @@ CHANGES = ("replace", "rename", "link", "unlink", "rmdir", "mkdir", "pwrite", "f
 
 children = multiprocessing.get_context("forkserver")
 children.set_forkserver_preload(
-    ["pytest", "torch", "mergestream.api", "mergestream.merging.step", "mergestream.export.model"]
+    ["pytest", "torch", "mergestream.store.store", "mergestream.merging.step", "mergestream.export.model"]
 )
 
 

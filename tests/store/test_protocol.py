@@ -25,7 +25,8 @@ from mergestream.report import diagnostics
 from mergestream.report.facts import Facts
 from mergestream.storage import Storage, open_storage
 from mergestream.storage.local import LocalStorage
-from mergestream.store import shortening
+from mergestream.store import shorten
+from mergestream.store.add import add_expert
 from mergestream.store.manifest import Manifest
 from tests.conftest import RunCommand, Toys, files, save_model, toy_expert
 from tests.store.test_crash import children
@@ -201,7 +202,7 @@ def test_what_fails_after_the_commit_is_only_told(
     with broken as patch, at_the_commit(monkeypatch, lambda: patch.setattr(os, call, fail)):
         result = mergestream(*commands(store.path, toys)[command])
     assert result.code == 0, result.err
-    assert result.err.count("note:") == 1 and "could not be tidied up: Input/output error" in result.err
+    assert result.err.count("note:") == 1 and "could not be deleted: Input/output error" in result.err
     again = Store(store.path)
     again.verify()
     assert again.manifest.step == Store(reference).manifest.step
@@ -221,7 +222,7 @@ def test_nothing_is_removed_while_the_manifest_may_still_be_lost(store, toys, mo
     monkeypatch.setattr(LocalStorage, "sync", fail)
     store.add(toys.experts[2])
     assert store.manifest.step == 3 and names(store, "steps") == ["0001", "0002", "0003"]
-    assert len(notes.told) == 1 and f"{store.path} could not be tidied up" in notes.told[0]
+    assert len(notes.told) == 1 and f"{store.path} could not be deleted" in notes.told[0]
 
 
 @pytest.mark.parametrize(("number", "code", "what"), [(2, 130, "interrupted"), (15, 143, "terminated")])
@@ -307,7 +308,7 @@ def test_on_a_full_disk_a_step_that_was_cut_short_makes_room(operation, tmp_path
     store.add(toys.experts[1])
     unborn = store.path / "steps" / "0003"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("mergestream.store.arrival.write_record", interrupt)
+        patch.setattr("mergestream.store.candidate.write_record", interrupt)
         store.add(toys.experts[2])
     assert unborn.is_dir()
     with no_room_for_the_manifest(monkeypatch, unborn.exists):
@@ -332,7 +333,7 @@ def test_an_add_clears_what_others_have_left(store, toys):
         seen.extend(names(store, "steps"))
         return candidate.expert
 
-    store.absorb(toys.experts[2], review=review)
+    add_expert(store, toys.experts[2], review=review)
     assert seen == ["0001", "0002", "0003"]
     assert names(store, "experts") == ["0001", "0002", "0003"] and not (store.path / "candidate").exists()
 
@@ -362,16 +363,16 @@ def count_commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def fail_at(number: int, error: BaseException) -> Callable[..., Any]:
-    original, left = shortening.shorten, number
+    original, left = shorten._shorten, number
 
-    def shorten(*arguments: Any) -> Any:
+    def failing(*arguments: Any) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
             raise error
         return original(*arguments)
 
-    return shorten
+    return failing
 
 
 def cuts(store: Store) -> list[int]:
@@ -392,7 +393,7 @@ def test_shortening_that_fails_halfway_keeps_what_it_has(fifteen, tmp_path, monk
     store = Store(shutil.copytree(fifteen[0], tmp_path / "store"), progress=(notes := Notes()))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with monkeypatch.context() as patch:
-        patch.setattr(shortening, "shorten", fail_at(3, full))
+        patch.setattr(shorten, "_shorten", fail_at(3, full))
         store.add(fifteen[1])
     assert cuts(store)[:8] == [16, 16, *[8] * 6] and "No space left" in notes.told[0]
     assert len(names(store, "steps")) == len(names(store, "experts")) == 16
@@ -529,7 +530,7 @@ def test_more_can_be_kept_later(store, toys, mergestream):
 def test_fewer_are_kept_at_once(store):
     store.keep(0)
     assert names(store, "steps") == ["0002"] and Store(store.path).manifest.keep == 0
-    with pytest.raises(MergestreamError, match="keeps, 0 earlier steps, is used up"):
+    with pytest.raises(MergestreamError, match="keeps are used up"):
         store.undo()
     with pytest.raises(
         MergestreamError, match=r"no longer keeps step 1; to go back further in future: mergestream keep"

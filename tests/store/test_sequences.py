@@ -25,7 +25,9 @@ from hypothesis.stateful import (
 from mergestream import LAWA, OPCM, TIES, Ledger, LocalEngine, MergestreamError, Method, Store
 from mergestream.merging.step import Step
 from mergestream.storage.local import LocalStorage
-from mergestream.store import Expert, Manifest, arrival
+from mergestream.store import Expert, Manifest
+from mergestream.store import candidate as candidates
+from mergestream.store.add import add_expert
 from mergestream.store.steps import StepWriter
 from tests.conftest import Toys, files, save_model, toy_expert
 from tests.handmade import handmade_adapter
@@ -44,7 +46,7 @@ BEFORE_IT_COUNTS: list[Place] = [
     (Step, "absorb"),
     (StepWriter, "record"),
     (StepWriter, "finish"),
-    (arrival, "write_record"),
+    (candidates, "write_record"),
     COMMITTING,
 ]
 
@@ -85,7 +87,7 @@ def is_killed(operation: Callable[[], object], place: Place, after: int = 0) -> 
     return False
 
 
-def refuse(candidate: arrival.Candidate) -> Expert:
+def refuse(candidate: candidates.Candidate) -> Expert:
     raise MergestreamError("not good enough")
 
 
@@ -181,7 +183,7 @@ class Sequences(RuleBasedStateMachine):
     @rule(expert=st.integers(0, 3))
     def add_refused_by_a_review(self, expert: int) -> None:
         with pytest.raises(MergestreamError, match="not good enough"):
-            self.open_to_write().absorb(self.toys.experts[expert], allow_duplicate=True, review=refuse)
+            add_expert(self.open_to_write(), self.toys.experts[expert], allow_duplicate=True, review=refuse)
 
     @precondition(lambda self: self.history)
     @rule()

@@ -13,12 +13,12 @@ import torch
 
 from benchmarks.suites.trained import TrainedSuite
 from benchmarks.suites.training import Recipe, save_model
-from mergestream.api import Store
 from mergestream.checkpoints import open_checkpoint
 from mergestream.evaluation.bench import Plan, cosines, run_bench
 from mergestream.evaluation.rows import parse_rows
 from mergestream.evaluation.streams import model_digest, score_individual
 from mergestream.methods.average import Average
+from mergestream.store.store import Store
 from tests.benchmarks.suites.test_trained import tiny_trained_suite
 
 

@@ -1,4 +1,4 @@
-"""What adding a model would do, as facts that a person or a pipeline can decide on."""
+"""`inspect`: what adding an expert would do, without adding it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,65 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of
+from mergestream.engine import LocalEngine
+from mergestream.experts import ExpertSource
+from mergestream.ledger.selection import Selection
+from mergestream.merging.memory import KeptExpert, read_out
+from mergestream.merging.merger import MemoryState
+from mergestream.merging.step import Discard
 from mergestream.methods.scale import inverse
-from mergestream.store.records import cosines_to
+from mergestream.store.candidate import Candidate, open_candidate
+from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:
     from mergestream.merging.interference import Interference
-    from mergestream.store.arrival import Arrival
-
+    from mergestream.merging.plan import StepFiles
+    from mergestream.store.store import Store
 
 _PROBE = 16 << 20
 """Bytes that are written at most to measure how fast that is"""
+
+
+def inspect_expert(store: Store, expert: ExpertSource, options: Mapping[str, Any]) -> Inspection:
+    """Absorb an expert without adding it; ``options`` are those of `open_candidate`.
+
+    A ledger also compares the new entry with the others. The entry is kept in memory, or in a temporary step that
+    all workers see.
+    """
+    with open_candidate(store, expert, measure_distance=True, **options) as candidate, ExitStack() as stack:
+        started = time.monotonic()
+        entry: StepFiles | None = None
+        if not store.method.remembers_experts:
+            candidate.absorb(Discard(), "inspecting")
+        elif isinstance(store.engine, LocalEngine):
+            entry = memory = MemoryState(candidate.step)
+            candidate.absorb(memory, "inspecting")
+        else:
+            storage = stack.enter_context(store.place.scratch())
+            writer = candidate.open_writer(storage)
+            candidate.absorb(writer, "inspecting")
+            state = writer.finish(candidate.outcomes)
+            entry = stack.enter_context(closing(StepReader(storage, candidate.as_expert(state, "", 0.0))))
+        seconds = time.monotonic() - started
+        candidate.note_oddities()
+        return Inspection.of(candidate, seconds, _interference(candidate, entry) if entry is not None else None)
+
+
+def _interference(candidate: Candidate, entry: StepFiles) -> Interference | None:
+    """How the experts of a ledger would interfere with the candidate, which is the last of them."""
+    store, totals = candidate.store, candidate.totals
+    norms = totals.norm, totals.mean_norm, totals.direction_norm
+    new = KeptExpert(candidate.name, *norms, candidate.cut, bool(candidate.rank), entry)
+    with ExitStack() as opened:
+        known = opened.enter_context(store.snapshot()).kept if store.history else []
+        reading = read_out(candidate.vector.model, store.method, [*known, new], Selection(), store.engine)
+        return reading.interference(store.engine, store.progress)
 
 
 @dataclass(frozen=True)
@@ -72,11 +116,11 @@ class TensorInspection:
     protected: int | None
 
     @classmethod
-    def of(cls, arrival: Arrival, name: str) -> TensorInspection:
-        tensor, outcome = arrival.vector.model.tensors[name], arrival.outcomes[name]
+    def of(cls, candidate: Candidate, name: str) -> TensorInspection:
+        tensor, outcome = candidate.vector.model.tensors[name], candidate.outcomes[name]
         norm = math.sqrt(outcome.norm2)
         relative = norm / tensor.norm if tensor.norm else 0.0
-        return cls(tensor.role, arrival.vector.actions[name], norm, relative, outcome.kept, outcome.protected)
+        return cls(tensor.role, candidate.vector.actions[name], norm, relative, outcome.kept, outcome.protected)
 
 
 @dataclass(frozen=True)
@@ -117,30 +161,30 @@ class Inspection:
         return f"<Inspection of {self.source!r}: step {self.step}, ‖Δ‖ {self.norm:.4g}, {kept} {self.kept:.1%}>"
 
     @classmethod
-    def of(cls, arrival: Arrival, seconds: float, interference: Interference | None = None) -> Inspection:
-        """The facts of an arrival that was absorbed without being written, in so many seconds."""
-        store, totals, before = arrival.store, arrival.totals, arrival.mean_norm_before
-        peaks = sorted((plan.memory for plan in arrival.step.plans.values()), reverse=True)
-        disk = sum(spec.nbytes for spec in (*arrival.layout.values(), *arrival.blocks.values()))
-        predicted = Estimate.of(seconds, disk, store.place if isinstance(store.place, Path) else None)
+    def of(cls, candidate: Candidate, seconds: float, interference: Interference | None = None) -> Inspection:
+        """The facts of a candidate that was absorbed without being written, in so many seconds."""
+        store, totals, before = candidate.store, candidate.totals, candidate.mean_norm_before
+        peaks = sorted((plan.memory for plan in candidate.step.plans.values()), reverse=True)
+        disk = sum(spec.nbytes for spec in (*candidate.layout.values(), *candidate.blocks.values()))
+        predicted = Estimate.of(seconds, disk, store.place.path())
         return cls(
-            source=arrival.source,
+            source=candidate.source,
             method=store.manifest.method,
             step=totals.t,
-            duplicate_of=arrival.duplicate_of,
+            duplicate_of=candidate.duplicate_of,
             norm=totals.norm,
             relative_norm=totals.norm / before if before else 1.0,
-            cosines=cosines_to(store.place, store.history, arrival.sketch.values()),
+            cosines=candidate.cosines(),
             kept=totals.kept,
             scale=None if interference else totals.scale,
             distance=None if interference else totals.distance or 0.0,
-            fates=arrival.fates,
+            fates=candidate.fates,
             seconds=predicted.seconds,
             predicted=predicted,
             memory=sum(peaks[: store.engine.workers]),
             disk=disk,
-            tensors={name: TensorInspection.of(arrival, name) for name in arrival.vector.names},
-            notes=arrival.notes,
+            tensors={name: TensorInspection.of(candidate, name) for name in candidate.vector.names},
+            notes=candidate.notes,
             interference=interference,
         )
 

@@ -1,0 +1,88 @@
+"""Maintenance of a store: `keep`, `gc`, `verify`, and a base that has moved."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mergestream.base.config_only import match_names
+from mergestream.base.model import BaseModel
+from mergestream.checkpoints import open_checkpoint
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.storage import total_bytes
+from mergestream.store.records import verify_record
+from mergestream.store.steps import StepReader
+from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused
+from mergestream.store.watched import recall
+
+if TYPE_CHECKING:
+    from mergestream.store.store import Store
+
+
+def check_keep(steps: int) -> None:
+    """Refuse a negative number of steps."""
+    if steps < 0:
+        raise UsageError(f"keep={steps} must be at least 0")
+
+
+def keep_steps(store: Store, steps: int) -> None:
+    """Change how many earlier steps are kept."""
+    check_keep(steps)
+    with store.writing():
+        commit(store, dataclasses.replace(store.manifest, keep=steps))
+        clean_up_after_commit(store, resumable=True)
+
+
+def collect_garbage(store: Store) -> int:
+    """Delete everything that the manifest does not need; returns the bytes."""
+    before = total_bytes(store.place.files())
+    with store.writing():
+        commit(store, store.manifest)  # a concurrent writer cannot win any more
+        store.replaced_commit = ""
+        store.place.clean_scratch()
+        delete_unused(store)
+    return before - total_bytes(store.place.files())
+
+
+def verify_files(store: Store, with_base: bool) -> None:
+    """Recompute the digests of the base, the kept steps and the records."""
+    manifest = store.manifest
+    if with_base and manifest.base.measured:
+        with store.open_base() as base:
+            manifest.base.check_digest(base, store.engine, store.progress)
+    recall(store.place)
+    folders = store.place.folders("steps")
+    for entry in manifest.history:
+        if entry.state and entry.folder in folders:
+            reader = StepReader(store.place, entry)
+            with closing(reader), store.progress.task(f"verifying {entry.name}", reader.nbytes) as advance:
+                for size in reader.verify(store.engine):
+                    advance(size)
+        elif entry in manifest.needed:
+            raise MergestreamError(f"{store.place}/steps/{entry.folder} is missing; restore the store from a backup")
+        verify_record(store.place, entry, store.engine)
+
+
+def relocate_base(store: Store, base: str | Path) -> None:
+    """Refer to the base at another path; in memory only where the store is read-only."""
+    if not store.place.is_writable:
+        store.moved_base = _found_base(store, base)
+        store.refresh()
+        return
+    with store.writing():
+        commit(store, dataclasses.replace(store.manifest, base=_found_base(store, base)))
+        clean_up_after_commit(store, resumable=True)
+
+
+def _found_base(store: Store, base: str | Path) -> BaseModel:
+    """The base at another path, once its digest is checked, or measured for the first time."""
+    model = store.manifest.base
+    with open_checkpoint(base) as found:
+        checkpoint = match_names(found, model.tensors)
+        if model.measured:
+            model.check_digest(checkpoint, store.engine, store.progress)
+        else:
+            model = model.with_weights(checkpoint, store.engine, store.progress)
+        return dataclasses.replace(model, source=checkpoint.source, given=str(base))

@@ -1,0 +1,414 @@
+"""`Store`: the experts of a base model, merged one by one, in a directory or a bucket.
+
+Every method is a short call into the file that does the work. This file may import upwards, inside its methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from mergestream.base.model import BaseModel
+from mergestream.checkpoints import Checkpoint
+from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
+from mergestream.engine import Engine, LocalEngine
+from mergestream.experts import ExpertSource
+from mergestream.progress import Progress, default_progress
+from mergestream.storage import Storage, local_path, open_storage
+from mergestream.store import transaction
+from mergestream.store.history import History
+from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.records import TensorRecord, tensor_records
+from mergestream.store.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from mergestream.experts.vocabulary import Vocab
+    from mergestream.export.adapter import Energy
+    from mergestream.methods.base import Method
+    from mergestream.report.diagnostics import Similarity, Survival
+    from mergestream.report.scores import Scores
+    from mergestream.store.inspect import Inspection
+
+Result = TypeVar("Result")
+
+
+class Store:
+    """A directory, or a folder in a bucket (``s3://…``), that keeps all experts added so far.
+
+    ```python
+    store = Store.create("store", base="path/or/hub-id")
+    store.add("expert-1")
+    store.export("merged")
+    ```
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Storage,
+        *,
+        engine: Engine | None = None,
+        progress: Progress | None = None,
+        manifest: Manifest | None = None,
+    ) -> None:
+        """Open a store; ``manifest`` is the first one of a store that is being created."""
+        self.place = open_storage(path)
+        self.place.check()
+        self.moved_base: BaseModel | None = None
+        """The base where it was found, if the store may not be written to"""
+        self.replaced_commit = ""
+        """The commit that our last one has replaced: a writer that has read it too can no longer win"""
+        self.manifest = manifest or Manifest.load(self.place)
+        self.progress = progress or default_progress()
+        self.engine: Engine = engine or LocalEngine()
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        base: ExpertSource,
+        method: Method | str | None = None,
+        *,
+        linear: Sequence[str] = (),
+        not_linear: Sequence[str] = (),
+        heads: Sequence[str] = (),
+        keep: int = 1,
+        max_rank: int | None = None,
+        config_only: bool = False,
+        engine: Engine | None = None,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Make an empty store for a base model; ``method`` is one, such as `OPCM`, or its name (the ledger by default).
+
+        ``linear``, ``not_linear`` and ``heads`` are globs over tensor names: which weights are (not) linear, and which
+        tensors stay with each expert. ``keep`` is the number of earlier steps that are kept for ``undo``. ``max_rank``
+        bounds the rank of a state in factors (adapters only); without it nothing is cut off. With ``config_only`` the
+        base's weights are not read before a full export or a full checkpoint needs them.
+        """
+        from mergestream.store.create import create_store
+
+        globs, kept = {"linear": linear, "not_linear": not_linear, "heads": heads}, (keep, max_rank)
+        return create_store(cls, path, base, method, globs, kept, config_only, engine, progress)
+
+    def __repr__(self) -> str:
+        return f"<Store {str(self.place)!r}: {self.manifest.summary}, base {self.manifest.base.source!r}>"
+
+    def _repr_html_(self) -> str:
+        return self.history.table(repr(self)[1:-1])
+
+    @property
+    def history(self) -> History:
+        """The experts in their order; ``to_frame()`` makes a data frame of them."""
+        return History(self.manifest.history)
+
+    @property
+    def path(self) -> Path:
+        """The directory of a local store."""
+        return self.place.path() or local_path(str(self.place))
+
+    @cached_property
+    def method(self) -> Method:
+        return self.manifest.make_method()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The store itself, its base and its experts: no output is written there."""
+        return str(self.place), self.manifest.base.source, *(entry.source for entry in self.manifest.history)
+
+    def open_base(self) -> Checkpoint:
+        """The files of the base, checked by their headers."""
+        return self.manifest.open_base()
+
+    # --- transactions
+
+    def refresh(self) -> None:
+        """See what other processes have committed."""
+        self.manifest = transaction.load_manifest(self)
+
+    def retried(self, read: Callable[[], Result]) -> Result:
+        """Read by one manifest, again where a writer has committed meanwhile."""
+        return transaction.read_consistently(self, read)
+
+    def snapshot(self, step: int | None = None) -> Snapshot:
+        """The store after a step (the last one by default), open for reading."""
+        return transaction.open_snapshot(self, step, lambda snapshot: None)[0]
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Be the only writer for a block."""
+        return transaction.writing(self)
+
+    # --- experts
+
+    def add(
+        self,
+        expert: ExpertSource,
+        name: str | None = None,
+        *,
+        partial: bool = False,
+        ignore: Sequence[str] = (),
+        vocab: Vocab | None = None,
+        heads: Sequence[str] = (),
+        allow_duplicate: bool = False,
+        allow_other_base: bool = False,
+        gates: Sequence[str] = (),
+        evaluate: str | None = None,
+        log: str | Sequence[str] = (),
+    ) -> Expert:
+        """Add an expert as one durable step; if it fails or is interrupted, the store is as before.
+
+        ``expert`` is a path, a hub id, a torch module or a state dict. The same call resumes one that was interrupted.
+        An expert that was added already, or was not made from the base, is refused unless it is allowed. ``vocab``
+        (``base``, ``union`` or ``grow``) says what happens to tokens that the base does not have, ``heads`` are globs
+        of tensors that the base does not have, which stay with each expert from now on. ``gates`` are conditions such
+        as ``kept>=0.6``; ``evaluate`` is a command that is run on the merged model first, with ``{model}`` for its
+        directory: the score is the last number that it prints, or the mean of what it writes to ``{scores}``. ``log``
+        sends the numbers of the step to ``wandb``, ``mlflow``, ``tensorboard`` or ``jsonl`` (``wandb:my-project``).
+        """
+        from mergestream.report.gates import Gatekeeper
+        from mergestream.store.add import add_expert
+        from mergestream.tracking.trackers import parse_trackers, track
+
+        gatekeeper, trackers = Gatekeeper.of(gates, evaluate, self.manifest), parse_trackers(log, self)
+        allowed = {"allow_duplicate": allow_duplicate, "allow_other_base": allow_other_base}
+        options = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}
+        measure = gatekeeper.asks_for("distance")
+        added = add_expert(self, expert, name, review=gatekeeper.review, measure_distance=measure, **allowed, **options)
+        track(trackers, self, added)
+        return added
+
+    def inspect(
+        self,
+        expert: ExpertSource,
+        *,
+        partial: bool = False,
+        ignore: Sequence[str] = (),
+        vocab: Vocab | None = None,
+        heads: Sequence[str] = (),
+    ) -> Inspection:
+        """What adding an expert would do; changes nothing."""
+        from mergestream.store.inspect import inspect_expert
+
+        options = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}
+        return self.retried(lambda: inspect_expert(self, expert, options))
+
+    def undo(self) -> Expert:
+        """Go back to before the last expert; returns its entry."""
+        from mergestream.store.remove import undo_last
+
+        return undo_last(self)
+
+    def remove(self, name: str, expert: ExpertSource | None = None) -> Expert:
+        """Take any expert out; returns its entry.
+
+        A ledger drops the expert's entry. A method that only adds up (average, task_arithmetic) keeps no more of it
+        than the sum, so the ``expert`` itself must be given, to be subtracted.
+        """
+        from mergestream.store.remove import remove_expert
+
+        return remove_expert(self, name, expert)
+
+    # --- maintenance
+
+    def keep(self, steps: int) -> None:
+        """Keep so many earlier steps for `undo` from now on; older ones are dropped."""
+        from mergestream.store.maintain import keep_steps
+
+        keep_steps(self, steps)
+
+    def gc(self) -> int:
+        """Delete what killed or failed commands have left, also what could be resumed; returns the bytes."""
+        from mergestream.store.maintain import collect_garbage
+
+        return collect_garbage(self)
+
+    def verify(self, *, base: bool = True) -> None:
+        """Recompute every digest: of the base, the kept steps, the records and the scores; raises at the first fault.
+        Without the ``base`` only those of the store itself."""
+        from mergestream.report.scores import attached
+        from mergestream.store.maintain import verify_files
+
+        self.retried(lambda: verify_files(self, base))
+        attached(self)
+
+    def relocate(self, base: str | Path) -> None:
+        """Refer to the base at another path, once its digest is checked; if the store is read-only, only from here."""
+        from mergestream.store.maintain import relocate_base
+
+        relocate_base(self, base)
+
+    # --- export
+
+    def refuse_output(self, path: str) -> None:
+        """Raise if ``path`` is not on a disk, or lies in the store or in a model that it was made of."""
+        from mergestream.export.places import refuse_within
+
+        refuse_within(local_path(path), *self.sources)
+
+    def export(
+        self,
+        out: str | Path,
+        *,
+        readout: str | None = None,
+        only: Sequence[str] = (),
+        without: Sequence[str] = (),
+        weights: Mapping[str, float] | None = None,
+        balance: bool = False,
+        scale: str | float | None = None,
+        dtype: str | None = None,
+        task: str | None = None,
+        max_shard_size: int = DEFAULT_SHARD_SIZE,
+        overwrite: bool = False,
+        command: str | None = None,
+        pictures: bool = True,
+    ) -> Path:
+        """Write the merged model as a Hugging Face directory.
+
+        ``readout`` says how experts become one model: for a ledger ``agree`` (the default), ``tempered`` (the default
+        where an adapter is merged), ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for the other methods ``plain`` or
+        ``iso``. The experts of a ledger can be selected (``only``, ``without``), weighted (``weights``, by name) and
+        balanced (``balance``). ``scale`` is the readout's default, a number, or ``adaptive``, ``sqrt`` or ``mean``
+        where the readout adds up. ``dtype`` is the base's by default, ``task`` names the expert whose head replaces the
+        base's, ``command`` goes into the model card, and ``pictures`` beside it.
+        """
+        from mergestream.export.directory import Output
+        from mergestream.export.model import exporting, write_model
+        from mergestream.export.recipe import ReadoutChoice
+        from mergestream.report.pictures import picture_drawer
+
+        output = Output(Path(out), dtype, max_shard_size, overwrite, command)
+        choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task)
+        drawer = picture_drawer(self.progress) if pictures else None
+        with exporting(self, output, drawer) as (snapshot, target, draw):
+            write_model(snapshot, target, choice, draw)
+            if task is None and (tasks := snapshot.tasks):
+                base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
+                self.progress.note(f"{output} has {base}; --task adds the head of an expert: {', '.join(tasks)}")
+        return output.path
+
+    def export_adapter(
+        self,
+        out: str | Path,
+        *,
+        readout: str | None = None,
+        only: Sequence[str] = (),
+        without: Sequence[str] = (),
+        weights: Mapping[str, float] | None = None,
+        balance: bool = False,
+        rank: int | None = None,
+        scale: str | float | None = None,
+        dtype: str | None = None,
+        overwrite: bool = False,
+        command: str | None = None,
+    ) -> Energy:
+        """Write the merged task vector as a PEFT adapter of the base, exactly or cut to ``rank``; returns how much of
+        it was left out. The other options are as in `export`."""
+        from mergestream.export.adapter import write_merged_adapter
+        from mergestream.export.directory import Output
+        from mergestream.export.model import exporting
+        from mergestream.export.recipe import ReadoutChoice
+        from mergestream.report.pictures import picture_drawer
+
+        output = Output(Path(out), dtype, overwrite=overwrite, command=command)
+        choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
+        with exporting(self, output, picture_drawer(self.progress)) as (snapshot, target, draw):
+            return write_merged_adapter(snapshot, target, choice, rank, draw)
+
+    def export_adapters(
+        self,
+        out: str | Path,
+        *,
+        rank: int | None = None,
+        dtype: str | None = None,
+        overwrite: bool = False,
+        command: str | None = None,
+    ) -> dict[str, Energy]:
+        """Write every expert of a ledger as a PEFT adapter of the base, in a directory of its own below ``out``."""
+        from mergestream.export.adapter import write_expert_adapters
+        from mergestream.export.directory import Output
+        from mergestream.export.model import exporting
+
+        output = Output(Path(out), dtype, overwrite=overwrite, command=command)
+        with exporting(self, output) as (snapshot, target, _):
+            return write_expert_adapters(snapshot, target, rank)
+
+    def push(self, address: str, *, private: bool = False) -> str:
+        """Upload the store as it is now to ``hf://ORG/NAME``, in one commit; returns the address of the repository."""
+        from mergestream.hub.stores import push_store
+
+        return push_store(self, address, private=private)
+
+    @classmethod
+    def pull(
+        cls,
+        address: str,
+        path: str | Path,
+        *,
+        base: str | Path | None = None,
+        engine: Engine | None = None,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Download a store from ``hf://ORG/NAME[@revision]``, and verify it before it takes its place; ``base`` is
+        where its base is here."""
+        from mergestream.hub.stores import pull_store
+
+        def check(work: Path) -> None:
+            store = cls(work, engine=engine, progress=progress)
+            if base is not None:
+                store.relocate(base)
+            store.verify(base=False)
+
+        pull_store(address, Path(path), check)
+        return cls(path, engine=engine, progress=progress)
+
+    # --- reports
+
+    def similarity(self) -> Similarity:
+        """The cosines of all task vectors, from their sketches."""
+        from mergestream.report.diagnostics import similarity
+
+        return self.retried(lambda: similarity(self))
+
+    def survival(self) -> Survival:
+        """The share of each expert that entered the state, and how many directions were protected, per tensor; for a
+        ledger, the share that each entry holds now."""
+        from mergestream.report.diagnostics import survival
+
+        return self.retried(lambda: survival(self))
+
+    def damage(self) -> dict[str, float]:
+        """The predicted damage of each expert in a ledger, by name."""
+        with self.snapshot() as snapshot:
+            return snapshot.reading(self.engine).damage(self.engine)
+
+    def tensor_records(self, number: int) -> dict[str, TensorRecord]:
+        """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
+        return tensor_records(self.place, self.manifest.history[number - 1], self.manifest.base.merged)
+
+    @property
+    def scores(self) -> Scores | None:
+        """The evaluation that is attached to the present history, if there is one."""
+        from mergestream.report.scores import attached
+
+        return attached(self)
+
+    def attach_scores(
+        self,
+        tasks: Sequence[str],
+        matrix: Sequence[Sequence[float | None]],
+        *,
+        base: Sequence[float | None] | None = None,
+        experts: Sequence[float | None] | None = None,
+        metric: str = "accuracy",
+    ) -> Scores:
+        """Keep an evaluation: ``matrix[i][j]`` is the score on task j after i + 1 steps, with tasks in the order of
+        their experts; ``base`` and ``experts`` are the scores of the base, and of each expert on its own task."""
+        from mergestream.report.scores import Scores, attach
+
+        scores = Scores.of(tasks, matrix, base=base, experts=experts, metric=metric)
+        with self.writing():
+            attach(self, scores)
+        return scores

@@ -1,0 +1,154 @@
+"""Transactions of a store: read by one manifest, write under a lock, commit by compare-and-swap, clean up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from mergestream.errors import MergestreamError, UsageError
+from mergestream.interrupts import uninterrupted
+from mergestream.sizes import counted
+from mergestream.store.manifest import MANIFEST, Manifest
+from mergestream.store.snapshot import Snapshot
+from mergestream.store.step_storage import clean_up
+
+if TYPE_CHECKING:
+    from mergestream.store.store import Store
+
+Result = TypeVar("Result")
+
+
+def load_manifest(store: Store) -> Manifest:
+    """The manifest as it is now; it is read only if it has changed. A base that has moved is where it was found."""
+    manifest = store.manifest
+    if not store.place.is_current(manifest.version):
+        manifest = Manifest.load(store.place)
+    return dataclasses.replace(manifest, base=store.moved_base) if store.moved_base else manifest
+
+
+def read_consistently(store: Store, read: Callable[[], Result]) -> Result:
+    """Read by one manifest: again where a writer has committed meanwhile, and has perhaps removed what was read."""
+    store.refresh()
+    while True:
+        manifest = store.manifest
+        try:
+            found = read()
+        except (MergestreamError, OSError):
+            met = store.manifest
+            store.refresh()
+            if met == manifest == store.manifest:  # a manifest that `open_snapshot` has met may be gone again
+                raise
+        else:
+            if store.manifest == manifest:  # else `open_snapshot` has met a newer one
+                return found
+
+
+def open_snapshot(store: Store, step: int | None, read: Callable[[Snapshot], Result]) -> tuple[Snapshot, Result]:
+    """The store after a step (None: the last one), and what ``read`` gives for it.
+
+    A writer may commit at the same time, undo steps and write others under their numbers: both count only if the
+    manifest is the same before and after they were read.
+    """
+    store.refresh()
+    while True:
+        manifest = store.manifest
+        number = manifest.step if step is None else step
+        _check_kept(store, number)
+        with ExitStack() as opened:
+            try:
+                snapshot = opened.enter_context(open_files(store, manifest.at(number)))
+                found = read(snapshot)
+            except UsageError:  # an unknown method
+                raise
+            except MergestreamError:
+                store.refresh()
+                if store.manifest == manifest:
+                    raise
+                continue
+            store.refresh()
+            if store.manifest == manifest:
+                opened.pop_all()
+                return snapshot, found
+
+
+def open_files(store: Store, manifest: Manifest) -> Snapshot:
+    """Open the files that a manifest names."""
+    try:
+        return Snapshot.open(store.place, manifest)
+    except UsageError:
+        raise
+    except (MergestreamError, OSError) as error:
+        raise MergestreamError(f"the state of step {manifest.step} cannot be read: {error}") from error
+
+
+def _check_kept(store: Store, number: int) -> None:
+    """Refuse a step that the store has not taken, or no longer keeps."""
+    manifest = store.manifest
+    if not manifest.history:
+        raise MergestreamError(f"{store.place} has absorbed nothing yet; add an expert first")
+    if number > manifest.step:
+        taken = counted(manifest.step, "step")
+        raise MergestreamError(f"{store.place} has taken {taken}, there is no step {number}")
+    if number < manifest.step and not has_files(store, manifest.at(number)):
+        raise MergestreamError(f"{store.place} no longer keeps step {number}; {keep_more(store)}")
+
+
+def keep_more(store: Store) -> str:
+    """What to type to go back further."""
+    return f"to go back further in future: mergestream keep {store.place} {store.manifest.keep + 1}"
+
+
+def has_files(store: Store, manifest: Manifest) -> bool:
+    """Whether all files that another manifest needs are there, and stay."""
+    there = store.manifest.kept_folders & set(store.place.folders("steps"))
+    return all(entry.state and entry.folder in there for entry in manifest.needed)
+
+
+@contextmanager
+def writing(store: Store) -> Iterator[None]:
+    """Be the only writer, with the manifest as it is now. An interrupted step is left to be resumed."""
+    with store.place.writing(MANIFEST):
+        store.place.check()
+        store.refresh()
+        found = store.manifest
+        with suppress(OSError, MergestreamError):
+            delete_unused(store, resumable=True)
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            if store.manifest == found:
+                raise
+            done = f"it is done all the same, {store.place} is at step {store.manifest.step}"
+            raise type(interrupt)(done) from None
+
+
+def commit(store: Store, manifest: Manifest) -> None:
+    """Replace the manifest by compare-and-swap; the loser gets StoreBusyError and can retry.
+
+    If this fails, nothing has changed. If it returns, or is interrupted afterwards, the new manifest counts.
+    """
+    with uninterrupted():
+        manifest = dataclasses.replace(manifest, commit=store.place.new_mark(), version=store.manifest.version)
+        store.manifest, store.replaced_commit = manifest.save(store.place), store.manifest.commit
+
+
+def delete_unused(store: Store, *, resumable: bool = False) -> None:
+    """Make the manifest durable, then delete what it does not need; a ``resumable`` step stays."""
+    kept = store.manifest.kept_folders
+    clean_up(store.place, store.manifest, kept, None if resumable else store.replaced_commit)
+
+
+def clean_up_after_commit(store: Store, *, resumable: bool = False) -> None:
+    """`delete_unused`; the commit counts without it, so an error is only a note."""
+    try:
+        delete_unused(store, resumable=resumable)
+    except (OSError, MergestreamError) as error:
+        where, why = "files that are no longer needed", str(error)
+        if isinstance(error, OSError):
+            where, why = error.filename or where, error.strerror or why
+        store.progress.note(
+            f"{store.place} is at step {store.manifest.step}, but {where} could not be deleted: {why}; "
+            "the next command that writes does it"
+        )
