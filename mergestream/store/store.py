@@ -58,10 +58,8 @@ class Store:
         """Open a store; ``manifest`` is the first one of a store that is being created."""
         self.place = open_storage(path)
         self.place.check()
-        self.moved_base: BaseModel | None = None
-        """The base where it was found, if the store may not be written to"""
-        self.replaced_commit = ""
-        """The commit that our last one has replaced: a writer that has read it too can no longer win"""
+        self.moved_base: BaseModel | None = None  # where the base was found, if the store is read-only
+        self.replaced_commit = ""  # by our last commit: another writer that has read it can no longer win
         self.manifest = manifest or Manifest.load(self.place)
         self.progress = progress or default_progress()
         self.engine: Engine = engine or LocalEngine()
@@ -202,11 +200,8 @@ class Store:
         return undo_last(self)
 
     def remove(self, name: str, expert: ExpertSource | None = None) -> Expert:
-        """Take any expert out; returns its entry.
-
-        A ledger drops the expert's entry. A method that only adds up (average, task_arithmetic) keeps no more of it
-        than the sum, so the ``expert`` itself must be given, to be subtracted.
-        """
+        """Take any expert out; returns its entry. A ledger drops the entry; methods that only add up (average,
+        task_arithmetic) need the ``expert`` itself, to subtract it."""
         from mergestream.store.remove import remove_expert
 
         return remove_expert(self, name, expert)
@@ -226,8 +221,7 @@ class Store:
         return collect_garbage(self)
 
     def verify(self, *, base: bool = True) -> None:
-        """Recompute every digest: of the base, the kept steps, the records and the scores; raises at the first fault.
-        Without the ``base`` only those of the store itself."""
+        """Recompute every digest, with or without those of the base; raises at the first fault."""
         from mergestream.report.scores import attached
         from mergestream.store.maintain import verify_files
 
@@ -267,12 +261,11 @@ class Store:
     ) -> Path:
         """Write the merged model as a Hugging Face directory.
 
-        ``readout`` says how experts become one model: for a ledger ``agree`` (the default), ``tempered`` (the default
-        where an adapter is merged), ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for the other methods ``plain`` or
-        ``iso``. The experts of a ledger can be selected (``only``, ``without``), weighted (``weights``, by name) and
-        balanced (``balance``). ``scale`` is the readout's default, a number, or ``adaptive``, ``sqrt`` or ``mean``
-        where the readout adds up. ``dtype`` is the base's by default, ``task`` names the expert whose head replaces the
-        base's, ``command`` goes into the model card, and ``pictures`` beside it.
+        ``readout`` is ``agree`` (the default for a ledger), ``tempered`` (the default where an adapter is merged),
+        ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for the other methods ``plain`` or ``iso``. The experts of a ledger
+        can be selected (``only``, ``without``), weighted (``weights``) and balanced (``balance``). ``scale`` is a
+        number, or ``adaptive``, ``sqrt`` or ``mean`` where the readout adds up. ``task`` names the expert whose head
+        replaces the base's; ``command`` goes into the model card, and ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
         from mergestream.export.model import exporting, write_model
@@ -304,8 +297,7 @@ class Store:
         overwrite: bool = False,
         command: str | None = None,
     ) -> Energy:
-        """Write the merged task vector as a PEFT adapter of the base, exactly or cut to ``rank``; returns how much of
-        it was left out. The other options are as in `export`."""
+        """Write the merged task vector as a PEFT adapter, exactly or cut to ``rank``; returns what was cut off."""
         from mergestream.export.adapter import write_merged_adapter
         from mergestream.export.directory import Output
         from mergestream.export.model import exporting
@@ -336,7 +328,7 @@ class Store:
             return write_expert_adapters(snapshot, target, rank)
 
     def push(self, address: str, *, private: bool = False) -> str:
-        """Upload the store as it is now to ``hf://ORG/NAME``, in one commit; returns the address of the repository."""
+        """Upload the store as it is now to ``hf://ORG/NAME``, in one commit; returns the repository's address."""
         from mergestream.hub.stores import push_store
 
         return push_store(self, address, private=private)
@@ -351,8 +343,7 @@ class Store:
         engine: Engine | None = None,
         progress: Progress | None = None,
     ) -> Self:
-        """Download a store from ``hf://ORG/NAME[@revision]``, and verify it before it takes its place; ``base`` is
-        where its base is here."""
+        """Download a store from ``hf://ORG/NAME[@revision]`` and verify it; ``base`` is where its base is here."""
         from mergestream.hub.stores import pull_store
 
         def check(work: Path) -> None:
@@ -373,8 +364,7 @@ class Store:
         return self.retried(lambda: similarity(self))
 
     def survival(self) -> Survival:
-        """The share of each expert that entered the state, and how many directions were protected, per tensor; for a
-        ledger, the share that each entry holds now."""
+        """The share of each expert, per tensor, that entered the state, or that its entry in a ledger holds now."""
         from mergestream.report.diagnostics import survival
 
         return self.retried(lambda: survival(self))

@@ -292,7 +292,7 @@ def test_the_last_expert_of_a_sum_goes_back_to_the_state_that_is_kept(tmp_path, 
 def test_what_is_subtracted_must_be_what_was_absorbed(tmp_path, paths):
     store = make_store(tmp_path / "store", Average(), paths[0], paths[1:4])
     before = files(store.path, ".json", ".safetensors")
-    with pytest.raises(MergestreamError, match="not the model that was absorbed as expert1"):
+    with pytest.raises(MergestreamError, match="not the expert that was added as expert1"):
         store.remove("expert1", paths[2])
     with pytest.raises(UsageError, match="--expert"):
         store.remove("expert1")
