@@ -21,7 +21,6 @@ class Options(RunningOptions):
 
 
 def run(options: Options) -> None:
-    from mergestream.store.store import Store
     from mergestream.checkpoints.location import hub_name, locate_here
     from mergestream.storage import parse_url
     from mergestream.store.store import Store

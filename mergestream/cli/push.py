@@ -21,7 +21,6 @@ class Options:
 
 
 def run(options: Options) -> None:
-    from mergestream.store.store import Store
     from mergestream.hub.models import push_model
     from mergestream.storage import open_storage
     from mergestream.store.manifest import is_store

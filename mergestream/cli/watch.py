@@ -20,6 +20,7 @@ from mergestream.escaping import MAX_SENTENCE, one_line
 
 if TYPE_CHECKING:
     from mergestream.storage import Storage, Url
+    from mergestream.store.store import Store
     from mergestream.store.watched import FoundExpert, SkippedExpert, WatchSource
 
     Place: TypeAlias = Path | Url

@@ -171,10 +171,10 @@ class Store:
         from mergestream.tracking.trackers import parse_trackers, track
 
         gatekeeper, trackers = Gatekeeper.of(gates, evaluate, self.manifest), parse_trackers(log, self)
-        allowed = {"allow_duplicate": allow_duplicate, "allow_other_base": allow_other_base}
-        options = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}
-        measure = gatekeeper.asks_for("distance")
-        added = add_expert(self, expert, name, review=gatekeeper.review, measure_distance=measure, **allowed, **options)
+        options: dict[str, Any] = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}
+        options |= {"allow_duplicate": allow_duplicate, "allow_other_base": allow_other_base}
+        options["measure_distance"] = gatekeeper.asks_for("distance")
+        added = add_expert(self, expert, name, review=gatekeeper.review, **options)
         track(trackers, self, added)
         return added
 
@@ -262,10 +262,10 @@ class Store:
         """Write the merged model as a Hugging Face directory.
 
         ``readout`` is ``agree`` (the default for a ledger), ``tempered`` (the default where an adapter is merged),
-        ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for the other methods ``plain`` or ``iso``. The experts of a ledger
-        can be selected (``only``, ``without``), weighted (``weights``) and balanced (``balance``). ``scale`` is a
-        number, or ``adaptive``, ``sqrt`` or ``mean`` where the readout adds up. ``task`` names the expert whose head
-        replaces the base's; ``command`` goes into the model card, and ``pictures`` beside it.
+        ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for other methods ``plain`` or ``iso``. The experts of a ledger can
+        be selected (``only``, ``without``), weighted (``weights``) and balanced (``balance``). ``scale`` is a number,
+        or ``adaptive``, ``sqrt`` or ``mean`` where the readout adds up. ``task`` names the expert whose head replaces
+        the base's; ``command`` goes into the model card, and ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
         from mergestream.export.model import exporting, write_model
