@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint
@@ -121,8 +121,6 @@ class Store:
         """The files of the base, checked by their headers."""
         return self.manifest.open_base()
 
-    # --- transactions
-
     def refresh(self) -> None:
         """See what other processes have committed."""
         self.manifest = transaction.load_manifest(self)
@@ -138,8 +136,6 @@ class Store:
     def writing(self) -> AbstractContextManager[None]:
         """Be the only writer for a block."""
         return transaction.writing(self)
-
-    # --- experts
 
     def add(
         self,
@@ -206,8 +202,6 @@ class Store:
 
         return remove_expert(self, name, expert)
 
-    # --- maintenance
-
     def keep(self, steps: int) -> None:
         """Keep so many earlier steps for `undo` from now on; older ones are dropped."""
         from mergestream.store.maintain import keep_steps
@@ -262,7 +256,7 @@ class Store:
         """Write the merged model as a Hugging Face directory.
 
         ``readout`` is ``agree`` (the default for a ledger), ``tempered`` (the default where an adapter is merged),
-        ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for other methods ``plain`` or ``iso``. The experts of a ledger can
+        ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for other methods ``plain`` or ``iso``. Experts of a ledger can
         be selected (``only``, ``without``), weighted (``weights``) and balanced (``balance``). ``scale`` is a number,
         or ``adaptive``, ``sqrt`` or ``mean`` where the readout adds up. ``task`` names the expert whose head replaces
         the base's; ``command`` goes into the model card, and ``pictures`` beside it.
