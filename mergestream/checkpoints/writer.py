@@ -1,4 +1,4 @@
-"""Writing safetensors: shards are laid out beforehand, then every tensor is written straight into place."""
+"""Writing safetensors files in place: all files are laid out first, then tensors are written in any order."""
 
 from __future__ import annotations
 
@@ -28,53 +28,43 @@ if TYPE_CHECKING:
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """One file to be: its header and where each of its tensors begins."""
-
-    path: Path
-    header: bytes
-    begin: dict[str, int]
-    size: int
-
-
 class TensorWriter(Collector):
     """Writes the tensors of a layout, in any order and from any thread."""
 
     resumed: bool
-    """Whether an earlier, interrupted writer is continued"""
+    """Whether an interrupted writer is continued"""
     _layout: Mapping[str, TensorSpec]
 
     @property
     @abstractmethod
     def written(self) -> int:
-        """How many tensors are in their place."""
+        """The number of complete tensors."""
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor; what its dtype and shape must be, the layout says."""
+        """Write a tensor; ValueError if it does not match the layout."""
         if tuple(tensor.shape) != self._layout[name].shape:
-            raise ValueError(f"{name!r} was to be {self._layout[name].shape}, not {tuple(tensor.shape)}")
+            raise ValueError(f"{name!r} must have the shape {self._layout[name].shape}, not {tuple(tensor.shape)}")
         self.write_piece(name, 0, tensor.reshape(-1))
 
     @abstractmethod
     def write_piece(self, name: str, start: int, piece: Tensor) -> None:
-        """Write the elements from ``start`` on; the pieces of one tensor come in their order."""
+        """Write elements of a tensor, from the index ``start`` on; its pieces must come in order."""
 
     @abstractmethod
     def holds(self, name: str, digest: str) -> bool:
-        """Whether an earlier writer has written a tensor that has this digest."""
+        """Whether an interrupted writer has written a tensor with this digest."""
 
     @abstractmethod
     def keep(self, name: str) -> None:
-        """Count a tensor that is held as written."""
+        """Count a tensor of an interrupted writer as written."""
 
     @abstractmethod
     def close(self) -> None:
-        """Have everything where it stays; a tensor that was never written is an error."""
+        """Make all files durable; an error if a tensor was never written."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Let go of it as it is."""
+        """Close the files as they are."""
 
     def __enter__(self) -> Self:
         return self
@@ -87,14 +77,13 @@ class TensorWriter(Collector):
 
 
 class SafetensorsWriter(TensorWriter):
-    """Writes the tensors of ``layout`` in any order and from any thread, none of them buffered.
+    """Writes tensors straight to their place in preallocated files, without a buffer.
 
-    The same layout always gives the same files: shards are filled in the order of the layout up to
-    ``max_shard_size`` bytes, and a tensor is never split. The index appears with ``close()`` only.
-    With ``resume=True`` files of an earlier, interrupted writer with the same plan are continued
-    (``resumed`` says whether); ``read`` shows what they hold, and ``keep`` counts a tensor as written.
+    The same layout always gives the same files: shards are filled in the order of the layout up to ``max_shard_size``
+    bytes, and a tensor is never split. The index appears with ``close()``. With ``resume=True`` the files of an
+    interrupted writer with the same layout are continued.
 
-    A copy in another process, on this machine or another that shares the file system, writes to the same files.
+    A copy in another process writes to the same files, on this machine or on one that shares the file system.
     """
 
     def __init__(
@@ -110,12 +99,12 @@ class SafetensorsWriter(TensorWriter):
         self.directory = Path(directory)
         self._layout = dict(layout)
         self._index = self.directory / f"{prefix}.safetensors.index.json"
-        self._plans = _plan(self.directory, self._layout, prefix, max_shard_size, metadata or {})
-        self._place = {name: i for i, plan in enumerate(self._plans) for name in plan.begin}
+        self._plans = _plan_shards(self.directory, self._layout, prefix, max_shard_size, metadata or {})
+        self._shard = {name: i for i, plan in enumerate(self._plans) for name in plan.begin}
         self._written = {name for name, spec in self._layout.items() if spec.numel == 0}
         self._views: dict[int, SafetensorsFile] = {}
         self._files: list[BinaryIO] = []
-        self.resumed = resume and all(_is_begun(plan) for plan in self._plans)
+        self.resumed = resume and all(plan.is_begun() for plan in self._plans)
         try:
             if not self.resumed:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -123,16 +112,16 @@ class SafetensorsWriter(TensorWriter):
                 if self.nbytes > shutil.disk_usage(self.directory).free:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             for plan in self._plans:
-                self._files.append(_reopen(plan) if self.resumed else _create(plan))
+                self._files.append(plan.open(os.O_NOFOLLOW) if self.resumed else plan.create())
         except OSError as error:
             self.abandon()
             if not self.resumed:
                 _remove_stale(self.directory, prefix)
-            raise _write_error(self.directory, error, self.nbytes) from error
+            raise _disk_error(self.directory, error, self.nbytes) from error
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the files take on disk."""
+        """The size of all files."""
         return sum(plan.size for plan in self._plans)
 
     @property
@@ -140,19 +129,16 @@ class SafetensorsWriter(TensorWriter):
         return len(self._written)
 
     def write_piece(self, name: str, start: int, piece: Tensor) -> None:
-        spec = self._layout[name]
-        data = checked_bytes(name, spec, start, piece)
-        plan = self._plans[self._place[name]]
-        position = plan.begin[name] + start * item_size(spec.dtype)
+        spec, shard = self._layout[name], self._shard[name]
+        data, plan = piece_bytes(name, spec, start, piece), self._plans[shard]
         try:
-            write_at(self._files[self._place[name]].fileno(), data, position)
+            write_at(self._files[shard].fileno(), data, plan.begin[name] + start * item_size(spec.dtype))
         except OSError as error:
-            raise _write_error(plan.path, error, spec.nbytes) from error
+            raise _disk_error(plan.path, error, spec.nbytes) from error
         if start + piece.numel() == spec.numel:
             self._written.add(name)
 
     def keep(self, name: str) -> None:
-        """Count a tensor that an earlier run has written, and the caller has verified, as written."""
         if not self.resumed:
             raise ValueError(f"nothing of an earlier run is left, {name!r} must be written")
         if name not in self._layout:
@@ -160,33 +146,31 @@ class SafetensorsWriter(TensorWriter):
         self._written.add(name)
 
     def holds(self, name: str, digest: str) -> bool:
-        """Whether a tensor is there that has this digest."""
         return tensor_digest(self.read(name)) == digest
 
     def read(self, name: str) -> Tensor:
-        """What is in the file now: zeros, where nothing was written yet."""
-        place = self._place[name]
-        if place not in self._views:
-            self._views[place] = SafetensorsFile(self._plans[place].path)
-        return self._views[place].read(name)
+        """The tensor as it is in the file; zeros where nothing was written."""
+        shard = self._shard[name]
+        if shard not in self._views:
+            self._views[shard] = SafetensorsFile(self._plans[shard].path)
+        return self._views[shard].read(name)
 
     def close(self) -> None:
-        """Bring everything to the disk; a tensor that was never written is an error."""
-        if never := [name for name in self._layout if name not in self._written]:
+        if missing := [name for name in self._layout if name not in self._written]:
             self.abandon()
-            raise missing(never)
+            raise missing_error(missing)
         try:
             self._sync()
             sync_directory(self.directory)
             if len(self._plans) > 1:
-                self._write_index()
+                where = {name: self._plans[self._shard[name]].path.name for name in self._layout}
+                replace_text(self._index, index_text(self._layout, where))
         except OSError as error:
-            raise _write_error(self.directory, error, self.nbytes) from error
+            raise _disk_error(self.directory, error, self.nbytes) from error
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the files as they are."""
         files, self._files = self._files, []
         for file in files:
             file.close()
@@ -196,11 +180,11 @@ class SafetensorsWriter(TensorWriter):
             os.fsync(file.fileno())
 
     def collected(self) -> set[str]:
-        """What has been written: it is on the disk before anybody hears of it, for nobody else could bring it there."""
+        """The names of written tensors, after flushing them: the original cannot flush the files of a copy."""
         try:
             self._sync()
         except OSError as error:
-            raise _write_error(self.directory, error, self.nbytes) from error
+            raise _disk_error(self.directory, error, self.nbytes) from error
         written, self._written = self._written, set()
         return written
 
@@ -208,50 +192,63 @@ class SafetensorsWriter(TensorWriter):
         self._written |= more
 
     def __getstate__(self) -> dict[str, Any]:
-        places = [os.fstat(file.fileno()).st_ino for file in self._files]
-        return {**vars(self), "_files": places, "_views": {}, "_written": set()}
+        inodes = [os.fstat(file.fileno()).st_ino for file in self._files]
+        return {**vars(self), "_files": inodes, "_views": {}, "_written": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _files=[])  # and stays so where the original is closed
-        for plan, place in zip(self._plans, state["_files"], strict=False):
+        vars(self).update(state, _files=[])
+        for plan, inode in zip(self._plans, state["_files"], strict=False):  # none if the original is closed
             try:
-                self._files.append(_reopen(plan))
+                self._files.append(plan.open(os.O_NOFOLLOW))
             except OSError as error:
                 raise write_error(plan.path, error) from error
-            if os.fstat(self._files[-1].fileno()).st_ino != place:
+            if os.fstat(self._files[-1].fileno()).st_ino != inode:
                 raise MergestreamError(f"{plan.path} is not the same file everywhere")
 
-    def _write_index(self) -> None:
-        where = {name: self._plans[self._place[name]].path.name for name in self._layout}
-        replace_text(self._index, index_text(self._layout, where))
+
+@dataclass(frozen=True)
+class _FilePlan:
+    """The layout of one file: its header, and where each tensor begins."""
+
+    path: Path
+    header: bytes
+    begin: dict[str, int]
+    size: int
+
+    def open(self, flags: int) -> BinaryIO:
+        return os.fdopen(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666), "r+b", buffering=0)
+
+    def create(self) -> BinaryIO:
+        """Make the file with its header and all its space, so that a full disk is noticed before the work."""
+        opened = self.open(os.O_CREAT | os.O_EXCL)
+        file = opened.fileno()
+        try:
+            try:
+                os.posix_fallocate(file, 0, self.size)
+            except (AttributeError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                os.ftruncate(file, self.size)
+            write_at(file, memoryview(self.header), 0)
+        except OSError:
+            opened.close()
+            raise
+        return opened
+
+    def is_begun(self) -> bool:
+        """Whether the file exists as planned; a symbolic link is never written through."""
+        try:
+            if self.path.is_symlink() or self.path.stat().st_size != self.size:
+                return False
+            with self.path.open("rb") as file:
+                return file.read(len(self.header)) == self.header
+        except OSError:
+            return False
 
 
-def checked_bytes(name: str, spec: TensorSpec, start: int, piece: Tensor) -> memoryview:
-    """The elements of a tensor from ``start`` on, as they are written; ValueError where they are not of its form."""
-    import torch
-
-    end = start + piece.numel()
-    if dtype_name(piece.dtype) != spec.dtype or end > spec.numel:
-        raise ValueError(f"{name!r} was to be {spec.numel} × {spec.dtype}, not {end} × {piece.dtype}")
-    return piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def missing(names: Sequence[str]) -> RuntimeError:
-    return RuntimeError(f"{len(names)} tensors were never written, among them {names[0]!r}")
-
-
-def index_text(layout: Mapping[str, TensorSpec], where: Mapping[str, str]) -> str:
-    """The index of a model in several files."""
-    index = {
-        "metadata": {"total_size": sum(spec.nbytes for spec in layout.values())},
-        "weight_map": {name: where[name] for name in layout},
-    }
-    return json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-
-
-def _plan(
+def _plan_shards(
     directory: Path, layout: Mapping[str, TensorSpec], prefix: str, limit: int, metadata: Mapping[str, str]
-) -> list[_Plan]:
+) -> list[_FilePlan]:
     shards: list[list[str]] = [[]]
     filled = 0
     for name, spec in layout.items():
@@ -263,79 +260,53 @@ def _plan(
     plans = []
     for number, names in enumerate(shards, 1):
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        path = directory / f"{prefix}{part}.safetensors"
-        plans.append(_plan_file(path, {name: layout[name] for name in names}, metadata))
+        # Wide elements first: the format allows no gaps, and so every tensor is aligned to its element.
+        ordered = {name: layout[name] for name in sorted(names, key=lambda name: -item_size(layout[name].dtype))}
+        header, begin, size = lay_out(ordered, metadata)
+        plans.append(_FilePlan(directory / f"{prefix}{part}.safetensors", header, begin, size))
     return plans
 
 
-def _plan_file(path: Path, layout: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> _Plan:
-    # Wide elements first: the format allows no gaps, and so every tensor is aligned to its element.
-    names = sorted(layout, key=lambda name: -item_size(layout[name].dtype))
-    begin, end = {}, 0
-    for name in names:
-        begin[name] = end
-        end += layout[name].nbytes
-    header = safetensors_header({name: layout[name] for name in names}, begin, metadata)
-    return _Plan(path, header, {name: len(header) + offset for name, offset in begin.items()}, len(header) + end)
-
-
-def safetensors_header(
-    layout: Mapping[str, TensorSpec], begin: Mapping[str, int], metadata: Mapping[str, str]
-) -> bytes:
-    """What a file begins with whose tensors begin there, after it; they are aligned where they are among themselves."""
-    entries = {
-        name: {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [begin[name], begin[name] + spec.nbytes],
-        }
-        for name, spec in layout.items()
-    }
-    header = {"__metadata__": {"format": "pt", **metadata}, **entries}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+def lay_out(layout: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """Lay out a file with the tensors in this order; returns its header, where each tensor begins, and its size."""
+    entries, offsets, end = {}, {}, 0
+    for name, spec in layout.items():
+        offsets[name] = end
+        end += spec.nbytes
+        entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offsets[name], end]}
+    content = {"__metadata__": {"format": "pt", **metadata}, **entries}
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % CACHE_LINE)
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end
 
 
-def _create(plan: _Plan) -> BinaryIO:
-    """The file with its header and all its space, so that a full disk shows before the work, not after."""
-    opened = _opened(plan, os.O_CREAT | os.O_EXCL)
-    file = opened.fileno()
-    try:
-        try:
-            os.posix_fallocate(file, 0, plan.size)
-        except (AttributeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-            os.ftruncate(file, plan.size)
-        write_at(file, memoryview(plan.header), 0)
-    except OSError:
-        opened.close()
-        raise
-    return opened
+def piece_bytes(name: str, spec: TensorSpec, start: int, piece: Tensor) -> memoryview:
+    """The bytes of a piece that begins at the element ``start``; ValueError if it does not match the layout."""
+    import torch
+
+    end = start + piece.numel()
+    if dtype_name(piece.dtype) != spec.dtype or end > spec.numel:
+        raise ValueError(f"{name!r} must be {spec.numel} × {spec.dtype}, not {end} × {piece.dtype}")
+    return piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _reopen(plan: _Plan) -> BinaryIO:
-    return _opened(plan, os.O_NOFOLLOW)
+def missing_error(names: Sequence[str]) -> RuntimeError:
+    """The error for tensors that were never written."""
+    return RuntimeError(f"{len(names)} tensors were never written, among them {names[0]!r}")
 
 
-def _opened(plan: _Plan, flags: int) -> BinaryIO:
-    return os.fdopen(os.open(plan.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666), "r+b", buffering=0)
-
-
-def _is_begun(plan: _Plan) -> bool:
-    """Whether the file is there as planned; a symbolic link is not ours to write through."""
-    try:
-        if plan.path.is_symlink() or plan.path.stat().st_size != plan.size:
-            return False
-        with plan.path.open("rb") as file:
-            return file.read(len(plan.header)) == plan.header
-    except OSError:
-        return False
+def index_text(layout: Mapping[str, TensorSpec], where: Mapping[str, str]) -> str:
+    """The index file of a sharded model; ``where`` is the shard of every tensor."""
+    index = {
+        "metadata": {"total_size": sum(spec.nbytes for spec in layout.values())},
+        "weight_map": {name: where[name] for name in layout},
+    }
+    return json.dumps(index, indent=2, ensure_ascii=False) + "\n"
 
 
 def _remove_stale(directory: Path, prefix: str) -> None:
-    """Shards and index of another plan must not stand beside the new ones."""
+    """Remove shards and the index of another layout."""
     ours = re.compile(re.escape(prefix) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
     for path in directory.iterdir() if directory.is_dir() else ():
         if ours.fullmatch(path.name):
@@ -343,13 +314,14 @@ def _remove_stale(directory: Path, prefix: str) -> None:
 
 
 def write_at(file: int, data: memoryview, offset: int) -> None:
+    """Write all bytes at an offset."""
     while data:
         count = os.pwrite(file, data, offset)
         data = data[count:]
         offset += count
 
 
-def _write_error(path: Path, error: OSError, needed: int) -> MergestreamError:
+def _disk_error(path: Path, error: OSError, needed: int) -> MergestreamError:
     if error.errno != errno.ENOSPC:
         return write_error(path, error)
     free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.is_dir())).free
