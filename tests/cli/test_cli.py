@@ -348,7 +348,7 @@ def test_errors_name_file_and_tensor_and_say_what_to_do(junk, store, mergestream
         "missing": ("lacks tensor layers.0.q.weight", "--partial"),
         "extra": ("has tensor classifier.weight that the base does not have", "--heads", "--ignore"),
         "misshaped": ("tensor layers.0.q.weight in model.safetensors", "[8, 9]", "[8, 8]", "--ignore"),
-        "grown": ("embed_tokens.weight in model.safetensors", "vocabulary", "26 rows", "24", "--vocab base"),
+        "grown": ("embed_tokens.weight in model.safetensors", "26 rows", "24", "--vocab base", "--vocab grow"),
         "integers": ("layers.0.q.weight", "I32"),
         "truncated.safetensors": ("truncated", "10 bytes are missing"),
         "code.pt": ("not executed", "safetensors"),

@@ -32,7 +32,7 @@ def told(mergestream: RunCommand):
 def far_expert(place: Path) -> Path:
     """An expert that is noted, for it outweighs all others."""
     expert = toy_expert(8)
-    far = {name: tensor + 10 * (expert[name] - tensor) for name, tensor in toy_base().items() if tensor.dim() > 1}
+    far = {name: tensor + 12 * (expert[name] - tensor) for name, tensor in toy_base().items() if tensor.dim() > 1}
     return save_model(place, expert | far)
 
 
