@@ -10,7 +10,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 
 from mergestream.cli.parser import parse, wants_json
-from mergestream.cli.printing import finish, print_error, replying
+from mergestream.cli.printing import error_sentences, finish, print_error, replying
 from mergestream.errors import MergestreamError
 from mergestream.escaping import check_utf8
 from mergestream.interrupts import Terminated, terminated_like_interrupted
@@ -48,8 +48,6 @@ def _run(words: Sequence[str]) -> int:
         command.run(options)
         finish()
         return 0
-    except MergestreamError as error:
-        return _fail(error.exit_code, *error.sentences)
     except KeyboardInterrupt as interrupt:
         what, code = ("terminated", TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", INTERRUPTED)
         advice = str(interrupt) or "finished steps are kept, and the same command continues where this one stopped"
@@ -57,13 +55,12 @@ def _run(words: Sequence[str]) -> int:
     except BrokenPipeError:  # discard the rest, so that flushing at exit does not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        where = f"{error.filename} cannot be used: " if error.filename else ""
-        return _fail(MergestreamError.exit_code, f"{where}{error.strerror or error}")
+    except (MergestreamError, OSError) as error:
+        return _fail(getattr(error, "exit_code", 1), *error_sentences(error))
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        return _fail(MergestreamError.exit_code, "out of memory; lower --max-memory, or use fewer --workers")
+        return _fail(1, "out of memory; lower --max-memory, or use fewer --workers")
 
 
 def _fail(code: int, *reasons: str) -> int:

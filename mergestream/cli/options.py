@@ -60,9 +60,9 @@ def at_least(least: int) -> Callable[[str], int]:
         try:
             number = int(text)
         except ValueError:
-            raise ArgumentTypeError(f"{text!r} is not a whole number") from None
+            number = least - 1
         if number < least:
-            raise ArgumentTypeError(f"{number} is too small; the minimum is {least}")
+            raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         return number
 
     return parse

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from mergestream.errors import MergestreamError
 from mergestream.escaping import MAX_SENTENCE, one_line
 from mergestream.progress import Advance, NoProgress, Progress, TerminalProgress
 
@@ -148,6 +149,15 @@ def print_error(*sentences: str) -> None:
     """Print errors to standard error, one line each."""
     for sentence in sentences:
         print(f"error: {one_line(sentence, MAX_SENTENCE)}", file=sys.stderr, flush=True)
+
+
+def error_sentences(error: Exception) -> Sequence[str]:
+    """Describe an error, with its type if it is unexpected."""
+    if isinstance(error, MergestreamError):
+        return error.sentences
+    if isinstance(error, OSError) and error.strerror:
+        return [f"{error.filename} cannot be used: {error.strerror}" if error.filename else error.strerror]
+    return [f"{type(error).__name__}: {error}"]
 
 
 def print_table(

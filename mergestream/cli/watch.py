@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from mergestream.cli.add import print_step
 from mergestream.cli.log import entry_json
 from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument
-from mergestream.cli.printing import emit, is_json, print_error, say
+from mergestream.cli.printing import emit, error_sentences, is_json, print_error, say
 from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
 from mergestream.escaping import MAX_SENTENCE, one_line
 
@@ -170,8 +170,7 @@ class Watcher:
         except Exception as error:  # whatever it is, the other experts can still be added
             report_failure(path, error, self._schedule_retry(error, expert))
         else:
-            if not is_json():
-                print_step(self.store, entry)
+            print_step(self.store, entry)
             event = {"event": "absorbed", "path": str(path), "step": self.store.manifest.step}
             emit({**event, "expert": entry_json(entry)})
 
@@ -231,15 +230,6 @@ def report_failure(path: Place, error: Exception, pause: float | None) -> None:
     if not is_json():
         again = "" if pause is None else f"; next attempt in {pause:.0f} s"
         print_error(*(f"{path.name}: {reason}{again}" for reason in reasons))
-
-
-def error_sentences(error: Exception) -> list[str]:
-    """Describe an error, with its type if it is unexpected."""
-    if isinstance(error, MergestreamError):
-        return list(error.sentences)
-    if isinstance(error, OSError) and error.strerror:
-        return [f"{error.filename}: {error.strerror}" if error.filename else error.strerror]
-    return [f"{type(error).__name__}: {error}"]
 
 
 def is_temporary(error: BaseException | None) -> bool:
