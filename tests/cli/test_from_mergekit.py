@@ -22,8 +22,8 @@ from mergestream.testing import (
     merged_in_memory,
     pieces_of,
     save_models,
-    saved_adapters,
 )
+from mergestream.testing.models import saved_adapters
 from tests.methods.formulas import weighted
 
 WEIGHTS = (0.5, -0.3, 0.9)
