@@ -1,11 +1,10 @@
-"""Pictures and numbers to decide by: reports, diagnostics, gates, comparisons.
+"""Reports, diagnostics, gates and comparisons of a store.
 
-* ``diagnostics``: similarity of the experts, and what survived of each
-* ``ledger``: what a ledger holds of each expert, and how they collide
-* ``metrics``: ACC, BWT and others, from the accuracy matrix
-* ``scores``: evaluations that are attached to a store
-* ``gates``: conditions under which ``add`` refuses
-* ``diff``: two steps, or a step and a checkpoint
-* ``facts``: all that a report tells; ``markdown`` and ``page`` write it
-* ``figures`` (plotly) and ``pictures`` (matplotlib): functions that return figure objects
+* ``facts``: all data of a report; ``verdict`` has its first lines, ``sections`` and ``tables`` the rest
+* ``render``: the page and Markdown, from ``templates``; ``figures``: matplotlib figures; ``wording``: names, numbers
+* ``diagnostics``: similarity of the experts, and the share of each that was kept
+* ``ledger``: the share of each expert that a ledger holds, and how the experts interfere
+* ``scores``: evaluations that are attached to a store; ``metrics``: ACC, BWT and others; ``harness``: lm-eval
+* ``gates``: conditions under which ``add`` refuses an expert
+* ``diff``: compare two steps, or a step and a checkpoint
 """

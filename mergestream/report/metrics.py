@@ -1,7 +1,7 @@
 """The paper's metrics (section 5), from the accuracy matrix of one stream.
 
-A[i][j] is the accuracy on the j-th task to arrive, of the model read out after i + 1 models; None where it was
-not measured. A metric is None where an entry it needs is.
+A[i][j] is the accuracy on task j of the model after i + 1 experts, with tasks in the order of their experts. It is None
+if it was not measured. A metric is None if an entry that it needs is None.
 """
 
 from __future__ import annotations
@@ -15,36 +15,35 @@ Matrix = Sequence[Sequence[Entry]]
 
 
 def mean(values: Sequence[Entry]) -> Entry:
+    """The mean; None if a value is missing."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def average_accuracy(matrix: Matrix) -> Entry:
-    """ACC: the mean over all tasks after the last model."""
+    """ACC: the mean over all tasks after the last expert."""
     return mean(matrix[-1])
 
 
 def backward_transfer(matrix: Matrix) -> Entry:
-    """BWT: what a task lost (or won) since its own model was absorbed, over all tasks but the last."""
+    """BWT: the mean change of a task since its own expert was added, over all tasks except the last."""
     last = len(matrix) - 1
     return mean([_difference(matrix[last][i], matrix[i][i]) for i in range(last)])
 
 
 def worst_task(matrix: Matrix) -> Entry:
+    """The lowest accuracy after the last expert."""
     known = [value for value in matrix[-1] if value is not None]
     return min(known) if len(known) == len(matrix[-1]) else None
 
 
 def seen_means(matrix: Matrix) -> list[Entry]:
-    """After each step, the mean over the tasks whose models have been absorbed."""
+    """After each step, the mean over the tasks whose experts are in the store."""
     return [mean(row[: step + 1]) for step, row in enumerate(matrix)]
 
 
 def retention(matrix: Matrix, base: Sequence[float]) -> Entry:
-    """How much better (or worse) than the base the merged models do on tasks that are not merged yet.
-
-    The mean of A[i][j] − base[j] over j > i; ``base`` in the order of arrival.
-    """
+    """The mean change from the base on tasks whose experts are not in the store yet: A[i][j] − base[j] over j > i."""
     return mean([_difference(row[j], base[j]) for i, row in enumerate(matrix) for j in range(i + 1, len(row))])
 
 
@@ -54,7 +53,7 @@ def _difference(left: Entry, right: Entry) -> Entry:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation over orders."""
+    """Mean and sample standard deviation over orders of the experts."""
 
     mean: float
     std: float | None
@@ -62,7 +61,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[Entry]) -> Spread | None:
-        """None if there is nothing to average; orders in which the metric was not measured do not count."""
+        """The spread of the known values; None if there are none."""
         known = [value for value in values if value is not None]
         if not known:
             return None

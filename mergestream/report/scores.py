@@ -1,4 +1,4 @@
-"""Evaluations that are attached to a store: A[i][j], the score on task j after i models."""
+"""Evaluations that are attached to a store: A[i][j], the score on task j after i + 1 experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = Sequence[float | None]
 
 @dataclass(frozen=True)
 class TaskScore:
-    """What the merged model, the task's expert alone and the base score; None where it was not measured."""
+    """The scores of the merged model, of the task's expert and of the base; None if not measured."""
 
     task: str
     merged: float | None
@@ -37,7 +37,7 @@ class TaskScore:
 
     @property
     def lost(self) -> float:
-        """The share of what its expert scores alone; 0 where that is not known."""
+        """The share of the expert's score that the merged model lost; 0 if that is not known."""
         if self.merged is None or self.expert is None or self.expert <= 0:
             return 0.0
         return 1 - self.merged / self.expert
@@ -45,19 +45,19 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of the merged model after each step; tasks in the order in which their experts came."""
+    """Scores of the merged model after each step; tasks are in the order of their experts."""
 
     tasks: tuple[str, ...]
     matrix: tuple[tuple[float | None, ...], ...]
-    """One row per step, one entry per task; None where it was not measured"""
+    """One row per step, one entry per task; None if not measured"""
     metric: str = "accuracy"
     base: tuple[float | None, ...] | None = None
-    """The base model's own"""
+    """The scores of the base"""
     experts: tuple[float | None, ...] | None = None
-    """Each expert's, on its own task"""
+    """The score of each expert on its own task"""
 
     def to_frame(self) -> DataFrame:
-        """Step × task; the base is step 0, where it was scored."""
+        """Step × task; the base is step 0, if it was scored."""
         base = {0: self.base} if self.base else {}
         rows = base | dict(enumerate(self.matrix, 1))
         return matrix_frame(list(rows), self.tasks, list(rows.values())).rename_axis("step")
@@ -72,7 +72,7 @@ class Scores:
         experts: Row | None = None,
         metric: str = "accuracy",
     ) -> Scores:
-        """From any sequences, such as lists or the rows of an array."""
+        """Scores from any sequences, such as lists or the rows of an array."""
 
         def entries(row: Row) -> tuple[float | None, ...]:
             return tuple(None if value is None else float(value) for value in row)
@@ -86,8 +86,8 @@ class Scores:
         )
 
     @property
-    def fault(self) -> str | None:
-        """What is wrong with the numbers; None where nothing is."""
+    def error(self) -> str | None:
+        """What is wrong with the numbers, or None."""
         if len(self.tasks) < len(self.matrix):
             return (
                 f"there are {len(self.matrix)} rows of scores and {len(self.tasks)} tasks; "
@@ -97,24 +97,18 @@ class Scores:
             if row is not None and len(row) != len(self.tasks):
                 return f"a row of scores has {len(row)} entries for {len(self.tasks)} tasks"
             if row is not None and not all(value is None or math.isfinite(value) for value in row):
-                return "scores must be finite numbers, or None where they were not measured"
+                return "scores must be finite numbers, or None if not measured"
         return None
 
     def compared(self) -> tuple[TaskScore, ...]:
         """The tasks whose experts are merged, after the last step."""
-
-        def entry(row: Row | None, task: int) -> float | None:
-            return row[task] if row else None
-
-        last = self.matrix[-1]
-        return tuple(
-            TaskScore(self.tasks[i], last[i], entry(self.experts, i), entry(self.base, i))
-            for i in range(len(self.matrix))
-        )
+        unknown = (None,) * len(self.tasks)
+        columns = (self.tasks[: len(self.matrix)], self.matrix[-1], self.experts or unknown, self.base or unknown)
+        return tuple(map(TaskScore, *columns))
 
     @property
     def has_experts(self) -> bool:
-        """Whether there is a task with the score of its own expert, to compare with."""
+        """Whether an expert was scored on its own task."""
         return any(task.expert is not None for task in self.compared())
 
     @property
@@ -124,22 +118,22 @@ class Scores:
 
     @property
     def bwt(self) -> float | None:
-        """BWT: the mean change of the tasks since their own experts came, below 0 where they are forgotten."""
+        """BWT: the mean change of the tasks since their experts were added; below 0 they are forgotten."""
         return backward_transfer(self.matrix) if len(self.matrix) > 1 else None
 
 
 def attach(store: Store, scores: Scores) -> None:
-    """Keep scores in the store; they replace earlier ones."""
+    """Write scores to the store; they replace earlier ones."""
     if not scores.matrix or len(scores.matrix) > store.manifest.step:
         raise MergestreamError(
-            f"{counted(len(scores.matrix), 'row')} of scores do not fit {store.place}, which has taken "
-            f"{counted(store.manifest.step, 'step')}"
+            f"{counted(len(scores.matrix), 'row')} of scores do not fit {store.place}, "
+            f"which has {counted(store.manifest.step, 'expert')}"
         )
-    if fault := scores.fault:
-        raise MergestreamError(fault)
+    if error := scores.error:
+        raise MergestreamError(error)
     data = {
         **asdict(scores),
-        # Scores belong to a state: after an undo and another add, they must not be shown for the new one.
+        # Scores belong to a state: after an undo and another add they are not valid.
         "states": [_state(entry) for entry in store.history[: len(scores.matrix)]],
     }
     storage, text = store.place, to_json({**data, "digest": json_digest(data)})
@@ -151,7 +145,7 @@ def attach(store: Store, scores: Scores) -> None:
 
 
 def attached(store: Store) -> Scores | None:
-    """The scores of the store's present history, or None."""
+    """The scores that are valid for the history of the store, or None."""
     path = f"{store.place}/{NAME}"
     if store.place.read(NAME) is None:
         return None
@@ -159,8 +153,8 @@ def attached(store: Store) -> Scores | None:
     if data.pop("digest", None) != json_digest(data):
         raise damaged(path, "its digest does not match", "attach the scores once more")
     scores, states = validate(data, Scores, path), validate(data.get("states"), list[str], path)
-    if fault := scores.fault:
-        raise invalid_file(path, fault)
+    if error := scores.error:
+        raise invalid_file(path, error)
     pairs = zip(states, store.history, strict=False)
     valid = len(list(takewhile(lambda pair: pair[0] == _state(pair[1]), pairs)))
     return replace(scores, matrix=scores.matrix[:valid]) if valid else None

@@ -49,7 +49,7 @@ def test_entries_may_be_missing(store: Store) -> None:
 @pytest.mark.parametrize(
     ("tasks", "matrix", "message"),
     [
-        (["a", "b", "c"], [[0.1] * 3] * 3, "which has taken 2 steps"),
+        (["a", "b", "c"], [[0.1] * 3] * 3, "which has 2 experts"),
         (["a", "b"], [], "0 rows"),
         (["a"], [[0.1], [0.1]], "at least one task per step"),
         (["a", "b"], [[0.1, 0.2], [0.1]], "1 entries for 2 tasks"),
