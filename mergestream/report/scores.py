@@ -129,8 +129,8 @@ def attach(store: Store, scores: Scores) -> None:
             f"{counted(len(scores.matrix), 'row')} of scores do not fit {store.place}, "
             f"which has {counted(store.manifest.step, 'expert')}"
         )
-    if error := scores.error:
-        raise MergestreamError(error)
+    if scores.error:
+        raise MergestreamError(scores.error)
     data = {
         **asdict(scores),
         # Scores belong to a state: after an undo and another add they are not valid.
@@ -153,8 +153,8 @@ def attached(store: Store) -> Scores | None:
     if data.pop("digest", None) != json_digest(data):
         raise damaged(path, "its digest does not match", "attach the scores once more")
     scores, states = validate(data, Scores, path), validate(data.get("states"), list[str], path)
-    if error := scores.error:
-        raise invalid_file(path, error)
+    if scores.error:
+        raise invalid_file(path, scores.error)
     pairs = zip(states, store.history, strict=False)
     valid = len(list(takewhile(lambda pair: pair[0] == _state(pair[1]), pairs)))
     return replace(scores, matrix=scores.matrix[:valid]) if valid else None
