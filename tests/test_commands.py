@@ -1,4 +1,4 @@
-"""A user's command: what it may be, how it is run, and which number counts."""
+"""The user's --evaluate command: checks, placeholders, failures, and the score."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def python(code: str, *arguments: str) -> str:
         ("7".join(["", *"7" * 5000]), math.inf),
     ],
 )
-def test_the_last_number_that_stands_by_itself(text: str, number: float | None) -> None:
+def test_the_last_standalone_number_is_found(text: str, number: float | None) -> None:
     assert last_number(text) == number
 
 
 @pytest.mark.parametrize("text", ["epoch 3: nan", "NaN", "0.5 -NAN."])
-def test_what_is_not_a_number_is_not_overlooked(text: str) -> None:
+def test_nan_is_found(text: str) -> None:
     assert math.isnan(last_number(text) or 0)
 
 
-def test_places_are_filled_once_and_no_shell_looks_at_them(tmp_path: Path) -> None:
+def test_placeholders_are_filled_once_without_a_shell(tmp_path: Path) -> None:
     awkward = tmp_path / "{task}; echo $HOME"
     printed = run_command(python("import sys; print(sys.argv[1:])", "{model}", "{task}", "{other}"),
                           model=awkward, task="a b")  # fmt: skip
     assert printed.strip() == repr([str(awkward), "a b", "{other}"])
 
 
-def test_a_failure_is_told_by_its_last_words_or_its_code() -> None:
+def test_a_failure_shows_the_last_line_or_the_exit_code() -> None:
     with pytest.raises(MergestreamError, match=r"failed: no such task$"):
         run_command(python("import sys; print('x', file=sys.stderr); sys.exit('no such task')"))
     with pytest.raises(MergestreamError, match=r"failed: exit code 3$"):
@@ -58,25 +58,25 @@ def test_a_failure_is_told_by_its_last_words_or_its_code() -> None:
         run_command("no-such-program {model}", model="m")
 
 
-def test_standard_error_goes_on_to_the_user_where_it_is_wanted(capfd: pytest.CaptureFixture[str]) -> None:
+def test_standard_error_is_shown_on_request(capfd: pytest.CaptureFixture[str]) -> None:
     for show, seen in ((True, "halfway\n"), (False, "")):
         assert run_command(python("import sys; print('halfway', file=sys.stderr); print(1)"), show_errors=show) == "1\n"
         assert capfd.readouterr().err == seen
 
 
-def test_what_a_command_leaves_behind_is_not_waited_for() -> None:
+def test_background_processes_are_not_waited_for() -> None:
     code = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
     left = int(run_command(python(code)))
     os.kill(left, signal.SIGKILL)  # it is still there
 
 
-def test_of_much_output_the_end_is_kept() -> None:
+def test_the_end_of_long_output_is_kept() -> None:
     printed = run_command(python("print('7 ' * 3_000_000); print(0.5)"))
     assert len(printed) <= 1 << 20 and last_number(printed) == 0.5
     assert last_number(run_command(python(r"import os; os.write(1, b'\xff\x00 0.5')"))) == 0.5
 
 
 @pytest.mark.parametrize("template", ["python score.py", "'python {model}", ""])
-def test_a_command_that_cannot_be_meant_is_wrong_usage(template: str) -> None:
+def test_an_invalid_command_is_wrong_usage(template: str) -> None:
     with pytest.raises(UsageError, match="--evaluate"):
         check_command(template)

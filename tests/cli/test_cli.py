@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it exits, and that a user's mistake is one sentence."""
+"""The command line: output, exit codes, and one sentence for every mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
 @pytest.fixture
 def store(tmp_path: Path, toys: Toys, done) -> Path:
-    """A store that has absorbed two experts, made by the command line."""
+    """A store with two experts, created by the command line."""
     done("init", tmp_path / "store", "--base", toys.base, "--alpha", "0.4")
     done("add", tmp_path / "store", *toys.experts[:2], "--quiet")
     return tmp_path / "store"
@@ -51,8 +51,8 @@ assert not slow, slow
     assert result.returncode == 0, result.stderr
 
 
-def test_help_answers_at_once():
-    """Others may be at work here, so it is the processor's time that counts, and the best of three."""
+def test_help_takes_little_cpu_time():
+    """Measures CPU time, best of three, because the machine may be busy."""
     taken = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -65,7 +65,7 @@ def test_help_answers_at_once():
 # --- what commands print -----------------------------------------------------------------------------------
 
 
-def test_status_is_one_stable_object(store, done, toys, tmp_path):
+def test_status_json_is_reproducible(store, done, toys, tmp_path):
     status = json.loads(done("status", store, "--json"))
     assert {key: status[key] for key in ("step", "method", "experts", "keep")} == {
         "step": 2,
@@ -82,7 +82,7 @@ def test_status_is_one_stable_object(store, done, toys, tmp_path):
 
     done("init", tmp_path / "again", "--base", toys.base, "--alpha", "0.4")
     done("add", tmp_path / "again", *toys.experts[:2])
-    assert json.loads(done("status", tmp_path / "again", "--json")) == status, "nothing volatile"
+    assert json.loads(done("status", tmp_path / "again", "--json")) == status, "equal stores give equal JSON"
 
 
 def test_an_empty_store_has_a_status_and_a_log(tmp_path, toys, done):
@@ -121,18 +121,18 @@ def test_status_lists_every_tensor_with_its_rule(store, done):
     assert "embedding" in listed and "integer tensor" in listed
 
 
-def test_inspect_and_dry_run_tell_the_same_and_change_nothing(store, done, toys):
+def test_inspect_and_dry_run_agree_and_change_nothing(store, done, toys):
     before = files(store)
-    told = json.loads(done("inspect", store, toys.experts[2], "--json"))
+    inspected = json.loads(done("inspect", store, toys.experts[2], "--json"))
     dry, other = json.loads(done("add", store, toys.experts[2], toys.experts[3], "--dry-run", "--json"))
-    for facts in (told, dry):
+    for facts in (inspected, dry):
         predicted = facts.pop("predicted")
         assert facts.pop("seconds") >= 0 and predicted["seconds"] > 0 and predicted["writes"] == facts["disk"]
-    assert told == dry and other["step"] == 3
+    assert inspected == dry and other["step"] == 3
     assert files(store) == before
-    assert {"norm", "kept", "lambda", "distance", "fates", "memory", "disk", "tensors", "step"} <= told.keys()
-    assert told["step"] == 3 and told["fates"] == {"copied": 2, "merged": 11}
-    assert {"role", "fate", "norm", "kept", "protected"} <= told["tensors"]["layers.0.q.weight"].keys()
+    assert {"norm", "kept", "lambda", "distance", "fates", "memory", "disk", "tensors", "step"} <= inspected.keys()
+    assert inspected["step"] == 3 and inspected["fates"] == {"copied": 2, "merged": 11}
+    assert {"role", "fate", "norm", "kept", "protected"} <= inspected["tensors"]["layers.0.q.weight"].keys()
     text = done("inspect", store, toys.experts[2])
     assert (
         "would be step 3" in text
@@ -142,7 +142,7 @@ def test_inspect_and_dry_run_tell_the_same_and_change_nothing(store, done, toys)
         and "layers.0.q.weight" in text
     )
     done("add", store, toys.experts[2])
-    assert json.loads(done("log", store, "--json"))[2]["kept"] == told["kept"]
+    assert json.loads(done("log", store, "--json"))[2]["kept"] == inspected["kept"]
 
 
 def test_add_takes_several_and_reports_each(tmp_path, toys, done):
@@ -164,7 +164,7 @@ def test_add_names_several_experts(tmp_path, toys, done, mergestream):
         assert mergestream("add", tmp_path / "store", wrong).code in (1, 2)
 
 
-def test_an_existing_relative_path_is_no_name(tmp_path, toys, done, monkeypatch):
+def test_an_existing_path_with_equals_is_not_split(tmp_path, toys, done, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(toys.experts[0], "lr=0.1")
     done("init", "store", "--base", toys.base)
@@ -182,13 +182,13 @@ def test_a_failing_expert_leaves_those_before_it_committed(tmp_path, toys, merge
     assert json.loads(done("status", tmp_path / "store", "--json"))["experts"] == ["expert-1", "expert-2"]
 
 
-def test_nothing_but_warnings_is_said_beside_the_output_where_nobody_watches(tmp_path, toys, mergestream):
+def test_standard_error_has_only_notes_without_a_terminal(tmp_path, toys, mergestream):
     assert mergestream("init", tmp_path / "store", "--base", toys.base).err == ""
     assert mergestream("add", tmp_path / "store", toys.experts[0]).err == ""
     torch.manual_seed(9)
-    stranger = {name: torch.randn(t.shape).to(t.dtype) for name, t in toy_base().items()}
-    save_model(tmp_path / "stranger", stranger)
-    allowed = ("add", tmp_path / "store", tmp_path / "stranger", "--allow-other-base")
+    unrelated = {name: torch.randn(t.shape).to(t.dtype) for name, t in toy_base().items()}
+    save_model(tmp_path / "unrelated", unrelated)
+    allowed = ("add", tmp_path / "store", tmp_path / "unrelated", "--allow-other-base")
     warned = mergestream(*allowed)
     assert warned.code == 0 and "note: " in warned.err and "not fine-tuned from this base" in warned.err
     assert mergestream("undo", tmp_path / "store").code == 0
@@ -217,7 +217,7 @@ def test_methods_are_listed_with_their_parameters(done):
     assert "--set alpha=0.5" in done("methods")
 
 
-def test_the_base_option_points_the_store_to_the_base_that_moved(tmp_path, toys, mergestream, done):
+def test_base_option_relocates_the_base(tmp_path, toys, mergestream, done):
     base = shutil.copytree(toys.base, tmp_path / "base")
     done("init", tmp_path / "store", "--base", base)
     moved = base.rename(tmp_path / "moved")
@@ -273,7 +273,7 @@ def test_a_head_with_other_labels_loads_with_from_pretrained(tmp_path, done):
 
 @pytest.fixture
 def junk(tmp_path: Path, toys: Toys) -> Path:
-    """A directory full of things that are no experts."""
+    """A directory of invalid experts."""
     place = tmp_path / "junk"
     place.mkdir()
     (place / "empty-directory").mkdir()
@@ -315,7 +315,7 @@ def assert_one_sentence(result, code: int) -> None:
     assert "Traceback" not in result.err and result.out == ""
 
 
-def test_no_junk_gets_in_and_each_is_one_sentence(junk, store, mergestream, done, tmp_path, toys):
+def test_invalid_experts_are_refused_with_one_sentence(junk, store, mergestream, done, tmp_path, toys):
     before = files(store, ".json", ".safetensors")
     for path in [*sorted(junk.iterdir()), junk / "nowhere", junk / "text.txt" / "deeper", Path("/dev/null"), store]:
         assert_one_sentence(mergestream("add", store, path), 1)
@@ -331,7 +331,7 @@ def test_no_junk_gets_in_and_each_is_one_sentence(junk, store, mergestream, done
     done("verify", store)
 
 
-def test_no_junk_is_a_base_or_a_store(junk, mergestream, tmp_path, toys):
+def test_invalid_bases_and_stores_are_refused_with_one_sentence(junk, mergestream, tmp_path, toys):
     good_tensors = {"missing", "extra", "misshaped", "grown", "integers"}
     for path in [*sorted(junk.iterdir()), junk / "nowhere"]:
         if path.name not in good_tensors:
@@ -417,11 +417,11 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, store, tmp_path,
     before = sorted(tmp_path.iterdir())
     result = mergestream(*(places.get(argument, argument) for argument in arguments))
     assert_one_sentence(result, 2)
-    assert sorted(tmp_path.iterdir()) == before, "nothing is made"
+    assert sorted(tmp_path.iterdir()) == before, "no file is created"
     assert "object storage" in result.err or not any("://" in argument for argument in arguments)
 
 
-def test_a_budget_of_nothing_is_too_small(store, toys, mergestream):
+def test_a_tiny_memory_budget_is_refused(store, toys, mergestream):
     for budget in ("0B", "1kB"):
         result = mergestream("add", store, toys.experts[2], "--max-memory", budget)
         assert_one_sentence(result, 1)
@@ -445,7 +445,7 @@ def test_outputs_are_not_overwritten_by_accident(store, done, mergestream, tmp_p
     assert_one_sentence(mergestream("export", store, tmp_path / "file" / "deeper"), 1)
 
 
-def test_what_is_being_merged_is_never_replaced(tmp_path, toys, done, mergestream):
+def test_an_export_never_replaces_its_inputs(tmp_path, toys, done, mergestream):
     base, expert = shutil.copytree(toys.base, tmp_path / "models" / "base"), toys.experts[0]
     done("init", tmp_path / "store", "--base", base)
     done("add", tmp_path / "store", expert)
@@ -481,8 +481,8 @@ def as_json(commands: list[tuple[object, ...]]) -> str:
     return json.dumps([[str(part) for part in command] for command in commands])
 
 
-def test_what_may_not_be_read_or_written_is_a_sentence(toys, done, tmp_path):
-    """As another user, for whom the permissions count."""
+def test_missing_permissions_give_one_sentence(toys, done, tmp_path):
+    """Runs as another user, because root may read everything."""
     place = Path(tempfile.mkdtemp())
     try:
         shutil.copytree(toys.base.parent, place, dirs_exist_ok=True)
@@ -520,19 +520,19 @@ def test_what_may_not_be_read_or_written_is_a_sentence(toys, done, tmp_path):
         shutil.rmtree(place)
 
 
-def test_a_closed_pipe_and_a_full_terminal_are_no_tracebacks(store):
+def test_a_closed_pipe_or_full_disk_gives_no_traceback(store):
     for redirect, expected in (("| true", ""), ("> /dev/full", "error: No space left on device\n")):
         command = f"{sys.executable} -m mergestream status {store} --json {redirect}"
         result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
         assert result.stderr == expected
 
 
-def test_a_terminal_without_greek_letters_is_served(store):
+def test_output_works_in_an_ascii_terminal(store):
     result = python("-m", "mergestream", "log", store, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert result.returncode == 0 and "expert-1" in result.stdout
 
 
-def test_ctrl_c_is_a_sentence_too(store, toys, mergestream, monkeypatch, done):
+def test_ctrl_c_gives_one_sentence_and_exit_code_130(store, toys, mergestream, monkeypatch, done):
     from mergestream.merging.step import Step
 
     def interrupted(*_: object) -> None:

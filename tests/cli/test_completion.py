@@ -1,4 +1,4 @@
-"""What a shell is told when its user presses the tab key."""
+"""Shell completion with argcomplete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import Toys
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, toys: Toys) -> Path:
-    """Where the user is: there is a store with two experts."""
+    """A working directory that contains a store with two experts."""
     place = tmp_path_factory.mktemp("home")
     store = Store.create(place / "store", toys.base)
     store.add(toys.experts[0], name="legal")
@@ -25,16 +25,16 @@ def place(tmp_path_factory: pytest.TempPathFactory, toys: Toys) -> Path:
 
 
 def completions(place: Path, line: str) -> list[str]:
-    told = place / "told"
-    told.unlink(missing_ok=True)
+    answer = place / "answer"
+    answer.unlink(missing_ok=True)
     environment = {
         **os.environ,
-        **{"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(told)},
+        **{"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)},
         **{"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SUPPRESS_SPACE": "1"},
     }
     code = "import sys; from mergestream.cli import main; sys.exit(main())"
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=place, check=True, stdout=subprocess.PIPE)
-    return told.read_text().split()
+    return answer.read_text().split()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def completions(place: Path, line: str) -> list[str]:
         ("mergestream init new --base b --method task_a", {"task_arithmetic"}),
     ],
 )
-def test_the_shell_is_told_what_can_follow(line: str, expected: set[str], place: Path) -> None:
-    told = set(completions(place, line))
-    assert expected <= told
-    assert told or not expected
+def test_the_shell_completes_words(line: str, expected: set[str], place: Path) -> None:
+    answer = set(completions(place, line))
+    assert expected <= answer
+    assert answer or not expected

@@ -1,4 +1,4 @@
-"""Recipes, run: what comes out is what the formulas say, written plainly; `benchmarks.recipes` asks mergekit itself."""
+"""mergekit recipes give what the plain formulas say; `benchmarks.recipes` compares with mergekit itself."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_task_arithmetic(models: list[StateDict], normalize: bool) -> None:
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_ties(models: list[StateDict], normalize: bool) -> None:
-    """Of the tiny tensors a hundredth is less than one entry: one is left."""
+    """A density of 0.01 is less than one entry of a tiny tensor: one entry is kept."""
     merged = run("ties", own(DENSITIES), parameters={"normalize": normalize, "lambda": 0.7})
     settings = {"elect": True, "normalize": normalize, "scale": 0.7}
     assert_moved(merged, models, weighted(models[0], models[1:], "0.5,-0.3,0.9", "0.3,1,0.01", **settings))
@@ -73,7 +73,7 @@ def test_ties(models: list[StateDict], normalize: bool) -> None:
 
 @pytest.mark.parametrize("base", [None, "base.safetensors"])
 def test_linear_is_the_weighted_mean(models: list[StateDict], base: str | None) -> None:
-    """A base_model is one of the models, and here its weight is that of all."""
+    """A base_model is one of the models, with the same weight as all."""
     given = [{"weight": 0.5}, {"weight": 1.5}, {"weight": 1.0}]
     merged = run("linear", given, base_model=base, parameters={"weight": 2.0})
     weights = [2.0 if base else 0.0, 0.5, 1.5, 1.0]
@@ -97,7 +97,7 @@ def test_dare_linear_is_dare_with_weights(models: list[StateDict]) -> None:
     assert_moved(half, models, weighted(models[0], models[1:], "0.3", "0.5", **settings))
 
 
-def test_dare_ties_elects_among_what_dare_leaves(models: list[StateDict]) -> None:
+def test_dare_ties_elects_signs_among_the_kept_entries(models: list[StateDict]) -> None:
     merged = run("dare_ties", own(DENSITIES), parameters={"normalize": True})
     settings = {"thin": "random", "elect": True, "normalize": True, "rescale": True}
     assert_moved(merged, models, weighted(models[0], models[1:], "0.5,-0.3,0.9", "0.3,1,0.01", **settings))
@@ -119,34 +119,32 @@ def test_adapters_are_merged_without_full_models(monkeypatch: pytest.MonkeyPatch
     assert_close(merged, as_models, base, 1e-9, "as adapters")
 
 
-def test_the_types_are_those_of_the_recipe_unless_the_command_says_otherwise(models: list[StateDict]) -> None:
+def test_dtype_comes_from_the_recipe_or_the_command(models: list[StateDict]) -> None:
     same = [{"weight": 1.0}] * 3
     assert run("ties", same, dtype="float32", out_dtype="bfloat16")["a.bias"].dtype == torch.bfloat16
     assert run("ties", same, "--dtype", "float16", dtype="float32")["a.bias"].dtype == torch.float16
     assert run("ties", same)["a.bias"].dtype == torch.float64
 
 
-def test_what_it_says(models: list[StateDict], capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_as_text_and_json(models: list[StateDict], capsys: pytest.CaptureFixture[str]) -> None:
     run("ties", own(DENSITIES))
     assert capsys.readouterr().out == "out: 3 experts merged by ties as in recipe.yaml\n"
     card = Path("out/README.md").read_text()
     assert "elect = True" in card and "weights = 0.5,-0.3,0.9" in card and "expert2" in card
     run("dare_linear", own(DENSITIES), "--json", "--seed", "2", parameters={"int8_mask": True})
-    told = json.loads(capsys.readouterr().out)
-    assert told["merge_method"] == "dare_linear" and told["base"] == "base.safetensors"
-    assert told["experts"][1] == {"source": "expert2.safetensors", "weight": -0.3, "density": 1.0}
-    assert told["parameters"]["seed"] == 2 and len(told["notes"]) == 2
+    result = json.loads(capsys.readouterr().out)
+    assert result["merge_method"] == "dare_linear" and result["base"] == "base.safetensors"
+    assert result["experts"][1] == {"source": "expert2.safetensors", "weight": -0.3, "density": 1.0}
+    assert result["parameters"]["seed"] == 2 and len(result["notes"]) == 2
 
 
-def test_what_was_made_by_a_recipe_is_made_again_by_replay(models: list[StateDict]) -> None:
+def test_replay_repeats_a_mergekit_recipe(models: list[StateDict]) -> None:
     merged = run("dare_ties", own(DENSITIES), "--seed", "4")
     assert main(["replay", "out", "-o", "again"]) == 0
     assert_same(load_model(Path("again")), merged, "replayed")
 
 
-def test_the_recipe_is_not_replaced_by_what_is_made_of_it(
-    models: list[StateDict], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_does_not_replace_the_recipe(models: list[StateDict], capsys: pytest.CaptureFixture[str]) -> None:
     run("ties", own())
     Path("recipe.yaml").rename("out/recipe.yaml")
     assert main(["from-mergekit", "out/recipe.yaml", "-o", "out", "--overwrite"]) == 1

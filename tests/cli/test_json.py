@@ -1,4 +1,4 @@
-"""``--json``: every command answers by it, with the notes, and with what is wrong."""
+"""``--json``: every command prints its result, the notes and any error."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def store(tmp_path: Path, toys: Toys, done) -> Path:
 
 
 @pytest.fixture
-def told(mergestream: RunCommand):
-    """Runs a command with --json; gives its code and the one value that it prints."""
+def run_json(mergestream: RunCommand):
+    """Runs a command with --json and returns its exit code and the parsed output."""
 
     def run(*words: object) -> tuple[int, Any]:
         result = mergestream(*words, "--json")
@@ -30,13 +30,13 @@ def told(mergestream: RunCommand):
 
 
 def far_expert(place: Path) -> Path:
-    """An expert that is noted, for it outweighs all others."""
+    """An expert with a note, because it is much larger than the others."""
     expert = toy_expert(8)
     far = {name: tensor + 12 * (expert[name] - tensor) for name, tensor in toy_base().items() if tensor.dim() > 1}
     return save_model(place, expert | far)
 
 
-def test_every_command_answers_with_one_object_and_the_notes(store: Path, toys: Toys, tmp_path: Path, told) -> None:
+def test_every_command_prints_one_object_with_notes(store: Path, toys: Toys, tmp_path: Path, run_json) -> None:
     sources = [word for path in toys.experts[:2] for word in ("--source", f"{path.name}={path}")]
     commands: dict[str, tuple[tuple[object, ...], set[str]]] = {
         "init": ((tmp_path / "new", "--base", toys.base), {"method", "parameters", "base", "counts"}),
@@ -56,44 +56,44 @@ def test_every_command_answers_with_one_object_and_the_notes(store: Path, toys: 
         "undo": ((store,), {"store", "step", "undone"}),
     }
     for name, (words, keys) in commands.items():
-        code, data = told(name, *words)
+        code, data = run_json(name, *words)
         assert code == 0 and data["notes"] == [] and keys <= data.keys(), (name, data)
-    assert told("report", store, "-o", tmp_path / "report.html")[1]["format"] == "html"
-    assert told("report", store, "--format", "md")[1]["text"].startswith("#")
+    assert run_json("report", store, "-o", tmp_path / "report.html")[1]["format"] == "html"
+    assert run_json("report", store, "--format", "md")[1]["text"].startswith("#")
     assert (tmp_path / "report.html").is_file()
 
 
-def test_what_is_a_list_has_the_notes_with_its_items(store: Path, toys: Toys, tmp_path: Path, told) -> None:
-    drowning = far_expert(tmp_path / "drowning")
-    (inspected,) = told("add", store, drowning, "--dry-run")[1]
-    code, added = told("add", store, toys.experts[3], drowning)
+def test_items_of_a_list_have_their_own_notes(store: Path, toys: Toys, tmp_path: Path, run_json) -> None:
+    large = far_expert(tmp_path / "large")
+    (inspected,) = run_json("add", store, large, "--dry-run")[1]
+    code, added = run_json("add", store, toys.experts[3], large)
     assert code == 0 and added[0]["notes"] == [] and "outweighs" in added[1]["notes"][0]
-    code, log = told("log", store)
+    code, log = run_json("log", store)
     assert code == 0 and [entry["notes"] for entry in log[-2:]] == [[], added[1]["notes"]]
     assert "outweighs" in inspected["notes"][0] and len(inspected["notes"]) == 1
 
 
-def test_notes_that_come_after_the_step_are_told_even_in_quiet(store, toys, told, monkeypatch) -> None:
+def test_notes_after_the_commit_are_in_json_even_if_quiet(store, toys, run_json, monkeypatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "worn out", "a disk")
 
     monkeypatch.setattr("mergestream.store.transaction.clean_up", fail)
-    code, (added,) = told("add", store, toys.experts[2], "--quiet")
+    code, (added,) = run_json("add", store, toys.experts[2], "--quiet")
     assert code == 0 and "could not be deleted: worn out" in added["notes"][0]
-    code, undone = told("undo", store)
+    code, undone = run_json("undo", store)
     assert code == 0 and "could not be deleted" in undone["notes"][0]
 
 
-def test_a_refused_gate_gives_its_reasons(store: Path, toys: Toys, told, mergestream: RunCommand) -> None:
+def test_a_refused_gate_gives_its_reasons(store: Path, toys: Toys, run_json, mergestream: RunCommand) -> None:
     words = ("add", store, *toys.experts[2:], "--gate", "norm<=0.001", "--gate", "held>=2")
-    code, (refused,) = told(*words)
+    code, (refused,) = run_json(*words)
     assert code == 1 and len(refused["reasons"]) == 2 and refused["error"] == "; ".join(refused["reasons"])
     assert all("was not added" in reason for reason in refused["reasons"])
     assert [f"error: {reason}" for reason in refused["reasons"]] == mergestream(*words, "--json").err.splitlines()
 
 
-def test_what_add_says_is_a_list_also_where_there_is_no_store(toys: Toys, tmp_path: Path, told) -> None:
-    code, (failed,) = told("add", tmp_path / "nowhere", toys.experts[0])
+def test_add_prints_a_list_even_without_a_store(toys: Toys, tmp_path: Path, run_json) -> None:
+    code, (failed,) = run_json("add", tmp_path / "nowhere", toys.experts[0])
     assert code == 1 and "nowhere" in failed["error"]
 
 
@@ -108,15 +108,15 @@ def test_what_add_says_is_a_list_also_where_there_is_no_store(toys: Toys, tmp_pa
         (("watch", "STORE", "nowhere"), 1, "is not a directory"),
     ],
 )
-def test_what_is_wrong_is_in_it_too(words, code, part, store, mergestream, told) -> None:
+def test_json_contains_the_error(words, code, part, store, mergestream, run_json) -> None:
     given = [store if word == "STORE" else word for word in words]
-    found, data = told(*given)
+    found, data = run_json(*given)
     assert found == code and part in data["error"] and data["notes"] == []
     assert f"error: {data['error']}\n" == mergestream(*given).err
 
 
-def test_words_are_as_they_were(store: Path, mergestream: RunCommand) -> None:
+def test_json_may_be_abbreviated_and_affects_one_command(store: Path, mergestream: RunCommand) -> None:
     result = mergestream("verify", store, "--js")
-    assert result.code == 0 and json.loads(result.out)["step"] == 2, "an option may be shortened"
-    assert "all digests match" in mergestream("verify", store).out, "and the next command is not asked for JSON"
-    assert mergestream("status", "--", "--json").err.startswith("error: "), "this is the name of a store"
+    assert result.code == 0 and json.loads(result.out)["step"] == 2, "an option may be abbreviated"
+    assert "all digests match" in mergestream("verify", store).out, "the next command prints text"
+    assert mergestream("status", "--", "--json").err.startswith("error: "), "after -- it is the name of a store"

@@ -1,4 +1,4 @@
-"""What the command line prints of a ledger: what it holds, and nothing of a scale that it has not."""
+"""Output for a ledger: the shares held, and no scale, which only a readout has."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def ledger(tmp_path: Path, toys: Toys, done) -> Path:
     return tmp_path / "ledger"
 
 
-def test_add_tells_what_is_held(ledger: Path, toys: Toys, done) -> None:
-    told = done("add", ledger, toys.experts[2])
-    assert re.fullmatch(r"step 3: expert-3  ‖Δ‖ [\d.]+  held \d+\.\d%  [\d.]+ s\n", told)
+def test_add_prints_the_share_held(ledger: Path, toys: Toys, done) -> None:
+    printed = done("add", ledger, toys.experts[2])
+    assert re.fullmatch(r"step 3: expert-3  ‖Δ‖ [\d.]+  held \d+\.\d%  [\d.]+ s\n", printed)
     (entry,) = json.loads(done("add", ledger, toys.experts[3], "--json"))
     assert entry["held"] == entry["kept"] and entry["lambda"] is None
 
 
-def test_log_tells_what_is_held_now(ledger: Path, done) -> None:
+def test_log_prints_the_share_held_now(ledger: Path, done) -> None:
     log = json.loads(done("log", ledger, "--json"))
     assert [entry["name"] for entry in log] == ["expert-1", "expert-2"]
     assert all(0 < entry["held"] < 1 and entry["lambda"] is None and entry["cut"] == 8 for entry in log)
@@ -36,7 +36,7 @@ def test_log_tells_what_is_held_now(ledger: Path, done) -> None:
     assert [row.split()[-2:] for row in rows] == [[f"{entry['held']:.1%}", "8"] for entry in log]
 
 
-def test_status_tells_of_the_room(ledger: Path, done) -> None:
+def test_status_prints_slots_and_budget(ledger: Path, done) -> None:
     status = json.loads(done("status", ledger, "--json"))
     taken = sum(path.stat().st_size for path in (ledger / "steps").rglob("*") if path.is_file())
     assert status["ledger"] == {"room_for": 8, "bytes": taken, "budget": 1.0}
@@ -52,7 +52,7 @@ def test_an_empty_ledger_has_a_status_and_a_log(tmp_path: Path, toys: Toys, done
     assert "no experts yet" in done("log", tmp_path / "store")
 
 
-def test_other_stores_are_no_ledgers(tmp_path: Path, toys: Toys, done) -> None:
+def test_other_methods_have_no_ledger_fields(tmp_path: Path, toys: Toys, done) -> None:
     done("init", tmp_path / "store", "--base", toys.base, "--alpha", 0.5)
     done("add", tmp_path / "store", toys.experts[0])
     assert json.loads(done("status", tmp_path / "store", "--json"))["ledger"] is None
@@ -64,5 +64,5 @@ def test_the_status_of_a_ledger_does_not_load_torch(ledger: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, "status", ledger], capture_output=True, text=True).stderr == ""
 
 
-def test_removing_tells_of_no_scale(ledger: Path, done) -> None:
+def test_remove_prints_no_scale_for_a_ledger(ledger: Path, done) -> None:
     assert json.loads(done("remove", ledger, "expert-1", "--json"))["lambda"] is None

@@ -1,4 +1,4 @@
-"""Names and texts that others chose reach the terminal as text: on one line, escaped, cut."""
+"""Untrusted names are escaped, shortened and printed on one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOSTILE = "a\n\x1b[31m\u202e<script>|`$\\frac$"
 
 @pytest.fixture
 def hostile(tmp_path: Path, toys: Toys) -> Store:
-    """A store of experts that came from directories with hostile names, one of them very long."""
+    """A store of experts from directories with hostile names, one of them very long."""
     store = Store.create(tmp_path / "store", toys.base)
     for place, name in zip(toys.experts, (HOSTILE, "n" * 250), strict=False):
         store.add(shutil.copytree(place, tmp_path / name))
@@ -38,7 +38,7 @@ def test_tables_and_lines_are_printable(hostile: Store, toys: Toys, done: Callab
     assert r"a\n\x1b[31m" in done("log", hostile.path) and len(done("log", hostile.path).splitlines()) == 2
 
 
-def test_json_has_the_true_names(hostile: Store, done: Callable[..., str]) -> None:
+def test_json_has_the_original_names(hostile: Store, done: Callable[..., str]) -> None:
     out = done("log", hostile.path, "--json")
     assert_plain(out)
     assert [entry["name"] for entry in json.loads(out)] == [entry.name for entry in hostile.history]
@@ -52,7 +52,7 @@ def test_an_error_is_one_printable_line(tmp_path: Path, hostile: Store, mergestr
         assert_plain(result.err)
 
 
-def test_every_failed_gate_has_a_line_of_its_own_and_no_name_makes_more() -> None:
+def test_each_failed_gate_is_exactly_one_line() -> None:
     gates = [Gate.parse("kept>=0.6"), Gate.parse("norm<=1")]
     with pytest.raises(GateError) as failed:
         check(gates, {"kept": 0.1, "norm": 2.0}, "dir/a\nerror: all is well")
@@ -68,9 +68,7 @@ def test_notes_are_one_printable_line(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[31mred", "half \ud800", "txt.\u202eexe"])
-def test_a_name_that_cannot_be_seen_is_wrong_usage(
-    name: str, tmp_path: Path, toys: Toys, mergestream: RunCommand
-) -> None:
+def test_an_unprintable_name_is_wrong_usage(name: str, tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
     store = Store.create(tmp_path / "store", toys.base)
     result = mergestream("add", store.path, toys.experts[0], "--name", name)
     assert result.code == 2 and len(result.err.splitlines()) == 1

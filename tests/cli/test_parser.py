@@ -25,12 +25,12 @@ def test_every_command_has_the_same_shape(name, mergestream):
     destinations = [action.dest for action in parser._actions]
     assert sorted(destinations) == sorted(field.name for field in dataclasses.fields(command.Options))
     assert command.Options.__dataclass_params__.frozen
-    assert all(action.help for action in parser._actions), "every argument has a word of help"
+    assert all(action.help for action in parser._actions), "every argument has a help text"
     text = mergestream(name, "--help").out
     assert "--json" in text and "examples:" in text
     assert f"{summary[0].upper()}{summary[1:]}.\n" in text, "the description is a sentence"
     source = Path(command.__file__).read_text("utf-8")
-    assert "answer(" in source or "emit(" in source, "who asks for JSON is answered"
+    assert "answer(" in source or "emit(" in source, "the command supports --json"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -44,7 +44,7 @@ def test_every_example_parses(name):
         assert command is load(name) and isinstance(options, command.Options)
 
 
-def test_options_are_what_was_said():
+def test_options_have_the_parsed_values():
     _, options = parse(["add", "store", "a", "b", "--max-memory", "4GB", "--gate", "kept>=0.6", "--workers", "3"])
     assert (options.store, options.experts, options.gate) == ("store", ["a", "b"], ["kept>=0.6"])
     assert isinstance(options, ComputingOptions)
@@ -52,7 +52,7 @@ def test_options_are_what_was_said():
     assert (engine.workers, engine.max_memory, engine.device) == (3, 4_000_000_000, "cpu")
 
 
-def test_no_command_is_a_question_for_help(mergestream):
+def test_no_arguments_mean_help(mergestream):
     asked, alone = mergestream("--help"), mergestream()
     assert alone == asked and alone.code == 0 and alone.err == ""
     for name in COMMANDS:
@@ -77,7 +77,7 @@ def test_no_command_is_a_question_for_help(mergestream):
         ("merge --base model expert -o merged --method opcm --set alhpa=0.5", "alpha"),
     ],
 )
-def test_an_unknown_word_gets_the_nearest_known_one(words, right, mergestream):
+def test_a_misspelt_word_gets_a_suggestion(words, right, mergestream):
     result = mergestream(*words.split())
     assert result.code == 2 and result.out == ""
     assert result.err.startswith("error: ") and result.err.count("\n") == 1
@@ -85,13 +85,13 @@ def test_an_unknown_word_gets_the_nearest_known_one(words, right, mergestream):
 
 
 @pytest.mark.parametrize("words", ["xyzzy", "status store --xyzzy", "status store extra", "status store -x"])
-def test_a_word_that_is_near_to_nothing_is_refused_without_a_guess(words, mergestream):
+def test_an_unknown_word_is_refused_without_a_suggestion(words, mergestream):
     result = mergestream(*words.split())
     assert result.code == 2 and result.err.startswith("error: ") and result.err.count("\n") == 1
     assert "did you mean" not in result.err
 
 
-def test_what_only_looks_like_an_unknown_option_is_none():
+def test_abbreviations_and_quoted_dashes_are_accepted():
     assert parse(["export", "store", "out", "--over"])[1].overwrite, (
         "options may be shortened as long as they are clear"
     )

@@ -1,4 +1,4 @@
-"""Tables: plain wherever they are read by a program, coloured for who looks at a terminal."""
+"""Tables: coloured on a terminal, plain elsewhere."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_a_terminal_gets_colours_and_the_same_columns(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_who_wants_no_colours_gets_none(variable, value, capsys, monkeypatch):
+def test_colours_can_be_switched_off(variable, value, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv(variable, value)
     assert printed(capsys) == PLAIN
 
 
-def test_who_wants_json_gets_no_tables(capsys):
+def test_json_suppresses_tables(capsys):
     with replying(as_json=True):
         assert printed(capsys) == ""

@@ -1,4 +1,4 @@
-"""λ is OPCM's, and divides; of all other methods people are told the scale, which multiplies."""
+"""OPCM prints λ, which divides; all other methods print the scale, which multiplies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mergestream.methods.scale import displayed_scale
 from tests.conftest import Toys
 
 
-def told(done, place: Path, toys: Toys, method: str) -> tuple[str, str, list[dict[str, float]]]:
-    """All that is printed and written of two experts, the page of the report, and the scales as JSON."""
+def outputs(done, place: Path, toys: Toys, method: str) -> tuple[str, str, list[dict[str, float]]]:
+    """Returns all text about two experts, the HTML report, and the scales from JSON."""
     store, merged, text = place / "store", place / "merged", []
     done("init", store, "--base", toys.base, "--method", method)
     text.append(done("add", store, *toys.experts[:2]))
@@ -31,8 +31,8 @@ def told(done, place: Path, toys: Toys, method: str) -> tuple[str, str, list[dic
 
 
 @pytest.mark.parametrize(("method", "scale"), [("task_arithmetic", 0.3), ("average", 0.5), ("magmax", 0.5)])
-def test_what_multiplies_is_a_scale(method: str, scale: float, tmp_path: Path, toys: Toys, done) -> None:
-    text, page, (status, log, report, inspection) = told(done, tmp_path, toys, method)
+def test_other_methods_print_a_scale(method: str, scale: float, tmp_path: Path, toys: Toys, done) -> None:
+    text, page, (status, log, report, inspection) = outputs(done, tmp_path, toys, method)
     assert "λ" not in text and "λ" not in page
     assert f"  scale {scale}  " in text and f"scale {scale}   mean ‖Δ‖ " in text
     assert f"* Scale {scale};" in text and "| scale |" in text and f"<dt>scale</dt><dd>{scale}" in page
@@ -42,15 +42,15 @@ def test_what_multiplies_is_a_scale(method: str, scale: float, tmp_path: Path, t
     assert inspection["scale"] == pytest.approx(1 / 3 if method == "average" else scale)
 
 
-def test_of_opcm_it_is_lambda(tmp_path: Path, toys: Toys, done) -> None:
-    text, page, scales = told(done, tmp_path, toys, "opcm")
+def test_opcm_prints_lambda(tmp_path: Path, toys: Toys, done) -> None:
+    text, page, scales = outputs(done, tmp_path, toys, "opcm")
     value = scales[0]["lambda"]
     assert f"λ {value:.6g}   mean ‖Δ‖" in text and f"= 1/λ, λ = {value:.6g};" in text and "| λ | √t |" in text
     assert "<dt>λ</dt>" in page and (tmp_path / "merged/lambda.png").exists()
     assert all(found["lambda"] == pytest.approx(1 / found["scale"]) for found in scales)
 
 
-def test_only_opcm_speaks_of_lambda(done) -> None:
+def test_only_opcm_mentions_lambda(done) -> None:
     methods = json.loads(done("methods", "--json"))
     assert ["λ" in json.dumps(method, ensure_ascii=False) for method in methods] == [
         method["name"] == "opcm" for method in methods
@@ -58,7 +58,7 @@ def test_only_opcm_speaks_of_lambda(done) -> None:
     assert displayed_scale("opcm", 0.5) == ("λ", 2.0) and displayed_scale("task_arithmetic", 0.5) == ("scale", 0.5)
 
 
-def test_a_gate_may_be_on_either(tmp_path: Path, toys: Toys, done, mergestream) -> None:
+def test_gates_accept_scale_and_lambda(tmp_path: Path, toys: Toys, done, mergestream) -> None:
     done("init", tmp_path / "store", "--base", toys.base, "--method", "task_arithmetic")
     done("add", tmp_path / "store", toys.experts[0], "--gate", "scale<=0.3", "--gate", "lambda>=3")
     refused = mergestream("add", tmp_path / "store", toys.experts[1], "--gate", "scale>0.3")

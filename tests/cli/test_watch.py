@@ -1,4 +1,4 @@
-"""Experts that appear in a directory are absorbed when they are complete, each once, whatever else lies there."""
+"""`watch` adds each complete expert of a directory once, whatever else is in there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mergestream.store.watched import NAME, WatchedDirectory
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
-    """The base for 0, else an expert made from it."""
+    """The base for seed 0, else an expert trained from it."""
     base, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     tensors = {"a.weight": torch.randn(8, 6, generator=base), "a.bias": torch.randn(8, generator=base)}
     size = 0.1 if seed else 0
@@ -33,7 +33,7 @@ def model(seed: int) -> dict[str, torch.Tensor]:
 
 
 class Bench:
-    """A store, a directory of incoming experts, and watchers whose time goes by when it is told to."""
+    """A store, a directory of incoming experts, and watchers with a manual clock."""
 
     def __init__(self, place: Path) -> None:
         save_file(model(0), place / "base.safetensors")
@@ -44,7 +44,7 @@ class Bench:
         self.watcher = self.watch()
 
     def watch(self, **options: Any) -> Watcher:
-        """A watch that starts anew, in a process of its own as it were."""
+        """Start a new watcher, as a new process would."""
         store = Store(self.store.path, progress=TerminalProgress())
         add = store.add
 
@@ -58,7 +58,7 @@ class Bench:
         return self.watcher
 
     def look(self, times: int = 3) -> list[str]:
-        """What was tried during so many looks."""
+        """Look several times and return the names of the experts that were tried."""
         self.tried.clear()
         for _ in range(times):
             self.watcher.look()
@@ -89,7 +89,7 @@ def test_an_expert_is_added_when_it_no_longer_changes(bench):
     assert bench.look() == [], "it is not added twice"
 
 
-def test_a_bad_file_is_told_once_and_does_not_stop_the_watch(bench, capsys):
+def test_a_bad_file_is_reported_once_and_does_not_stop_the_watch(bench, capsys):
     (bench.incoming / "bad.safetensors").write_bytes(b"nonsense")
     bench.bring("good", 2)
     bench.look(4)
@@ -97,7 +97,7 @@ def test_a_bad_file_is_told_once_and_does_not_stop_the_watch(bench, capsys):
     assert capsys.readouterr().err.count("error: bad.safetensors: ") == 1
 
 
-def test_what_cannot_be_looked_at_is_skipped_and_told_once(bench, capsys):
+def test_unreadable_entries_are_skipped_and_reported_once(bench, capsys):
     (bench.incoming / "broken").symlink_to("nowhere")
     (bench.incoming / "loop").symlink_to("loop")
     os.mkdir(os.fsencode(bench.incoming) + b"/\xff")  # noqa: PTH102
@@ -112,7 +112,7 @@ def test_what_cannot_be_looked_at_is_skipped_and_told_once(bench, capsys):
     assert bench.names == ["good", "broken"] and capsys.readouterr().err == ""
 
 
-def test_a_file_that_vanishes_while_it_is_looked_at_is_no_reason_to_end(bench, capsys, monkeypatch):
+def test_a_file_that_vanishes_during_a_look_is_ignored(bench, capsys, monkeypatch):
     gone = bench.bring("gone", 1)
     expert = bench.incoming / "expert"
     expert.mkdir()
@@ -130,7 +130,7 @@ def test_a_file_that_vanishes_while_it_is_looked_at_is_no_reason_to_end(bench, c
     assert bench.names == ["expert"] and capsys.readouterr().err == ""
 
 
-def test_an_expert_that_breaks_something_does_not_stop_the_others(bench, capsys, monkeypatch):
+def test_an_unexpected_error_does_not_stop_other_experts(bench, capsys, monkeypatch):
     bench.bring("bad", 1)
     bench.bring("good", 2)
     add = bench.watcher.store.add
@@ -145,10 +145,10 @@ def test_an_expert_that_breaks_something_does_not_stop_the_others(bench, capsys,
     assert bench.look(5) == ["bad.safetensors", "good.safetensors"] and bench.names == ["good"]
     assert capsys.readouterr().err == "error: bad.safetensors: KeyError: 'surprise'\n"
     bench.watch()
-    assert bench.look() == ["bad.safetensors"], "another version may know better"
+    assert bench.look() == ["bad.safetensors"], "a new watch tries again"
 
 
-def test_what_may_pass_is_tried_again_after_a_pause_that_grows(bench, capsys, monkeypatch):
+def test_temporary_errors_are_retried_after_a_growing_pause(bench, capsys, monkeypatch):
     bench.bring("one", 1)
     add, failing = bench.watcher.store.add, True
 
@@ -163,8 +163,8 @@ def test_what_may_pass_is_tried_again_after_a_pause_that_grows(bench, capsys, mo
     pauses = []
     for _ in range(10):
         assert bench.look(2) == ["one.safetensors"]
-        told = r"error: one.safetensors: No space left on device; next attempt in (\d+) s\n"
-        pauses.append(int(re.fullmatch(told, capsys.readouterr().err)[1]))
+        expected = r"error: one.safetensors: No space left on device; next attempt in (\d+) s\n"
+        pauses.append(int(re.fullmatch(expected, capsys.readouterr().err)[1]))
         bench.now += pauses[-1] - 1
         assert bench.look() == []
         bench.now += 1
@@ -197,30 +197,30 @@ def wrapped(cause: BaseException) -> MergestreamError:
         (RuntimeError("shapes"), False),
     ],
 )
-def test_which_errors_may_pass(error, passes):
+def test_which_errors_are_temporary(error, passes):
     assert is_temporary(error) is passes
 
 
-def test_a_store_that_is_busy_is_waited_for(bench, capsys):
+def test_a_busy_store_is_tried_again(bench, capsys):
     bench.bring("one", 1)
     with open_storage(bench.store.path).writing("manifest.json"):
         assert bench.look(4) == ["one.safetensors"] * 3
     assert bench.look(1) and bench.names == ["one"] and capsys.readouterr().err == ""
 
 
-def test_what_was_refused_is_not_tried_again_before_its_files_change(bench, tmp_path):
+def test_a_refused_expert_is_skipped_until_its_files_change(bench, tmp_path):
     path = bench.bring("one", 1)
     bench.watch(gates=["norm<=0"])
     assert bench.look(4) == ["one.safetensors"]
     bench.watch(gates=["norm<=0"])
-    assert bench.look() == [], "the next watch knows"
+    assert bench.look() == [], "the refusal is in the store"
     os.utime(path, (time.time() + 9, time.time() + 9))
-    assert bench.look() == ["one.safetensors"], "another file may be a better one"
+    assert bench.look() == ["one.safetensors"], "new files are tried"
     bench.watch(gates=["norm<=1000"])
-    assert bench.look() == ["one.safetensors"] and bench.names == ["one"], "other gates may let it in"
+    assert bench.look() == ["one.safetensors"] and bench.names == ["one"], "other gates are tried"
 
 
-def test_a_refusal_is_remembered_when_the_store_is_free_again(bench, monkeypatch):
+def test_a_refusal_is_stored_once_the_store_is_free(bench, monkeypatch):
     bench.bring("one", 1)
     bench.watch(gates=["norm<=0"])
     with monkeypatch.context() as patch:
@@ -232,18 +232,18 @@ def test_a_refusal_is_remembered_when_the_store_is_free_again(bench, monkeypatch
     assert bench.look() == []
 
 
-def test_what_was_taken_back_or_removed_does_not_return(bench):
+def test_an_undone_or_removed_expert_is_not_added_again(bench):
     for seed, name in enumerate(("one", "two", "three"), 1):
         bench.bring(name, seed)
     bench.look()
     assert len(bench.names) == 3
     Store(bench.store.path).undo()
     Store(bench.store.path).remove(first := bench.names[0])
-    assert bench.look() == [], "the watch that runs sees it"
+    assert bench.look() == [], "by the same watcher"
     bench.watch()
-    assert bench.look() == [], "and so does the next"
+    assert bench.look() == [], "or by the next one"
     bench.store.add(bench.incoming / f"{first}.safetensors")
-    assert first in bench.names, "add is another matter"
+    assert first in bench.names, "add does not ask"
     bench.bring(first, 9)
     Store(bench.store.path).remove(first)
     bench.bring(first, 10)
@@ -251,7 +251,7 @@ def test_what_was_taken_back_or_removed_does_not_return(bench):
     assert first in bench.names, "an expert with new files is a new expert"
 
 
-def test_what_add_absorbed_through_a_link_and_undo_took_back_does_not_return(bench, tmp_path):
+def test_an_undone_expert_behind_a_link_is_not_added_again(bench, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     save_file(model(1), elsewhere / "model.safetensors")
@@ -272,7 +272,7 @@ def test_two_links_to_one_expert_are_one_expert(bench, tmp_path, capsys):
     assert len(bench.look()) == 1 and bench.names == ["expert"] and capsys.readouterr().err == ""
 
 
-def test_a_base_that_is_away_is_not_held_against_the_experts(bench, tmp_path, capsys):
+def test_a_missing_base_is_not_the_experts_fault(bench, tmp_path, capsys):
     bench.bring("one", 1)
     away = bench.base.rename(tmp_path / "away.safetensors")
     assert bench.look() == ["one.safetensors"] and "the base cannot be opened" in capsys.readouterr().err
@@ -281,7 +281,7 @@ def test_a_base_that_is_away_is_not_held_against_the_experts(bench, tmp_path, ca
     assert bench.look() and bench.names == ["one"]
 
 
-def test_a_directory_may_vanish_and_come_back(bench, tmp_path, capsys):
+def test_the_directory_may_vanish_and_return(bench, tmp_path, capsys):
     bench.bring("one", 1)
     bench.look(1)
     away = bench.incoming.rename(tmp_path / "away")
@@ -290,7 +290,7 @@ def test_a_directory_may_vanish_and_come_back(bench, tmp_path, capsys):
     assert bench.look() and bench.names == ["one"]
 
 
-def test_a_damaged_memory_is_told_and_nothing_is_added(bench, capsys):
+def test_a_damaged_watched_json_is_reported_and_nothing_is_added(bench, capsys):
     bench.bring("one", 1)
     (bench.store.path / NAME).write_text("{}")
     assert bench.look() == [] and capsys.readouterr().err.count("watched.json is damaged") == 1
@@ -299,17 +299,17 @@ def test_a_damaged_memory_is_told_and_nothing_is_added(bench, capsys):
 
 
 def test_a_model_of_another_base_is_refused(bench, capsys):
-    save_file({"a.weight": torch.randn(8, 6), "a.bias": torch.randn(8)}, bench.incoming / "stranger.safetensors")
+    save_file({"a.weight": torch.randn(8, 6), "a.bias": torch.randn(8)}, bench.incoming / "unrelated.safetensors")
     bench.look()
     assert bench.names == [] and "pass --allow-other-base" in capsys.readouterr().err
     bench.watch(allow_other_base=True)
     bench.look()
-    assert bench.names == ["stranger"]
+    assert bench.names == ["unrelated"]
 
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Have the command look so many times, and then be interrupted."""
+    """Interrupt the command after several looks."""
 
     def limit(count: int) -> None:
         left = [count]
@@ -324,7 +324,7 @@ def looks(monkeypatch):
     return limit
 
 
-def test_events_are_json_one_a_line(bench, mergestream, looks):
+def test_events_are_lines_of_json(bench, mergestream, looks):
     bench.bring("one", 1)
     (bench.incoming / "bad.safetensors").write_bytes(b"nonsense")
     (bench.incoming / "broken").symlink_to("nowhere")
@@ -347,12 +347,12 @@ def test_a_retry_is_an_event(bench, capsys):
 
 
 @pytest.mark.parametrize("interval", ["-1", "nan", "inf", "1e300", "soon"])
-def test_an_interval_is_a_time(interval, bench, mergestream):
+def test_the_interval_must_be_seconds(interval, bench, mergestream):
     done = mergestream("watch", bench.store.path, bench.incoming, "--interval", interval)
     assert done.code == 2 and "is not a number of seconds" in done.err and len(done.err.splitlines()) == 1
 
 
-def test_the_store_and_what_it_is_in_are_not_watched(bench, mergestream, tmp_path):
+def test_the_store_and_its_parents_cannot_be_watched(bench, mergestream, tmp_path):
     (tmp_path / "link").symlink_to(bench.store.path)
     for directory in (tmp_path, bench.store.path, bench.store.path / "steps", tmp_path / "link"):
         (bench.store.path / "steps").mkdir(exist_ok=True)
@@ -360,7 +360,7 @@ def test_the_store_and_what_it_is_in_are_not_watched(bench, mergestream, tmp_pat
         assert done.code == 2 and "contain one another" in done.err
 
 
-def test_what_add_refuses_is_refused_at_once(bench, mergestream):
+def test_wrong_options_are_refused_at_once(bench, mergestream):
     for options in (("--gate", "kept"), ("--gate", "score>=1"), ("--evaluate", "score.py"), ("--log", "x")):
         assert mergestream("watch", bench.store.path, bench.incoming, *options).code == 2
     assert mergestream("watch", bench.store.path, bench.base).code == 1
@@ -377,7 +377,7 @@ def test_every_step_is_logged(bench, tmp_path):
     assert [json.loads(line)["expert"] for line in lines] == ["one", "two"]
 
 
-def test_partial_and_ignore_are_those_of_add(tmp_path, mergestream, looks):
+def test_partial_and_ignore_are_passed_to_add(tmp_path, mergestream, looks):
     save_file(model(0), tmp_path / "base.safetensors")
     store = Store.create(tmp_path / "store", tmp_path / "base.safetensors", Average())
     incoming = tmp_path / "incoming"
