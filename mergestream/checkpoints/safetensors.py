@@ -188,13 +188,13 @@ def _check_entry(path: Path | StoredFile, name: str, entry: Any) -> tuple[Tensor
         raise MergestreamError(f"{where} has a corrupt header entry; {_AGAIN}")
     if dtype not in DTYPES:
         raise dtype_error(dtype, where)
-    info = TensorInfo(dtype, tuple(shape), path.name)
-    if info.nbytes != end - begin:
+    size = math.prod(shape) * item_size(dtype)
+    if size != end - begin:
         raise MergestreamError(
-            f"{where} has a corrupt header entry: shape {shape} of {dtype} takes {info.nbytes} bytes, "
+            f"{where} has a corrupt header entry: shape {shape} of {dtype} takes {size} bytes, "
             f"its offsets span {end - begin}"
         )
-    return info, (begin, end)
+    return TensorInfo(dtype, tuple(shape), path.name), (begin, end)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

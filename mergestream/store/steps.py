@@ -97,23 +97,22 @@ class StepReader:
 
     def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """The slots of a tensor in a ledger's entry: all, or ``only`` these."""
-        wanted = [slot for slot in self._slots.get(name, ()) if only is None or slot in only]
-        return {slot: self._dense.read(slot_name(slot, name)) for slot in wanted} if self._dense else {}
+        keys = {slot: key for slot, key in self._keys.get(name, {}).items() if only is None or slot in only}
+        return {slot: self._dense.read(key) for slot, key in keys.items()} if self._dense else {}
 
     @cached_property
-    def _slots(self) -> dict[str, list[str]]:
-        """The slots of every tensor."""
-        slots: dict[str, list[str]] = {}
+    def _keys(self) -> dict[str, dict[str, str]]:
+        """The name in the files of every slot, by tensor."""
+        keys: dict[str, dict[str, str]] = {}
         for key in (*(self._dense.tensors if self._dense else ()), *self.factors.index):
             slot, _, name = key.partition(":")
-            slots.setdefault(name, []).append(slot)
-        return slots
+            keys.setdefault(name, {})[slot] = key
+        return keys
 
     def forms(self, name: str) -> dict[str, TensorSpec]:
         """The dtype and shape of every slot of a tensor."""
         found = {}
-        for slot in self._slots.get(name, ()):
-            key = slot_name(slot, name)
+        for slot, key in self._keys.get(name, {}).items():
             if key in self.factors.index:
                 found[slot] = TensorSpec(self.factors.index[key]["dtype"], self.factors.index[key]["shape"])
             elif self._dense:
