@@ -25,10 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     output = Path(parser.parse_args(arguments).output)
 
     from mergestream.errors import MergestreamError
-    from mergestream.evaluation.requirements import missing_packages_told
+    from mergestream.evaluation import explain_missing_packages
 
     try:
-        with missing_packages_told():
+        with explain_missing_packages():
             run(output)
     except MergestreamError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -38,10 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(output: Path) -> None:
     from mergestream.evaluation.bench import Plan, run_bench, write_report
-    from mergestream.evaluation.progress import progress_bars
     from mergestream.evaluation.rows import Row
-    from mergestream.evaluation.suites.catalogue import open_suite
-    from mergestream.evaluation.workers import available_cores
+    from mergestream.evaluation.suites.loading import open_suite
+    from mergestream.evaluation.workers import available_cores, progress_bars
 
     started = time.monotonic()
     suite = open_suite("text", tasks=4, test_limit=200)

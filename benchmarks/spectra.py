@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.suites.experts import ExpertSuite
 from mergestream.display import markdown_table as table
-from mergestream.evaluation.suites.catalogue import open_suite
+from mergestream.evaluation.suites.loading import open_suite
 from mergestream.files import write_json, write_text
 
 LEADING = 16

@@ -25,6 +25,9 @@ _HOMES = {
     "merge": "mergestream.export.one_shot",
     "MergestreamError": "mergestream.errors",
     "MergestreamWarning": "mergestream.errors",
+    "task_vectors": "mergestream.experts",
+    "download": "mergestream.checkpoints.hub",
+    "Engine": "mergestream.engine",
     "LocalEngine": "mergestream.engine",
     "RayEngine": "mergestream.engine.ray",
     "ENGINES": "mergestream.engine",
@@ -33,6 +36,7 @@ _HOMES = {
     "READOUTS": "mergestream.ledger.readouts",
     "register_readout": "mergestream.ledger.readouts",
     "EntriesReadout": "mergestream.ledger.readouts.base",
+    "make_method": "mergestream.methods",
     "register_method": "mergestream.methods",
     "Method": "mergestream.methods.base",
     "Ledger": "mergestream.ledger.method",
@@ -63,11 +67,14 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from mergestream.checkpoints.hub import download as download
     from mergestream.engine import ENGINES as ENGINES
+    from mergestream.engine import Engine as Engine
     from mergestream.engine import LocalEngine as LocalEngine
     from mergestream.engine.ray import RayEngine as RayEngine
     from mergestream.errors import MergestreamError as MergestreamError
     from mergestream.errors import MergestreamWarning as MergestreamWarning
+    from mergestream.experts import task_vectors as task_vectors
     from mergestream.export.one_shot import merge as merge
     from mergestream.ledger.method import Ledger as Ledger
     from mergestream.ledger.readouts import READOUTS as READOUTS
@@ -75,6 +82,7 @@ if TYPE_CHECKING:
     from mergestream.ledger.readouts.base import EntriesReadout as EntriesReadout
     from mergestream.merging.merger import Merger as Merger
     from mergestream.methods import METHODS as METHODS
+    from mergestream.methods import make_method as make_method
     from mergestream.methods import register_method as register_method
     from mergestream.methods.average import Average as Average
     from mergestream.methods.base import Method as Method

@@ -20,19 +20,8 @@ ORDER = [
 
 OUTER = {
     "mergekit": set[str](),
-    "evaluation": {
-        "store",
-        "base",
-        "checkpoints",
-        "engine",
-        "experts",
-        "export",
-        "ledger",
-        "methods",
-        "storage",
-        "report",
-    },
-    "training": {"merging", "methods"},
+    "evaluation": {"report"},
+    "training": set[str](),
     "tracking": set[str](),
 }
 """What the outer folders still import beside the public names and UTILITIES; remove an entry once nothing needs it"""

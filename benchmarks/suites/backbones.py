@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from benchmarks.suites.experts import Pretrained
 from benchmarks.suites.fetch import Package, fetch, fetch_all
 from mergestream.evaluation.cache import cache_directory, cached_directory
-from mergestream.evaluation.pretrained import load_pretrained
+from mergestream.evaluation.suites.encoders import load_pretrained
 
 if TYPE_CHECKING:
     import torch

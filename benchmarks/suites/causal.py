@@ -14,7 +14,7 @@ from benchmarks.suites.backbones import write_checkpoint
 from benchmarks.suites.fetch import Package, fetch
 from mergestream.checkpoints import open_checkpoint
 from mergestream.evaluation.cache import cache_directory, cached_directory
-from mergestream.evaluation.pretrained import load_pretrained
+from mergestream.evaluation.suites.encoders import load_pretrained
 from mergestream.files import read_json
 
 if TYPE_CHECKING:

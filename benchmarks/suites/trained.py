@@ -13,7 +13,7 @@ from benchmarks.suites.heads import all_features, class_mean_head, label_text_he
 from benchmarks.suites.training import fine_tune
 from mergestream.errors import MergestreamError
 from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
-from mergestream.evaluation.heads import Head
+from mergestream.evaluation.suites.encoders import Head
 
 if TYPE_CHECKING:
     import torch

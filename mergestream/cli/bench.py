@@ -68,18 +68,17 @@ class Options:
 
 
 def run(options: Options) -> None:
-    from mergestream.evaluation.requirements import missing_packages_told
+    from mergestream.evaluation import explain_missing_packages
 
-    with missing_packages_told():
+    with explain_missing_packages():
         _bench(options)
 
 
 def _bench(options: Options) -> None:
     from mergestream.evaluation.bench import Plan, run_bench, run_sweep, write_report, write_sweep
-    from mergestream.evaluation.progress import progress_bars
     from mergestream.evaluation.rows import Sweep, parse_rows
-    from mergestream.evaluation.suites.catalogue import open_suite
-    from mergestream.evaluation.workers import available_cores
+    from mergestream.evaluation.suites.loading import open_suite
+    from mergestream.evaluation.workers import available_cores, progress_bars
     from mergestream.storage import local_path
 
     suite = open_suite(

@@ -1,4 +1,4 @@
-"""The benchmark: every method, every order, each a stream through a store, scored after each step."""
+"""The benchmark: run every method in every order, score the merged models, write results and figures."""
 
 from __future__ import annotations
 
@@ -6,79 +6,78 @@ import math
 import os
 import platform
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mergestream import __version__
-from mergestream.engine import Engine, LocalEngine
-from mergestream.errors import UsageError
+from mergestream import Engine, LocalEngine, __version__, task_vectors
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row, Sweep
 from mergestream.evaluation.streams import Entries, Stream, run_stream, score_beside, score_individual
 from mergestream.evaluation.suites.base import Suite
 from mergestream.evaluation.workers import run_parallel
-from mergestream.export.places import refuse_within
 from mergestream.files import write_json
 from mergestream.report.metrics import Spread, average_accuracy
 
-OnProgress = Callable[[str, int, int], None]  # what, done, in all
+OnProgress = Callable[[str, int, int], None]
+"""Called with a description, the number of finished parts and their total"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``full_orders``: for how many of the orders the whole accuracy matrix is measured; ACC and BWT need only
-    its diagonal and its last row. ``finetune_orders``: how many orders continual fine-tuning is trained in.
-    ``last_only``: of every order the last model alone is scored, which is enough for ACC and cheap enough for
-    whole test sets."""
+    """Which methods are run in which orders, and how much of each run is scored."""
 
     rows: Sequence[Row]
     orders: int = 10
     seed: int = 0
     full_orders: int = 3
+    """Orders with the whole accuracy matrix; ACC and BWT need only its diagonal and last row"""
     finetune_orders: int = 1
+    """Orders of continual fine-tuning, which trains"""
     workers: int = 2
     last_only: bool = False
+    """Score only the last model of every order: enough for ACC, and cheap enough for whole test sets"""
     engine: Engine = field(default_factory=lambda: LocalEngine(1))
-    """Who merges, in each of the workers"""
+    """The engine that merges in each worker"""
 
     def check(self, suite: Suite) -> None:
-        """Whatever is wrong with the plan is told before any work."""
+        """Refuse a plan that the suite cannot run."""
         if self.orders < 1:
             raise UsageError("a benchmark needs at least one order")
         if not suite.can_fine_tune and any(row.name == CONTINUAL_FINE_TUNING for row in self.rows):
             raise UsageError(f"the suite {suite.name} has no training data, so it cannot be fine-tuned continually")
 
     def order(self, tasks: Sequence[str], index: int) -> tuple[str, ...]:
-        """The ``index``-th order of arrival; its seed is ``seed + index``."""
+        """Shuffle the tasks with the seed ``seed + index``."""
         shuffled = list(tasks)
         random.Random(self.seed + index).shuffle(shuffled)
         return tuple(shuffled)
 
-    def entries(self, index: int) -> Entries:
+    def streams(self, tasks: Sequence[str]) -> list[Stream]:
+        """List all runs: each row in each of its orders."""
+        return [
+            Stream(row, self.order(tasks, index), self.seed + index, self._entries(index))
+            for index in range(self.orders)
+            for row in self.rows
+            if index < self._count_orders(row)
+        ]
+
+    def _entries(self, index: int) -> Entries:
         if self.last_only:
             return "last"
         return "all" if index < self.full_orders else "ends"
 
-    def streams(self, tasks: Sequence[str]) -> list[Stream]:
-        return [
-            Stream(row, self.order(tasks, index), self.seed + index, self.entries(index))
-            for index in range(self.orders)
-            for row in self.rows
-            if index < self._orders_of(row)
-        ]
-
-    def _orders_of(self, row: Row) -> int:
-        """A last model that does not depend on the order is made once."""
+    def _count_orders(self, row: Row) -> int:
         if row.name == CONTINUAL_FINE_TUNING:
             return self.finetune_orders
+        # The last model of a commutative method is the same in every order.
         return 1 if self.last_only and row.method().commutative else self.orders
 
 
 def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, command: str = "") -> Results:
-    """Run the plan, write the results to ``output``; what is there already is not computed again."""
+    """Run the plan and save the results to ``output``; finished parts of an earlier run are reused."""
     _prepare(suite, plan, output, on_progress)
     pretrained, fine_tuned = score_individuals(suite, plan.workers, on_progress)
     runs = run_streams(suite, plan.streams(suite.tasks), output / "streams", plan, on_progress)
@@ -114,13 +113,19 @@ def _weight_bytes(model: Path) -> int:
 def _prepare(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress) -> None:
     plan.check(suite)
     suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
-    refuse_within(output, suite.base(), *map(suite.expert, suite.tasks))
+    models = {model.resolve() for model in (suite.base(), *map(suite.expert, suite.tasks))}
+    for directory in (output.resolve(), *output.resolve().parents):
+        is_store = (directory / "manifest.json").is_file() and any(
+            (directory / name).exists() for name in ("lock", "steps")
+        )
+        if is_store or directory in models:
+            raise MergestreamError(f"{output} is inside {directory}, a model or a store; choose another place")
 
 
 def run_sweep(
     suite: Suite, plan: Plan, sweep: Sweep, output: Path, on_progress: OnProgress
 ) -> dict[str, dict[str, Any]]:
-    """ACC after the last model for every value of one parameter: {method: {value: {mean, std, count}}}."""
+    """Measure ACC for every value of one parameter; returns {method: {value: {mean, std, count}}}."""
     swept = sweep.rows(list(plan.rows))
     _prepare(suite, plan, output, on_progress)
     table: dict[str, dict[str, Any]] = {}
@@ -139,7 +144,7 @@ def run_sweep(
 
 
 def write_report(results: Results, output: Path) -> list[str]:
-    """Tables and figures of the results; returns their names."""
+    """Write tables and figures; returns their names."""
     from mergestream.evaluation.figures import draw_all
     from mergestream.evaluation.tables import per_task_table, table1
 
@@ -149,7 +154,7 @@ def write_report(results: Results, output: Path) -> list[str]:
 
 
 def write_sweep(table: dict[str, dict[str, Any]], sweep: Sweep, output: Path) -> str:
-    """The table of a sweep and its figure; returns their name."""
+    """Write the table and the figure of a sweep; returns their name."""
     from mergestream.evaluation.figures import draw_sweep
 
     name = f"sweep-{sweep.parameter}"
@@ -160,69 +165,50 @@ def write_sweep(table: dict[str, dict[str, Any]], sweep: Sweep, output: Path) ->
 
 
 def score_individuals(suite: Suite, workers: int, on_progress: OnProgress) -> tuple[dict[str, float], dict[str, float]]:
-    total = 2 * len(suite.tasks)
-    with counted("scoring the base and the experts", total, on_progress) as count:
-        scored = list(run_parallel(score_individual, [(suite, task) for task in suite.tasks], workers, count))
+    """Return the accuracy of the base and of each task's expert, by task."""
+    calls = [(suite, task) for task in suite.tasks]
+    scored = _run_all(score_individual, calls, workers, "scoring the base and the experts", on_progress)
     return {task: base for task, base, _ in sorted(scored)}, {task: expert for task, _, expert in sorted(scored)}
 
 
 def run_streams(
     suite: Suite, streams: Sequence[Stream], directory: Path, plan: Plan, on_progress: OnProgress
 ) -> list[Run]:
-    """All streams, side by side; the result is in the order of ``streams``. Seeds may give the same order."""
-    calls = {_outcome(stream): (suite, stream, directory / stream.key(suite), plan.engine) for stream in streams}
-    found = {}
-    with counted("streams", sum(call[1].measurements for call in calls.values()), on_progress) as count:
-        for result in run_parallel(run_stream, list(calls.values()), plan.workers, count):
-            found[result["method"], tuple(result["order"]), result["entries"]] = result["steps"]
-    return [Run(stream.row.key, stream.seed, list(stream.order), found[_outcome(stream)]) for stream in streams]
+    """Run all streams in parallel and return them in the given order; equal streams are run once."""
+    calls = {stream.outcome: (suite, stream, directory / stream.key(suite), plan.engine) for stream in streams}
+    found = dict(_run_all(run_stream, list(calls.values()), plan.workers, "streams", on_progress))
+    return [Run(stream.row.key, stream.seed, list(stream.order), found[stream.outcome]) for stream in streams]
 
 
-def _outcome(stream: Stream) -> tuple[str, tuple[str, ...], str]:
-    return stream.row.key, stream.order, stream.entries
-
-
-@contextmanager
-def counted(what: str, total: int, on_progress: OnProgress) -> Iterator[Callable[..., None]]:
-    """A handler for ("done", n) events that adds them up."""
-    done = 0
-
-    def count(_: str, amount: int) -> None:
-        nonlocal done
-        done += amount
-        on_progress(what, min(done, total), total)
-
-    on_progress(what, 0, total)
-    yield count
-    on_progress(what, total, total)
+def _run_all(
+    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], workers: int, what: str, on_progress: OnProgress
+) -> list[Any]:
+    """Run the calls in parallel, and report every one that is finished."""
+    results = []
+    on_progress(what, 0, len(calls))
+    for result in run_parallel(function, calls, workers):
+        results.append(result)
+        on_progress(what, len(results), len(calls))
+    return results
 
 
 def cosines(suite: Suite, on_progress: OnProgress) -> list[list[float]]:
-    """Cosine similarity of the experts' task vectors, one tensor of all experts in memory at a time."""
+    """Return the cosine similarities of the experts' task vectors."""
     import torch
 
-    from mergestream.base.model import BaseModel
-    from mergestream.checkpoints import open_checkpoint
-    from mergestream.experts import make_task_vector, open_expert
-
     products = torch.zeros(len(suite.tasks), len(suite.tasks), dtype=torch.float64)
-    with ExitStack() as files:
-        base = files.enter_context(open_checkpoint(suite.base()))
-        model = BaseModel.examine(base, measure=False)
-        experts = [files.enter_context(closing(open_expert(suite.expert(task)))) for task in suite.tasks]
-        vectors = [make_task_vector(model, base, expert) for expert in experts]
-        for done, name in enumerate(model.merged, 1):
-            size = model.tensors[name].numel
-            deltas = torch.stack([vector.elements(name)(0, size).double() for vector in vectors])
-            products += deltas @ deltas.T
-            on_progress("cosine similarities", done, len(model.merged))
+    on_progress("cosine similarities", 0, 1)
+    for _, deltas in task_vectors(suite.base(), [suite.expert(task) for task in suite.tasks]):
+        rows = torch.stack([delta.double() for delta in deltas])
+        products += rows @ rows.T
+    on_progress("cosine similarities", 1, 1)
     norms = products.diagonal().clamp_min(1e-300).sqrt()
     table: list[list[float]] = (products / norms[:, None] / norms).tolist()
     return [[0.0 if math.isnan(value) else value for value in row] for row in table]
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were made on."""
+    """Describe the machine and the versions that made the numbers."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""The cache directory: everything fetched, prepared, trained or measured, each under the digest of what made it."""
+"""The cache directory: downloads, prepared data, trained experts and scores, each named by a digest of its inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mergestream.digest import text_digest
 
 
 def cache_directory() -> Path:
-    """``$MERGESTREAM_CACHE``, else ``mergestream`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return ``$MERGESTREAM_CACHE``, else ``mergestream`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     chosen = os.environ.get("MERGESTREAM_CACHE")
     if chosen:
         return Path(chosen)
@@ -23,13 +23,13 @@ def cache_directory() -> Path:
 
 
 def key_of(*parts: Any) -> str:
-    """A short name for the content ``parts`` (anything JSON can write)."""
+    """Return a short digest of ``parts``, which may be anything that JSON can write."""
     return text_digest(json.dumps(parts, sort_keys=True, ensure_ascii=False))[:16]
 
 
 @contextmanager
 def written_whole(target: Path) -> Iterator[Path]:
-    """A temporary neighbour of ``target`` that takes its place if the block ends well, and vanishes if not."""
+    """Yield a draft beside ``target`` that replaces it if the block succeeds, and is removed if not."""
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)) / target.name
     try:
@@ -38,13 +38,13 @@ def written_whole(target: Path) -> Iterator[Path]:
             draft.replace(target)
         except OSError:
             if not target.is_dir():
-                raise  # else another process was faster, and what it made is the same
+                raise  # else another process was faster, and made the same
     finally:
         shutil.rmtree(draft.parent, ignore_errors=True)
 
 
 def cached_directory(target: Path, make: Callable[[Path], None]) -> Path:
-    """``target``, made by ``make`` if it is not there yet."""
+    """Return ``target``; call ``make`` with a draft directory if it does not exist yet."""
     if not target.is_dir():
         with written_whole(target) as draft:
             draft.mkdir()

@@ -1,4 +1,4 @@
-"""The paper's figures, drawn from results: PNG to look at, SVG to print."""
+"""The paper's figures, as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mergestream.report.metrics import Spread, seen_means
 
 GIGABYTE = 1e9
 Drawn = dict[str, Figure]
-"""Figures by what is added to their common name; none where the results do not allow any"""
+"""Figures by the suffix of their common name; empty if the results lack the data"""
 
 
 def save(figure: Figure, directory: Path, name: str) -> None:
-    """As ``name.png`` and ``name.svg``; the same results give the same files."""
+    """Write ``name.png`` and ``name.svg``; the same results give the same bytes."""
     import matplotlib
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def save(figure: Figure, directory: Path, name: str) -> None:
 
 
 def draw_all(results: Results, directory: Path) -> list[str]:
-    """Every figure that the results allow; returns their names."""
+    """Draw every figure that the results have data for; returns their names."""
     drawn = {
         "accuracy-matrices": accuracy_matrices(results),
         "accuracy-over-tasks": accuracy_over_tasks(results),
@@ -45,7 +45,7 @@ def draw_all(results: Results, directory: Path) -> list[str]:
 
 
 def accuracy_matrices(results: Results) -> Drawn:
-    """A[i][j] of the first order, for each method."""
+    """Draw A[i][j] of the first order for each method."""
     drawn = {}
     for method, (run, *_) in results.methods.items():
         if any(None in row for row in run.matrix):
@@ -59,7 +59,7 @@ def accuracy_matrices(results: Results) -> Drawn:
 
 
 def accuracy_over_tasks(results: Results) -> Drawn:
-    """Mean accuracy over the tasks seen so far, with a band of one standard deviation over the orders."""
+    """Draw the mean accuracy over the tasks merged so far, with a band of one standard deviation."""
     curves = {}
     for method, runs in results.methods.items():
         complete = [means for means in (seen_means(run.matrix) for run in runs) if None not in means]
@@ -78,13 +78,13 @@ def accuracy_over_tasks(results: Results) -> Drawn:
         axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
     base = 100 * sum(results.pretrained.values()) / len(results.pretrained)
     axes.axhline(base, color="grey", linestyle=":", label="Pre-Trained (all tasks)")
-    axes.set(xlabel="number of tasks", ylabel="mean accuracy on the tasks seen (%)", title=label(results.model))
+    axes.set(xlabel="number of tasks", ylabel="mean accuracy on merged tasks (%)", title=label(results.model))
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return {"": figure}
 
 
 def scaling_factor(results: Results) -> Drawn:
-    """λ_t against √t for OPCM (the paper's figure of the adaptive scaling factor)."""
+    """Draw λ_t against √t for OPCM (the paper's figure of the adaptive scaling factor)."""
     curves, bands = {}, {}
     for method, runs in results.methods.items():
         if method.startswith("opcm") and "scaling=sqrt" not in method:
@@ -96,13 +96,13 @@ def scaling_factor(results: Results) -> Drawn:
 def _means_and_deviations(
     columns: Sequence[Sequence[float | None]], factor: float = 1
 ) -> tuple[list[float], list[float]]:
-    """Over the orders, for each of the columns in which something was measured."""
+    """Return mean and deviation of every column with a measurement."""
     known = [spread for column in columns if (spread := Spread.of(column))]
     return [factor * spread.mean for spread in known], [factor * (spread.std or 0) for spread in known]
 
 
 def memory(results: Results) -> Drawn:
-    """What must be kept to go on merging: all models in batch, the base and a state of fixed size in a stream."""
+    """Draw the bytes on disk needed to merge another expert: all models in batch, base and state in a stream."""
     steps = range(1, len(results.tasks) + 1)
     streams = {method: runs[0] for method, runs in results.methods.items() if method != CONTINUAL_FINE_TUNING}
     if not streams:
@@ -124,7 +124,7 @@ def memory(results: Results) -> Drawn:
 
 
 def draw_sweep(table: dict[str, dict[str, Any]], parameter: str, directory: Path, name: str) -> None:
-    """ACC against one parameter."""
+    """Draw ACC against one parameter."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
     for method, values in table.items():

@@ -1,4 +1,4 @@
-"""The results of a benchmark: one JSON file that says everything, and the same measurements as a Parquet table."""
+"""Results of a benchmark: a JSON file with everything, and a Parquet table of the accuracies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mergestream.report.metrics import Spread
 
 @dataclass(frozen=True)
 class Run:
-    """One stream. ``steps[i]`` holds the accuracies after i + 1 models, and what the store recorded."""
+    """One stream: ``steps[i]`` has the accuracies after i + 1 experts, and what the store recorded."""
 
     method: str
     seed: int
@@ -28,21 +28,25 @@ class Run:
 
     @property
     def matrix(self) -> list[list[float | None]]:
+        """A[i][j]: the accuracy on the j-th task after i + 1 experts; None if not measured."""
         return [[step["accuracies"].get(task) for task in self.order] for step in self.steps]
 
     def beside(self, name: str) -> float | None:
-        """What the suite measured of the last model beside the accuracies."""
+        """Return another measure of the last model."""
         value: float | None = self.steps[-1].get("beside", {}).get(name)
         return value
 
     @property
     def final(self) -> dict[str, float]:
+        """The accuracies of the last model."""
         accuracies: dict[str, float] = self.steps[-1]["accuracies"]
         return accuracies
 
 
 @dataclass(frozen=True)
 class Results:
+    """All measurements of a benchmark, and how they were made."""
+
     suite: str
     model: str
     tasks: list[str]
@@ -51,23 +55,28 @@ class Results:
     runs: list[Run]
     cosines: list[list[float]]
     model_bytes: int
-    settings: dict[str, Any] = field(default_factory=dict)  # command, seeds, protocol, machine, versions
-    beside: dict[str, float] = field(default_factory=dict)  # what the suite measures beside accuracies, of the base
-    expert_bytes: int = 0  # in the mean; older results do not tell, and their experts are as large as the base
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Command, seeds, protocol, machine, versions"""
+    beside: dict[str, float] = field(default_factory=dict)
+    """The suite's other measures (such as perplexity) of the base"""
+    expert_bytes: int = 0
+    """Mean size of an expert; 0 in old results, where experts are as large as the base"""
 
     @cached_property
     def methods(self) -> dict[str, list[Run]]:
+        """The runs of each method."""
         grouped: dict[str, list[Run]] = {}
         for run in self.runs:
             grouped.setdefault(run.method, []).append(run)
         return grouped
 
     def label(self, method: str) -> str:
+        """Return the method's name in tables and figures."""
         return Row.parse(method).label
 
     @property
     def measures(self) -> Mapping[str, Callable[[Run], float | None]]:
-        """Every metric of section 5, and what the suite measures beside them."""
+        """The metrics of the paper's section 5, and the suite's other measures."""
         return {
             "acc": lambda run: metrics.average_accuracy(run.matrix),
             "bwt": lambda run: metrics.backward_transfer(run.matrix),
@@ -77,11 +86,11 @@ class Results:
         }
 
     def spread(self, method: str, measure: str) -> Spread | None:
-        """Over all orders in which the method was run and this was measured; None if there are none."""
+        """Return mean and standard deviation over the orders in which it was measured; None if there are none."""
         return Spread.of([self.measures[measure](run) for run in self.methods.get(method, ())])
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """For each method: every measure as mean and standard deviation over the orders."""
+        """Return mean and standard deviation of every measure, by method."""
         table: dict[str, dict[str, Any]] = {}
         for method in self.methods:
             spreads = {name: self.spread(method, name) for name in self.measures}
@@ -89,6 +98,7 @@ class Results:
         return table
 
     def save(self, directory: Path) -> None:
+        """Write ``results.json`` and ``results.parquet``."""
         content = {**asdict(self), "summary": self.summary()}
         directory.mkdir(parents=True, exist_ok=True)
         write_json(directory / "results.json", content)
@@ -120,6 +130,7 @@ class Results:
 
     @staticmethod
     def load(directory: Path) -> Results:
+        """Read ``results.json``."""
         path = directory / "results.json"
         try:
             content = json.loads(path.read_text("utf-8"))

@@ -1,15 +1,12 @@
-"""What is compared: the rows of a results table, each a method with its parameters or a baseline."""
+"""Rows of a results table: a method with its parameters and readout, or continual fine-tuning."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
+from mergestream import METHODS, Merger, Method, make_method
 from mergestream.errors import UsageError
-
-if TYPE_CHECKING:
-    from mergestream.ledger.selection import Selection
-    from mergestream.methods.base import Method
 
 CONTINUAL_FINE_TUNING = "continual_finetuning"
 
@@ -40,13 +37,13 @@ DEFAULT_ROWS = (
 
 
 READ_BACK = "expert"
-"""As the readout of a row: each task is scored by its own expert, as the ledger gives it back."""
+"""Readout of a row that scores each task with its own expert, as the ledger returns it"""
 _BALANCED = "+balance"
 
 
 @dataclass(frozen=True)
 class Row:
-    """``opcm:alpha=0.3:projection=paper@iso``: a name, the parameters that differ from their defaults, a readout."""
+    """A method, its parameters and its readout, written as ``opcm:alpha=0.3:projection=paper@iso``."""
 
     name: str
     parameters: dict[str, str] = field(default_factory=dict)
@@ -54,46 +51,46 @@ class Row:
 
     @staticmethod
     def parse(text: str) -> Row:
+        """Read ``name:key=value@readout``."""
         method, _, readout = text.strip().partition("@")
         name, *settings = method.split(":")
         if any("=" not in setting for setting in settings):
-            raise UsageError(f"{text!r} is no method; write name, name:key=value:key=value or name@readout")
-        row = Row(name, dict(setting.split("=", 1) for setting in settings), readout)
-        if name != CONTINUAL_FINE_TUNING:
-            row.check()  # an unknown name or parameter is told now, not after the training
-        elif settings or readout:
+            raise UsageError(f"{text!r} is not a method; write name, name:key=value:key=value or name@readout")
+        if name == CONTINUAL_FINE_TUNING and (settings or readout):
             raise UsageError(f"{CONTINUAL_FINE_TUNING} has no parameters")
-        return row
+        return Row(name, dict(setting.split("=", 1) for setting in settings), readout)
 
     def check(self) -> None:
-        """Refuse what is not known, or cannot be read out so."""
-        method, selection = self.method(), self.selection("a task")
-        if method.remembers_experts:
-            selection.of_entries(["a task"])
-        else:
-            selection.of_state(method)
+        """Refuse unknown methods, parameters and readouts, by merging two tiny experts."""
+        import torch
 
-    def selection(self, task: str) -> Selection:
-        """How the model is read out that is scored on a task."""
-        from mergestream.ledger.selection import ONE_EXPERT, Selection
+        if self.name == CONTINUAL_FINE_TUNING:
+            return
+        base = {"layer.weight": torch.eye(8)}
+        merger = Merger(base, self.method())
+        for scale in (2, 3):
+            merger.add({"layer.weight": scale * base["layer.weight"]}, f"task {scale}")
+        merger.state_dict(**self.selection("task 2"))
 
+    def selection(self, task: str) -> dict[str, Any]:
+        """Return the options of `Store.export` for the model that is scored on a task."""
         readout = self.readout.removesuffix(_BALANCED)
-        chosen = f"{ONE_EXPERT}{task}" if readout == READ_BACK else readout
-        return Selection(chosen or None, balance=self.readout.endswith(_BALANCED))
+        chosen = f"expert:{task}" if readout == READ_BACK else readout
+        return {"readout": chosen or None, "balance": self.readout.endswith(_BALANCED)}
 
     def method(self) -> Method:
-        from mergestream.methods import make_method
-
+        """Make the method."""
         return make_method(self.name, self.parameters)
 
     @property
     def key(self) -> str:
+        """The text that `parse` reads, with sorted parameters."""
         method = ":".join([self.name, *(f"{key}={value}" for key, value in sorted(self.parameters.items()))])
         return f"{method}@{self.readout}" if self.readout else method
 
     @property
     def label(self) -> str:
-        """The paper's name for the method, and what is not as in the paper."""
+        """The paper's name for the method, with the parameters and the readout."""
         label = PAPER_NAMES.get(self.name, self.name)
         changed = [f"{key} {value}" for key, value in sorted(self.parameters.items())]
         if self.readout:
@@ -102,30 +99,31 @@ class Row:
 
 
 def parse_rows(text: str, trains: bool = True) -> list[Row]:
-    """A comma-separated list of rows; ``all`` stands for the paper's rows and every method there is.
+    """Read and check a comma-separated list of rows; ``all`` stands for the paper's rows and every other method.
 
-    Without training data (``trains``) there is no continual fine-tuning, and ``all`` leaves it out.
+    Without training data (``trains``), ``all`` leaves out continual fine-tuning.
     """
-    from mergestream.methods import METHODS
-
     every = [*DEFAULT_ROWS, *(name for name in METHODS if not any(row.split(":")[0] == name for row in DEFAULT_ROWS))]
     every = [name for name in every if trains or name != CONTINUAL_FINE_TUNING]
     names = [name for part in text.split(",") if part.strip() for name in (every if part.strip() == "all" else [part])]
     rows = {row.key: row for row in map(Row.parse, names)}
     if not rows:
         raise UsageError("no methods are named; try --methods opcm,average")
+    for row in rows.values():
+        row.check()
     return list(rows.values())
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """``alpha=0.1:1.0:0.1``: a parameter and its values, both ends included."""
+    """A parameter and its values, written as ``alpha=0.1:1.0:0.1``; both ends are included."""
 
     parameter: str
     values: tuple[float, ...]
 
     @staticmethod
     def parse(text: str) -> Sweep:
+        """Read ``parameter=first:last:step``."""
         try:
             parameter, numbers = text.split("=")
             first, last, step = map(float, numbers.split(":"))
@@ -133,11 +131,11 @@ class Sweep:
         except (ValueError, ZeroDivisionError):
             count = 0
         if count < 1:
-            raise UsageError(f"{text!r} is no sweep; write parameter=first:last:step, as in alpha=0.1:1.0:0.1")
+            raise UsageError(f"{text!r} is not a sweep; write parameter=first:last:step, as in alpha=0.1:1.0:0.1")
         return Sweep(parameter, tuple(round(first + index * step, 9) for index in range(count)))
 
     def rows(self, rows: list[Row]) -> list[Row]:
-        """Every row that has the parameter, once for each value."""
+        """Return every row that has the parameter, once for each value."""
         merging = [row for row in rows if row.name != CONTINUAL_FINE_TUNING]
         having = [row for row in merging if self.parameter in row.method().parameters]
         if not having:
@@ -148,5 +146,5 @@ class Sweep:
             for value in self.values
         ]
         for row in swept:
-            row.method()  # a value out of range is told now, not after the training
+            row.method()  # refuse a value out of range before any work
         return swept

@@ -1,6 +1,6 @@
-"""One stream: the experts arrive in one order, a store absorbs them, and each merged model is scored.
+"""One stream: add the experts to a store in one order, and score the merged model after each step.
 
-A stream leaves a file for every step that was scored and the store itself, so a killed run goes on where it was.
+Every finished step leaves a file, and the store stays until the end, so an interrupted run is resumed.
 """
 
 from __future__ import annotations
@@ -10,77 +10,75 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from mergestream import Engine, Store
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.evaluation.cache import cache_directory, key_of, written_whole
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, READ_BACK, Row
-from mergestream.evaluation.workers import report
+from mergestream.evaluation.suites.base import Suite
 from mergestream.files import write_json, write_text
 from mergestream.progress import NoProgress
 
-if TYPE_CHECKING:
-    from mergestream.engine import Engine
-    from mergestream.evaluation.suites.base import Suite
-    from mergestream.ledger.selection import Selection
-    from mergestream.store.store import Store
-
 Entries = Literal["all", "ends", "last"]
+"""Entries of the accuracy matrix to score: all; the diagonal and last row, for ACC and BWT; or the last row"""
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".distcp")
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A row of the table in one order. ``entries`` of the accuracy matrix: all of it; the diagonal and the last
-    row, which is all that ACC and BWT need; or the last row."""
+    """A row of the table in one order."""
 
     row: Row
     order: tuple[str, ...]
     seed: int
     entries: Entries
 
+    @property
+    def outcome(self) -> tuple[str, tuple[str, ...], str]:
+        """Streams with the same outcome are run once; two seeds may give the same order."""
+        return self.row.key, self.order, self.entries
+
     def key(self, suite: Suite) -> str:
-        """Of all that decides the outcome: a directory of that name holds no other stream."""
+        """Digest of everything that decides the outcome; names the stream's directory."""
         tasks = [(task, suite.expert(task).name, suite.evaluation_key(task)) for task in self.order]
         beside = [suite.evaluation_key(name) for name in suite.beside]
         return key_of(self.row.key, self.entries, suite.base().name, tasks, *beside)
 
-    def wanted(self, step: int) -> range:
-        """Which tasks, by order of arrival, are scored after step ``step`` (counted from 0)."""
-        count = len(self.order)
-        if self.entries == "all" or step == count - 1:
-            return range(count)
-        return range(step, step + 1) if self.entries == "ends" else range(0)
-
-    def wanted_tasks(self, step: int) -> list[str]:
-        return [self.order[index] for index in self.wanted(step)]
-
-    @property
-    def measurements(self) -> int:
-        return sum(len(self.wanted(step)) for step in range(len(self.order)))
+    def wanted(self, step: int) -> list[str]:
+        """Return the tasks that are scored after step ``step``, counted from 0."""
+        if self.entries == "all" or step == len(self.order) - 1:
+            return list(self.order)
+        return [self.order[step]] if self.entries == "ends" else []
 
 
 def model_digest(directory: Path) -> str:
-    """The digest of a model's tensors, however they are sharded, or of an adapter's."""
-    from mergestream.experts import open_expert
-    from mergestream.experts.adapters import Adapter
+    """Digest of a model's or adapter's tensors, independent of their sharding.
 
-    with closing(open_expert(directory)) as model:
-        weights = model.weights if isinstance(model, Adapter) else model
-        digests = {name: tensor_digest(weights.read(name)) for name in weights.tensors}
-        if isinstance(model, Adapter):  # the same factors make another model where they are scaled otherwise
-            digests |= {module: str(model.config.scaling(module)) for module in model.factors}
-        return combined_digest(digests)
+    Other files that hold weights, and the config of an adapter, count by their bytes.
+    """
+    import torch
+    from safetensors import safe_open
+
+    digests: dict[str, str] = {}
+    for path in directory.iterdir():
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                digests |= {name: tensor_digest(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        elif path.suffix in _OTHER_WEIGHTS or path.name == "adapter_config.json":
+            content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+            digests[path.name] = tensor_digest(content)
+    return combined_digest(digests)
 
 
 def score(suite: Suite, model: Path, digest: str, task: str) -> float:
-    """Accuracy of a model on a task, measured once for every content of both."""
+    """Return the accuracy of a model on a task; the cache keeps it by the content of both."""
     path = _score_path(suite, digest, task)
     if not path.is_file():
         accuracy = suite.accuracy(model, task)
-        with written_whole(path) as draft:  # another stream may come to the same model, and score it at the same time
+        with written_whole(path) as draft:  # another stream may score the same model at the same time
             write_json(draft, {"task": task, "accuracy": accuracy})
     known: float = json.loads(path.read_text("utf-8"))["accuracy"]
     return known
@@ -90,61 +88,56 @@ def _score_path(suite: Suite, digest: str, task: str) -> Path:
     return cache_directory() / "evaluations" / suite.name / digest / f"{suite.evaluation_key(task)}.json"
 
 
-def run_stream(suite: Suite, stream: Stream, directory: Path, engine: Engine) -> dict[str, Any]:
-    """Run (or go on with) a stream in ``directory``; returns its steps. The ``engine`` merges."""
+def run_stream(
+    suite: Suite, stream: Stream, directory: Path, engine: Engine
+) -> tuple[tuple[str, tuple[str, ...], str], list[dict[str, Any]]]:
+    """Run or resume a stream in ``directory``; returns its outcome key and its steps."""
     finished, work = directory / "stream.json", directory / "work"
-    if finished.is_file():
-        report("done", stream.measurements)
-        kept: dict[str, Any] = json.loads(finished.read_text("utf-8"))
-        return kept
-    work.mkdir(parents=True, exist_ok=True)
-    if stream.row.name == CONTINUAL_FINE_TUNING:
-        steps = _fine_tuned(suite, stream, directory)
-    else:
-        steps = _merged(suite, stream, directory, engine)
-    result = {"method": stream.row.key, "order": list(stream.order), "entries": stream.entries, "steps": steps}
-    write_json(finished, result)
-    shutil.rmtree(work, ignore_errors=True)
-    return result
+    if not finished.is_file():
+        work.mkdir(parents=True, exist_ok=True)
+        if stream.row.name == CONTINUAL_FINE_TUNING:
+            steps = _fine_tune(suite, stream, work)
+        else:
+            steps = _merge(suite, stream, directory, engine)
+        result = {"method": stream.row.key, "order": list(stream.order), "entries": stream.entries, "steps": steps}
+        write_json(finished, result)
+        shutil.rmtree(work, ignore_errors=True)
+    return stream.outcome, json.loads(finished.read_text("utf-8"))["steps"]
 
 
-def _steps(stream: Stream, work: Path, make: Callable[[int, str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is recorded of every step; ``make`` gives it, by number and task, where no earlier run has."""
+def _run_steps(stream: Stream, work: Path, run: Callable[[int, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the record of every step; ``run(step, task)`` makes it unless an earlier run has."""
     steps = []
     for step, task in enumerate(stream.order):
         record = work / f"step-{step:02d}.json"
-        if record.is_file():
-            report("done", len(stream.wanted(step)))
-        else:
-            write_json(record, {"task": task, **make(step, task)})
+        if not record.is_file():
+            write_json(record, {"task": task, **run(step, task)})
         steps.append(json.loads(record.read_text("utf-8")))
     return steps
 
 
-def _merged(suite: Suite, stream: Stream, directory: Path, engine: Engine) -> list[dict[str, Any]]:
+def _merge(suite: Suite, stream: Stream, directory: Path, engine: Engine) -> list[dict[str, Any]]:
     from mergestream.report.facts import Facts, finite
     from mergestream.report.render import render_markdown
-    from mergestream.store.store import Store
 
     method = stream.row.method()
     path = directory / "work" / "store"
-    quiet = NoProgress()  # what a store notes of an expert it would note in every stream; its report has it
+    quiet = NoProgress()  # the report has the store's notes; every stream would repeat them
     if (path / "manifest.json").is_file():
         store = Store(path, engine=engine, progress=quiet)
     else:
         shutil.rmtree(path, ignore_errors=True)
         store = Store.create(path, base=suite.base(), method=method, keep=0, engine=engine, progress=quiet)
 
-    def absorb(step: int, task: str) -> dict[str, Any]:
+    def add(step: int, task: str) -> dict[str, Any]:
         started = time.monotonic()
         if len(store.history) == step:
             store.add(suite.expert(task), name=task)
         seconds = time.monotonic() - started
         entry = store.history[step]
-        identity = _identity(suite, stream, step) if method.commutative else None
-        scores, exporting = _score_step(suite, stream, step, store, directory.parent / "known", identity)
+        scores, exporting = _score_step(suite, stream, step, store, directory.parent / "known", method.commutative)
         return {
-            **_recorded(suite, scores),
+            **_split_scores(suite, scores),
             "norm": entry.norm,
             "kept": entry.kept,
             "lambda": finite(entry.lambda_),
@@ -154,82 +147,62 @@ def _merged(suite: Suite, stream: Stream, directory: Path, engine: Engine) -> li
             "export_seconds": exporting,
         }
 
-    steps = _steps(stream, directory / "work", absorb)
+    steps = _run_steps(stream, directory / "work", add)
     store.attach_scores(stream.order, [[step["accuracies"].get(task) for task in stream.order] for step in steps])
     if stream.entries == "all":
         write_text(directory / "report.md", render_markdown(Facts.of(store)))
     return steps
 
 
-def _identity(suite: Suite, stream: Stream, step: int) -> str:
-    """Of a model that does not depend on the order in which its experts came."""
-    return key_of(
-        stream.row.key, suite.base().name, sorted(suite.expert(task).name for task in stream.order[: step + 1])
-    )
-
-
 def _score_step(
-    suite: Suite, stream: Stream, step: int, store: Store, known: Path, identity: str | None
+    suite: Suite, stream: Stream, step: int, store: Store, known: Path, commutative: bool
 ) -> tuple[dict[str, float], float | None]:
-    """Scores of the store's merged model, and the seconds that one took to export, where one had to be.
+    """Score the store's merged model; also return the seconds of an export, if one was needed.
 
-    ``known`` remembers, for methods whose result does not depend on the order and so has an ``identity``, the model
-    that stands for all orders: they differ in rounding only, and one is enough to score.
+    Models of a commutative method differ between orders only by rounding. One is scored for all of them: ``known``
+    has a file with its digest.
     """
     scores: dict[str, float] = {}
     seconds = None
+    experts = sorted(suite.expert(task).name for task in stream.order[: step + 1])
     for selection, tasks in _models(suite, stream, step):
-        remembered = known / f"{key_of(identity, selection.readout, selection.balance)}.txt" if identity else None
+        same = known / f"{key_of(stream.row.key, suite.base().name, experts, selection)}.txt"
+        digest = same.read_text() if commutative and same.is_file() else ""
         with tempfile.TemporaryDirectory(dir=store.path.parent) as directory:
             model = Path(directory) / "model"
-            digest = remembered.read_text() if remembered and remembered.is_file() else ""
             if not digest or not all(_score_path(suite, digest, task).is_file() for task in tasks):
                 started = time.monotonic()
-                store.export(model, readout=selection.readout, balance=selection.balance, pictures=False)
+                store.export(model, **selection, pictures=False)
                 seconds = round(time.monotonic() - started, 3)
                 digest = model_digest(model)
-                if remembered:
-                    remembered.parent.mkdir(exist_ok=True)
-                    remembered.write_text(digest)
-            scores |= _scores(suite, tasks, model, digest)
+                if commutative:
+                    same.parent.mkdir(exist_ok=True)
+                    same.write_text(digest)
+            scores |= {task: score(suite, model, digest, task) for task in tasks}
     return scores, seconds
 
 
-def _models(suite: Suite, stream: Stream, step: int) -> list[tuple[Selection, list[str]]]:
-    """What is read out after a step, each with the tasks that it is scored on: one model for all tasks, but for experts
-    that are read back."""
-    if stream.row.readout == READ_BACK:
-        wanted = stream.wanted_tasks(step)
-        return [(stream.row.selection(task), [task]) for task in wanted if task in stream.order[: step + 1]]
-    names = _scored(suite, stream, step)
+def _models(suite: Suite, stream: Stream, step: int) -> list[tuple[dict[str, Any], list[str]]]:
+    """List the models to export after a step, as options of `Store.export`, with the tasks to score each on."""
+    if stream.row.readout == READ_BACK:  # each expert is scored on its own task
+        added = [task for task in stream.wanted(step) if task in stream.order[: step + 1]]
+        return [(stream.row.selection(task), [task]) for task in added]
+    names = _names_to_score(suite, stream, step)
     return [(stream.row.selection(""), names)] if names else []
 
 
-def _scored(suite: Suite, stream: Stream, step: int) -> list[str]:
-    """The tasks wanted, and with the last model what is measured beside them."""
-    beside = suite.beside if step == len(stream.order) - 1 else ()
-    return [*stream.wanted_tasks(step), *beside]
+def _names_to_score(suite: Suite, stream: Stream, step: int) -> list[str]:
+    """Return the wanted tasks; for the last model also the suite's other measures."""
+    return [*stream.wanted(step), *(suite.beside if step == len(stream.order) - 1 else ())]
 
 
-def _recorded(suite: Suite, scores: dict[str, float]) -> dict[str, dict[str, float]]:
+def _split_scores(suite: Suite, scores: dict[str, float]) -> dict[str, dict[str, float]]:
     beside = {name: scores.pop(name) for name in suite.beside if name in scores}
     return {"accuracies": scores, **({"beside": beside} if beside else {})}
 
 
-def _scores(suite: Suite, tasks: Sequence[str], model: Path, digest: str) -> dict[str, float]:
-    scores = {}
-    for task in tasks:
-        scores[task] = score(suite, model, digest, task)
-        report("done", 1)
-    return scores
-
-
-def _fine_tuned(suite: Suite, stream: Stream, directory: Path) -> list[dict[str, Any]]:
-    """Continual fine-tuning: θ^(t) is θ^(t−1) fine-tuned on task t with the experts' recipe.
-
-    θ^(1) is the first task's expert, which is there already.
-    """
-    work = directory / "work"
+def _fine_tune(suite: Suite, stream: Stream, work: Path) -> list[dict[str, Any]]:
+    """Continual fine-tuning: train θ^(t−1) on task t; θ^(1) is the first task's expert."""
 
     def model(step: int) -> Path:
         return work / f"model-{step:02d}" if step else suite.expert(stream.order[0])
@@ -242,23 +215,24 @@ def _fine_tuned(suite: Suite, stream: Stream, directory: Path) -> list[dict[str,
             draft.mkdir()
             suite.fine_tune(model(step - 1), task, draft)
             draft.replace(trained)
-        scores = _scores(suite, _scored(suite, stream, step), trained, model_digest(trained))
+        scores = _score_all(suite, trained, _names_to_score(suite, stream, step))
         shutil.rmtree(work / f"model-{step - 1:02d}", ignore_errors=True)
-        return _recorded(suite, scores)
+        return _split_scores(suite, scores)
 
-    return _steps(stream, work, train)
+    return _run_steps(stream, work, train)
 
 
 def score_beside(suite: Suite) -> dict[str, float]:
-    """What is measured beside the tasks, of the base."""
-    base = suite.base()
-    return {name: score(suite, base, model_digest(base), name) for name in suite.beside}
+    """Return the suite's other measures, of the base."""
+    return _score_all(suite, suite.base(), suite.beside)
 
 
 def score_individual(suite: Suite, task: str) -> tuple[str, float, float]:
-    """Accuracy of the base and of the task's own expert."""
-    base, expert = suite.base(), suite.expert(task)
-    pretrained = score(suite, base, model_digest(base), task)
-    fine_tuned = score(suite, expert, model_digest(expert), task)
-    report("done", 2)
-    return task, pretrained, fine_tuned
+    """Return a task, the accuracy of the base and that of the task's expert."""
+    base, expert = (_score_all(suite, model, [task])[task] for model in (suite.base(), suite.expert(task)))
+    return task, base, expert
+
+
+def _score_all(suite: Suite, model: Path, names: Sequence[str]) -> dict[str, float]:
+    digest = model_digest(model) if names else ""
+    return {name: score(suite, model, digest, name) for name in names}

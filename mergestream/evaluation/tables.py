@@ -1,17 +1,20 @@
-"""Tables in the layout of the paper: Table 1 (ACC and BWT) and the accuracy of the last model by task."""
+"""Tables in the paper's layout: Table 1 (ACC and BWT), and the accuracy of the last model by task."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mergestream.display import markdown_table
 from mergestream.escaping import MAX_SENTENCE, markdown_text, one_line
-from mergestream.evaluation.checkout import table1_value
 from mergestream.evaluation.results import Results
+from mergestream.evaluation.suites import loading
 from mergestream.files import write_text
 from mergestream.report.metrics import Spread, mean
 
@@ -20,7 +23,7 @@ PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text in groups; in LaTeX and Markdown the best cells of a group stand out in bold."""
+    """Groups of rows of text; LaTeX and Markdown show the best cells in bold."""
 
     caption: str
     header: tuple[str, ...]
@@ -28,11 +31,13 @@ class Table:
     best: frozenset[tuple[int, int, int]] = frozenset()  # group, row, column
 
     def markdown(self) -> str:
+        """Format as Markdown."""
         rows = [row for group in self._emphasised("**{}**", markdown_text) for row in group]
         header = [markdown_text(cell) for cell in self.header]
         return "\n".join([markdown_text(self.caption, MAX_SENTENCE), "", *markdown_table(header, rows), ""])
 
     def latex(self) -> str:
+        """Format as LaTeX."""
         lines = [r"\begin{table}[t]", r"  \centering", f"  \\caption{{{_escape(self.caption)}}}"]
         lines += [f"  \\begin{{tabular}}{{ll{'c' * (len(self.header) - 2)}}}", r"    \toprule"]
         lines.append(_latex_row(map(_escape, self.header)))
@@ -41,7 +46,7 @@ class Table:
         return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}", r"\end{table}", ""])
 
     def _emphasised(self, form: str, escape: Callable[[str], str]) -> list[list[list[str]]]:
-        """The groups, escaped, with the best cells in the form that makes them stand out."""
+        """Return the escaped groups, with ``form`` applied to the best cells."""
         return [
             [
                 [(form if (g, r, c) in self.best else "{}").format(escape(cell)) for c, cell in enumerate(row)]
@@ -51,6 +56,7 @@ class Table:
         ]
 
     def csv(self) -> str:
+        """Format as CSV."""
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(self.header)
@@ -58,6 +64,7 @@ class Table:
         return stream.getvalue()
 
     def write(self, directory: Path, name: str) -> None:
+        """Write ``name.md``, ``name.tex`` and ``name.csv``."""
         directory.mkdir(parents=True, exist_ok=True)
         for suffix, text in (("md", self.markdown()), ("tex", self.latex()), ("csv", self.csv())):
             write_text(directory / f"{name}.{suffix}", text)
@@ -79,22 +86,42 @@ def _escape(text: str) -> str:
 
 
 def percent(spread: Spread | None) -> str:
-    if spread is None:
-        return "–"
-    return f"{100 * spread.mean:.1f}" + ("" if spread.std is None else f"±{100 * spread.std:.1f}")
+    """Format mean±std in percent."""
+    return _format_spread(spread, 100, ".1f")
 
 
 def plain(spread: Spread | None) -> str:
+    """Format mean±std of a measure of any size, such as a perplexity."""
+    return _format_spread(spread, 1, ".2f" if spread is None or spread.mean < 1e5 else ".1e")
+
+
+def _format_spread(spread: Spread | None, factor: float, form: str) -> str:
     if spread is None:
         return "–"
-    form = ".2f" if spread.mean < 1e5 else ".1e"  # a perplexity may be of any size
-    return f"{spread.mean:{form}}" + ("" if spread.std is None else f"±{spread.std:{form}}")
+    deviation = "" if spread.std is None else f"±{factor * spread.std:{form}}"
+    return f"{factor * spread.mean:{form}}{deviation}"
+
+
+@cache
+def paper_results() -> dict[str, Any]:
+    """Read the paper's printed numbers (``table1``, ``single_model``, …); empty outside a checkout."""
+    path = loading.find_in_checkout("paper_results.json")
+    loaded: dict[str, Any] = json.loads(path.read_text("utf-8")) if path else {}
+    return loaded
+
+
+def table1_value(metric: str, method: str, arch: str, tasks: int) -> tuple[float, float | None] | None:
+    """Return the paper's mean and standard deviation in percent, e.g. of ``("acc", "OPCM", "ViT-B/32", 8)``."""
+    for entry in paper_results().get("table1", ()):
+        if (entry["metric"], entry["method"], entry["arch"], entry["tasks"]) == (metric, method, arch, tasks):
+            return entry["mean"], entry["std"]
+    return None
 
 
 def table1(results: Results) -> Table:
-    """The layout of the paper's Table 1: single models, then ACC, then BWT, each with mean±std over the orders.
+    """Make the paper's Table 1: single models, then ACC, then BWT, with mean±std over the orders.
 
-    Where the suite is the paper's, its printed numbers stand beside ours in a column of their own.
+    For the paper's own suite, another column has its printed numbers.
     """
     column = f"{results.model}, {len(results.tasks)} tasks"
     has_paper = table1_value("acc", PRETRAINED, results.model, len(results.tasks)) is not None
@@ -129,9 +156,9 @@ def table1(results: Results) -> Table:
     orders = results.settings.get("orders", "?")
     caption = (
         f"Continual merging of {len(results.tasks)} experts of {results.model} (suite {results.suite}), mean±std over "
-        f"{orders} orders of arrival, in percent. ACC: mean over all tasks after the last model; BWT: change since a "
-        "task's own model was absorbed; worst: the worst task; retention: tasks not merged yet, against the base. "
-        "What has no ± was measured in one order."
+        f"{orders} orders of arrival, in percent. ACC: mean over all tasks after the last expert; BWT: change since a "
+        "task's own expert was added; worst: the worst task; retention: tasks not merged yet, against the base. "
+        "Numbers without ± were measured in one order."
     )
     return Table(caption, header, tuple(groups), frozenset(best))
 
@@ -141,7 +168,7 @@ def _argmax(values: Sequence[float]) -> int:
 
 
 def per_task_table(results: Results) -> Table:
-    """The layout of the paper's per-task table: the last model's accuracy on each task, mean over the orders."""
+    """Make the paper's per-task table: the last model's accuracy on each task, mean over the orders."""
     rows: list[tuple[str, list[float]]] = []
     for method, runs in results.methods.items():
         means = [Spread.of([run.final.get(task) for run in runs]) for task in results.tasks]

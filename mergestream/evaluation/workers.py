@@ -1,34 +1,41 @@
-"""Independent work in processes of one thread each: experts are trained, streams are run, side by side."""
+"""Parallel worker processes of one thread each, and the progress display of a benchmark."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
+from mergestream.escaping import one_line
 
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
+QUIET_SECONDS = 60
+"""Seconds between two lines of progress in a log"""
 _listeners: list[Callable[[tuple[Any, ...]], None]] = []
 
 
+def available_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _start_worker(send: Callable[[tuple[Any, ...]], None]) -> None:
-    """One thread a process: the same result whatever else runs, and no contention for the cores."""
+    """Set up a worker: one thread, so that results do not depend on the number of workers."""
     import torch
 
     torch.set_num_threads(1)
     _listeners[:] = [send]
     if multiprocessing.parent_process() is not None:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent was killed must not go on: the next run would find it at work on the same files."""
+def _exit_with_parent() -> None:
+    """Exit when the parent is killed; otherwise the next run would find this worker writing the same files."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -36,7 +43,7 @@ def _end_with_parent() -> None:
 
 
 def report(*event: Any) -> None:
-    """Send an event from a worker to whoever called ``run_parallel``."""
+    """Send an event from a worker to the caller of `run_parallel`."""
     for send in _listeners:
         send(event)
 
@@ -47,9 +54,9 @@ def run_parallel(
     workers: int,
     on_event: Callable[..., None] = lambda *_: None,
 ) -> Iterator[Any]:
-    """``function(*call)`` for every call, results as they come; events sent by ``report`` reach ``on_event``.
+    """Call ``function(*call)`` for every call and yield results as they are finished.
 
-    A single worker is this process.
+    Events sent by `report` are passed to ``on_event``. A single worker runs in this process.
     """
     if not calls:
         return
@@ -71,3 +78,40 @@ def run_parallel(
                 yield future.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that shows progress: bars on a terminal, elsewhere a line per finished part or minute."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        finished: set[str] = set()
+        last_line = time.monotonic()
+
+        def print_line(what: str, done: int, total: int) -> None:
+            nonlocal last_line
+            if done == total and what not in finished:
+                finished.add(what)
+                print(f"{one_line(what)}: done", file=sys.stderr, flush=True)
+            elif done < total and time.monotonic() - last_line >= QUIET_SECONDS:
+                print(f"{one_line(what)}: {done} of {total}", file=sys.stderr, flush=True)
+            else:
+                return
+            last_line = time.monotonic()
+
+        yield print_line
+        return
+    columns = (progress.TextColumn("{task.description}", markup=False), progress.BarColumn())
+    times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn(elapsed_when_finished=True)
+    with progress.Progress(*columns, progress.MofNCompleteColumn(), *times, console=console) as bars:
+        known = {}
+
+        def update_bar(what: str, done: int, total: int) -> None:
+            if what not in known:
+                known[what] = bars.add_task(one_line(what), total=total)
+            bars.update(known[what], completed=done, total=total)
+
+        yield update_bar

@@ -1,4 +1,4 @@
-"""Averages kept while a model trains: a plain class, and a callback for transformers' Trainer."""
+"""Average a model's weights while it trains: a class, and a callback for transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOMES = {"Averaging": "averaging", "AveragingCallback": "callback"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: a training loop without transformers needs none."""
+    """Import on first use, so that `Averaging` works without transformers."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Averaging in transformers' Trainer."""
+"""A callback that averages the weights while a transformers Trainer trains."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from mergestream import Method
 from mergestream.errors import MergestreamError
-from mergestream.methods.base import Method
 from mergestream.progress import Progress
 from mergestream.training.averaging import Averaging
 
@@ -18,16 +18,16 @@ except ImportError as error:
     raise MergestreamError("AveragingCallback needs transformers: pip install 'mergestream[transformers]'") from error
 
 STATE = "averaging.safetensors"
-"""Beside the optimiser's state in every checkpoint"""
+"""File of the average in every checkpoint"""
 
 
 class AveragingCallback(TrainerCallback):
-    """Keeps an average while a Trainer trains, evaluates it, and saves it at the end:
+    """Averages while a Trainer trains, evaluates the average, and saves it at the end.
 
         trainer.add_callback(AveragingCallback(trainer, EMA(beta=0.99), every=10))
 
-    ``trainer.evaluate`` and ``trainer.predict`` see the averaged weights, training and checkpoints its own. At the end
-    the averaged model is in ``averaged`` in the output directory.
+    ``trainer.evaluate`` and ``trainer.predict`` use the averaged weights; training and checkpoints do not.
+    At the end the averaged model is in ``averaged`` in the output directory.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AveragingCallback(TrainerCallback):
         swap: bool = True,
         workers: int | None = None,
     ) -> None:
-        """As `Averaging`; without ``swap`` the training weights are evaluated."""
+        """Take the arguments of `Averaging`; without ``swap`` the trained weights are evaluated."""
         assert trainer.model is not None
         self.averaging = Averaging(trainer.model, method, every=every, start=start, workers=workers)
         self._trainer = trainer
@@ -50,14 +50,14 @@ class AveragingCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Go on from a checkpoint where training does."""
+        """Resume the average if training resumes from a checkpoint."""
         assert self._trainer.model is not None
-        self.averaging.model = self._trainer.model  # another one than before, where model_init makes it
+        self.averaging.model = self._trainer.model  # model_init may have made a new one
         kept = _checkpoint(args, state) / STATE
         if state.global_step and kept.is_file():
             self.averaging.load(kept)
         elif state.global_step and not self.averaging.updates:
-            Progress().note(f"{kept} is not there: the average begins at step {state.global_step}")
+            Progress().note(f"{kept} does not exist: the average starts at step {state.global_step}")
         self.averaging.steps = state.global_step
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -17,20 +17,20 @@ from mergestream.cli import main
 from mergestream.cli.parser import parse
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.evaluation import progress, streams
+from mergestream.evaluation import streams, workers
 from mergestream.evaluation.bench import Plan, run_bench, run_sweep
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import Row, Sweep, parse_rows
 from mergestream.evaluation.streams import Stream, run_stream
-from mergestream.evaluation.suites.files import load_suite
+from mergestream.evaluation.suites.loading import load_suite
 from tests.conftest import files
 
 
-def bench(suite: Path, output: Path, *options: str) -> int:
+def bench(suite: Path, output: Path, *options: str) -> None:
     words = ["bench", str(suite), "--workers", "1", *options, "-o", str(output)]
     command, parsed = parse(words)
     with patch.object(sys, "argv", ["mergestream", *words]):
-        return command.run(parsed)
+        command.run(parsed)
 
 
 def silent(*_: object) -> None:
@@ -52,7 +52,7 @@ def test_results_do_not_go_into_the_models_or_a_store(tiny_suite, tmp_path, opti
 @pytest.mark.draws
 def test_one_command_writes_results_tables_and_figures(tiny_suite, tmp_path, capsys):
     output = tmp_path / "out"
-    assert bench(tiny_suite, output, "--methods", "opcm,average", "--orders", "2", "--workers", "2") == 0
+    bench(tiny_suite, output, "--methods", "opcm,average", "--orders", "2", "--workers", "2")
     for name in (
         "results.json",
         "results.parquet",
@@ -130,8 +130,8 @@ def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite,
 
 def test_the_last_model_alone_is_enough_for_acc(tiny_suite, tmp_path):
     options = ("--methods", "opcm", "--orders", "2")
-    assert bench(tiny_suite, tmp_path / "last", *options, "--last-only") == 0
-    assert bench(tiny_suite, tmp_path / "all", *options) == 0
+    bench(tiny_suite, tmp_path / "last", *options, "--last-only")
+    bench(tiny_suite, tmp_path / "all", *options)
     last, every = (Results.load(tmp_path / name).summary()["opcm"] for name in ("last", "all"))
     assert last["acc"] == every["acc"] and last["worst"] == every["worst"]
     assert last["bwt"] is None and every["bwt"] is not None
@@ -141,7 +141,7 @@ def test_the_last_model_alone_is_enough_for_acc(tiny_suite, tmp_path):
 def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeypatch):
     suite = load_suite(tiny_suite)
     stream = Stream(Row.parse("opcm"), ("red", "green", "blue"), 0, "all")
-    whole = run_stream(suite, stream, tmp_path / "whole", LocalEngine(1))
+    _, whole = run_stream(suite, stream, tmp_path / "whole", LocalEngine(1))
     monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / "second-cache"))
     calls = []
     original = streams.score
@@ -155,9 +155,9 @@ def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeyp
     monkeypatch.setattr(streams, "score", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_stream(suite, stream, tmp_path / "cut", LocalEngine(1))
-    resumed = run_stream(suite, stream, tmp_path / "cut", LocalEngine(1))
-    assert [step["accuracies"] for step in resumed["steps"]] == [step["accuracies"] for step in whole["steps"]]
-    assert [step["lambda"] for step in resumed["steps"]] == [step["lambda"] for step in whole["steps"]]
+    _, resumed = run_stream(suite, stream, tmp_path / "cut", LocalEngine(1))
+    assert [step["accuracies"] for step in resumed] == [step["accuracies"] for step in whole]
+    assert [step["lambda"] for step in resumed] == [step["lambda"] for step in whole]
     assert len(calls) == 5 + 6  # the first step's three scores were kept; steps two and three have six
     assert not (tmp_path / "cut" / "work").exists()
 
@@ -184,7 +184,7 @@ def test_a_killed_benchmark_is_finished_by_the_same_command(tiny_suite, tmp_path
         time.sleep(0.05)
     finished = {path: path.stat().st_mtime_ns for path in output.glob("streams/*/stream.json")}
     assert workers and finished and not (output / "results.json").exists()
-    assert bench(tiny_suite, output, *options) == 0
+    bench(tiny_suite, output, *options)
     assert len(json.loads((output / "results.json").read_text())["runs"]) == 6
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
@@ -238,9 +238,9 @@ def test_a_number_that_makes_no_sense_is_wrong_usage(option, value, tmp_path, ca
 
 
 def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(capsys, monkeypatch):
-    with progress.progress_bars() as on_progress:
+    with workers.progress_bars() as on_progress:
         on_progress("streams", 1, 4)
-        monkeypatch.setattr(progress, "QUIET_SECONDS", 0)
+        monkeypatch.setattr(workers, "QUIET_SECONDS", 0)
         on_progress("streams", 2, 4)
         on_progress("streams", 4, 4)
         on_progress("streams", 4, 4)
@@ -250,9 +250,9 @@ def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(capsys, monkeypa
 def test_rows_choose_a_readout():
     rows = {row.key: row for row in parse_rows("opcm:alpha=0.3@iso,ledger@agree+balance,ledger@expert,ledger")}
     assert list(rows) == ["opcm:alpha=0.3@iso", "ledger@agree+balance", "ledger@expert", "ledger"]
-    assert rows["ledger@agree+balance"].selection("red").balance
-    assert rows["ledger@expert"].selection("red").readout == "expert:red"
-    assert rows["ledger"].selection("red").readout is None
+    assert rows["ledger@agree+balance"].selection("red")["balance"]
+    assert rows["ledger@expert"].selection("red")["readout"] == "expert:red"
+    assert rows["ledger"].selection("red")["readout"] is None
     assert rows["opcm:alpha=0.3@iso"].label == "OPCM, alpha 0.3, readout iso"
     for wrong in ("ties@iso", "ledger@plain", "average@agree", "ledger@agre", "opcm@plain+balance"):
         with pytest.raises(UsageError):

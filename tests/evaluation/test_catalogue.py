@@ -14,10 +14,9 @@ import pytest
 
 import mergestream
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.evaluation import checkout
-from mergestream.evaluation.suites.catalogue import SUITES, open_suite
+from mergestream.evaluation.suites import loading
 from mergestream.evaluation.suites.clip import ClipSuite
-from mergestream.evaluation.suites.files import load_suite
+from mergestream.evaluation.suites.loading import SUITES, load_suite, open_suite
 from mergestream.evaluation.workers import run_parallel
 
 PACKAGE = Path(mergestream.__file__).parent
@@ -133,7 +132,7 @@ BROUGHT = ClipSuite()
 
 
 def test_outside_of_a_checkout_one_sentence_says_where_the_suites_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkout, "SUITES", tmp_path)
+    monkeypatch.setattr(loading, "CHECKOUT", tmp_path)
     with pytest.raises(UsageError, match=r"benchmarks/suites/vision\.py in a checkout") as told:
         open_suite("vision")
     assert "\n" not in str(told.value)
@@ -153,7 +152,7 @@ def test_the_package_alone_has_no_suites_and_says_where_they_are(tmp_path):
 def test_the_package_holds_no_suite_data():
     """Fonts, packages to fetch and the paper's numbers are the repository's, not the users'."""
     data = {path.suffix for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert data <= {".py", ".typed", ".js", ".css", ".html"}
+    assert data <= {".py", ".typed", ".js", ".css", ".html", ".md"}
     names = {path.stem for path in PACKAGE.rglob("*.py")}
     assert not names & {"fetch", "fonts", "scripts", "vision", "text", "backbones", "training", "demo"}
 

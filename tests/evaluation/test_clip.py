@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mergestream.errors import UsageError
-from mergestream.evaluation.checkout import paper_results
-from mergestream.evaluation.suites.catalogue import open_suite
 from mergestream.evaluation.suites.clip import TASKS, preprocess
+from mergestream.evaluation.suites.loading import open_suite
+from mergestream.evaluation.tables import paper_results
 from tests.hub_server import COMMIT, Files, environment, serve
 
 CLASSES = ("red", "green", "dark_blue")

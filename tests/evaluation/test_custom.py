@@ -10,9 +10,8 @@ import pytest
 from mergestream.cli import main
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.suites.base import Choices
-from mergestream.evaluation.suites.catalogue import open_suite
 from mergestream.evaluation.suites.custom import read_accuracy
-from mergestream.evaluation.suites.files import load_suite
+from mergestream.evaluation.suites.loading import load_suite, open_suite
 
 YAML = """
 name: tiny
@@ -98,9 +97,9 @@ def test_mistakes_in_a_suite_file_are_told(tiny_suite, tmp_path):
     for content, told in (
         (b"base: \xff\ntasks: {}", "not valid UTF-8"),
         (b"base: b\ntasks: " + b"[" * 3000 + b"]" * 3000, "nested too deeply"),
-        (b"base: 5\ntasks: {a: {expert: x}, b: {expert: y}}", "5 is no path"),
-        (b"base: b\ntasks: {a: {expert: [x]}, b: {expert: y}}", "is no path"),
-        (b"base: b\ntasks: {a: {expert: x, data: 2}, b: {expert: y}}", "2 is no path"),
+        (b"base: 5\ntasks: {a: {expert: x}, b: {expert: y}}", "5 is not a path"),
+        (b"base: b\ntasks: {a: {expert: [x]}, b: {expert: y}}", "is not a path"),
+        (b"base: b\ntasks: {a: {expert: x, data: 2}, b: {expert: y}}", "2 is not a path"),
     ):
         path.write_bytes(content)
         with pytest.raises(UsageError, match=rf"bad\.yaml.*{told}"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mergestream.evaluation.suites.catalogue import open_suite
+from mergestream.evaluation.suites.loading import open_suite
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_suite"
 

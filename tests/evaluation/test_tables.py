@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import io
 
-from mergestream.evaluation import checkout
-from mergestream.evaluation.checkout import paper_results, table1_value
 from mergestream.evaluation.results import Results, Run
-from mergestream.evaluation.tables import per_task_table, plain, table1
+from mergestream.evaluation.suites import loading
+from mergestream.evaluation.tables import paper_results, per_task_table, plain, table1, table1_value
 from mergestream.report.metrics import Spread
 
 
@@ -82,7 +81,7 @@ def test_the_papers_numbers_stand_only_beside_its_own_suite():
 
 
 def test_without_a_checkout_the_table_has_our_numbers_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkout, "SUITES", tmp_path)
+    monkeypatch.setattr(loading, "CHECKOUT", tmp_path)
     paper_results.cache_clear()
     clip = Results(**{**vars(results("ViT-B/32")), "tasks": [f"t{i}" for i in range(8)]})
     try:

@@ -168,9 +168,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
     training.step()
     averaging.step()
     averaging.save(path)
-    with pytest.raises(UsageError, match=r"by .*ema.*, and this one is by .*lawa"):
+    with pytest.raises(UsageError, match=r"by .*ema.*, but this one is by .*lawa"):
         Averaging(training.model, LAWA()).load(path)
-    with pytest.raises(MergestreamError, match=r"another model: they differ in tensor"):
+    with pytest.raises(MergestreamError, match=r"another model: tensor \w+ differs"):
         Averaging(nn.Linear(2, 2)).load(path)
     with pytest.raises(MergestreamError, match="cannot be read"):
         averaging.load(tmp_path / "nothing")

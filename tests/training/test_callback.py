@@ -125,6 +125,6 @@ def test_what_could_not_be_averaged_is_told(tmp_path: Path):
     with pytest.warns(MergestreamWarning) as notes:
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     told = [str(note.message) for note in notes if note.category is MergestreamWarning]
-    assert "checkpoint-4/averaging.safetensors is not there: the average begins" in told[0]
+    assert "checkpoint-4/averaging.safetensors does not exist: the average starts" in told[0]
     assert told[1] == f"nothing was averaged: training ended at step {STEPS}"
     assert not (tmp_path / "averaged").exists()

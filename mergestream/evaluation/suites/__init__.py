@@ -1,1 +1,1 @@
-"""Suites of tasks: ``clip`` (the paper's), and your own. Those that train their experts are in a checkout, as files."""
+"""Suites of tasks: the interface, ``clip`` (the paper's), and suites from files."""

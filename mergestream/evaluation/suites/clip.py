@@ -1,8 +1,8 @@
-"""The ``clip`` suite: the paper's own models, experts and data sets, from the hub.
+"""The ``clip`` suite: the paper's models, experts and data sets, from the hub.
 
-Only the vision tower is merged. The text tower and both projections stay the base's; a class is the mean of the
-text embeddings of its prompts, and logits are exp(logit_scale)·cosine. Data is read from the Parquet files that
-the hub keeps of every data set, so no code of a data set is ever run.
+Only the vision tower is merged; the text tower and both projections are the base's. The head of a class is the mean
+text embedding of its prompts, and logits are exp(logit_scale)·cosine. Data comes from the Parquet files that the hub
+has of every data set, so no code of a data set is run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergestream import download
 from mergestream.errors import MergestreamError, UsageError, first_line
 from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
-from mergestream.evaluation.heads import Head
-from mergestream.evaluation.pretrained import load_pretrained
 from mergestream.evaluation.suites.base import Suite, first_tasks
+from mergestream.evaluation.suites.encoders import Head, load_pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,13 +57,13 @@ TRAFFIC_SIGNS = (
 
 @dataclass(frozen=True)
 class ClipTask:
-    """A data set of the hub: where its test split is, which columns it has, and how its classes are called."""
+    """A data set of the hub: its test split, columns, class names and prompts."""
 
     key: str
     title: str  # in the paper
     dataset: str
     prompts: tuple[str, ...] = PHOTO
-    classes: tuple[str, ...] = ()  # where the data set's own names are missing or say nothing
+    classes: tuple[str, ...] = ()  # if the data set has no useful names
     config: str = "default"
     split: str = "test"
     image: str = "image"
@@ -99,7 +99,7 @@ TASKS = (
 
 @dataclass
 class ClipSuite(Suite):
-    """The first ``count`` tasks (8, 14 or 20 in the paper); ``test_limit`` None: the whole test sets."""
+    """The first ``count`` tasks (8, 14 or 20 in the paper); without ``test_limit`` the whole test sets."""
 
     name = "clip"
     size: str = "vit-b-32"
@@ -132,8 +132,6 @@ class ClipSuite(Suite):
     @cached_property
     def whole_base(self) -> Path:
         """The base with its text tower and tokenizer."""
-        from mergestream.checkpoints.hub import download
-
         return download(self.base_id)[0]
 
     def accuracy(self, model: Path, task: str) -> float:
@@ -152,7 +150,7 @@ class ClipSuite(Suite):
         return right / total
 
     def _image_encoder(self, model: Path) -> Any:
-        """The merged vision tower below the base's projection, on the GPU if there is one."""
+        """Return the vision tower followed by the base's projection, on the GPU if there is one."""
         import torch
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -183,6 +181,7 @@ class ClipSuite(Suite):
                     yield [row[known.image]["bytes"] for row in rows], torch.tensor([row[known.label] for row in rows])
 
     def head(self, task: str) -> Head:
+        """Return a task's head; the cache keeps it."""
         path = cache_directory() / "heads" / "clip" / f"{self.size}-{self._head_key(task)}.safetensors"
         if not path.is_file():
             head = self._make_head(self._tasks[task])
@@ -195,7 +194,7 @@ class ClipSuite(Suite):
         return key_of(known.key, known.prompts, class_names(known), self.whole_base.name)
 
     def _make_head(self, task: ClipTask) -> Head:
-        """Per class: embed every prompt, normalise, average (and normalise again, which the cosine does)."""
+        """Embed every prompt of a class, normalise, and average."""
         import torch
         from torch.nn.functional import normalize
 
@@ -226,9 +225,7 @@ class ClipSuite(Suite):
 
 
 def vision_tower(hub_id: str) -> Path:
-    """The vision tower of a CLIP model of the hub, as a checkpoint of its own (whole models hold it beside others)."""
-    from mergestream.checkpoints.hub import download
-
+    """Download a CLIP model from the hub and return its vision tower as a separate checkpoint."""
     snapshot, identity = download(hub_id)
     target = cache_directory() / "towers" / identity.replace("/", "--")
 
@@ -239,16 +236,17 @@ def vision_tower(hub_id: str) -> Path:
 
 
 def _tower_state(tower: Any) -> dict[str, Tensor]:
-    """The tower's tensors, whether or not this version of transformers nests them below ``vision_model``."""
+    """Return the tower's tensors; some versions of transformers prefix them with ``vision_model``."""
     return {name.removeprefix("vision_model."): tensor for name, tensor in tower.state_dict().items()}
 
 
 def load_tokenizer(directory: Path) -> Any:
+    """Load CLIP's tokenizer, with truncation and padding."""
     from tokenizers import Tokenizer
 
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise MergestreamError(f"{directory} has no tokenizer.json, which the classes' prompts need")
+        raise MergestreamError(f"{directory} has no tokenizer.json, which is needed for the prompts")
     tokenizer = Tokenizer.from_file(str(path))
     end = tokenizer.token_to_id("<|endoftext|>")
     tokenizer.enable_truncation(77)
@@ -257,7 +255,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def preprocess(image: bytes, side: int) -> Tensor:
-    """CLIP's own: the shorter side to ``side`` (bicubic), the middle square, its mean and deviation."""
+    """Preprocess an image as CLIP does: resize (bicubic), crop the centre, normalise."""
     import numpy as np
     import torch
     from PIL import Image
@@ -274,7 +272,7 @@ def preprocess(image: bytes, side: int) -> Tensor:
 
 
 def parquet_files(task: ClipTask) -> list[Path]:
-    """The test split's Parquet files, in the hub's cache."""
+    """Download the Parquet files of the test split into the hub's cache."""
     import huggingface_hub as hub
 
     folder = f"{task.config}/{task.split}/"
@@ -284,7 +282,7 @@ def parquet_files(task: ClipTask) -> list[Path]:
         )
     except Exception as error:  # each client library has its own types
         raise MergestreamError(
-            f"the data set {task.dataset} cannot be had from the hub ({first_line(error)})"
+            f"the data set {task.dataset} cannot be downloaded from the hub ({first_line(error)})"
         ) from error
     files = sorted((Path(snapshot) / folder).glob("*.parquet"))
     if not files:
@@ -293,7 +291,7 @@ def parquet_files(task: ClipTask) -> list[Path]:
 
 
 def class_names(task: ClipTask) -> list[str]:
-    """Ours where given, else the data set's own, which its Parquet files carry."""
+    """Return the task's class names, else those in the metadata of the Parquet files."""
     if task.classes:
         return list(task.classes)
     import pyarrow.parquet

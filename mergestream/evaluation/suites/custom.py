@@ -1,7 +1,7 @@
-"""A suite of your own: a base, experts and how to score a task, described in a small Python file or in YAML.
+"""A user's suite: a base, experts and how to score a task, in a Python or YAML file.
 
-Three ways to score, from the simplest: a command that prints the accuracy (``evaluate``), a Python function
-(``accuracy``), or test data and a head in files with a function that computes features (``features``).
+A task is scored by a command that prints the accuracy (``evaluate``), by a Python function (``accuracy``), or by test
+data and a head in files together with a function that computes features (``features``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergestream import download
 from mergestream.commands import CommandError, check_command, last_number, run_command
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.cache import key_of
 from mergestream.evaluation.suites.base import Suite, first_tasks
-from mergestream.storage import parse_url
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CustomTask:
-    """``accuracy(model directory) -> float`` scores the task; or ``data`` (a directory with ``test.safetensors``:
-    tensors ``inputs`` and ``labels``) and ``head`` (a file with ``weight``, classes × features, and perhaps
-    ``bias``) do, together with the suite's ``features``."""
+    """An expert and how to score it.
+
+    Give ``accuracy(model directory) -> float``. Or give ``data``, a directory with ``test.safetensors`` (tensors
+    ``inputs`` and ``labels``), and ``head``, a file with ``weight`` (classes × features) and optionally ``bias``; then
+    the suite needs ``features``.
+    """
 
     expert: str | Path
     accuracy: Callable[[Path], float] | None = None
@@ -37,8 +40,11 @@ class CustomTask:
 
 @dataclass
 class CustomSuite(Suite):
-    """``features(model directory, inputs) -> Tensor`` serves the tasks that have data and a head; ``evaluate`` is a
-    command with ``{model}`` and perhaps ``{task}`` in it. Paths are relative to the suite's file."""
+    """A suite from a file; its paths are relative to that file.
+
+    ``features(model directory, inputs) -> Tensor`` is for tasks with data and a head. ``evaluate`` is a command that
+    contains ``{model}`` and optionally ``{task}``.
+    """
 
     name: str
     base_model: str | Path
@@ -51,7 +57,7 @@ class CustomSuite(Suite):
     def __post_init__(self) -> None:
         self.tasks = tuple(self.custom_tasks)
         if not re.fullmatch(r"[\w.-]+", self.name):
-            raise UsageError(f"{self.source}: {self.name!r} is no name for a suite; use letters, digits, '-', '_', '.'")
+            raise UsageError(f"{self.source}: {self.name!r} is no valid name; use letters, digits, '-', '_', '.'")
         if len(self.tasks) < 2:
             raise UsageError(f"{self.source}: a suite needs at least two tasks")
         if self.evaluate is not None:
@@ -79,30 +85,30 @@ class CustomSuite(Suite):
         return self.source.resolve().parent / name
 
     def _model(self, name: str | Path) -> Path:
-        """A directory beside the suite's file, or one that the hub has."""
-        if self._path(name).is_dir():
-            return self._path(name)
-        from mergestream.checkpoints import open_checkpoint
-
-        with open_checkpoint(str(name)) as checkpoint:
-            if checkpoint.directory is None or parse_url(str(name)):
-                raise MergestreamError(f"{self.source}: {name} is not a directory with a model")
-            return checkpoint.directory
+        """Return a directory relative to the suite's file, or download a hub id."""
+        path = self._path(name)
+        if path.is_dir():
+            return path
+        if path.exists() or "://" in str(name):
+            raise MergestreamError(f"{self.source}: {name} is not a directory with a model")
+        return download(str(name))[0]
 
     def accuracy(self, model: Path, task: str) -> float:
         if self.evaluate is not None:
             return read_accuracy(run_command(self.evaluate, model=model, task=task), task, self.evaluate)
         try:
-            value = self._measured(model, task)
+            value = self._measure(model, task)
         except MergestreamError:
             raise
-        except Exception as error:  # of the user's own functions
-            raise MergestreamError(f"{self.source}: the task {task} cannot be scored: {reason(error)}") from error
+        except Exception as error:  # in the user's functions
+            raise MergestreamError(
+                f"{self.source}: the task {task} cannot be scored: {describe_error(error)}"
+            ) from error
         if not 0 <= value <= 1:
             raise MergestreamError(f"{self.source}: the accuracy of the task {task} is {value:g}, not between 0 and 1")
         return value
 
-    def _measured(self, model: Path, task: str) -> float:
+    def _measure(self, model: Path, task: str) -> float:
         known = self.custom_tasks[task]
         if known.accuracy is not None:
             return float(known.accuracy(model))
@@ -142,7 +148,7 @@ class CustomSuite(Suite):
 
 
 def read_accuracy(output: str, task: str, command: str) -> float:
-    """The accuracy that a command has printed: the last number of the last line, or the task's in a JSON object."""
+    """Read a command's output: the last number of the last line, or the task's number in a JSON object."""
     lines = [line for line in output.splitlines() if line.strip()]
     value: Any = None
     if lines:
@@ -160,7 +166,7 @@ def read_accuracy(output: str, task: str, command: str) -> float:
     return float(value)
 
 
-def reason(error: Exception) -> str:
-    """What went wrong in a user's code, on one line."""
+def describe_error(error: Exception) -> str:
+    """Describe an error in a user's code on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -23,7 +23,7 @@ from mergestream.evaluation.bench import Plan, run_bench
 from mergestream.evaluation.cache import cache_directory, cached_directory
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import parse_rows
-from mergestream.evaluation.suites.catalogue import open_suite
+from mergestream.evaluation.suites.loading import open_suite
 from mergestream.evaluation.tables import table1
 from tests.benchmarks.suites.test_fetch import wheel
 

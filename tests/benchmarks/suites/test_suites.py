@@ -14,8 +14,7 @@ from benchmarks.suites.lora import LoRARecipe
 from benchmarks.suites.trained import TrainedSuite
 from mergestream.cli import main
 from mergestream.errors import UsageError
-from mergestream.evaluation.suites.catalogue import open_suite
-from mergestream.evaluation.suites.files import load_suite
+from mergestream.evaluation.suites.loading import load_suite, open_suite
 from mergestream.evaluation.workers import run_parallel
 
 ROOT = Path(__file__).parents[3]

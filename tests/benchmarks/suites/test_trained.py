@@ -15,9 +15,8 @@ from benchmarks.suites.trained import Data, Task, TrainedSuite
 from benchmarks.suites.training import Recipe
 from mergestream.evaluation.bench import Plan, run_bench
 from mergestream.evaluation.cache import cache_directory, cached_directory
-from mergestream.evaluation.heads import Head
-from mergestream.evaluation.pretrained import load_pretrained
 from mergestream.evaluation.rows import parse_rows
+from mergestream.evaluation.suites.encoders import Head, load_pretrained
 
 
 class TinyBackbone(DINOv2Small):
