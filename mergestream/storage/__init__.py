@@ -7,7 +7,6 @@ from pathlib import Path
 from mergestream.errors import UsageError
 from mergestream.storage.base import (
     UNFINISHED,
-    Journal,
     Listing,
     ModelFolder,
     Storage,
@@ -24,7 +23,6 @@ from mergestream.storage.url import Url, local_path, parse_url
 __all__ = [
     "DEFAULT_SIZE",
     "UNFINISHED",
-    "Journal",
     "Listing",
     "ModelFolder",
     "Storage",

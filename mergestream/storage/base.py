@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from mergestream.errors import MergestreamError
 from mergestream.schema import BACKUP, damaged, parse
@@ -93,101 +94,126 @@ class ModelFolder(FileReader, Protocol):
         """List all files below a folder, by their keys."""
 
 
-class Journal(Protocol):
-    """A log of finished work; what it has lost is done again."""
-
-    def write(self, line: bytes, durable: int) -> None:
-        """Append a line; ``durable`` counts the tensors that are safe in the storage by now."""
-
-    def close(self) -> None: ...
-
-
-class Storage(FileReader, Protocol):
+class Storage(ABC):
     """Named files of a store or an export; ``open_storage`` makes one of a path or a URL.
 
     Names are relative, with ``/`` between folders. A file is replaced whole: readers see the old one or the new one.
     """
 
-    has_lock: bool
+    has_lock: ClassVar[bool]
     """Whether `writing` keeps other writers out; else they run side by side, and the first to commit wins"""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The last part of the path or URL."""
 
     @property
     def address(self) -> str:
         """The absolute path or the URL."""
+        return str(self)
 
     def path(self, name: str = "") -> Path | None:
         """The local path of a file or folder; None for a bucket."""
+        return None
 
     @property
-    def is_writable(self) -> bool: ...
+    def is_writable(self) -> bool:
+        """Whether this user may write here, as far as that can be told without trying."""
+        return True
 
     # --- reading
 
+    @abstractmethod
     def files(self, folder: str = "") -> Mapping[str, StoredFile]:
         """All files below a folder, by their names from there; a bucket is listed once until something is written."""
 
+    @abstractmethod
     def folders(self, folder: str) -> list[str]:
         """The names of the folders in a folder."""
 
+    @abstractmethod
     def stat(self, name: str) -> StoredFile | None:
         """The size and version of a file; None if it does not exist."""
 
+    @abstractmethod
     def read(self, name: str) -> bytes | None:
         """The content of a small file; None if it does not exist."""
 
+    @abstractmethod
     def fetch(self, name: str) -> tuple[bytes, StoredFile] | None:
         """The content of a small file as it is now, and its version; later listings are not older than this."""
 
-    def is_current(self, file: StoredFile | None) -> bool:
-        """Whether a file still has the version that was fetched; costs one request, and no download."""
+    @abstractmethod
+    def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
+        """The bytes from ``begin`` to ``end``; an error if the file has changed since it was listed."""
 
-    def check(self) -> None:
+    @abstractmethod
+    def is_current(self, file: StoredFile | None) -> bool:
+        """Whether a file still has the version that was fetched, by one request; later listings are not older."""
+
+    @abstractmethod
+    def save_to(self, name: str, path: Path) -> None:
+        """Copy a file to a local path: a hard link if possible, or a download."""
+
+    def check(self) -> None:  # noqa: B027
         """Refuse a directory that holds links or pipes: files of a store are never followed out of it."""
 
     # --- writing
 
     @property
+    @abstractmethod
     def is_empty(self) -> bool:
         """Whether nothing is there."""
 
     @property
     def is_free(self) -> bool:
         """Whether a new store may be made here: nothing is there, except what an interrupted `init` has left."""
+        return self.is_empty
 
     def creating(self) -> AbstractContextManager[None]:
         """Make the directory; an error inside the block removes it again."""
+        return nullcontext()
 
+    @abstractmethod
     def writing(self, name: str) -> AbstractContextManager[None]:
         """Be the only writer: by a lock, or by compare-and-swap of the file ``name``. StoreBusyError for the loser."""
 
+    @abstractmethod
     def put(self, name: str, content: bytes | Iterable[bytes]) -> None:
         """Write or replace a file."""
 
+    @abstractmethod
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
         """Replace a file if it is still ``before`` (None: if it does not exist), else raise StoreBusyError.
 
         The file is complete afterwards, but a local one may be lost by a power cut until `sync`.
         """
 
+    @abstractmethod
+    def append(self, name: str, data: bytes) -> None:
+        """Append to a log: to the file ``name``, or as a new object whose name begins with it."""
+
+    @abstractmethod
     def copy(self, name: str, to: str) -> None:
         """Copy a file that is never changed: a hard link, or a copy inside the bucket."""
 
+    @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Delete files; it is no error if they are gone already."""
 
+    @abstractmethod
     def remove(self, folder: str) -> None:
         """Delete a folder with all its files."""
 
-    def sync(self, folder: str = "") -> None:
+    def sync(self, folder: str = "") -> None:  # noqa: B027
         """Make the names in a folder durable."""
 
+    @abstractmethod
     def drafting(self, folder: str) -> AbstractContextManager[Path]:
         """A local directory to write a new folder in; at the end of the block it is complete and durable."""
 
+    @abstractmethod
     def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
         """A local directory that replaces all files at the end of the block, or none of them.
 
@@ -195,26 +221,21 @@ class Storage(FileReader, Protocol):
         that the folder is unfinished until all files are uploaded.
         """
 
-    def journal(self, folder: str) -> Journal:
-        """Open the journal of a folder for appending."""
-
-    def read_journal(self, folder: str) -> bytes:
-        """All lines that were written to the journal of a folder."""
-
+    @abstractmethod
     def new_mark(self) -> str:
         """A suffix that keeps folders of concurrent writers apart; empty where a lock does."""
 
-    # --- local copies and temporary files
+    # --- temporary files
 
-    def save_to(self, name: str, path: Path) -> None:
-        """Copy a file to a local path: a hard link if possible, or a download."""
-
+    @abstractmethod
     def workspace(self) -> AbstractContextManager[Path]:
         """A local directory for temporary files, in the storage itself if it is local; removed at the end."""
 
+    @abstractmethod
     def scratch(self) -> AbstractContextManager[Storage]:
         """A temporary storage that other machines see as they see this one; removed at the end."""
 
+    @abstractmethod
     def clean_scratch(self) -> None:
         """Remove temporary files that killed processes have left."""
 

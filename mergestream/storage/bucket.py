@@ -1,17 +1,13 @@
 """`BucketStorage`: a folder in a bucket of S3, Google Cloud Storage or Azure, through obstore.
 
 There is no lock. Writers run side by side, and a commit is a compare-and-swap of one object: the first one wins.
-Messages of the service are never shown, because they may quote a URL with a token.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import timedelta
-from functools import cache, partial
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,47 +15,28 @@ from uuid import uuid4
 
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import MAX_JSON_BYTES
-from mergestream.storage import transfer
-from mergestream.storage.base import Listing, StoredFile
+from mergestream.storage.base import Listing, Storage, StoredFile
+from mergestream.storage.client import http_status, open_bucket, request
 from mergestream.storage.replacing import replace_objects
-from mergestream.storage.transfer import Result, TransientError, give_up, retry, service_error
+from mergestream.storage.transfer import Result
 from mergestream.storage.url import Url
 
 if TYPE_CHECKING:
     from obstore import GetOptions
-    from obstore.store import ClientConfig, ObjectStore
+    from obstore.store import ObjectStore
 
-_CREDENTIALS = {
-    "s3": (
-        *("AWS_ACCESS_KEY_ID+AWS_SECRET_ACCESS_KEY", "AWS_SKIP_SIGNATURE"),
-        *("AWS_ROLE_ARN+AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"),
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    ),
-    "gs": (
-        *("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SKIP_SIGNATURE", "GOOGLE_BEARER_TOKEN"),
-        *("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY"),
-    ),
-    "az": tuple(
-        f"AZURE_STORAGE_ACCOUNT_NAME+AZURE_{way}"
-        for way in ("STORAGE_ACCOUNT_KEY", "SKIP_SIGNATURE", "STORAGE_SAS_TOKEN", "CLIENT_SECRET")
-    ),
-}
-"""Environment variables, one way to authenticate each: the usual one first, then the one for public buckets"""
 _PART, _PARTS_AT_ONCE = 16 << 20, 4
 """Bytes of a part of a large upload, and how many are under way"""
 _MARK = "mergestream"
 """Metadata of an object that is put conditionally: tells our own put, whose answer was lost, from another writer's"""
-_JOURNAL = "journal"
 _SCRATCH = "scratch"
 _NOT_IMPLEMENTED = 501
-_STATUS = re.compile(r"status code: (\d{3})\b")
 
 
-class BucketStorage:
+class BucketStorage(Storage):
     """The objects below a key of a bucket."""
 
     has_lock = False
-    is_writable = True
 
     def __init__(self, url: Url) -> None:
         self.url = url
@@ -68,7 +45,7 @@ class BucketStorage:
         """The object that this writer must be the next to replace"""
         self._expected: StoredFile | None = None
         """Its version that was fetched or put last"""
-        _open_bucket(url.scheme, url.bucket)  # fails now if the library or credentials are missing
+        open_bucket(url.scheme, url.bucket)  # fails now if the library or credentials are missing
 
     def __str__(self) -> str:
         return str(self.url)
@@ -79,13 +56,6 @@ class BucketStorage:
     @property
     def name(self) -> str:
         return self.url.name
-
-    @property
-    def address(self) -> str:
-        return str(self.url)
-
-    def path(self, name: str = "") -> None:
-        return None
 
     # --- reading
 
@@ -98,12 +68,14 @@ class BucketStorage:
     def list_below(self, folder: str = "") -> dict[str, StoredFile]:
         import obstore
 
-        return self._describe(self._listing(lambda: obstore.list(self._client, self._key(folder) or None).collect()))
+        return self._describe(
+            self._explained("", lambda: obstore.list(self._client, self._key(folder) or None).collect())
+        )
 
     def scan(self) -> Listing:
         import obstore
 
-        found = self._listing(lambda: obstore.list_with_delimiter(self._client, self.url.key or None))
+        found = self._explained("", lambda: obstore.list_with_delimiter(self._client, self.url.key or None))
         folders = tuple(path.removesuffix("/").rpartition("/")[2] for path in found["common_prefixes"])
         return Listing(self._describe(found["objects"]), folders)
 
@@ -159,22 +131,18 @@ class BucketStorage:
         return self._explained(file.key, lambda: bytes(get().bytes()))
 
     def is_current(self, file: StoredFile | None) -> bool:
+        self._listed = None
         found = self._head(file.key) if file else None
-        return found is not None and file is not None and found.tag == file.tag
-
-    def check(self) -> None:
-        """A bucket has no links."""
+        is_same = found is not None and file is not None and found.tag == file.tag
+        if is_same and file and file.key == self._guarded:
+            self._expected = file
+        return is_same
 
     # --- writing
 
     @property
     def is_empty(self) -> bool:
         return not self.list_below()
-
-    is_free = is_empty
-
-    def creating(self) -> nullcontext[None]:
-        return nullcontext()
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
@@ -198,7 +166,8 @@ class BucketStorage:
 
         multipart = False if isinstance(content, bytes) else None
         upload = partial(obstore.put, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE, use_multipart=multipart)
-        self._explained(name, lambda: upload(self._client, self._key(name), content), "written")
+        request = partial(upload, self._client, self._key(name), content)
+        self._explained(name, request, "written", repeatable=isinstance(content, bytes))
         self._listed = None
 
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
@@ -226,6 +195,9 @@ class BucketStorage:
             self._expected = file
         return file
 
+    def append(self, name: str, data: bytes) -> None:
+        self.put(f"{name}-{uuid4().hex}", data)
+
     def _lost(self) -> StoreBusyError:
         return StoreBusyError(
             f"{self} was changed by another process in the meantime, and only the first commit counts; "
@@ -251,7 +223,7 @@ class BucketStorage:
             except (NotSupportedError, NotImplementedError):
                 return False
             except GenericError as error:
-                if _status(error) == _NOT_IMPLEMENTED:
+                if http_status(error) == _NOT_IMPLEMENTED:
                     return False
                 raise
             obstore.delete(self._client, key)
@@ -289,9 +261,6 @@ class BucketStorage:
     def remove(self, folder: str) -> None:
         self.delete([f"{folder}/{name}" if folder else name for name in self.files(folder)])
 
-    def sync(self, folder: str = "") -> None:
-        """Every put is durable."""
-
     @contextmanager
     def drafting(self, folder: str) -> Iterator[Path]:
         with TemporaryDirectory(prefix="mergestream-") as temporary:
@@ -301,15 +270,6 @@ class BucketStorage:
 
     def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
         return replace_objects(self, marker, check)
-
-    def journal(self, folder: str) -> ObjectJournal:
-        return ObjectJournal(self, folder, len(self._journals(folder)))
-
-    def read_journal(self, folder: str) -> bytes:
-        return b"".join(self.read(f"{folder}/{name}") or b"" for name in self._journals(folder))
-
-    def _journals(self, folder: str) -> list[str]:
-        return sorted(name for name in self.files(folder) if name.startswith(_JOURNAL))
 
     def new_mark(self) -> str:
         return uuid4().hex[:16]
@@ -348,111 +308,9 @@ class BucketStorage:
             if (name := entry["path"].removeprefix(start))
         }
 
-    def _listing(self, ask: Callable[[], Result]) -> Result:
-        """List objects; obstore retries the request, but not where the answer breaks off."""
-        from obstore.exceptions import GenericError
-
-        def once() -> Result:
-            try:
-                return ask()
-            except GenericError as error:
-                if "max_retries" in str(error):
-                    raise
-                raise service_error(str(self), None) from None
-
-        return self._explained("", lambda: retry(str(self), once))
-
-    def _explained(self, name: str, ask: Callable[[], Result], done: str = "read") -> Result:
-        """Make a request, which obstore retries, and raise its failure as an error of ours."""
-        what = f"{self}/{name}" if name else str(self)
-        try:
-            return self._translated(what, ask)
-        except TransientError as error:
-            raise give_up(what, done, error) from error
-
-    def _translated(self, what: str, ask: Callable[[], Result]) -> Result:
-        from obstore import exceptions
-
-        try:
-            return ask()
-        except FileNotFoundError:
-            raise service_error(what, 404) from None
-        except exceptions.PreconditionError:
-            raise MergestreamError(f"{what} has changed since it was opened; start again") from None
-        except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
-            raise service_error(what, 403) from None
-        except exceptions.GenericError as error:
-            raise service_error(what, _status(error)) from None
-        except exceptions.BaseError:
-            raise MergestreamError(f"{what}: the service refuses this") from None
+    def _explained(self, name: str, ask: Callable[[], Result], done: str = "read", repeatable: bool = True) -> Result:
+        return request(f"{self}/{name}" if name else str(self), ask, done, repeatable)
 
     @property
     def _client(self) -> ObjectStore:
-        return _open_bucket(self.url.scheme, self.url.bucket)
-
-
-class ObjectJournal:
-    """Lines in objects: a new one is put whenever more tensors are uploaded, because only these can be resumed."""
-
-    def __init__(self, storage: BucketStorage, folder: str, count: int) -> None:
-        self._storage, self._folder, self._count = storage, folder, count
-        self._lines: list[bytes] = []
-        self._durable = 0
-
-    def write(self, line: bytes, durable: int) -> None:
-        self._lines.append(line)
-        if durable > self._durable:
-            self._durable = durable
-            self._put()
-
-    def _put(self) -> None:
-        if self._lines:
-            self._count += 1
-            self._storage.put(f"{self._folder}/{_JOURNAL}-{self._count:05d}", b"".join(self._lines))
-            self._lines.clear()
-
-    def close(self) -> None:
-        with suppress(MergestreamError):  # a few tensors are done again then
-            self._put()
-
-
-@cache
-def _open_bucket(scheme: str, bucket: str) -> ObjectStore:
-    """A client of obstore, which reads its configuration from the environment and retries by itself."""
-    try:
-        from obstore.store import from_url
-    except ImportError as error:
-        raise MergestreamError(
-            f"{scheme}://{bucket} is in object storage, which needs the package obstore: "
-            "pip install 'mergestream[cloud]'"
-        ) from error
-    if not any(all(map(_is_set, way.split("+"))) for way in _CREDENTIALS[scheme]):
-        # Without this check obstore would ask the metadata service of the machine.
-        own, public, *_ = (way.replace("+", " and ") for way in _CREDENTIALS[scheme])
-        raise MergestreamError(
-            f"for {scheme}://{bucket} there are no credentials in the environment: set {own}, or for a public bucket "
-            f"{public}=true"
-        )
-    options: ClientConfig = {"allow_http": True}  # used only if an endpoint in the environment is plain HTTP
-    return from_url(
-        f"{scheme}://{bucket}",
-        client_options=options,
-        retry_config={
-            "max_retries": transfer.ATTEMPTS - 1,
-            "backoff": {
-                "init_backoff": timedelta(seconds=transfer.FIRST_PAUSE),
-                "max_backoff": timedelta(seconds=15),
-                "base": 2.0,
-            },
-        },
-    )
-
-
-def _status(error: Exception) -> int | None:
-    """The HTTP status that obstore reports."""
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() not in ("", "0", "false")
+        return open_bucket(self.url.scheme, self.url.bucket)

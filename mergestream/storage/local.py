@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
 
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import (
@@ -21,15 +20,14 @@ from mergestream.files import (
     sync_directory,
     write_error,
 )
-from mergestream.storage.base import StoredFile
+from mergestream.storage.base import Storage, StoredFile
 from mergestream.storage.replacing import replace_directory
 
 _LOCK = "lock"
-_JOURNAL = "journal"
 _WORKSPACE = "candidate"
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """The files below a directory."""
 
     has_lock = True
@@ -176,6 +174,14 @@ class LocalStorage:
         except OSError as error:
             raise write_error(path, error) from error
 
+    def append(self, name: str, data: bytes) -> None:
+        path = self.path(name)
+        try:
+            with path.open("ab", buffering=0) as file:
+                file.write(data)
+        except OSError as error:
+            raise write_error(path, error) from error
+
     def copy(self, name: str, to: str) -> None:
         self.save_to(name, self.path(to))
 
@@ -211,13 +217,6 @@ class LocalStorage:
     def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
         return replace_directory(self._directory, check)
 
-    def journal(self, folder: str) -> FileJournal:
-        return FileJournal(self.path(folder) / _JOURNAL)
-
-    def read_journal(self, folder: str) -> bytes:
-        path = self.path(folder) / _JOURNAL
-        return path.read_bytes() if path.is_file() else b""
-
     def new_mark(self) -> str:
         return ""
 
@@ -248,25 +247,6 @@ class LocalStorage:
             shutil.rmtree(half_removed)
         for unfinished in self._directory.glob(f"*.json{DRAFT_SUFFIX}"):
             unfinished.unlink(missing_ok=True)
-
-
-class FileJournal:
-    """A file that lines are appended to."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-
-    def write(self, line: bytes, durable: int) -> None:
-        try:
-            self._file = self._file or self._path.open("ab", buffering=0)
-            self._file.write(line)
-        except OSError as error:
-            raise write_error(self._path, error) from error
-
-    def close(self) -> None:
-        if self._file:
-            self._file.close()
 
 
 def _check_entries(directory: Path) -> list[os.DirEntry[str]]:

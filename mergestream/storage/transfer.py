@@ -38,7 +38,7 @@ def service_error(what: str, status: int | None) -> Exception:
     return MergestreamError(f"{what}: the service refuses this (HTTP {status})")
 
 
-def retry(what: str, ask: Callable[[], Result]) -> Result:
+def retry(what: str, ask: Callable[[], Result], done: str = "read") -> Result:
     """Call ``ask`` until it raises no `TransientError`, with growing pauses; ``what`` names the file in the error."""
     pause = FIRST_PAUSE
     for _ in range(ATTEMPTS - 1):
@@ -50,7 +50,7 @@ def retry(what: str, ask: Callable[[], Result]) -> Result:
     try:
         return ask()
     except TransientError as error:
-        raise give_up(what, "read", error) from error
+        raise give_up(what, done, error) from error
 
 
 def give_up(what: str, done: str, error: TransientError) -> MergestreamError:

@@ -19,7 +19,7 @@ from mergestream.checkpoints.writer import TensorWriter
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.files import to_json
-from mergestream.storage import Journal, Storage
+from mergestream.storage import Storage
 from mergestream.storage.transfer import start, wait_all
 from mergestream.store.manifest import Manifest, folder_name
 
@@ -32,7 +32,8 @@ class StepStorage:
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage, self._folder = storage, f"steps/{folder}"
-        self._journal: Journal | None = None
+        self._lines: list[bytes] = []
+        self._durable = 0
 
     def begin(self, plan: Mapping[str, Any], *, resumable: bool) -> bool:
         """Write the plan, and take over what an interrupted run with the same plan has left; returns whether it has."""
@@ -71,16 +72,25 @@ class StepStorage:
 
     def read_journal(self) -> Iterator[dict[str, Any]]:
         """The complete lines of the journal, each of which follows its digest."""
-        for line in self._storage.read_journal(self._folder).decode(errors="replace").splitlines():
-            digest, _, text = line.partition(" ")
-            if digest == text_digest(text):
-                yield json.loads(text)
+        for name in filter(is_journal, self._storage.files(self._folder)):
+            data = self._storage.read(f"{self._folder}/{name}") or b""
+            for line in data.decode(errors="replace").splitlines():
+                digest, _, text = line.partition(" ")
+                if digest == text_digest(text):
+                    yield json.loads(text)
 
     def record(self, entry: Mapping[str, Any], durable: int) -> None:
-        """Append to the journal; ``durable`` counts the tensors that are safe in the storage."""
-        self._journal = self._journal or self._storage.journal(self._folder)
+        """Add a line to the journal. It is written once ``durable``, the number of tensors that are safe, grows."""
         text = json.dumps(entry)
-        self._journal.write(f"\n{text_digest(text)} {text}".encode(), durable)
+        self._lines.append(f"\n{text_digest(text)} {text}".encode())
+        if durable > self._durable:
+            self._durable = durable
+            self._write_journal()
+
+    def _write_journal(self) -> None:
+        if self._lines:
+            self._storage.append(f"{self._folder}/{JOURNAL}", b"".join(self._lines))
+            self._lines.clear()
 
     def save(self, name: str, data: Any) -> None:
         """Write a JSON file."""
@@ -100,9 +110,9 @@ class StepStorage:
         self._storage.sync("steps")
 
     def close(self) -> None:
-        """Close the journal; the step can be resumed."""
-        if self._journal:
-            self._journal.close()
+        """Write the rest of the journal; the step can be resumed."""
+        with suppress(MergestreamError):  # a few tensors are done again
+            self._write_journal()
 
     def remove(self) -> None:
         """Delete the folder. A failure is ignored: the next writer cleans up."""

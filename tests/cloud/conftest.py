@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import obstore
 import pytest
 
-from mergestream.storage import bucket as buckets
+from mergestream.storage.client import open_bucket
 from tests.cloud import server as bucket_server
 from tests.cloud.server import CREDENTIALS, Trouble, upload
 from tests.conftest import Toys
@@ -33,14 +33,14 @@ def environment(bucket: object, server: str, monkeypatch: pytest.MonkeyPatch) ->
 
     def use(endpoint: str) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        buckets._open_bucket.cache_clear()
+        open_bucket.cache_clear()
 
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("mergestream.storage.transfer.FIRST_PAUSE", 0.001)
     use(server)
     yield use
-    buckets._open_bucket.cache_clear()
+    open_bucket.cache_clear()
 
 
 @pytest.fixture
