@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mergestream.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -81,4 +83,6 @@ class Registry(Mapping[str, T], Generic[T]):
 
     @cached_property
     def _external(self) -> dict[str, EntryPoint]:
+        from importlib.metadata import entry_points  # takes 40 ms to import, and most commands do without
+
         return {entry.name: entry for entry in entry_points(group=self.group)}
