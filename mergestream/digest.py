@@ -39,6 +39,14 @@ def tensor_digest(tensor: Tensor) -> str:
     return hasher.hexdigest()
 
 
+def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Digests of several whole CPU tensors."""
+    digests = {}
+    for name, tensor in tensors.items():
+        digests[name] = tensor_digest(tensor)
+    return digests
+
+
 def combined_digest(digests: Mapping[str, str]) -> str:
     """Digest of a set of named tensors, computed from their digests."""
     hasher = xxhash.xxh3_128()

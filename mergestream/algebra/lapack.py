@@ -45,10 +45,11 @@ def eigh_upper(
         unwanted = len(values) - wanted(values) if wanted else 0
         return values, vectors[:, unwanted:].to(dtype)
     reflectors, tau, diagonal, off_diagonal = _tridiagonalize(lapack, matrix)
-    if wanted:
+    if wanted and matrix.shape[0] >= _LEAST_SIZE:
         values, rows = _largest_vectors(lapack, diagonal, off_diagonal, wanted)
     else:
         values, rows = _all_vectors(lapack, diagonal, off_diagonal)
+        rows = rows[len(rows) - wanted(values) :] if wanted else rows
     vectors = torch.hardshrink(rows, _NOISE, out=rows).to(dtype).T
     # Q = H₁ … Hₙ₋₁ leaves the first coordinate alone: what remains is the Q of a QR decomposition.
     vectors[1:] = torch.ormqr(reflectors.to(dtype).T[1:, :-1], tau[:-1].to(dtype), vectors[1:])
@@ -99,9 +100,6 @@ def _largest_vectors(
 ) -> tuple[Tensor, Tensor]:
     """All eigenvalues (dsterf), and as rows the eigenvectors of the largest: by inverse iteration (dstein) if few."""
     n = diagonal.numel()
-    if n < _LEAST_SIZE:
-        values, vectors = _all_vectors(lapack, diagonal, off_diagonal)
-        return values, vectors[n - wanted(values) :]
     values, destroyed = diagonal.clone(), off_diagonal.clone()
     _call(lapack.scipy_dsterf_64_, n, values, destroyed)
     count = wanted(values)

@@ -70,8 +70,8 @@ class FactoredSVD:
         return ThinSVD(u.to(self.left.dtype), self.s, v.to(self.right.dtype))
 
 
-Leading = Callable[[Tensor], int]
-"""How many pairs of singular vectors are needed, made of the singular values."""
+Leading = Callable[[Tensor], int] | int
+"""How many pairs of singular vectors are needed: a number, or a function of the singular values"""
 
 
 @overload
@@ -82,9 +82,8 @@ def thin_svd(matrix: Value, leading: Leading | None = None) -> ThinSVD | Factore
     """The singular triplets of a float32 or float64 matrix whose singular value is above rounding noise."""
     if isinstance(matrix, Tensor) and matrix.data_ptr() % CACHE_LINE:
         matrix = matrix.clone()  # BLAS rounds small products by where they lie; a store may keep this one anywhere
-    decompose = _direct_svd if matrix.dtype == torch.float64 else _gram_svd
     values, exponent = moderate(matrix.core if isinstance(matrix, LowRank) else matrix)
-    svd = decompose(values, RANK_TOLERANCE[matrix.dtype], leading).times(2.0**exponent)
+    svd = exact_svd(values, leading, matrix.dtype).times(2.0**exponent)
     return FactoredSVD(matrix.left, svd, matrix.right) if isinstance(matrix, LowRank) else svd
 
 
@@ -101,30 +100,31 @@ def moderate(matrix: Tensor) -> tuple[Tensor, int]:
     return matrix * 2.0**-exponent, exponent
 
 
-def _direct_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> ThinSVD:
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    s = s[: numerical_rank(s, tolerance)]
-    count = leading(s) if leading else len(s)
-    return ThinSVD(u[:, :count], s, vh[:count].T)
+def exact_svd(matrix: Tensor, leading: Leading | None, dtype: torch.dtype | None = None) -> ThinSVD:
+    """The thin SVD of a moderate matrix whose entries are as precise as ``dtype`` (by default its own).
 
-
-def _gram_svd(matrix: Tensor, tolerance: float, leading: Leading | None) -> ThinSVD:
-    """SᵀS = V Σ² Vᵀ in float64 (SSᵀ for a wide S), then U = S V Σ⁻¹: for entries no better than float32.
-
-    The Gram matrix squares the condition, hence float64; V and U are good enough in the matrix's own dtype.
-    Where uᵢ loses orthogonality because σᵢ is small, ⟨P(Δ), S⟩ = 0 still holds: with uᵢ = S vᵢ / σᵢ the removed
-    diagonal is Σ dᵢ uᵢᵀ S vᵢ = Σ (S vᵢ)ᵀ Δ vᵢ = ⟨Δ, S⟩ for any orthonormal V.
+    For float32: SᵀS = V Σ² Vᵀ in float64 (SSᵀ for a wide S), then U = S V Σ⁻¹. The Gram matrix squares the condition,
+    hence float64; V and U are good enough in the matrix's own dtype. Where uᵢ loses orthogonality because σᵢ is small,
+    ⟨P(Δ), S⟩ = 0 still holds: with uᵢ = S vᵢ / σᵢ the removed diagonal is Σ dᵢ uᵢᵀ S vᵢ = Σ (S vᵢ)ᵀ Δ vᵢ = ⟨Δ, S⟩ for
+    any orthonormal V.
     """
+    tolerance = RANK_TOLERANCE[dtype or matrix.dtype]
+    if (dtype or matrix.dtype) == torch.float64:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        s = s[: numerical_rank(s, tolerance)]
+        count = len(s) if leading is None else leading(s) if callable(leading) else min(leading, len(s))
+        return ThinSVD(u[:, :count], s, vh[:count].T)
     if matrix.shape[0] < matrix.shape[1]:
-        return _gram_svd(matrix.T, tolerance, leading).transposed()
+        return exact_svd(matrix.T, leading, dtype).transposed()
 
-    def singular_values(eigenvalues: Tensor) -> Tensor:
+    def wanted(eigenvalues: Tensor) -> int:
         s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
-        return s[: numerical_rank(s, tolerance)]
+        rank = int((s > tolerance * s[:1]).sum())
+        return leading(s[:rank]) if callable(leading) else rank if leading is None else min(leading, rank)
 
-    wanted = (lambda values: leading(singular_values(values))) if leading else None
-    eigenvalues, vectors = eigh_upper(gram(matrix), matrix.dtype, wanted)
-    s = singular_values(eigenvalues)
+    eigenvalues, vectors = eigh_upper(gram(matrix), matrix.dtype, None if leading is None else wanted)
+    s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
+    s = s[: numerical_rank(s, tolerance)]
     v = vectors.flip(1)[:, : len(s)]
     count = v.shape[1]
     u = matrix @ (v / s[:count]).to(matrix.dtype)

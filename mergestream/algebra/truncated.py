@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mergestream.algebra.svd import RANK_TOLERANCE, ThinSVD, gram, moderate, numerical_rank, thin_svd
+from mergestream.algebra.svd import RANK_TOLERANCE, ThinSVD, exact_svd, gram, moderate, numerical_rank
 from mergestream.sizes import CACHE_LINE
 
 Method = Literal["auto", "exact", "randomised"]
@@ -52,11 +52,14 @@ def truncated_svd(matrix: Tensor, rank: int, method: Method = "auto") -> ThinSVD
     if not matrix.any():
         method = "exact"
     matrix, exponent = moderate(matrix)
-    if matrix.shape[0] < matrix.shape[1]:
-        svd = _tall_svd(matrix.T, rank, method).transposed()
+    is_wide = matrix.shape[0] < matrix.shape[1]
+    tall = matrix.T if is_wide else matrix
+    if is_randomised(tall.shape[1], rank, method):
+        svd = _randomised_svd(tall, rank, block_width(rank))
     else:
-        svd = _tall_svd(matrix, rank, method)
-    return svd.times(2.0**exponent)
+        svd = exact_svd(tall, leading=rank)
+        svd = ThinSVD(svd.u, svd.s[:rank], svd.v)
+    return (svd.transposed() if is_wide else svd).times(2.0**exponent)
 
 
 def is_randomised(n: int, rank: int, method: Method) -> bool:
@@ -68,13 +71,6 @@ def is_randomised(n: int, rank: int, method: Method) -> bool:
 def block_width(rank: int) -> int:
     """Columns of the block that is filtered."""
     return rank + max(rank // _OVERSAMPLING, _LEAST_OVERSAMPLING)
-
-
-def _tall_svd(matrix: Tensor, rank: int, method: Method) -> ThinSVD:
-    if is_randomised(matrix.shape[1], rank, method):
-        return _randomised_svd(matrix, rank, block_width(rank))
-    svd = thin_svd(matrix, leading=lambda s: min(rank, len(s)))
-    return ThinSVD(svd.u, svd.s[:rank], svd.v)
 
 
 def _randomised_svd(matrix: Tensor, rank: int, width: int) -> ThinSVD:

@@ -139,6 +139,10 @@ class Checkpoint(ABC):
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU. It may be a view of the file or of the caller's memory: never write to it."""
 
+    def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Several tensors at once."""
+        return {name: self.read(name) for name in names}
+
     def stored_name(self, name: str) -> str:
         """The tensor's name in the file."""
         return name
@@ -244,6 +248,12 @@ class FileCheckpoint(Checkpoint):
 
     def read(self, name: str) -> Tensor:
         return self._owner[name].read(name)
+
+    def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
+        tensors = {}
+        for name in names:
+            tensors[name] = self._owner[name].read(name)
+        return tensors
 
     def companions(self) -> Iterator[Path]:
         for shard in self._shards:

@@ -60,9 +60,9 @@ class SafetensorsFile(Shard):
     def read(self, name: str) -> Tensor:
         import torch
 
-        info = self.tensors[name]
-        dtype = torch_dtype(info.dtype)
-        if info.numel == 0:
+        info, item = self.tensors[name], item_size(self.tensors[name].dtype)
+        dtype, numel = torch_dtype(info.dtype), math.prod(info.shape)
+        if numel == 0:
             return torch.empty(info.shape, dtype=dtype)
         if self._map is None:
             raise ValueError(f"{self.path} is closed")
@@ -71,11 +71,11 @@ class SafetensorsFile(Shard):
         begin = self._begin[name]
         page = begin - begin % mmap.PAGESIZE
         with contextlib.suppress(AttributeError, OSError):  # a hint to fetch the whole tensor, which some systems lack
-            self._map.madvise(mmap.MADV_WILLNEED, page, begin + info.nbytes - page)
-        if begin % item_size(info.dtype):  # legal in the format, but not for every vectorised kernel
-            data = torch.frombuffer(self._map, dtype=torch.uint8, offset=begin, count=info.nbytes)
+            self._map.madvise(mmap.MADV_WILLNEED, page, begin + numel * item - page)
+        if begin % item:  # legal in the format, but not for every vectorised kernel
+            data = torch.frombuffer(self._map, dtype=torch.uint8, offset=begin, count=numel * item)
             return data.clone().view(dtype).reshape(info.shape)
-        return torch.frombuffer(self._map, dtype=dtype, offset=begin, count=info.numel).reshape(info.shape)
+        return torch.frombuffer(self._map, dtype=dtype, offset=begin, count=numel).reshape(info.shape)
 
     def close(self) -> None:
         self._map = None  # not closed: tensors that are views of the map keep it alive

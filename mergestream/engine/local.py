@@ -73,7 +73,8 @@ class LocalEngine:
         waiting = sorted(costs, key=lambda name: (-costs[name], name))
         if self.workers == 1:  # a second thread would only share the interpreter's lock
             with single_threaded():
-                yield from ((name, work(name)) for name in waiting)
+                for name in waiting:
+                    yield name, work(name)
             return
         running: dict[Future[Result], str] = {}
         used = 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from mergestream.algebra.lowrank import LowRank, Value
 from mergestream.ledger.readouts.base import EntriesReadout
@@ -34,7 +33,14 @@ def merge_entries(
         for number, share in shares(readout, entries).items():
             total += share * entries[number].slots["delta"]
         return total.to(context.dtype)
-    products = list(_products(readout, entries, context, device))
+    products: list[Product] = []
+    for span in Span.of(entries, context.dtype, context.transposed, device):
+        if context.linear and len(span.sigma):
+            Z = readout.coefficients(span)
+        else:  # a diagonal of the experts' shares
+            by_expert = shares(readout, entries)
+            Z = span.sigma * span.sigma.new_tensor([by_expert[number] for number in span.owner.tolist()])
+        products.append(Product(span, Z, context.transposed))
     if in_factors and len(products) == 1:
         return products[0].low_rank(context.dtype, context.shape)
     merged = [product.dense().cpu() for product in products]
@@ -45,17 +51,3 @@ def shares(readout: EntriesReadout, entries: Sequence[Entry]) -> dict[int, float
     """The share of each expert in a tensor that is no linear weight, by its number, in a fixed order."""
     total = math.fsum(entry.weight for entry in entries)
     return {number: readout.share(entries[number].weight, total) for number in in_order(entries)}
-
-
-def coefficients(readout: EntriesReadout, span: Span, entries: Sequence[Entry], context: Context) -> Tensor:
-    """Z of one matrix: the readout's for a linear weight, else a diagonal of the experts' shares."""
-    if context.linear:
-        return readout.coefficients(span)
-    share = shares(readout, entries)
-    return span.sigma * span.sigma.new_tensor([share[number] for number in span.owner.tolist()])
-
-
-def _products(readout: EntriesReadout, entries: Sequence[Entry], context: Context, device: str) -> Iterator[Product]:
-    for span in Span.of(entries, context.dtype, context.transposed, device):
-        Z = coefficients(readout, span, entries, context) if len(span.sigma) else span.sigma
-        yield Product(span, Z, context.transposed)

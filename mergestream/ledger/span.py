@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mergestream.algebra.lowrank import LowRank
 from mergestream.algebra.svd import gram, thin_svd
-from mergestream.digest import combined_digest, tensor_digest
+from mergestream.digest import combined_digest, tensor_digests
 
 ENERGIES = ("sigma", "norm2")
 """The slots of an entry that tell how much it holds: a permille of all"""
@@ -35,7 +35,7 @@ class Entry:
     @cached_property
     def identity(self) -> tuple[str, float]:
         """The same for the same content."""
-        return combined_digest({slot: tensor_digest(value) for slot, value in self.slots.items()}), self.weight
+        return combined_digest(tensor_digests(self.slots)), self.weight
 
     @property
     def held(self) -> float:
@@ -49,8 +49,11 @@ class Entry:
 
 def in_order(entries: Sequence[Entry]) -> list[int]:
     """The numbers of the entries that have moved the tensor, in an order that does not depend on their arrival."""
-    moved = [number for number, entry in enumerate(entries) if entry.slots]
-    return sorted(moved, key=lambda number: entries[number].identity)
+    identities = {}
+    for number, entry in enumerate(entries):
+        if entry.slots:
+            identities[number] = entry.identity
+    return sorted(identities, key=identities.__getitem__)
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,10 @@ class EntriesReading(Reading):
 
     def entries(self, name: str) -> list[Entry]:
         """The entries of one tensor, as they are read."""
-        kept = self.directions[name]
-        return [Entry(cut_entry(expert.files.entry(name), kept), expert.weight) for expert in self.experts]
+        found = []
+        for expert in self.experts:
+            found.append(Entry(cut_entry(expert.files.entry(name), self.directions[name]), expert.weight))
+        return found
 
     def elements(self, name: str) -> Elements | None:
         direction = merge_entries(self.readout, self.entries(name), self.contexts[name], device=self.device)

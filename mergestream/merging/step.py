@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from mergestream.experts.sketch import Sketch
 from mergestream.experts.vector import TaskVector
 from mergestream.merging.factored import factor_bounds, truncated_slots
 from mergestream.merging.plan import StepFiles, TensorPlan, layout_bytes, streamed_memory, tensor_context, whole_memory
-from mergestream.merging.thresholds import find_thresholds
+from mergestream.merging.thresholds import Thresholds, find_thresholds
 from mergestream.methods.base import Absorbed, Context, Method, State
 from mergestream.methods.scale import scale_value
 
@@ -202,39 +202,34 @@ class Step:
             return
         found = find_thresholds(self.method, [self.vector], [self.t], self.state, engine)
         memory = {name: self.plans[name].memory for name in waiting}
-        yield from engine.run(waiting, lambda name: self.absorb(name, found(name)[0], writer), memory)
+        yield from engine.run(waiting, partial(self.absorb, found, writer), memory)
 
-    def absorb(self, name: str, thresholds: Mapping[str, float], writer: StateWriter) -> Outcome:
+    def absorb(self, found: Thresholds, writer: StateWriter, name: str) -> Outcome:
         """Absorb one tensor and hand its new state to the writer."""
-        plan = self.plans[name]
+        plan, thresholds = self.plans[name], found(name)[0]
         context = dataclasses.replace(plan.context, thresholds=thresholds) if thresholds else plan.context
         with overflow_explained(name):
             if plan.bounds:
                 return self._absorb_factors(plan, context, writer)
-            if plan.is_whole:
-                return self._absorb_whole(plan, context, writer)
-            return self._absorb_pieces(plan, context, writer)
-
-    def _absorb_whole(self, plan: TensorPlan, context: Context, writer: StateWriter) -> Outcome:
-        name, state = context.tensor, self._state_before(plan)
-        delta = self._factors(name) if plan.in_factors else self.vector.whole(name)
-        if self.sketch and isinstance(delta, Tensor):
-            self.sketch.add_tensor(name, delta)
-        if state is not None:
-            state = {slot: _dense(value).to(self.device) for slot, value in state.items()}
-        delta = delta.to(self.device) if isinstance(delta, Tensor) else delta  # factors are small
-        absorbed = self.method.absorb(state, -delta if self.subtract else delta, context)
-        direction2 = kept2 = None
-        if absorbed.kept is not None:
-            kept2 = squared_norm(absorbed.kept)
-        if self.measures_direction:
-            direction2 = squared_norm(_dense(self.method.direction(absorbed.state, context)))
-        digests = {}
-        for slot, form in plan.layout.items():
-            value = self._checked(absorbed, slot, form.shape)
-            digests[slot] = tensor_digest(value)
-            writer.write(slot, name, 0, value.reshape(-1))
-        return self._outcome(name, absorbed, kept2, direction2, digests)
+            if not plan.is_whole:
+                return self._absorb_pieces(plan, context, writer)
+            state, direction2 = self._state_before(plan), None
+            delta = self._factors(name) if plan.in_factors else self.vector.whole(name)
+            if self.sketch and isinstance(delta, Tensor):
+                self.sketch.add_tensor(name, delta)
+            if state is not None:
+                state = {slot: _dense(value).to(self.device) for slot, value in state.items()}
+            delta = delta.to(self.device) if isinstance(delta, Tensor) else delta  # factors are small
+            absorbed = self.method.absorb(state, -delta if self.subtract else delta, context)
+            kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
+            if self.measures_direction:
+                direction2 = squared_norm(_dense(self.method.direction(absorbed.state, context)))
+            digests = {}
+            for slot, form in plan.layout.items():
+                value = self._checked(absorbed, slot, form.shape)
+                digests[slot] = tensor_digest(value)
+                writer.write(slot, name, 0, value.reshape(-1))
+            return self._outcome(name, absorbed, kept2, direction2, digests)
 
     def _absorb_pieces(self, plan: TensorPlan, context: Context, writer: StateWriter) -> Outcome:
         name, state = context.tensor, self._state_before(plan)

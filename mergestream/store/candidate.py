@@ -272,7 +272,7 @@ def open_candidate(
         if not model.measured and isinstance(opened, Adapter) and not opened.whole:
             base = ConfigOnlyBase(model.source, None, model.tensors)
         else:
-            base = files.enter_context(store.open_base())
+            base = files.enter_context(manifest.open_base())
             if not model.measured:  # from now on it must not change
                 model = model.with_weights(base, store.engine, store.progress)
         vector = make_task_vector(model, base, opened, partial=partial, ignore=ignore, vocab=vocab)

@@ -51,22 +51,24 @@ class Snapshot:
             for entry in entries:
                 readers[entry.number] = StepReader(place, entry)
                 opened.callback(readers[entry.number].close)
-                snapshot._check_layout(readers[entry.number])
+            snapshot._check_layout()
             opened.pop_all()
         return snapshot
 
-    def _check_layout(self, reader: StepReader) -> None:
+    def _check_layout(self) -> None:
         """Refuse a step that does not hold what the method lays out for the tensors of the base."""
         from mergestream.merging.plan import tensor_context
 
-        method, t = self.method, self.manifest.step
-        for name in self.manifest.base.merged:
-            found = reader.forms(name)
-            shapes = {slot: form.shape for slot, form in found.items()}
-            layout = method.layout_as_stored(tensor_context(self.manifest.base, name, t), shapes)
-            expected = {slot: TensorSpec(dtype_name(form.dtype), form.shape) for slot, form in layout.items()}
-            if found != expected:
-                raise invalid_file(reader.where, f"{name} is not as {method.name} lays it out")
+        method, base = self.method, self.manifest.base
+        for name in base.merged:
+            context = tensor_context(base, name, self.manifest.step)
+            for reader in self.readers.values():
+                found = reader.forms(name)
+                shapes = {slot: form.shape for slot, form in found.items()}
+                layout = method.layout_as_stored(context, shapes)
+                expected = {slot: TensorSpec(dtype_name(form.dtype), form.shape) for slot, form in layout.items()}
+                if found != expected:
+                    raise invalid_file(reader.where, f"{name} is not as {method.name} lays it out")
 
     def __enter__(self) -> Snapshot:
         return self

@@ -97,8 +97,8 @@ class StepReader:
 
     def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """The slots of a tensor in a ledger's entry: all, or ``only`` these."""
-        keys = {slot: key for slot, key in self._keys.get(name, {}).items() if only is None or slot in only}
-        return {slot: self._dense.read(key) for slot, key in keys.items()} if self._dense else {}
+        keys = {key: slot for slot, key in self._keys.get(name, {}).items() if only is None or slot in only}
+        return {keys[key]: value for key, value in self._dense.read_all(keys).items()} if self._dense else {}
 
     @cached_property
     def _keys(self) -> dict[str, dict[str, str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import Checkpoint
 from mergestream.checkpoints.checkpoint import FileCheckpoint, Shard
 from mergestream.checkpoints.safetensors import SafetensorsFile, SafetensorsObject
-from mergestream.digest import tensor_digest
+from mergestream.digest import tensor_digests
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.schema import BACKUP, damaged, validate
@@ -60,11 +60,16 @@ class CheckedTensors(Checkpoint):
             raise damaged(where, reason, self._remedy)
 
     def read(self, name: str) -> Tensor:
-        tensor = self._files.read(name)
-        if tensor_digest(tensor) != self._digests[name]:
-            file = f"{self._folder}/{self.tensors[name].file}"
-            raise damaged(file, f"the digest of {name} does not match", self._remedy)
-        return tensor
+        return self.read_all([name])[name]
+
+    def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Several tensors, each checked against its digest."""
+        tensors = self._files.read_all(names)
+        for name, digest in tensor_digests(tensors).items():
+            if digest != self._digests[name]:
+                file = f"{self._folder}/{self.tensors[name].file}"
+                raise damaged(file, f"the digest of {name} does not match", self._remedy)
+        return tensors
 
     def verify(self, engine: Engine) -> Iterator[int]:
         """Read all tensors; yields the bytes of each."""

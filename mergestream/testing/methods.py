@@ -219,11 +219,11 @@ def resumed_equals_uninterrupted(method: Method) -> None:
     done: list[str] = []
 
     def absorb_until(limit: int) -> Any:
-        def run(step: Step, name: str, *arguments: Any) -> Any:
+        def run(step: Step, *arguments: Any) -> Any:
             if len(done) == limit:
                 raise KeyboardInterrupt
-            done.append(name)
-            return absorb(step, name, *arguments)
+            done.append(arguments[-1])
+            return absorb(step, *arguments)
 
         return patch.object(Step, "absorb", run)
 

@@ -12,6 +12,7 @@ import torch
 
 import mergestream
 from mergestream import Average, MergestreamError, MergestreamWarning, Store
+from mergestream.checkpoints import open_checkpoint
 from tests.conftest import save_model, toy_base, toy_expert
 from tests.handmade import handmade_adapter
 
@@ -145,9 +146,7 @@ def test_the_name_on_the_hub_is_the_same_whatever_the_commit(store, tmp_path):
 
     base = dataclasses.replace(store.manifest.base, source="Org/Model@0123abc")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(store), "open_base", lambda self: mergestream.store.maintain.open_checkpoint(tmp_path / "base")
-        )
+        patch.setattr(mergestream.store.Manifest, "open_base", lambda self: open_checkpoint(tmp_path / "base"))
         dataclasses.replace(store.manifest, base=base).save(store.place)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -80,7 +80,7 @@ def test_an_expert_is_subtracted(done, sums, toys, mergestream):
     result = mergestream("remove", sums, "expert-2")
     assert result.code == 2 and "--expert" in result.err
     result = mergestream("remove", sums, "expert-2", "--expert", toys.experts[0])
-    assert result.code == 1 and "not the model that was absorbed as expert-2" in result.err
+    assert result.code == 1 and "not the expert that was added as expert-2" in result.err
     done("remove", sums, "expert-2", "--expert", toys.experts[1])
     done("verify", sums)
     assert [entry.name for entry in Store(sums).history] == ["expert-1", "expert-3", "expert-4"]

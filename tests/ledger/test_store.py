@@ -307,11 +307,11 @@ def test_an_interrupted_subtraction_goes_on(tmp_path, paths, models):
     store = make_store(tmp_path / "store", Average(), paths[0], paths[1:4])
     absorb, done = Step.absorb, []
 
-    def until(step, name, *rest):
+    def until(step, *arguments):
         if len(done) == 2:
             raise KeyboardInterrupt
-        done.append(name)
-        return absorb(step, name, *rest)
+        done.append(arguments[-1])
+        return absorb(step, *arguments)
 
     with patch.object(Step, "absorb", until), pytest.raises(KeyboardInterrupt):
         store.remove("expert1", paths[1])
