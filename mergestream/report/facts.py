@@ -13,6 +13,7 @@ from mergestream.escaping import shell_command
 from mergestream.report.diagnostics import Similarity, Survival, fields_of, similarity, survival
 from mergestream.report.ledger import LedgerFacts
 from mergestream.report.scores import Scores, attached
+from mergestream.report.verdict import next_step, verdict
 from mergestream.report.wording import format_number, short_name, shorten_findings
 from mergestream.store.candidate import LARGE
 
@@ -120,10 +121,10 @@ class Facts:
         """The values of the selected experts."""
         return [values[i] for i in self.selected]
 
-    def nearest(self, number: int) -> tuple[str, float] | None:
-        """The most similar other expert of step ``number``, and the cosine."""
-        found = self.similarity.nearest[number - 1]
-        return None if found is None else (self.history[found[1]].name, found[0])
+    def nearest(self, position: int) -> tuple[float, str] | None:
+        """The largest cosine of an expert to another one, and the name of that one."""
+        found = self.similarity.nearest[position]
+        return found and (found[0], self.history[found[1]].name)
 
     def relative_norm(self, number: int) -> float:
         """The norm of the task vector of step ``number`` over the mean of the others."""
@@ -174,8 +175,6 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the same store gives the same report, to the byte."""
-        from mergestream.report.verdict import next_step, verdict
-
         method, base = self.manifest.method, self.manifest.base
         return {
             "mergestream": __version__,

@@ -118,7 +118,7 @@ def _tensor_data(facts: Facts) -> dict[str, Any]:
     select = facts.select if _lists_experts(facts) else lambda rows: []
 
     def rounded(rows: Iterable[Iterable[float]]) -> list[list[float]]:
-        return [[float(f"{value:.5g}") for value in row] for row in rows]
+        return [[float(f"{value:.6g}") for value in row] for row in rows]
 
     return {
         "rows": [

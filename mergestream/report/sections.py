@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mergestream.methods.scale import displayed_scale
@@ -21,6 +20,7 @@ from mergestream.report.tables import (
     number_cell,
     pair_table,
     share_of,
+    step_table,
 )
 from mergestream.report.wording import (
     explain_bwt,
@@ -131,43 +131,33 @@ def _against_experts(scores: Scores) -> Section:
         for task in worst
     ]
     table = Table(("task", "merged", "expert", "base", "lost"), rows)
-
     return Section("against", "Scores against the experts", caption, table=table, figure=("against_experts", scores))
 
 
 def _experts(facts: Facts) -> Section:
-    if facts.ledger:
-        outcome: tuple[str, ...] = ("held", "damage", "overlaps most with")
-        cells = partial(_ledger_cells, facts.ledger)
-    else:
-        outcome = ("kept", displayed_scale(facts.manifest.method, 1)[0])
-        cells = partial(_state_cells, facts)
-    rows = [
-        [
-            replace(name_cell(entry.name), title=entry.source),
-            Cell(str(number), sort=number),
-            Cell(entry.added.replace("T", " ").replace("+00:00", ""), sort=entry.added),
-            number_cell(entry.norm, ".4g"),
-            *cells(number - 1),
-            companion_cell(facts.nearest(number)),
-            Cell(_describe_gates(entry), sort=len(entry.gates)),
-        ]
-        for number, entry in enumerate(facts.history, 1)
-    ]
+    ledger, method = facts.ledger, facts.manifest.method
+    outcome = ("held", "damage", "overlaps most with") if ledger else ("kept", displayed_scale(method, 1)[0])
+    rows = []
+    for i, entry in enumerate(facts.history):
+        share = ledger.held[i] if ledger else entry.kept
+        if ledger:
+            cells = [number_cell(ledger.damage[i]), companion_cell(ledger.interference.closest(i))]
+        else:
+            cells = [number_cell(displayed_scale(method, entry.scale)[1], ".4g")]
+        rows.append(
+            [
+                replace(name_cell(entry.name), title=entry.source),
+                Cell(str(i + 1), sort=i + 1),
+                Cell(entry.added.replace("T", " ").replace("+00:00", ""), sort=entry.added),
+                number_cell(entry.norm, ".4g"),
+                Cell(f"{share:.1%}", sort=share, bar=share),
+                *cells,
+                companion_cell(facts.nearest(i)),
+                Cell(_describe_gates(entry), sort=len(entry.gates)),
+            ]
+        )
     headings = ("expert", "step", "added", "‖Δ‖", *outcome, "most similar", "gates")
     return Section("experts", "Experts, in the order they were added", table=Table(headings, rows))
-
-
-def _state_cells(facts: Facts, position: int) -> list[Cell]:
-    entry = facts.history[position]
-    _, scale = displayed_scale(facts.manifest.method, entry.scale)
-    return [Cell(f"{entry.kept:.1%}", sort=entry.kept, bar=entry.kept), number_cell(scale, ".4g")]
-
-
-def _ledger_cells(ledger: LedgerFacts, position: int) -> list[Cell]:
-    held, closest = ledger.held[position], ledger.interference.closest(position)
-    companion = companion_cell(closest and (closest[1], closest[0]))
-    return [Cell(f"{held:.1%}", sort=held, bar=held), number_cell(ledger.damage[position]), companion]
 
 
 def _describe_gates(entry: Expert) -> str:
@@ -177,38 +167,28 @@ def _describe_gates(entry: Expert) -> str:
 
 
 def _scaling(history: Sequence[Expert]) -> Section:
-    last, count = history[-1], len(history)
+    factors = [entry.lambda_ for entry in history]
     caption = (
-        f"λ is {last.lambda_:.4g} after {counted(count, 'expert')}; √t is {count**0.5:.4g}. "
+        f"λ is {factors[-1]:.4g} after {counted(len(history), 'expert')}; √t is {math.sqrt(len(history)):.4g}. "
         "Orthogonal task vectors of equal norm give λ = √t."
     )
-    rows = [
-        [name_cell(entry.name), Cell(str(t)), number_cell(entry.lambda_, ".4f"), number_cell(math.sqrt(t), ".4f")]
-        for t, entry in enumerate(history, 1)
-    ]
-
-    table = Table(("expert", "step", "λ", "√t"), rows)
-    curves = {"λ": [entry.lambda_ for entry in history]}
-    return Section("scaling", "Scaling factor", caption, table=table, figure=("scaling", curves))
+    roots = [math.sqrt(step) for step in range(1, len(history) + 1)]
+    table = step_table(history, {"λ": factors, "√t": roots}, ".4f")
+    return Section("scaling", "Scaling factor", caption, table=table, figure=("scaling", {"λ": factors}))
 
 
 def _norms(facts: Facts) -> Section:
     history, last = facts.history, facts.history[-1]
     caption = f"The experts are {last.mean_norm:.4g} away from the base on average."
+    columns: dict[str, list[float | None]] = {
+        "‖Δ‖": [entry.norm for entry in history],
+        "mean ‖Δ‖": [entry.mean_norm for entry in history],
+    }
     if last.distance is not None:
         caption += f" The merged model is {last.distance:.4g} away from it."
-    headings = ("expert", "step", "‖Δ‖", "mean ‖Δ‖", *(() if facts.ledger else ("‖merged − base‖",)))
-    rows = [
-        [
-            name_cell(entry.name),
-            Cell(str(step)),
-            *(number_cell(value, ".5g") for value in (entry.norm, entry.mean_norm)),
-            *(() if facts.ledger else (number_cell(entry.distance, ".5g"),)),
-        ]
-        for step, entry in enumerate(history, 1)
-    ]
-
-    return Section("norms", "Distance to the base", caption, table=Table(headings, rows), figure=("norms", history))
+        columns["‖merged − base‖"] = [entry.distance for entry in history]
+    table = step_table(history, columns, ".5g")
+    return Section("norms", "Distance to the base", caption, table=table, figure=("norms", history))
 
 
 def _similarity(facts: Facts) -> Section:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 from mergestream.report.wording import format_number, short_name, short_names
+
+if TYPE_CHECKING:
+    from mergestream.store import Expert
 
 MAX_ROWS = 20
 """Layers that Markdown lists, the worst first"""
@@ -53,12 +57,21 @@ def number_cell(value: float | None, form: str = ".3f", shade: float | None = No
     return Cell(format_number(value, form), sort="" if value is None else value, shade=shade, title=title)
 
 
-def companion_cell(found: tuple[str, float] | None) -> Cell:
+def companion_cell(found: tuple[float, str] | None) -> Cell:
     """Another expert, and how close it is."""
     if found is None:
         return Cell("–", sort="")
-    name, value = found
+    value, name = found
     return replace(name_cell(name), detail=format_number(value), sort=value)
+
+
+def step_table(history: Sequence[Expert], columns: Mapping[str, Sequence[float | None]], form: str) -> Table:
+    """Step × quantity."""
+    rows = [
+        [name_cell(entry.name), Cell(str(step)), *(number_cell(values[step - 1], form) for values in columns.values())]
+        for step, entry in enumerate(history, 1)
+    ]
+    return Table(("expert", "step", *columns), rows)
 
 
 def pair_table(quantity: str, experts: Sequence[str], values: Iterable[Sequence[float | None]]) -> Table:

@@ -6,29 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mergestream.digest import json_digest
 
 if TYPE_CHECKING:
-    from mergestream import Expert
-    from mergestream.progress import Progress
+    from mergestream import Expert, Store
 
 Values = Mapping[str, float | None]
 """Numbers by the name of an expert or a task"""
-
-
-class TrackedStore(Protocol):
-    """The part of `mergestream.Store` that trackers use."""
-
-    place: Any
-    manifest: Any
-    progress: Progress
-
-    def similarity(self) -> Any: ...
-    def survival(self) -> Any: ...
-    def damage(self) -> Values: ...
-    def refuse_output(self, path: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ class TrackedStep:
     """Numbers by flat names; the name of an expert or a task comes last"""
 
     @classmethod
-    def of(cls, store: TrackedStore, entry: Expert) -> TrackedStep:
+    def of(cls, store: Store, entry: Expert) -> TrackedStep:
         """Collect the numbers of a step; in a ledger, damage takes a pass over the linear weights of all experts."""
         manifest = store.manifest
         place = store.place.address
@@ -64,7 +50,7 @@ class TrackedStep:
         )
 
 
-def _scalars(store: TrackedStore, entry: Expert) -> dict[str, float]:
+def _scalars(store: Store, entry: Expert) -> dict[str, float]:
     names = store.manifest.names
     position = names.index(entry.name)
     before = store.manifest.history[position - 1].mean_norm if position else 0.0

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.errors import MergestreamError, UsageError, did_you_mean
-from mergestream.tracking.step import TrackedStep, TrackedStore
+from mergestream.tracking.step import TrackedStep
 
 if TYPE_CHECKING:
-    from mergestream import Expert
+    from mergestream import Expert, Store
 
 TRACKERS = ("wandb", "mlflow", "tensorboard", "jsonl")
 """Each is a module in this folder; all but the last need the library of the same name"""
@@ -27,7 +27,7 @@ class Tracker:
     target: str | None
 
     @classmethod
-    def parse(cls, text: str, store: TrackedStore) -> Tracker:
+    def parse(cls, text: str, store: Store) -> Tracker:
         """Refuse a wrong target, or a library that is not installed, before any work is done."""
         name, colon, target = text.partition(":")
         if name not in TRACKERS or (colon and not target):
@@ -49,12 +49,12 @@ class Tracker:
         return f"{self.name}:{self.target}" if self.target else self.name
 
 
-def parse_trackers(given: str | Sequence[str], store: TrackedStore) -> list[Tracker]:
+def parse_trackers(given: str | Sequence[str], store: Store) -> list[Tracker]:
     """All trackers that a user has named."""
     return [Tracker.parse(text, store) for text in ([given] if isinstance(given, str) else given)]
 
 
-def track(trackers: Sequence[Tracker], store: TrackedStore, entry: Expert) -> None:
+def track(trackers: Sequence[Tracker], store: Store, entry: Expert) -> None:
     """Send a finished step to the trackers; any failure becomes a note."""
     step = None
     for tracker in trackers:

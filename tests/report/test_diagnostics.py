@@ -144,7 +144,7 @@ def test_inspect_prints_them(store: Store, models: Path, mergestream) -> None:
 def test_add_notes_an_expert_that_outweighs_the_others(store: Store, models: Path, mergestream) -> None:
     result = mergestream("add", store.path, models / "giant")
     assert result.code == 0
-    assert "times as far as the experts before it" in result.err
+    assert "times as long as the mean of the experts before it" in result.err
 
 
 def test_an_adapter_is_sketched_like_the_model_that_it_makes(tmp_path: Path, models: Path) -> None:

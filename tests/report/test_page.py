@@ -144,25 +144,6 @@ def test_every_matrix_is_a_table_with_shades(report: Page, key: str) -> None:
     assert len(set(shades)) > 1 and not any("rgb(0, 0, 0)" in shade for shade in shades)
 
 
-def test_no_cell_of_the_first_table_is_printed_over_the_next(browser: Any, models: Path, tmp_path: Path) -> None:
-    store = Store.create(tmp_path / "store", models / "base", Ledger())
-    for name in EXPERTS:
-        store.add(models / name, f"{name}-{'x' * (24 - len(name))}")
-    metrics = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    try:
-        opened = Page(browser, tmp_path / "wide.html", store)
-        over = (
-            "return [...document.querySelectorAll('#expert-table :is(th, td)')]"
-            ".filter(cell => cell.scrollWidth > cell.clientWidth + 1).map(cell => cell.textContent)"
-        )
-        assert opened.browser.execute_script(over) == []
-        boxes = [(cell.rect["x"], cell.rect["width"]) for cell in opened.all("#expert-table tbody tr:first-child > *")]
-        assert all(x + width <= after + 1 for (x, width), (after, _) in itertools.pairwise(boxes))
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
 def shares(report: Page, column: int) -> list[float]:
     cells = report.texts(f"#tensor-table tbody tr:not([hidden]) > :nth-child({column})")
     return [float(cell.rstrip("%")) for cell in cells if cell != "–"]
@@ -304,6 +285,25 @@ def test_a_phone_shows_long_names_without_scrolling_the_page(browser: Any, model
         details = opened.all("details")
         browser.execute_script("arguments[0].forEach(details => { details.open = true; })", details)
         assert browser.execute_script(beyond) == 0
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_no_cell_of_the_first_table_is_printed_over_the_next(browser: Any, models: Path, tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "store", models / "base", Ledger())
+    for name in EXPERTS:
+        store.add(models / name, f"{name}-{'x' * (24 - len(name))}")
+    metrics = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        opened = Page(browser, tmp_path / "wide.html", store)
+        over = (
+            "return [...document.querySelectorAll('#expert-table :is(th, td)')]"
+            ".filter(cell => cell.scrollWidth > cell.clientWidth + 1).map(cell => cell.textContent)"
+        )
+        assert opened.browser.execute_script(over) == []
+        boxes = [(cell.rect["x"], cell.rect["width"]) for cell in opened.all("#expert-table tbody tr:first-child > *")]
+        assert all(x + width <= after + 1 for (x, width), (after, _) in itertools.pairwise(boxes))
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
