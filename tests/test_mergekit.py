@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-def test_a_models_own_parameters_come_before_those_of_all(path: Path) -> None:
+def test_parameters_of_a_model_override_shared_ones(path: Path) -> None:
     found = read(path, recipe(parameters={"density": 0.8, "weight": 2, "lambda": "1e-1", "normalize": False}))
     assert found.method == Weighted("0.5,0.25", "0.3,0.8", elect=True, scale=0.1)
     assert (found.base, [given.source for given in found.inputs]) == ("org/base", ["org/one", "org/two"])
@@ -51,7 +51,7 @@ def test_a_models_own_parameters_come_before_those_of_all(path: Path) -> None:
         ("dare_ties", Weighted("0.5,0.25", "0.3,1.0", "random", elect=True, rescale=True, seed=3)),
     ],
 )
-def test_what_is_not_said_is_as_mergekit_has_it(path: Path, name: str, method: Weighted) -> None:
+def test_defaults_are_those_of_mergekit(path: Path, name: str, method: Weighted) -> None:
     assert read(path, recipe(name)).method == method
 
 
@@ -65,7 +65,7 @@ def test_model_stock_has_no_weights(path: Path) -> None:
     assert found.method == ModelStock()
 
 
-def test_linear_is_the_same_from_any_of_the_models(path: Path) -> None:
+def test_linear_may_start_from_any_model(path: Path) -> None:
     """Without a base_model it is the first, whose weight counts; a base_model is one of the models."""
     listed = [*models("org/one", weight=1), *models("org/two", weight=3)]
     found = read(path, recipe("linear", base_model=None, models=listed))
@@ -77,7 +77,7 @@ def test_linear_is_the_same_from_any_of_the_models(path: Path) -> None:
     assert [given.source for given in found.inputs] == ["org/lora", "org/two"]
 
 
-def test_of_a_model_with_an_adapter_the_adapter_is_merged(path: Path, tmp_path: Path) -> None:
+def test_a_model_with_an_adapter_merges_the_adapter(path: Path, tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "a+b").mkdir()
     listed = [f"{tmp_path}/./base+org/lora", f"{tmp_path}/a+b"]
@@ -94,11 +94,11 @@ def test_of_a_model_with_an_adapter_the_adapter_is_merged(path: Path, tmp_path: 
         {"dtype": "bfloat16", "out_dtype": "torch.float32"},
     ],
 )
-def test_what_needs_nothing_is_taken(path: Path, content: dict[str, Any]) -> None:
+def test_harmless_settings_are_accepted(path: Path, content: dict[str, Any]) -> None:
     assert read(path, recipe(**content)).dtype == ("float32" if "dtype" in content else None)
 
 
-def test_what_is_otherwise_is_noted(path: Path) -> None:
+def test_differences_from_mergekit_are_noted(path: Path) -> None:
     assert not read(path, recipe()).notes
     (note,) = read(path, recipe(parameters={"int8_mask": True})).notes
     assert "int8_mask has no effect" in note
@@ -168,14 +168,14 @@ def test_what_is_otherwise_is_noted(path: Path) -> None:
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_cannot_be_done_is_named(path: Path, content: object, sentence: str) -> None:
+def test_unsupported_recipes_are_refused(path: Path, content: object, sentence: str) -> None:
     with pytest.raises(UsageError) as error:
         read(path, content)
     assert str(error.value).startswith(f"{path} ") and sentence in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_is_named(path: Path) -> None:
+def test_a_missing_file_is_named(path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_recipe(path)
 

@@ -1,4 +1,4 @@
-"""An export is made again by its recipe: the same bytes, or a sentence."""
+"""A replay gives the same bytes as the export, or an error."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_state(tmp_path: Path, here: Path, done: RunCommand, method: str) -> N
 
 
 @pytest.mark.parametrize("method", ["opcm", "average", "ledger", "dare"])
-def test_what_was_merged_at_once(tmp_path: Path, here: Path, done: RunCommand, method: str) -> None:
+def test_a_one_shot_merge(tmp_path: Path, here: Path, done: RunCommand, method: str) -> None:
     done("merge", "--base", "base", "--method", method, "expert-1", "expert-2", "-o", tmp_path / "first")
     done("replay", tmp_path / "first", "-o", tmp_path / "again")
     assert_made_again(tmp_path / "first", tmp_path / "again")
@@ -101,7 +101,7 @@ def test_a_ledger_that_had_more_experts_is_cut_as_it_was(tmp_path: Path, monkeyp
     assert_made_again(Path("first"), Path("again"))
 
 
-def test_what_was_subtracted_leaves_a_trace(tmp_path: Path, here: Path) -> None:
+def test_a_subtracted_expert_makes_a_replay_inexact(tmp_path: Path, here: Path) -> None:
     store = Store.create(tmp_path / "store", "base", Average())
     for name in ("expert-1", "expert-2", "expert-3"):
         store.add(name)
@@ -132,7 +132,7 @@ def make_first(tmp_path: Path) -> Path:
     return store.export(tmp_path / "first", pictures=False)
 
 
-def test_models_that_have_moved_are_named(
+def test_models_that_have_moved_are_passed_by_option(
     tmp_path: Path, here: Path, mergestream: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_first(tmp_path)
@@ -196,7 +196,7 @@ def change(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (lambda data: data["form"].update(dtype="int8"), "int8"),
     ],
 )
-def test_a_recipe_of_somebody_else_is_one_sentence(
+def test_an_invalid_recipe_is_one_error(
     tmp_path: Path, here: Path, mergestream: RunCommand, edit: Callable[[dict[str, Any]], None], sentence: str
 ) -> None:
     first = make_first(tmp_path)
@@ -208,6 +208,6 @@ def test_a_recipe_of_somebody_else_is_one_sentence(
     assert not (tmp_path / "again").exists()
 
 
-def test_a_missing_recipe_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_recipe_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(MergestreamError, match=r"nothing.json cannot be read"):
         replay(tmp_path / "nothing.json", tmp_path / "again")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +50,12 @@ class CardFacts:
     removed: Sequence[str] = ()
     """Names of experts that were taken out of the store"""
 
-    @property
+    @cached_property
     def weights(self) -> Mapping[str, float] | None:
         """Weights of the selected experts; None if the method does not keep experts apart."""
         return self.reading.weights if self.reading else None
 
-    @property
+    @cached_property
     def experts(self) -> list[Expert]:
         """The experts in the model."""
         return [entry for entry in self.manifest.history if self.weights is None or entry.name in self.weights]

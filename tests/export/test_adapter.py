@@ -1,4 +1,4 @@
-"""A store's merged task vector as an adapter, loaded by PEFT; and bases that are known by their config alone."""
+"""Export a merged adapter that PEFT loads, also from a base without weights."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def test_loaded_without_merging_it_gives_the_same_logits(tmp_path, workshop, mat
         assert torch.allclose(adapted(tokens).logits, merged(tokens).logits, atol=1e-10)
 
 
-def test_a_chosen_rank_tells_what_it_leaves_out(tmp_path, material):  # noqa: F811
+def test_a_chosen_rank_returns_the_energy_it_cuts_off(tmp_path, material):  # noqa: F811
     base, adapters, _ = material
     store = store_of(tmp_path / "store", base, adapters, OPCM())
     shares = [store.export_adapter(tmp_path / f"r{k}", rank=k).lost_share for k in (1, 2, 4, 8)]
@@ -71,7 +71,7 @@ def test_dense_states_need_a_rank(tmp_path, workshop, material):  # noqa: F811
     assert_same_model(workshop.merged(base, tmp_path / "lora"), store.export(tmp_path / "full"), base, 1e-9)
 
 
-def test_biases_and_norms_go_along_whole(tmp_path, workshop):
+def test_biases_and_norms_are_written_whole(tmp_path, workshop):
     base = workshop.base(gpt2)
     fields = {"r": 2, "target_modules": ["c_attn"]}
     adapters = [
@@ -93,7 +93,7 @@ def test_a_changed_bias_needs_no_copy_of_its_weight(tmp_path, workshop):
     assert all("lora_" in key or key.endswith(".bias") for key in written)
 
 
-def test_a_norm_goes_along_with_its_unchanged_bias(tmp_path, workshop):
+def test_a_norm_is_written_with_its_unchanged_bias(tmp_path, workshop):
     base = workshop.base(gpt2)
     adapter = workshop.adapter(base, r=2, target_modules=["c_attn"], modules_to_save=["ln_f"])
     state = load_file(adapter / "adapter_model.safetensors")

@@ -173,7 +173,7 @@ class TinyModel(PreTrainedModel):
 }
 
 
-def test_a_model_with_code_of_its_own_brings_it(tmp_path, monkeypatch):
+def test_custom_code_of_a_model_is_copied(tmp_path, monkeypatch):
     from transformers import AutoModel
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -211,7 +211,7 @@ def test_code_is_not_taken_from_elsewhere(tmp_path):
         merge(base, [expert], tmp_path / "out", Average())
 
 
-def test_tokenizers_templates_and_settings_come_along(tmp_path):
+def test_tokenizers_templates_and_settings_are_copied(tmp_path):
     base, expert = save_model(tmp_path / "base", toy_base()), save_model(tmp_path / "expert", toy_expert(1))
     wanted = [
         *("source.spm", "spiece.model", "sentencepiece.bpe.model", "bpe.codes", "chat_template.jinja"),
@@ -251,7 +251,7 @@ def test_library_and_pipeline_are_those_of_the_bases_card(card, expected, tmp_pa
     assert [line.split(": ")[1] for line in lines if line.startswith(("library_name", "pipeline_tag"))] == expected
 
 
-def test_another_head_is_another_task(tmp_path):
+def test_another_head_has_no_pipeline_tag_of_the_base(tmp_path):
     torch.manual_seed(0)
     base = {"a.weight": torch.randn(4, 4), "score.weight": torch.randn(2, 4)}
     for name, step in (("base", 0.0), ("expert", 0.01)):

@@ -1,4 +1,4 @@
-"""Checkpoints out: whole or not at all, never stale, rounded once."""
+"""Exports appear whole or not at all, never with stale files, and are rounded once."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_disk_that_fails_leaves_what_was_there(old, tmp_path, monkeypatch):
     assert number > 4 and contents(path) == {"new": b""}
 
 
-def test_a_full_disk_in_the_middle_is_a_sentence(store, tmp_path, monkeypatch, mergestream):
+def test_a_full_disk_is_one_error(store, tmp_path, monkeypatch, mergestream):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "config.json")
 
@@ -309,7 +309,7 @@ def test_pictures_are_drawn_after_the_weights_and_may_fail(store, tmp_path, monk
         *(("fp64", "float64"), ("double", "float64")),
     ],
 )
-def test_a_dtype_is_understood_however_people_call_it(called, dtype, tmp_path):
+def test_dtypes_have_aliases(called, dtype, tmp_path):
     assert Output(tmp_path / "model", dtype=called).dtype == dtype
 
 

@@ -1,4 +1,4 @@
-"""merge: all experts in one go give what a store gives."""
+"""A one-shot merge gives what a store gives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_merge_equals_a_store_bit_for_bit(method, tmp_path, toys):
 
 
 @pytest.mark.parametrize("method", [OPCM(), Average()], ids=repr)
-def test_what_a_killed_merge_has_left_is_removed_by_the_next(method, tmp_path, toys):
+def test_the_next_merge_removes_what_a_killed_one_left(method, tmp_path, toys):
     for left in (".[a]*.mergestream/store", ".[a]*.mergestream/model", ".b.mergestream/store"):
         save_model(tmp_path / left, toy_base())
     mergestream.merge(toys.base, toys.experts[:2], tmp_path / "[a]*", method)
@@ -53,7 +53,7 @@ def test_what_a_killed_merge_has_left_is_removed_by_the_next(method, tmp_path, t
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
-def test_a_merge_that_is_interrupted_leaves_nothing(failure, tmp_path, toys, monkeypatch):
+def test_an_interrupted_merge_leaves_no_files(failure, tmp_path, toys, monkeypatch):
     def interrupted(*_: object) -> None:
         assert list((tmp_path / ".out.mergestream" / "store" / "steps").iterdir())
         raise failure
@@ -79,7 +79,7 @@ def test_duplicates_and_the_base_are_refused_unless_allowed(method, tmp_path, to
 
 
 @pytest.mark.parametrize("method", [OPCM(), Average()], ids=repr)
-def test_partial_and_ignored_tensors_are_the_same_both_ways(method, tmp_path, toys):
+def test_partial_and_ignored_tensors_merge_as_in_a_store(method, tmp_path, toys):
     part = {name: tensor for name, tensor in toy_expert(5).items() if name != "layers.0.q.weight"}
     experts = [toys.experts[0], save_model(tmp_path / "part", part)]
     store = Store.create(tmp_path / "store", toys.base, method)
@@ -153,7 +153,7 @@ def test_ties_where_only_a_sample_is_sorted(over, large, tmp_path):
         assert torch.allclose(merged, base[name] + 0.5 * agreeing(a[name], b[name]).sum(0), atol=1e-6), name
 
 
-def test_a_merge_gives_the_same_card_whenever_it_is_made(tmp_path, toys, monkeypatch):
+def test_the_card_of_a_merge_does_not_depend_on_the_time(tmp_path, toys, monkeypatch):
     for name, time in (("one", "2026-01-01"), ("two", "2027-01-01")):
         monkeypatch.setattr("mergestream.store.candidate.datetime", SimpleNamespace(now=lambda _, t=time: Clock(t)))
         mergestream.merge(toys.base, toys.experts[:2], tmp_path / name, OPCM())

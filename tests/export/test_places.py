@@ -1,4 +1,4 @@
-"""Outputs go nowhere that something is read from, and replace nothing but exports."""
+"""Outputs never overwrite their inputs, and replace only earlier exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task models of transformers and their encoders: one store of both, and each task's model out of it."""
+"""Task models and their encoders in one store, and the export of each task's model."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_the_example_works_as_it_is_written(page, classifiers, done, tmp_path, m
     assert loaded(SEQUENCES, model).config.id2label == {number: f"news-{number}" for number in range(5)}
 
 
-def test_the_ledger_gives_a_task_back(classifiers, tmp_path):
+def test_a_ledger_reads_a_task_back(classifiers, tmp_path):
     store = classifiers.store(tmp_path / "store", method="ledger")
     for expert in classifiers.experts.values():
         store.add(expert)
@@ -182,7 +182,7 @@ def test_the_ledger_gives_a_task_back(classifiers, tmp_path):
     )
 
 
-def test_what_a_classifier_has_more_is_offered_as_a_head(classifiers, mergestream, done, tmp_path):
+def test_the_error_offers_extra_tensors_of_a_classifier_as_a_head(classifiers, mergestream, done, tmp_path):
     done("init", tmp_path / "store", "--base", classifiers.base)
     refused = mergestream("add", tmp_path / "store", classifiers.experts["spam"])
     assert refused.code == 1 and "--heads 'classifier.*'" in refused.err
@@ -213,7 +213,7 @@ def test_a_store_begins_to_keep_heads_when_an_expert_has_one(classifiers, merges
     assert refused.code == 2 and "--heads pooler.* matches pooler.dense.bias, which is merged" in refused.err
 
 
-def test_it_is_said_once_and_kept(classifiers, mergestream, tmp_path):
+def test_the_note_comes_once_and_is_kept(classifiers, mergestream, tmp_path):
     store = classifiers.store(tmp_path / "store").path
     expert = classifiers.experts["spam"]
     sentence = f"{expert}: the prefix bert. of its names is removed, because the base has none"
@@ -239,7 +239,7 @@ def test_the_bare_encoder_is_the_same_expert(classifiers, done, tmp_path):
     assert [entry.name for entry in store.history] == ["spam"]
 
 
-def test_a_step_that_was_cut_short_goes_on(classifiers, tmp_path, monkeypatch):
+def test_an_interrupted_step_resumes(classifiers, tmp_path, monkeypatch):
     whole, cut = classifiers.store(tmp_path / "whole"), classifiers.store(tmp_path / "cut")
     absorb, calls = Step.absorb, count(1)
 
@@ -311,7 +311,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_what_wraps_a_model_for_training_is_taken_off(wrap, classifiers, tmp_path):
+def test_prefixes_of_training_wrappers_are_removed(wrap, classifiers, tmp_path):
     model = loaded(SEQUENCES, classifiers.experts["news"])
     torch.save(wrap(model).state_dict(), tmp_path / "news.pt")
     store = classifiers.store(tmp_path / "store")
@@ -336,7 +336,7 @@ def test_names_that_are_in_memory_only(places, tmp_path):
     torch.testing.assert_close(logits(loaded(place.family.auto, tmp_path / "out", num_labels=5)), logits(model))
 
 
-def test_what_wraps_the_base_stays_on_it(classifiers, tmp_path):
+def test_the_prefix_of_a_wrapped_base_stays(classifiers, tmp_path):
     base = loaded(transformers.AutoModel, classifiers.base)
     torch.save(nn.DataParallel(base).state_dict(), tmp_path / "base.pt")
     store = classifiers.store(tmp_path / "store", tmp_path / "base.pt")
@@ -360,7 +360,7 @@ def test_an_adapter_of_a_classifier(classifiers, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["average", "opcm", "ties"])
-def test_a_merge_in_one_go(method, classifiers, mergestream, tmp_path):
+def test_a_one_shot_merge(method, classifiers, mergestream, tmp_path):
     experts = classifiers.experts.values()
     command = ("merge", "--base", classifiers.base, *experts, "-o", tmp_path / "out", "--method", method)
     told = mergestream(*command, "--ignore", "classifier.*")
@@ -385,7 +385,7 @@ def test_a_merger_in_memory(classifiers):
     torch.testing.assert_close(base.encoder.layer[1].output.dense.weight.data, expected)
 
 
-def test_older_names_are_those_of_the_model(classifiers, tmp_path):
+def test_legacy_names_are_mapped_to_the_model(classifiers, tmp_path):
     """As in BERT's first checkpoints; transformers knows them."""
     old = tmp_path / "old"
     shutil.copytree(classifiers.base, old)
@@ -401,7 +401,7 @@ def test_older_names_are_those_of_the_model(classifiers, tmp_path):
     torch.testing.assert_close(logits(loaded(SEQUENCES, tmp_path / "out")), logits(spam))
 
 
-def test_a_classifier_is_no_encoder_of_sentences(classifiers, tmp_path):
+def test_a_classifier_gets_no_sentence_transformers_modules(classifiers, tmp_path):
     base = shutil.copytree(classifiers.base, tmp_path / "base")
     kind = "sentence_transformers.models.Pooling"
     (base / "modules.json").write_text(json.dumps([{"idx": 1, "name": "1", "path": "1_Pooling", "type": kind}]))
@@ -430,7 +430,7 @@ def test_an_export_without_a_task_says_whose_head_it_has(classifiers, mergestrea
             export(store, tmp_path / "news", task="news", overwrite=True)
 
 
-def test_who_has_no_head_is_told_who_has(classifiers, mergestream, tmp_path):
+def test_the_error_for_a_missing_head_names_experts_with_one(classifiers, mergestream, tmp_path):
     store = classifiers.store(tmp_path / "store")
     store.add(classifiers.experts["spam"])
     transformers.AutoModel.from_pretrained(classifiers.experts["news"]).save_pretrained(tmp_path / "bare")

@@ -1,4 +1,4 @@
-"""Experts with tokens of their own, through stores and one-shot merges, as transformers loads what comes out."""
+"""Experts with new tokens, in stores and one-shot merges; transformers loads the result."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ def plain_mean(base, *experts):
 
 
 @pytest.mark.parametrize("method", ["average", "ledger"])
-def test_a_grown_model_speaks_the_tokens_of_all_in_the_order_of_arrival(method, family, tmp_path):
+def test_a_grown_model_has_the_tokens_of_all_experts_in_the_order_added(method, family, tmp_path):
     base, one, two = family
     store = made(tmp_path / "store", base, method)
     store.add(one, vocab="grow")
@@ -140,7 +140,7 @@ def test_union_keeps_new_tokens_with_their_expert(family, tmp_path):
             torch.testing.assert_close(rows(out, ["<c>", "<b>"], output), rows(two, ["<c>", "<b>"], output))
 
 
-def test_without_a_word_new_tokens_are_refused_and_all_choices_are_told(tied, tmp_path):
+def test_new_tokens_need_an_option_and_the_error_lists_all_choices(tied, tmp_path):
     base, one, _ = tied
     store = made(tmp_path / "store", base)
     sentence = (
@@ -179,7 +179,7 @@ def test_one_shot_merges_grow_as_a_store_does(method, untied, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["average", "ledger"])
-def test_tokens_leave_with_their_expert(method, untied, tmp_path):
+def test_removing_an_expert_removes_its_tokens(method, untied, tmp_path):
     base, one, two = untied
     store = made(tmp_path / "store", base, method)
     for expert in (one, two):
@@ -195,7 +195,7 @@ def test_tokens_leave_with_their_expert(method, untied, tmp_path):
         store.verify()
 
 
-def test_the_experts_that_are_read_out_speak_by_their_weights(tied, tmp_path):
+def test_rows_of_shared_tokens_are_weighted_like_their_experts(tied, tmp_path):
     base, one, two = tied
     store = Store.create(tmp_path / "store", base, Ledger())
     for expert in (one, two):
@@ -258,7 +258,7 @@ def test_new_tokens_take_the_padding_first(padded, tmp_path):
     torch.testing.assert_close(rows(out, WORDS), plain_mean(padded, one, two))
 
 
-def test_a_token_in_a_padding_row_is_told_where_nobody_said_what_becomes_of_it(padded, tmp_path):
+def test_a_token_in_a_padding_row_is_noted_without_an_option(padded, tmp_path):
     one = expert_of(padded, tmp_path / "one", ["<a>"], rows=16)
     store = made(tmp_path / "store", padded)
     with pytest.warns(
@@ -268,7 +268,7 @@ def test_a_token_in_a_padding_row_is_told_where_nobody_said_what_becomes_of_it(p
     assert "vocab" not in store.history[0].options
 
 
-def test_padding_alone_needs_no_word(padded, tmp_path):
+def test_padding_alone_needs_no_option(padded, tmp_path):
     longer = expert_of(padded, tmp_path / "longer", rows=24)
     shorter = expert_of(padded, tmp_path / "shorter", rows=12, seed=2)
     store = made(tmp_path / "store", padded)
@@ -286,7 +286,7 @@ def test_padding_alone_needs_no_word(padded, tmp_path):
 # --- tokens that are elsewhere ----------------------------------------------------------------------------
 
 
-def test_rows_go_by_token_and_not_by_place(tmp_path):
+def test_rows_are_matched_by_token_not_by_position(tmp_path):
     torch.manual_seed(0)
     base = save(tmp_path / "base", llama(), tokenizer())
     swapped = [*WORDS[:2], "cat", "the", *WORDS[4:-1]]
@@ -379,7 +379,7 @@ def test_a_head_over_the_vocabulary_has_rows_for_its_tokens(tmp_path):
         torch.testing.assert_close(rows(out, [*WORDS, "<4>"], output), rows(expert, [*WORDS, "<4>"], output))
 
 
-def test_a_head_that_the_base_has_not_has_rows_for_its_tokens(tmp_path):
+def test_a_head_that_the_base_lacks_has_rows_for_its_tokens(tmp_path):
     torch.manual_seed(0)
     whole = save(tmp_path / "whole", llama(), tokenizer())
     base = save(tmp_path / "base", auto(whole).model, tokenizer())
@@ -398,7 +398,7 @@ def test_a_head_that_the_base_has_not_has_rows_for_its_tokens(tmp_path):
 # --- what is kept -----------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_of_tokens_is_checked(tied, tmp_path):
+def test_kept_rows_of_tokens_are_checked(tied, tmp_path):
     base, one, _ = tied
     store = made(tmp_path / "store", base)
     store.add(one, vocab="union")
@@ -413,7 +413,7 @@ def test_what_is_kept_of_tokens_is_checked(tied, tmp_path):
 
 
 @pytest.mark.parametrize("forge", [lambda rows: rows[:, :3], lambda rows: rows[:1]], ids=["narrow", "few"])
-def test_rows_that_do_not_fit_are_told(forge, tied, tmp_path):
+def test_rows_that_do_not_fit_are_an_error(forge, tied, tmp_path):
     base, one, _ = tied
     store = made(tmp_path / "store", base)
     store.add(one, vocab="grow")
@@ -429,7 +429,7 @@ def test_rows_that_do_not_fit_are_told(forge, tied, tmp_path):
         store.export(tmp_path / "out", pictures=False)
 
 
-def test_an_add_that_was_cut_short_goes_on_with_the_same_tokens_only(untied, tmp_path, monkeypatch):
+def test_an_interrupted_add_resumes_with_the_same_tokens_only(untied, tmp_path, monkeypatch):
     base, one, _ = untied
     store = made(tmp_path / "store", base)
     record = StepWriter.record
@@ -460,7 +460,7 @@ def test_an_add_that_was_cut_short_goes_on_with_the_same_tokens_only(untied, tmp
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_tokenizer_that_has_gone_is_told(tied, tmp_path):
+def test_a_missing_tokenizer_is_an_error(tied, tmp_path):
     base, one, _ = tied
     own = tmp_path / "base"
     shutil.copytree(base, own)
@@ -488,7 +488,7 @@ def adapter_of(base, place, words, **fields):
 
 
 @pytest.mark.parametrize("method", ["average", "ledger"])
-def test_an_embedding_that_an_adapter_saved_whole_is_as_any(method, tmp_path):
+def test_an_embedding_that_an_adapter_saved_whole_can_be_exported(method, tmp_path):
     torch.manual_seed(0)
     base = save(tmp_path / "base", llama(), tokenizer())
     both = ["embed_tokens", "lm_head"]
@@ -507,7 +507,7 @@ def test_an_embedding_that_an_adapter_saved_whole_is_as_any(method, tmp_path):
         store.export_adapter(tmp_path / "adapter", rank=2)
 
 
-def test_factors_of_a_resized_embedding_are_told(tmp_path):
+def test_factors_of_a_resized_embedding_are_an_error(tmp_path):
     torch.manual_seed(0)
     base = save(tmp_path / "base", llama(), tokenizer())
     adapter_of(base, tmp_path / "expert", ["<a>"], target_modules=["embed_tokens"])

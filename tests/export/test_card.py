@@ -1,4 +1,4 @@
-"""The model card tells the whole history: every add, not only the last command."""
+"""The model card lists the whole history: every add, not only the last command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_add_is_in_the_card(
     assert str(toys.base.parent) not in card, "nobody typed where the experts lie"
 
 
-def test_models_that_are_merged_at_once_are_in_the_card(
+def test_the_card_of_a_one_shot_merge_lists_its_experts(
     tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch, done: RunCommand
 ) -> None:
     monkeypatch.chdir(toys.base.parent)
@@ -67,5 +67,5 @@ def test_models_that_are_merged_at_once_are_in_the_card(
         ("/tmp/x", "s3://key:s@cret@bucket/law", "s3://bucket/law"),
     ],
 )
-def test_others_are_told_what_the_user_has_typed_and_no_secrets(source: str, given: str, expected: str) -> None:
+def test_cards_show_what_the_user_typed_and_no_secrets(source: str, given: str, expected: str) -> None:
     assert public_name(source, given) == expected
