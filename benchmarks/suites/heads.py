@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mergestream.evaluation.suites.encoders import Head
+from benchmarks.suites.encoders import Head
 
 if TYPE_CHECKING:
     import torch

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import mergestream
+from benchmarks.suites.clip_suite import ClipSuite
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.suites import loading
-from mergestream.evaluation.suites.clip import ClipSuite
 from mergestream.evaluation.suites.loading import SUITES, load_suite, open_suite
 from mergestream.evaluation.workers import run_parallel
 

@@ -16,12 +16,11 @@ from mergestream.evaluation.suites.base import Choices, Suite
 from mergestream.evaluation.suites.custom import CustomSuite, CustomTask, describe_error
 from mergestream.registry import Registry
 
-SUITES: Registry[Suite | Callable[[], Suite]] = Registry(
-    "suite", "mergestream.suites", {"clip": "mergestream.evaluation.suites.clip:ClipSuite"}
-)
-OFFLINE_SUITES = ("text", "vision", "text-lora", "vision-lora", "text-base", "language", "language-tiny")
+SUITES: Registry[Suite | Callable[[], Suite]] = Registry("suite", "mergestream.suites", {})
+"""Suites of other packages"""
+OUR_SUITES = ("text", "vision", "text-lora", "vision-lora", "text-base", "language", "language-tiny", "clip")
 CHECKOUT = Path(__file__).resolve().parents[3] / "benchmarks" / "suites"
-"""The offline suites and the paper's numbers; only a checkout of the repository has them"""
+"""Our suites and the paper's numbers; only a checkout of the repository has them"""
 SUFFIXES = (".py", ".yaml", ".yml")
 
 
@@ -33,11 +32,11 @@ def open_suite(
     model: str | None = None,
     evaluate: str | None = None,
 ) -> Suite:
-    """Open a suite by name (``clip``, an offline suite of a checkout, one of another package) or by file."""
+    """Open a suite by name (one of a checkout or of another package) or by file."""
     choices = Choices(tasks, test_limit, model, evaluate)
     if Path(name).suffix in SUFFIXES:
         return load_suite(Path(name), choices)
-    if name not in OFFLINE_SUITES:
+    if name not in OUR_SUITES:
         return choices.apply(_registered_suite(name))
     script = f"{name.replace('-', '_')}.py"
     file = find_in_checkout(script)
@@ -57,7 +56,7 @@ def find_in_checkout(name: str) -> Path | None:
 
 def _registered_suite(name: str) -> Suite:
     if name not in SUITES:
-        known = (*OFFLINE_SUITES, *SUITES)
+        known = (*OUR_SUITES, *SUITES)
         raise UsageError(
             f"there is no suite {name}{did_you_mean(name, known)} "
             f"(there are: {', '.join(known)}, and files ending in {', '.join(SUFFIXES)})"

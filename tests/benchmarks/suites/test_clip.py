@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.suites.clip_suite import TASKS, preprocess
 from mergestream.errors import UsageError
-from mergestream.evaluation.suites.clip import TASKS, preprocess
 from mergestream.evaluation.suites.loading import open_suite
 from mergestream.evaluation.tables import paper_results
 from tests.hub_server import COMMIT, Files, environment, serve
@@ -119,7 +119,7 @@ def zero_shot(base: Path, files: Files) -> float:
     from tokenizers import Tokenizer
     from transformers import CLIPModel
 
-    from mergestream.evaluation.suites.clip import PHOTO
+    from benchmarks.suites.clip_suite import PHOTO
 
     model, words = CLIPModel.from_pretrained(base).eval(), Tokenizer.from_str(tokenizer().decode())
     rows = pyarrow.parquet.read_table(io.BytesIO(files["default/test/0000.parquet"])).to_pylist()

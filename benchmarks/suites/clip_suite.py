@@ -16,11 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.suites.encoders import Head, load_pretrained
 from mergestream import download
 from mergestream.errors import MergestreamError, UsageError, first_line
 from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
 from mergestream.evaluation.suites.base import Suite, first_tasks
-from mergestream.evaluation.suites.encoders import Head, load_pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor
