@@ -38,7 +38,7 @@ NAMES = {
     "ledger@tsv": "TSV-M (ledger, `tsv`)",
     "ledger@tempered": "ledger, `tempered`",
     "ledger@agree": "ledger, `agree`",
-    "ledger": "**ledger, by default** (`agree`; of adapters `tempered`)",
+    "ledger": "**ledger, by default** (`agree`; for adapters `tempered`)",
     "ledger@agree+balance": "ledger, `agree --balance`",
     "ledger@tempered+balance": "ledger, `tempered --balance`",
 }
