@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from mergestream.errors import first_line
@@ -14,12 +15,7 @@ from mergestream.store.snapshot import Snapshot
 
 def picture_drawer(progress: Progress) -> Callable[[Snapshot], Callable[[Path], dict[str, str]]]:
     """A function that reads the sketches of a snapshot, and returns another that draws the pictures to a directory."""
-
-    def prepare(snapshot: Snapshot) -> Callable[[Path], dict[str, str]]:
-        manifest, found = snapshot.manifest, similarity(snapshot)
-        return lambda directory: draw_pictures(progress, manifest, found, directory)
-
-    return prepare
+    return lambda snapshot: partial(draw_pictures, progress, snapshot.manifest, similarity(snapshot))
 
 
 def draw_pictures(progress: Progress, manifest: Manifest, found: Similarity, directory: Path) -> dict[str, str]:

@@ -104,11 +104,11 @@ def layer_table(
     def badness(row: Sequence[float | None]) -> float:
         return max((-value if low_is_bad else value for value in row if value is not None), default=-math.inf)
 
-    names, rows = _without_common_path(layers), []
+    rows = []
     for i, row in enumerate(by_layer):
         titles = [f"with {row[i]}" if row[i] else "" for row in partners] or repeat("")
         shades = [share_of(value, 0, most) for value in row]
-        rows.append([Cell(names[i]), *map(number_cell, row, repeat(form), shades, titles)])
+        rows.append([Cell(layers[i]), *map(number_cell, row, repeat(form), shades, titles)])
     order = sorted(range(len(rows)), key=lambda i: -badness(by_layer[i]))
     if totals:
         shades = [share_of(value, 0, most) for value in totals]
@@ -119,12 +119,3 @@ def layer_table(
 
 def share_of(value: float | None, least: float, most: float) -> float | None:
     return None if value is None or most <= least else (value - least) / (most - least)
-
-
-def _without_common_path(names: Sequence[str]) -> list[str]:
-    """Names of layers without the path that all have in common."""
-    split = [name.split(".") for name in names]
-    common = 0
-    while len(names) > 1 and all(len(parts) > common + 1 and parts[common] == split[0][common] for parts in split):
-        common += 1
-    return [".".join(parts[common:]) for parts in split]

@@ -80,7 +80,7 @@ def next_step(facts: Facts) -> NextStep:
 
 
 def find_problem(facts: Facts) -> Problem | None:
-    """By the scores, else by the predicted damage, else by opposed task vectors."""
+    """By the scores if all steps have some, else by the predicted damage, else by opposed task vectors."""
     if facts.scores:
         tasks = zip(facts.scores.compared(), facts.history, strict=False)
         found = sorted(((task, entry) for task, entry in tasks if task.lost > LOST), key=lambda pair: -pair[0].lost)
@@ -88,6 +88,8 @@ def find_problem(facts: Facts) -> Problem | None:
             worst = found[0][0]
             sentence = f"{short_name(worst.task)} lost most: {worst.merged:.3g}, its expert has {worst.expert:.3g}."
             return Problem([entry.name for _, entry in found], sentence)
+        if facts.scores.has_experts and len(facts.scores.matrix) == len(facts.history):
+            return None
     if facts.ledger and not facts.manifest.adapters and (damaged := facts.ledger.damaged()):
         damage, name = damaged[0]
         sentence = f"The model would serve {short_name(name)} worst (predicted damage {damage:.2f})."

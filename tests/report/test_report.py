@@ -193,8 +193,12 @@ def test_a_store_of_hundreds_of_tensors_and_twenty_experts(tmp_path: Path, score
     layers = large.by_layer()
     table = layer_table(names, layers.parts, layers.kept, ".1%", totals=layers.total, low_is_bad=True)
     assert len(table.rows) == 51 and {len(cells) for cells in table.rows} == {21}
-    assert [cells[0].text for cells in table.rows[:3]] == ["all layers", "0", "1"]
-    assert len(table.listed) == MAX_ROWS and [cells[0].text for cells in table.listed[:3]] == ["all layers", "0", "1"]
+    assert [cells[0].text for cells in table.rows[:3]] == ["all layers", "model.layers.0", "model.layers.1"]
+    assert len(table.listed) == MAX_ROWS and [cells[0].text for cells in table.listed[:3]] == [
+        "all layers",
+        "model.layers.0",
+        "model.layers.1",
+    ]
 
 
 @pytest.mark.draws

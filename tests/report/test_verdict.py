@@ -159,6 +159,8 @@ def test_an_accumulator_has_forgotten_the_layers(opposed: Path, tmp_path: Path) 
 
     facts = Facts.of(of_two(tmp_path / "store", opposed, Average()))
     (found,) = facts.conflicts
+    good = dataclasses.replace(facts, scores=Scores.of(["a", "b"], [[1, 1], [1, 1]], experts=[1, 1]))
+    assert next_step(good).advice == "Merge the experts.", "scores count more than cosines"
     assert found.layers == {} and str(found).endswith(").")
     assert verdict(facts).endswith(f" push and pull oppose each other (cosine −{-found.cosine:.2f}).")
 
