@@ -1,6 +1,6 @@
-"""A repository on the hub that is written to: one commit a push, so that others see all of it or nothing.
+"""Writing to a repository on the hub: one commit per push, so that readers see all of it or nothing.
 
-What was uploaded before a push broke off is known to the hub by its content, so that the next one goes on from there.
+The hub knows uploaded files by their content. A push that is repeated after an interruption uploads only the rest.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _SECRETS = re.compile(r"hf_\w+|\?\S+")
-"""Tokens, and the signatures of addresses"""
+"""Tokens, and signatures in URLs"""
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def repository_name(address: str) -> str:
-    """``ORG/NAME`` of what a user writes so, or as ``hf://ORG/NAME``."""
+    """Parse ``ORG/NAME`` or ``hf://ORG/NAME``."""
     name = address.removeprefix("hf://")
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{address} is no repository of the hub: write hf://ORG/NAME")
+        raise UsageError(f"{address} is not a repository on the hub: write hf://ORG/NAME")
     return name
 
 
 def check_login() -> None:
-    """Refuse to begin what could not be pushed: without the package, or without a token."""
+    """Raise an error if a push cannot work: without huggingface_hub, or without a token."""
     if not _package().get_token():
         raise MergestreamError(f"there is no token for the hub: {LOGIN}")
 
@@ -47,11 +47,10 @@ def push_files(
     is_ours: Callable[[str], bool],
     check: Callable[[set[str]], None] = lambda present: None,
 ) -> str:
-    """Have the repository hold these files, by the names that they are to have there; returns its address.
+    """Upload files under these names in one commit; returns the URL of the repository.
 
-    Others that are there stay, unless ``is_ours`` says that an earlier push has left them; ``check`` may refuse what it
-    finds there. One that is new is private where that is asked for; one that is public is never filled with what was to
-    be private.
+    Files of an earlier push, which ``is_ours`` recognises, are deleted; others stay. ``check`` may refuse a repository
+    by its files. ``private`` makes a new repository private, and refuses one that is public.
     """
     check_login()
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -61,7 +60,7 @@ def push_files(
         address = str(api.create_repo(name, private=private or None, exist_ok=True))
         found = api.model_info(name)
         if private and not found.private:
-            raise MergestreamError(f"{name} is there, and public: make it private on the hub, or push elsewhere")
+            raise MergestreamError(f"{name} exists and is public: make it private on the hub, or push elsewhere")
         present = {sibling.rfilename for sibling in found.siblings or []}
         check(present)
         added = [CommitOperationAdd(there, here) for there, here in files.items()]
@@ -71,8 +70,9 @@ def push_files(
 
 
 def connect() -> HfApi:
+    """A client of the hub, without progress bars if nobody sees them."""
     package = _package()
-    if not sys.stderr.isatty():  # nobody watches bars
+    if not sys.stderr.isatty():  # nobody sees progress bars
         package.utils.disable_progress_bars()
     return package.HfApi()
 
@@ -81,15 +81,13 @@ def _package() -> ModuleType:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise MergestreamError(
-            "for the hub the package huggingface_hub is missing: pip install 'mergestream[hub]'"
-        ) from error
+        raise MergestreamError("the hub needs the package huggingface_hub: pip install 'mergestream[hub]'") from error
     return huggingface_hub
 
 
 @contextmanager
 def explained(name: str, doing: str) -> Iterator[None]:
-    """What the hub has against it, in a sentence, and nothing of the token."""
+    """Raise errors of the hub as one sentence that never quotes the token."""
     from huggingface_hub import utils
 
     try:
@@ -108,12 +106,12 @@ def explained(name: str, doing: str) -> Iterator[None]:
             sentence = f"the token may not write to {name}; use one with write access to {name.partition('/')[0]}"
         else:
             reason = _reason(error)
-            sentence = f"{name} cannot be {doing} ({reason}); try again, and it goes on where it was"
+            sentence = f"{name} cannot be {doing} ({reason}); run the command again, and it resumes"
         raise MergestreamError(sentence) from error
 
 
 def _status(error: BaseException | None) -> int | None:
-    """Of the answer that it is about, be it by the way of another error."""
+    """The HTTP status of an error, or of the errors that caused it."""
     while error is not None:
         if (response := getattr(error, "response", None)) is not None:
             return int(response.status_code)

@@ -87,7 +87,7 @@ def drop_record(storage: Storage, folder: str) -> None:
 
 
 class TensorRecord(TypedDict):
-    """What a step did to one tensor."""
+    """The facts of a step about one tensor."""
 
     norm: Magnitude
     kept: Magnitude
@@ -97,33 +97,32 @@ class TensorRecord(TypedDict):
 
 class _Record(TypedDict):
     sketch: str
-    """Its digest"""
+    """The digest of the sketch"""
     heads: dict[str, str]
-    """Those of the tensors that stay with it"""
+    """The digests of the heads that were kept"""
     config: dict[str, Any] | None
-    """Its own, where such tensors are: the labels are in it"""
+    """The expert's config, which has the labels of its heads; None if it has no heads or no config"""
     tokens: list[Token]
-    """Those that it has and the base has not, where their rows stay with it; older records lack it"""
+    """Tokens that only the expert has, if their rows were kept; missing in older records"""
     tensors: dict[str, TensorRecord]
 
 
 class Record(_Record, total=False):
-    """What is remembered of an expert."""
+    """The record of an expert: ``tensors.json``."""
 
     adapter: AdapterConfig | None
-    """What its configuration tells, of an adapter; older stores lack it"""
+    """The configuration of an adapter; missing in older stores"""
     prefix: Prefix
-    """By which its names differ from the base's; older stores lack it"""
+    """The prefix that tensor names of the expert have and the base's lack; missing in older stores"""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What it takes to make an expert's model of the merged one."""
+    """The heads of an expert, which turn the merged model into a model for its task."""
 
     heads: CheckedTensors
-    """The tensors that stay with the expert, open"""
     config: dict[str, Any] | None
-    """None where the expert came without"""
+    """The expert's config, if it has one"""
     prefix: Prefix
 
 

@@ -49,9 +49,10 @@ class StepStorage:
         return True
 
     def _find_earlier(self, plan: Mapping[str, Any]) -> str | None:
-        wanted = _without_commit(plan)
-        for folder in self._storage.folders("steps"):
-            if _without_commit(read_plan(self._storage, folder) or {}) == wanted:
+        """The folder of an interrupted run with the same plan; with a lock only this one is written to."""
+        own = self._folder.partition("/")[2]
+        for folder in [own] if self._storage.has_lock else self._storage.folders("steps"):
+            if _without_commit(read_plan(self._storage, folder) or {}) == _without_commit(plan):
                 return f"steps/{folder}"
         return None
 

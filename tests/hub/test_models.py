@@ -57,7 +57,7 @@ def test_what_was_to_be_private_goes_to_no_public_repository(
 ) -> None:
     hub.repositories["org/public"] = {COMMIT: {}}
     result = mergestream("export", store, tmp_path / "out", "--push", "org/public", "--private")
-    assert result.code == 1 and "org/public is there, and public" in result.err
+    assert result.code == 1 and "org/public exists and is public" in result.err
     assert not hub.received and not hub.commits
 
 
@@ -80,8 +80,8 @@ def test_what_cannot_be_pushed_is_one_sentence(
         return result.err
 
     assert "the token may not write to theirs/model; use one with write access to theirs" in refused("theirs/model")
-    assert "nowhere is no repository of the hub: write hf://ORG/NAME" in refused("nowhere")
-    assert "is no repository of the hub" in refused("hf://org/../x")
+    assert "nowhere is not a repository on the hub: write hf://ORG/NAME" in refused("nowhere")
+    assert "is not a repository on the hub" in refused("hf://org/../x")
     monkeypatch.setenv("HF_TOKEN", "hf_anotherone")
     assert "the hub does not accept the token; log in with" in refused("org/model")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
