@@ -135,7 +135,7 @@ def _describe_readout(store: Store, selection: dict[str, Any]) -> tuple[str, lis
     from mergestream.ledger.selection import Selection
 
     chosen = Selection(**selection)
-    if not store.method.remembers_experts:
+    if not store.manifest.entries:
         return chosen.of_state(store.method).name, store.manifest.names
     readout, weights = chosen.of_entries(store.manifest.names, store.manifest.adapters)
     return readout.name, list(weights)

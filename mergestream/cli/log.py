@@ -37,7 +37,7 @@ def run(options: Options) -> None:
 
 def _held_shares(store: Store) -> dict[str, float]:
     """Measure the share of each expert that a ledger holds now; empty for other methods."""
-    if not store.manifest.is_ledger:
+    if not store.manifest.entries:
         return {}
     survival = store.survival()
     return dict(zip(survival.experts, survival.total, strict=True))

@@ -108,7 +108,7 @@ class Recipe:
             result=result,
             readout=readout or ReadoutChoice(),
             max_rank=manifest.max_rank,
-            exact=manifest.is_ledger or [entry.number for entry in history] == [*range(1, len(history) + 1)],
+            exact=bool(manifest.entries) or [entry.number for entry in history] == [*range(1, len(history) + 1)],
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Ledger(Method):
     factored = True
     commutative = True
     remembers_experts = True
+    keeps_factors = False
+    has_direction = False
 
     budget: float = parameter(
         1.0, "β: of a matrix of rank r all experts together keep β·r directions", above=0, at_most=8
@@ -114,6 +116,9 @@ class Ledger(Method):
             for slot, form in layout.items()
         }
         return Absorbed(entry, self.direction(entry, context))
+
+    def entry_rank(self, rank: int | None) -> int | None:
+        return rank
 
     def cut(self, t: int) -> int:
         return max(t, FEWEST)

@@ -71,7 +71,7 @@ class Carry:
 
     def _context(self, name: str, number: int) -> Context:
         vector, expert = self.vectors[number], self.experts[number] if self.experts else ""
-        rank = vector.rank(name) if self.method.remembers_experts else None
+        rank = self.method.entry_rank(vector.rank(name))
         return tensor_context(vector.model, name, self.counts[number], rank, expert)
 
     def _whole(self, name: str, number: int, context: Context) -> Value:

@@ -140,7 +140,8 @@ class Merger:
         vector = make_task_vector(self._model, self._base, open_checkpoint(expert), ignore=ignore, vocab=vocab)
         for sentence in vector.notes:
             Progress().note(sentence)
-        state_before = self._states[-1] if self._states and not self.method.remembers_experts else None
+        is_entry = self.method.cut(len(self.history) + 1) > 0
+        state_before = self._states[-1] if self._states and not is_entry else None
         step = Step(
             method=self.method,
             vector=vector,

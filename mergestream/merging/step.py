@@ -179,15 +179,15 @@ class Step:
     def measures_direction(self) -> bool:
         """Whether ‖direction‖ is measured: for the scale, for the share that bounding the rank costs, or on demand."""
         wanted = self.measure_direction or self.method.scale_rule == "adaptive" or self.max_rank is not None
-        return wanted and not self.method.remembers_experts  # the readout decides on a ledger's direction
+        return wanted and self.method.has_direction
 
     def _plan(self, name: str) -> TensorPlan:
         method, vector, bounds = self.method, self.vector, None
         rank = vector.rank(name)
-        context = tensor_context(vector.model, name, self.t, rank if method.remembers_experts else None, self.expert)
+        context = tensor_context(vector.model, name, self.t, method.entry_rank(rank), self.expert)
         layout, is_whole = method.layout(context), method.is_whole(context)
         before = method.layout(dataclasses.replace(context, t=self.absorbed)) if self.state is not None else {}
-        if method.factored and not method.remembers_experts:
+        if method.keeps_factors:
             bounds = factor_bounds(context, rank, self.state, tuple(before), self.max_rank)
         memory = bounds.workspace if bounds else whole_memory(context, layout) if is_whole else streamed_memory(context)
         memory += vector.copies * math.prod(context.shape) * context.dtype.itemsize

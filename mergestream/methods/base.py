@@ -194,6 +194,20 @@ class Method(ABC):
         """The slots that a stored tensor must have; ``found`` are the shapes of those that it has."""
         return self.layout(context)
 
+    @property
+    def keeps_factors(self) -> bool:
+        """Whether the state of a tensor may stay in factors."""
+        return self.factored
+
+    @property
+    def has_direction(self) -> bool:
+        """Whether the direction is known when an expert is added; a ledger's depends on the readout."""
+        return True
+
+    def entry_rank(self, rank: int | None) -> int | None:
+        """The rank of Δ that an entry must hold, for a Δ in factors of this rank; None where Δ becomes dense."""
+        return None
+
     def cut(self, t: int) -> int:
         """For how many experts an entry is cut after t of them; 0 where there is one state for all."""
         return 0

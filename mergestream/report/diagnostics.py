@@ -145,7 +145,7 @@ def similarity(store: Store | Snapshot) -> Similarity:
 
 def survival(store: Store) -> Survival:
     """The share of each expert that entered the state of a store; in a ledger, the share that it holds now."""
-    if store.manifest.is_ledger and store.history:
+    if store.manifest.entries:
         with store.snapshot() as snapshot:
             return ledger_survival(snapshot)
     return _read_survival(store.place, store.manifest)

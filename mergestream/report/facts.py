@@ -77,7 +77,7 @@ class Facts:
     @classmethod
     def _read(cls, store: Store) -> Facts:
         ledger = None
-        if store.manifest.is_ledger and store.history:
+        if store.manifest.entries:
             with store.snapshot() as snapshot:
                 ledger = LedgerFacts.of(snapshot, store.engine, store.progress)
         return cls(

@@ -172,7 +172,9 @@ def _evaluate_candidate(candidate: Candidate, command: str) -> Evaluation:
 
 def _check_method(quantity: str, manifest: Manifest) -> None:
     """Refuse a gate on a quantity that the method of the store does not have."""
-    if manifest.is_ledger and quantity in NOT_IN_LEDGERS:
+    missing = NOT_IN_LEDGERS if manifest.is_ledger else LEDGER_ONLY
+    if quantity not in missing:
+        return
+    if missing is NOT_IN_LEDGERS:
         raise UsageError(f"a ledger has no {quantity} before it is exported; gate on damage or held instead")
-    if not manifest.is_ledger and quantity in LEDGER_ONLY:
-        raise UsageError(f"only a ledger has {quantity}, and this store uses {manifest.method}; gate on kept instead")
+    raise UsageError(f"only a ledger has {quantity}, and this store uses {manifest.method}; gate on kept instead")

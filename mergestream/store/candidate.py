@@ -282,7 +282,7 @@ def open_candidate(
             candidate.note(f"{method.name} needs dense tensors: the adapter is multiplied out, tensor by tensor")
         for sentence in vector.notes:
             candidate.note(sentence)
-        absorbs = bool(manifest.history) and not method.remembers_experts
+        absorbs = bool(manifest.history) and not manifest.entries  # else the expert gets an entry of its own
         candidate.step = Step(
             method=method,
             vector=vector,

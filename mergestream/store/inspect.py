@@ -43,7 +43,7 @@ def inspect_expert(store: Store, expert: ExpertSource, options: Mapping[str, Any
     with open_candidate(store, expert, measure_distance=True, **options) as candidate, ExitStack() as stack:
         started = time.monotonic()
         entry: StepFiles | None = None
-        if not store.method.remembers_experts:
+        if not candidate.cut:
             candidate.absorb(Discard(), "inspecting")
         elif isinstance(store.engine, LocalEngine):
             entry = memory = MemoryState(candidate.step)

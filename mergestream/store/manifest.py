@@ -115,8 +115,13 @@ class Expert:
     """How the user has named it; empty where that is not known, or where it was in memory"""
 
     @property
+    def is_entry(self) -> bool:
+        """Whether its step holds its own entry in a ledger, instead of the state after it"""
+        return self.cut > 0
+
+    @property
     def folder(self) -> str:
-        """In ``steps`` and ``experts``"""
+        """The name of its folders in ``steps`` and ``experts``"""
         return folder_name(self.number, self.mark)
 
     @property
@@ -172,23 +177,28 @@ class Manifest:
 
     @property
     def is_ledger(self) -> bool:
-        """Whether every expert is remembered; told by the name, for to make the method takes torch."""
+        """Whether the store keeps one entry per expert; known by the name, because making the method imports torch."""
         return self.method == "ledger"
 
     @property
     def is_opcm(self) -> bool:
-        """Whether there is a λ_t, to be seen against √t."""
+        """Whether there is a λ_t to plot against √t."""
         return self.method == "opcm"
 
     @property
+    def entries(self) -> tuple[Expert, ...]:
+        """The experts that have an entry in a ledger; empty where one state has absorbed all."""
+        return tuple(entry for entry in self.history if entry.is_entry)
+
+    @property
     def names(self) -> list[str]:
-        """Of the experts, in order"""
+        """The names of the experts, in their order"""
         return [entry.name for entry in self.history]
 
     @property
     def adapters(self) -> set[str]:
         """The experts of a ledger that came as adapters."""
-        return {entry.name for entry in self.history if self.is_ledger and entry.rank}
+        return {entry.name for entry in self.entries if entry.rank}
 
     @property
     def sharing(self) -> int:
@@ -219,7 +229,7 @@ class Manifest:
     @property
     def needed(self) -> tuple[Expert, ...]:
         """The experts whose steps are needed: the entries of all in a ledger, else the state after the last."""
-        return self.history if self.is_ledger else self.history[-1:]
+        return self.entries or self.history[-1:]
 
     @property
     def kept_folders(self) -> set[str]:
@@ -249,7 +259,9 @@ class Manifest:
             before = history[-1].mean_norm if history else 0.0
             mean_norm = ((t - 1) * before + entry.norm) / t
             scale = scale_value(method.scale_rule, t, mean_norm, lambda: 0.0)
-            state = entry.state if entry.cut else ""  # an entry stays valid; a state still contains the removed expert
+            state = (
+                entry.state if entry.is_entry else ""
+            )  # an entry stays valid; a state still contains the removed expert
             history.append(
                 dataclasses.replace(
                     entry, mean_norm=mean_norm, scale=scale, direction_norm=None, distance=None, state=state
