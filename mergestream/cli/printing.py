@@ -23,7 +23,7 @@ _BOLD, _CYAN, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
 
 
 class JsonReply:
-    """The JSON output of one command."""
+    """The state of a command's JSON output."""
 
     def __init__(self) -> None:
         self.data: Any = {}
@@ -31,40 +31,6 @@ class JsonReply:
         self.is_stream = False
         """Whether events are printed as they happen, one object per line, instead of one value at the end"""
         self.is_finished = False
-
-    def note(self, sentence: str) -> None:
-        """Print a note as an event, or keep it for the end."""
-        if self.is_stream:
-            _print_json({"event": "note", "note": sentence}, indent=None)
-        else:
-            self.notes.append(sentence)
-
-    def emit(self, event: Mapping[str, Any]) -> None:
-        """Print an event, then the notes that came before the first event."""
-        self.is_stream = True
-        _print_json(event, indent=None)
-        earlier, self.notes = self.notes, []
-        for note in earlier:
-            self.note(note)
-
-    def finish(self, reasons: Sequence[str]) -> None:
-        """Print the reply once. If the data is a list, a failure becomes its last item."""
-        if self.is_finished:
-            return
-        self.is_finished = True
-        failure = {"error": "; ".join(reasons), "reasons": reasons} if reasons else {}
-        if self.is_stream:
-            if failure:
-                _print_json({"event": "error", **failure}, indent=None)
-        elif isinstance(self.data, list):
-            _print_json([*self.data, self.with_notes(failure)] if failure else self.data)
-        else:
-            _print_json(self.with_notes({**self.data, **failure}))
-
-    def with_notes(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the notes since the last call to an object."""
-        notes, self.notes = self.notes, []
-        return {**data, "notes": list(dict.fromkeys((*data.get("notes", ()), *notes)))}
 
 
 _reply: JsonReply | None = None
@@ -94,43 +60,62 @@ def answer(data: dict[str, Any] | list[dict[str, Any]]) -> None:
 
 
 def emit(event: Mapping[str, Any]) -> None:
-    """Print one event of a long-running command as a line of JSON, at once."""
+    """Print one event of a long-running command as a line of JSON, at once, and after the first one earlier notes."""
     if _reply:
-        _reply.emit(event)
+        _reply.is_stream = True
+        _print_json(event, indent=None)
+        earlier, _reply.notes = _reply.notes, []
+        for note in earlier:
+            emit({"event": "note", "note": note})
 
 
-def with_notes(item: dict[str, Any]) -> dict[str, Any]:
-    """Add the latest notes to an item of a list that is the answer."""
-    return _reply.with_notes(item) if _reply else item
+def with_notes(data: dict[str, Any]) -> dict[str, Any]:
+    """Add the notes since the last call to an object of the answer."""
+    if not _reply:
+        return data
+    notes, _reply.notes = _reply.notes, []
+    return {**data, "notes": list(dict.fromkeys((*data.get("notes", ()), *notes)))}
 
 
 def finish(*reasons: str) -> None:
-    """End the output of a command that is done or has failed for these reasons."""
-    if _reply:
-        _reply.finish(reasons)
+    """End the output of a command, once. If the answer is a list, ``reasons`` for a failure become its last item."""
+    if _reply and not _reply.is_finished:
+        _reply.is_finished = True
+        failure = {"error": "; ".join(reasons), "reasons": reasons} if reasons else {}
+        if _reply.is_stream:
+            if failure:
+                emit({"event": "error", **failure})
+        elif isinstance(_reply.data, list):
+            _print_json([*_reply.data, with_notes(failure)] if failure else _reply.data)
+        else:
+            _print_json(with_notes({**_reply.data, **failure}))
     sys.stdout.flush()
 
 
 def make_progress(quiet: bool = False) -> Progress:
     """Create the progress display of a command. ``--json`` contains the notes even if ``quiet``."""
-    shown = NoProgress() if quiet else TerminalProgress()
-    return _RecordingProgress(shown, _reply) if _reply else shown
+    display = NoProgress() if quiet else TerminalProgress()
+    return _RecordingProgress(display, _reply) if _reply else display
 
 
 class _RecordingProgress(Progress):
-    """Passes everything on to another display, and adds the notes to the JSON reply."""
+    """Passes everything on to another display, and adds the notes to the JSON output."""
 
-    def __init__(self, shown: Progress, reply: JsonReply) -> None:
-        self._shown, self._reply = shown, reply
+    def __init__(self, display: Progress, reply: JsonReply) -> None:
+        self._display, self._reply = display, reply
 
     @contextmanager
     def task(self, description: str, total: int) -> Iterator[Advance]:
-        with self._shown.task(description, total) as advance:
+        with self._display.task(description, total) as advance:
             yield advance
 
     def note(self, message: str) -> None:
-        self._shown.note(message)
-        self._reply.note(one_line(message, MAX_SENTENCE))
+        self._display.note(message)
+        sentence = one_line(message, MAX_SENTENCE)
+        if self._reply.is_stream:
+            emit({"event": "note", "note": sentence})
+        else:
+            self._reply.notes.append(sentence)
 
 
 def say(line: str = "") -> None:
