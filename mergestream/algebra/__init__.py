@@ -1,1 +1,1 @@
-"""The linear algebra: pieces, matrices in factors, decompositions, thresholds. Nothing of files or of merging."""
+"""Linear algebra: pieces, matrices in factors, decompositions, thresholds. It knows nothing about files or merging."""

@@ -1,4 +1,4 @@
-"""How much the factors of a low-rank state may take after a step: known before any arithmetic, from ranks alone."""
+"""How large the factors of a low-rank state may become in a step, computed from ranks alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FactorBounds:
-    """The most that the factors Lᵀ C R of one tensor's slots may take after a step."""
+    """Upper bounds of the factors Lᵀ C R of one tensor's slots after a step."""
 
     shape: tuple[int, int]
-    """Of the tensor as a matrix"""
+    """The shape of the tensor as a matrix"""
     new: tuple[int, int]
     """Rows that the step may add to the left and to the right basis"""
     core: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Random choices that have an address: the same whoever draws them, on whatever device, in pieces of whatever size.
+"""Random choices by position: the same on every machine and device, for pieces of any size.
 
 Philox makes its numbers of a key and a counter, so that those at any place can be had without those before it. NumPy
 promises that its stream stays what it is, which torch does not of its generators.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 8
-"""Numbers of 32 bits that one count of Philox gives"""
+"""32-bit numbers per count of Philox"""
 
 
 def chosen(key: int, share: float, start: int, count: int) -> Tensor:

@@ -80,7 +80,7 @@ class Basis:
         return basis, torch.cat([inside, remainder @ block.double().T], 1)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The coordinates of x, and what remains of it beside the basis.
+        """The coordinates of x, and its remainder outside the basis.
 
         The coordinates decide how far new rows lean on the old ones, and are summed in float64. Rounding errors of
         what is subtracted lean nowhere: there the precision of the rows will do.
@@ -91,7 +91,7 @@ class Basis:
         return inside, x - self.combine(inside.to(self.dtype))
 
     def starts_with(self, other: Basis) -> bool:
-        """Whether the first blocks of this basis are the other's (the very same tensors)."""
+        """Whether this basis begins with the blocks of the other (the same tensor objects)."""
         ours = self.blocks[: len(other.blocks)]
         return len(ours) == len(other.blocks) and all(a is b for a, b in zip(ours, other.blocks, strict=True))
 
@@ -131,7 +131,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """The rank that the factors have room for; that of the matrix may be lower."""
+        """The rank that the factors can hold; the rank of the matrix may be lower."""
         return min(self.left.rank, self.right.rank)
 
     def any(self) -> bool:
@@ -231,7 +231,7 @@ Value = Tensor | LowRank
 
 
 def squared_norm(value: Value) -> float:
-    """‖·‖² (Frobenius): of a matrix in factors, that of its core."""
+    """‖·‖² (Frobenius); for a matrix in factors it is the norm of the core."""
     return pieces.squared_norm(value.core if isinstance(value, LowRank) else value)
 
 

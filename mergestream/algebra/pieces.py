@@ -1,4 +1,4 @@
-"""Tensors go by in pieces.
+"""Process tensors in pieces.
 
 A piece is small enough to stay in the processor's cache between reading, subtracting, absorbing and writing, and large
 enough that the calls from Python do not count. It is also below the size up to which the engine has malloc
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE = 1 << 19
-"""Elements in a piece. What is merged does not depend on it."""
+"""Elements in a piece; the merged model does not depend on it"""
 Elements = Callable[[int, int], "Tensor"]
 """Any range of a flattened tensor, by its start and its end."""
 LARGEST_NORM = 1e140
-"""Squares of more leave float64, and those of less than its inverse lose digits."""
+"""float64 cannot hold the square of a larger norm, and loses digits below its inverse"""
 _RUN = 1 << 10
 _BLOCK = 1 << 16
 _TINY = 1e-27
@@ -33,7 +33,7 @@ def ranges(numel: int) -> Iterator[tuple[int, int]]:
 
 
 class SquaredNorm:
-    """‖x‖² of a tensor that goes by in consecutive pieces: to 1e-8, and to the last bit the same however it is cut.
+    """‖x‖² of a tensor that arrives in consecutive pieces: precise to 1e-8, and bit-identical for any piece size.
 
     Runs of 1024 float32 squares are summed in float32, as dot products, and blocks of 64 runs in float64: six times
     as fast as float64 throughout. Blocks begin at multiples of their size, and their sums are added up exactly.
@@ -43,7 +43,7 @@ class SquaredNorm:
         self._sums: list[float] = []
         self._unfinished: list[NDArray[Any]] = []
         self.finite = True
-        """Whether neither NaN nor Inf has gone by, nor what is so large that float64 cannot hold its square"""
+        """Whether all elements so far were finite, and small enough for float64 to hold their squares"""
 
     def add(self, piece: Tensor) -> None:
         flat = piece.detach().cpu().reshape(-1)
@@ -62,7 +62,7 @@ class SquaredNorm:
             self._wait(values[whole:])
 
     def total(self) -> float:
-        """Infinite where float64 cannot hold it; zero only where all elements are."""
+        """‖x‖²: infinite where float64 cannot hold it, and zero only if all elements are."""
         self._finish()
         return exact_sum(self._sums)
 
@@ -90,7 +90,7 @@ class SquaredNorm:
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Whatever their order; infinite where float64 cannot hold it."""
+    """The sum of the values, the same for any order; infinite where float64 cannot hold it."""
     try:
         return math.fsum(values)
     except OverflowError:
@@ -98,12 +98,12 @@ def exact_sum(values: Iterable[float]) -> float:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether there is neither NaN nor Inf: a sum tells at the speed of memory, unless it is too large itself."""
+    """Whether a tensor has neither NaN nor Inf; its sum is checked first, because that is fast."""
     return not x.is_floating_point() or math.isfinite(float(x.sum())) or bool(x.isfinite().all())
 
 
 def squared_norm(x: Tensor) -> float:
-    """‖x‖² of a tensor that is at hand as a whole."""
+    """‖x‖² of a whole tensor."""
     norm = SquaredNorm()
     norm.add(x)
     return norm.total()

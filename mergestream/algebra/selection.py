@@ -1,4 +1,4 @@
-"""The exact k-th largest magnitude of data that is too large to sort, or even to hold.
+"""The exact k-th largest magnitude of data that is too large to sort or to hold in memory.
 
 A sample brackets the value. One pass counts what lies above the bracket and on its two ends, and
 collects what lies strictly inside: about a hundredth of the data, however often single values
@@ -63,7 +63,7 @@ class Search:
             self.bracket = self._below(), self._above()
 
     def narrow(self, tallies: Iterable[Tally]) -> None:
-        """Take what all data gave for the bracket: the answer is known then, or the bracket moves."""
+        """Take the tallies of all data: either they give the answer, or the bracket moves."""
         above, at_high, inside, at_low = zip(*tallies, strict=True)
         collected = np.concatenate(inside)
         low, high = self.bracket
@@ -124,7 +124,7 @@ def sample_ranges(numel: int, stride: int) -> Iterator[tuple[int, int]]:
 
 
 def _at(descending: Array, place: float) -> float:
-    """About the value at a place; beyond the ends, a bound of all values."""
+    """Approximately the value at a place; beyond the ends, a bound of all values."""
     if place < 1:
         return math.inf
     return float(descending[int(place) - 1]) if place <= len(descending) else 0.0

@@ -51,7 +51,7 @@ class ThinSVD:
 
 @dataclass(frozen=True)
 class FactoredSVD:
-    """The same of S = Lᵀ C R, the singular vectors given by their coordinates: those of the core C."""
+    """The thin SVD of S = Lᵀ C R, with singular vectors as coordinates: those of the core C."""
 
     left: Basis
     coordinates: ThinSVD
@@ -88,7 +88,7 @@ def thin_svd(matrix: Value, leading: Leading | None = None) -> ThinSVD | Factore
 
 
 def moderate(matrix: Tensor) -> tuple[Tensor, int]:
-    """The matrix over a power of two, and its exponent: 0, unless entries are too large or too small to be squared."""
+    """The matrix divided by a power of two, and the exponent; 0 unless entries are too large or too small to square."""
     if not is_finite(matrix):
         raise OverflowError("a matrix holds NaN or Inf")
     largest = max(abs(float(extreme)) for extreme in matrix.aminmax()) if matrix.numel() else 0.0

@@ -32,6 +32,6 @@ def leading_eigenvectors(matrix: Tensor, wanted: Callable[[Tensor], int] | None 
 
 
 def power(matrix: Tensor, exponent: float) -> Tensor:
-    """Aˣ on the range of A, and zero on what is beside it: the pseudo-inverse's root for x = −½. A is overwritten."""
+    """Aˣ on the range of A, zero elsewhere: for x = −½ the root of the pseudo-inverse. A is overwritten."""
     values, vectors = leading_eigenvectors(matrix)
     return (vectors * values.pow(exponent)) @ vectors.T

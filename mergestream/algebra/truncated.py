@@ -63,18 +63,18 @@ def truncated_svd(matrix: Tensor, rank: int, method: Method = "auto") -> ThinSVD
 
 
 def is_randomised(n: int, rank: int, method: Method) -> bool:
-    """Which way is taken for so many triplets of a matrix with n columns, and no fewer rows."""
+    """Whether the randomised algorithm is used for so many triplets of a matrix with n columns and at least n rows."""
     randomised = n >= _LEAST_SIZE and rank <= _LARGEST_SHARE * n if method == "auto" else method == "randomised"
     return randomised and rank > 0 and block_width(rank) < n
 
 
 def block_width(rank: int) -> int:
-    """Columns of the block that is filtered."""
+    """The number of columns of the filtered block."""
     return rank + max(rank // _OVERSAMPLING, _LEAST_OVERSAMPLING)
 
 
 def _randomised_svd(matrix: Tensor, rank: int, width: int) -> ThinSVD:
-    """The decomposition of S X Xᵀ. By way of S X = Q R, u is as orthonormal as v however small its σ."""
+    """The SVD of S X Xᵀ through S X = Q R, so that u is as orthonormal as v even for small σ."""
     x = _leading_subspace(matrix, rank, width)
     q, r = torch.linalg.qr(matrix @ x)
     u, s, vh = torch.linalg.svd(r.double())
@@ -83,7 +83,7 @@ def _randomised_svd(matrix: Tensor, rank: int, width: int) -> ThinSVD:
 
 
 def _leading_subspace(matrix: Tensor, rank: int, width: int) -> Tensor:
-    """An orthonormal basis (n×width) of a space that holds the leading right singular vectors, but for a little."""
+    """An orthonormal basis (n×width) that spans the leading right singular vectors, up to a small error."""
     times_gram = _multiply_by_gram(matrix, width)
     noise = 8 * torch.finfo(matrix.dtype).eps  # what lies below this share of σ₁², the Gram matrix does not know
     start = torch.randn(matrix.shape[1], width, generator=torch.Generator().manual_seed(0))
@@ -108,7 +108,7 @@ def _leading_subspace(matrix: Tensor, rank: int, width: int) -> Tensor:
 
 
 def _orthonormal(x: Tensor) -> Tensor:
-    """By Householder's reflections: no slower than two rounds of Cholesky's factors, and never undefined."""
+    """The Q of a QR decomposition: as fast as two rounds of Cholesky, and always defined."""
     return torch.linalg.qr(x).Q
 
 

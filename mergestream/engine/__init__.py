@@ -1,4 +1,4 @@
-"""Maps work over the tensors of a model; knows nothing of what the work is."""
+"""Engines run a function on every tensor of a model, on threads or on a Ray cluster."""
 
 from mergestream.engine.base import ENGINES, Collector, Engine, ResultsByTensor
 from mergestream.engine.local import LocalEngine, single_threaded

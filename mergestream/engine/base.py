@@ -1,4 +1,4 @@
-"""What an engine is: it maps work over the tensors of a model, and knows nothing of what the work is."""
+"""The interface of engines: they run a function on every tensor of a model, whatever the function does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Engine(Protocol):
 
     @property
     def device(self) -> str:
-        """Where the arithmetic of a job runs, as torch names it."""
+        """The torch device that computes."""
 
     def run(
         self,
@@ -38,7 +38,7 @@ class Engine(Protocol):
 
 
 def check_budget(memory: Mapping[str, int], most: int | None) -> None:
-    """Refuse a job that needs more memory than all of them may have."""
+    """Refuse a job that needs more memory than the whole budget."""
     largest = max(memory, key=lambda name: memory[name], default=None)
     if largest is not None and most is not None and memory[largest] > most:
         raise MergestreamError(
@@ -83,4 +83,4 @@ ENGINES: Registry[Callable[..., Engine]] = Registry(
     "mergestream.engines",
     {"local": "mergestream.engine.local:LocalEngine", "ray": "mergestream.engine.ray:RayEngine"},
 )
-"""Made with ``workers``, ``max_memory``, ``device`` and ``address``, each only where the user gave it."""
+"""Called with those of ``workers``, ``max_memory``, ``device`` and ``address`` that the user gave"""

@@ -1,4 +1,4 @@
-"""Worker threads over tensors, within a memory budget."""
+"""An engine that runs work on threads of this process, within a memory budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 @cache
 def keep_freed_memory() -> None:
-    """Have glibc use freed memory again, up to 64 MB a thread, instead of giving it back to the kernel.
+    """Let glibc reuse freed memory, up to 64 MB per thread, instead of returning it to the kernel.
 
     By default intermediate results of a megabyte come in fresh pages time and again, and the kernel clears each of
     them: a quarter of the time of a first adapter. What is larger than 32 MB is mapped and given back as ever.
@@ -65,8 +65,8 @@ class LocalEngine:
         work: Callable[[str], Result],
         memory: Mapping[str, int] | None = None,
     ) -> Iterator[tuple[str, Result]]:
-        """A job is admitted when the memory of all running jobs, itself included, is within the budget. The first error
-        stops the admission of further jobs and is raised."""
+        """A job starts when the memory of all running jobs, itself included, fits the budget. The first error stops
+        further jobs and is raised."""
         memory = memory or {}
         check_budget(memory, self.max_memory)
         keep_freed_memory()

@@ -1,7 +1,6 @@
-"""Work that travels to another process: packed once with what it needs, and with what must come back named.
+"""Pack work for other processes: the function with everything it needs, and its collectors.
 
-cloudpickle takes closures. The objects in them that hold files open travel as places, and are opened again where they
-arrive: work that was unpacked sees all that it needs.
+cloudpickle packs closures. Objects with open files are packed as paths, and opened again when the work is unpacked.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from mergestream.storage import cache_in_use, cache_objects
 
 @dataclass(frozen=True)
 class UnpackedWork(Generic[Result]):
-    """Work that was unpacked, and the copies that gather what it leaves in them."""
+    """Unpacked work, with the copies of its collectors."""
 
     work: Callable[[str], Result]
     collectors: Sequence[Collector]
 
     def run(self, names: Iterable[str]) -> tuple[list[tuple[str, Result]], list[Any]]:
-        """The results, and what was gathered on the way."""
+        """Run the work on these names; returns the results, and what each collector has collected."""
         keep_freed_memory()
         with single_threaded():
             results = [(name, self.work(name)) for name in names]
@@ -36,7 +35,7 @@ class UnpackedWork(Generic[Result]):
 
 
 def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Collector]]:
-    """The work as bytes, and the originals of what gathers in it, in the order in which `unpack` gives the copies."""
+    """The work as bytes, and its collectors, in the order in which `unpack` returns their copies."""
     from ray.cloudpickle import Pickler
 
     collectors: list[Collector] = []

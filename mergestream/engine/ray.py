@@ -1,4 +1,4 @@
-"""Tasks on a Ray cluster, whose nodes share a file system: weights go between files and workers, never through here."""
+"""An engine that runs tasks on a Ray cluster whose nodes share a file system; weights never pass through the driver."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from mergestream.interrupts import own_sigterm
 from mergestream.sizes import format_size
 
 SHARES = 8
-"""Batches for each worker, where tensors are small enough: few to be cheap, many so that all end at about one time"""
+"""Batches per worker: few are cheaper, many let all workers finish at about the same time"""
 GPU_SHARE = 0.25
-"""Of a task with --device cuda: while one computes, others read"""
+"""The share of a GPU that a task reserves with --device cuda: while one computes, others read"""
 SMALLEST_MEMORY = 1 << 26
-"""That a task asks for"""
+"""The least memory that a task reserves"""
 REACHABLE = 10.0
 """Seconds in which a cluster must answer"""
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""How HTTP/2 begins, which Ray speaks, with settings that are empty"""
+"""The first bytes of an HTTP/2 connection, as Ray uses it, with empty settings"""
 _SETTINGS = 4
-"""The kind of what is answered, by the fourth byte"""
+"""The frame type of the answer, its fourth byte"""
 LOOKING = 120.0
-"""Seconds in which every node must have looked at what it is to work with"""
+"""Seconds in which every node must have opened the files"""
 WAITING = 5.0
-"""Seconds after which it is asked whether what is waited for can still come"""
+"""Seconds between checks whether the waiting tasks can still run"""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors that are worked on one after another in one task."""
+    """Tensors that one task processes one after another."""
 
     names: tuple[str, ...]
     memory: int
@@ -49,7 +49,7 @@ class Node(NamedTuple):
 
 
 class RayEngine:
-    """Runs work on a Ray cluster: by its ``address``, by ``RAY_ADDRESS``, or one of this machine alone.
+    """Runs work on the Ray cluster at ``address``, at ``RAY_ADDRESS``, or on a local one.
 
     Each task is on one thread, so that results are the same, bit for bit, as those of the local engine.
     """
@@ -79,7 +79,7 @@ class RayEngine:
         work: Callable[[str], Result],
         memory: Mapping[str, int] | None = None,
     ) -> Iterator[tuple[str, Result]]:
-        """A batch is run again elsewhere where its worker or its node is lost. The first error cancels the others."""
+        """Ray retries a batch whose worker or node is lost. The first error cancels all other batches."""
         if not costs:
             return
         memory = memory or {}
@@ -122,7 +122,7 @@ class RayEngine:
 
 
 def batches(costs: Mapping[str, int], memory: Mapping[str, int], workers: int) -> list[Batch]:
-    """The most costly tensors first, each alone; small ones together, up to a share of the whole."""
+    """Group tensors into batches, the largest first: large ones alone, small ones up to a share of the total."""
     share = sum(costs.values()) / (workers * SHARES)
     found: list[Batch] = []
     names: list[str] = []
@@ -141,8 +141,8 @@ def _batch(names: Sequence[str], memory: Mapping[str, int]) -> Batch:
 
 
 def _rounded(memory: int, nodes: Sequence[Node]) -> int:
-    """What is asked for: a power of two where a node has that, for Ray hands a worker on to tasks that ask for the
-    same."""
+    """The memory that a task reserves: a power of two if a node has that, because Ray reuses a worker for tasks with
+    the same request."""
     wanted = max(SMALLEST_MEMORY, 1 << (max(memory, 1) - 1).bit_length())
     return min(wanted, max((node.memory for node in nodes), default=wanted))
 
@@ -151,7 +151,7 @@ def _rounded(memory: int, nodes: Sequence[Node]) -> int:
 
 
 def connected(address: str | None) -> Any:
-    """The module ray, connected: to what it is connected to already, or to the cluster at the address."""
+    """Import ray and connect it to the cluster at the address, unless it is connected already."""
     try:
         import ray
     except ImportError as error:
@@ -171,7 +171,7 @@ def connected(address: str | None) -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes."""
+    """Check quickly that a cluster answers: Ray itself would retry for minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon:  # local, auto
         return
@@ -193,7 +193,7 @@ def _greets(connection: socket.socket) -> bool:
 
 
 def _nodes(ray: Any) -> list[Node]:
-    """Those that have cores to work with."""
+    """The nodes that have CPU cores."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("memory", 0)))
         for node in ray.nodes()
@@ -214,7 +214,7 @@ def _check_room(nodes: Sequence[Node], memory: Mapping[str, int]) -> None:
 
 
 def _check_nodes(ray: Any, nodes: Sequence[Node], run: str, content: Any) -> None:
-    """Have every node open what it is to work with, by the same versions as here."""
+    """Check that every node has the same versions as the driver and can open all files."""
     from ray.exceptions import GetTimeoutError, RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -263,7 +263,7 @@ def _result(ray: Any, ref: Any, batch: Batch) -> Any:
 # --- on a worker ---------------------------------------------------------------------------------------------
 
 _unpacked_work: dict[str, UnpackedWork[Any]] = {}
-"""What this process is at work on, by the run: files are opened once"""
+"""The unpacked work of the current run, so that files are opened once"""
 
 
 def _unpacked(run: str, packed: bytes) -> UnpackedWork[Any]:
@@ -278,7 +278,7 @@ def run_batch(run: str, packed: bytes, names: Sequence[str]) -> tuple[list[tuple
 
 
 def look(run: str, packed: bytes) -> tuple[dict[str, str], str | None]:
-    """The versions on this node, and what it lacks of the work, in words."""
+    """The versions on this node, and an error message if it cannot open the files."""
     try:
         _unpacked(run, packed)
     except (MergestreamError, OSError) as error:
@@ -287,7 +287,7 @@ def look(run: str, packed: bytes) -> tuple[dict[str, str], str | None]:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the results."""
+    """The versions of the packages that decide the results."""
     import torch
 
     from mergestream import __version__

@@ -1,1 +1,1 @@
-"""Every expert remembered by its leading directions, and readouts: pure functions of what is remembered."""
+"""The ledger, which keeps an entry per expert, and the readouts that merge the entries."""

@@ -1,4 +1,4 @@
-"""What a user asks of a store: which readout, of which experts, with which weights."""
+"""What a user selects for a readout: the readout, the experts and their weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE_EXPERT = "expert:"
 
 @dataclass(frozen=True)
 class Selection:
-    """Everything that may be chosen when a model is read out, but for its scale."""
+    """The readout, the experts and their weights; the scale is chosen separately."""
 
     readout: str | None = None
     """By default ``agree`` for a ledger, ``tempered`` where an adapter is merged, and ``plain`` for other methods;
@@ -25,14 +25,14 @@ class Selection:
     only: Sequence[str] = ()
     without: Sequence[str] = ()
     weights: Mapping[str, float] = field(default_factory=dict)
-    """1 for those that are not named"""
+    """By expert; 1 for those that are not named"""
     balance: bool = False
 
     def of_state(self, method: Method) -> StateReadout:
         """The readout of a state that has absorbed all experts."""
         if self.only or self.without or self.weights or self.balance or (self.readout or "").startswith(ONE_EXPERT):
             raise UsageError(
-                f"{method.name} does not remember who said what, so experts cannot be chosen; a store made with "
+                f"{method.name} keeps one state for all experts, so they cannot be selected; a store made with "
                 "--method ledger can"
             )
         readout = READOUTS.choose(self.readout or "plain")()
@@ -43,23 +43,23 @@ class Selection:
     def of_entries(
         self, names: Sequence[str], adapters: Collection[str] = ()
     ) -> tuple[EntriesReadout, dict[str, float]]:
-        """The readout of a ledger with these experts, and the weights of those that are heard."""
+        """The readout of a ledger with these experts, and the weights of the selected ones."""
         name, _, one = (self.readout or "").partition(":")
         if name == "expert":
             return Expert(), self._one_expert(one, names)
         if one:
             raise UsageError(f"there is no readout {self.readout}; {ONE_EXPERT}NAME is the one that takes a name")
-        heard = self._heard(names)
-        name = name or ("agree" if heard.keys().isdisjoint(adapters) else "tempered")
+        selected = self._selected(names)
+        name = name or ("agree" if selected.keys().isdisjoint(adapters) else "tempered")
         readout = READOUTS.choose(name)()
         if not isinstance(readout, EntriesReadout):
             raise UsageError(
                 f"a ledger cannot be read out by {name}; choose agree, tsv, tempered, iso, sum or expert:NAME"
             )
-        return readout, heard
+        return readout, selected
 
-    def _heard(self, names: Sequence[str]) -> dict[str, float]:
-        """The weights of the experts that are heard."""
+    def _selected(self, names: Sequence[str]) -> dict[str, float]:
+        """The weights of the selected experts."""
         for option, chosen in (("--only ", self.only), ("--without ", self.without), ("--weight ", self.weights)):
             _check_known(chosen, names, option)
         if self.only and self.without:
@@ -68,11 +68,11 @@ class Selection:
             if not (math.isfinite(weight) and weight >= 0):
                 raise UsageError(f"the weight {weight:g} of {expert} is not a number from 0 on")
         chosen_names = [each for each in names if each not in self.without and (not self.only or each in self.only)]
-        heard = {each: float(self.weights.get(each, 1.0)) for each in chosen_names}
-        heard = {each: weight for each, weight in heard.items() if weight}
-        if not heard:
+        selected = {each: float(self.weights.get(each, 1.0)) for each in chosen_names}
+        selected = {each: weight for each, weight in selected.items() if weight}
+        if not selected:
             raise UsageError("no expert is left to merge: all are left out, or have the weight 0")
-        return heard
+        return selected
 
     def _one_expert(self, one: str, names: Sequence[str]) -> dict[str, float]:
         if not one:
@@ -86,7 +86,7 @@ class Selection:
 
 
 def parse_weights(given: Sequence[str]) -> dict[str, float]:
-    """``NAME=0.5`` as a user writes it."""
+    """Parse ``NAME=0.5`` options."""
     weights = {}
     for text in given:
         name, equals, number = text.rpartition("=")

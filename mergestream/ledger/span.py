@@ -1,4 +1,4 @@
-"""The directions of all experts for one linear weight, side by side: what readouts are functions of.
+"""The directions of all experts for one linear weight, side by side: the input of readouts.
 
 With Δ_i = U_i Σ_i V_iᵀ, U = [U_1 … U_t] (m×κ) and V likewise, every readout has the form
 
@@ -22,24 +22,24 @@ from mergestream.algebra.svd import gram, thin_svd
 from mergestream.digest import combined_digest, tensor_digests
 
 ENERGIES = ("sigma", "norm2")
-"""The slots of an entry that tell how much it holds: a permille of all"""
+"""The slots of an entry that say how much it holds: 0.1 % of its size"""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is remembered of one expert for one tensor, and its weight in the merge."""
+    """The entry of one expert for one tensor, and the expert's weight in the merge."""
 
     slots: Mapping[str, Tensor]
     weight: float = 1.0
 
     @cached_property
     def identity(self) -> tuple[str, float]:
-        """The same for the same content."""
+        """A key that depends on the content only."""
         return combined_digest(tensor_digests(self.slots)), self.weight
 
     @property
     def held(self) -> float:
-        """The share of ‖Δ‖² that it holds; all of it where the tensor is kept whole, or was left alone."""
+        """The share of ‖Δ‖² that the entry holds; 1 where the tensor is kept whole, or was not changed."""
         if "sigma" not in self.slots:
             return 1.0
         energy = math.fsum(self.slots["norm2"].reshape(-1).tolist())
@@ -48,7 +48,7 @@ class Entry:
 
 
 def in_order(entries: Sequence[Entry]) -> list[int]:
-    """The numbers of the entries that have moved the tensor, in an order that does not depend on their arrival."""
+    """The numbers of the entries that change the tensor, in an order that does not depend on the order of arrival."""
     identities = {}
     for number, entry in enumerate(entries):
         if entry.slots:
@@ -58,7 +58,7 @@ def in_order(entries: Sequence[Entry]) -> list[int]:
 
 @dataclass(frozen=True)
 class Span:
-    """κ directions: that of each row, the expert ``owner`` it belongs to, with its ‖Δ_i‖² and its weight."""
+    """κ directions, one per row; ``owner`` is the expert of each, with its ‖Δ_i‖² and its weight."""
 
     outputs: Tensor
     """Uᵀ (κ×m): where a direction leads, in the space of the layer's outputs"""
@@ -110,7 +110,7 @@ class Span:
         return (self.weight * self.norm2.sqrt())[first].sum() / self.weight[first].sum()
 
     def damage(self, Z: Tensor) -> dict[int, float]:
-        """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner: how far M is from doing to an expert's own inputs what it does."""
+        """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner: how far M is from each expert on that expert's inputs."""
         wrong = Z[:, None] * self.input_gram if Z.ndim == 1 else Z @ self.input_gram
         wrong.diagonal().sub_(self.sigma)
         wrong *= self.sigma
@@ -123,16 +123,16 @@ class Span:
         return {owner: part / whole for owner, part, whole in shares if whole}
 
     def overlap(self, experts: int) -> Tensor:
-        """How much every two of so many experts answer to the same inputs: the cosine of V_i Σ_i² V_iᵀ and
-        V_j Σ_j² V_jᵀ; NaN where one of them has moved nothing."""
+        """How much every two experts respond to the same inputs: the cosine of V_i Σ_i² V_iᵀ and V_j Σ_j² V_jᵀ; NaN
+        where one of them has changed nothing."""
         return self._cosines((self.sigma[:, None] * self.input_gram * self.sigma).square(), experts)
 
     def cosines(self, experts: int) -> Tensor:
-        """Of Δ_i and Δ_j of every two of so many experts, as their entries have them; NaN likewise."""
+        """The cosine of Δ_i and Δ_j of every two experts, from their entries; NaN likewise."""
         return self._cosines(self.sigma[:, None] * self.input_gram * self.output_gram * self.sigma, experts)
 
     def _cosines(self, products: Tensor, experts: int) -> Tensor:
-        """From the products of all directions, those of the experts that own them."""
+        """Sum the products of all directions by the experts that own them, as cosines."""
         inner = products.new_zeros(experts, len(products)).index_add_(0, self.owner, products)
         inner = inner.new_zeros(experts, experts).index_add_(1, self.owner, inner)
         norms = inner.diagonal().sqrt()
@@ -141,7 +141,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Product:
-    """U Z Vᵀ, of a matrix Z, or of a vector that stands for its diagonal."""
+    """U Z Vᵀ for a matrix Z, or for a vector that is the diagonal of Z."""
 
     span: Span
     coefficients: Tensor
@@ -166,7 +166,7 @@ class Product:
 
 
 def _triplets(slots: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The directions of each matrix of an entry. One that is so thin that it was kept whole has all of its own."""
+    """The directions of each matrix of an entry; a thin matrix that was kept whole is decomposed now."""
     if "delta" in slots:
         for matrix in slots["delta"] if slots["delta"].ndim == 3 else [slots["delta"]]:
             svd = thin_svd(matrix)
@@ -179,6 +179,6 @@ def _triplets(slots: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _used(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the rows that a matrix of lower rank leaves empty."""
+    """The entry without rows that are empty because the rank is lower."""
     rank = int(slots["sigma"].count_nonzero())
     return {slot: value[:rank] if value.ndim else value for slot, value in slots.items()}

@@ -68,7 +68,7 @@ class MemoryState(dict[tuple[str, str], Tensor]):
 
 
 class Merger:
-    """Merges models one by one.
+    """Merges experts one by one, in memory.
 
     ```python
     merger = Merger(base)
@@ -86,8 +86,8 @@ class Merger:
         engine: Engine | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """``base`` is a torch module, a state dict, a path or a hub id; what is in memory is not copied, and must stay
-        as it is. ``method`` is one, such as `OPCM`, or its name (the ledger by default)."""
+        """``base`` is a torch module, a state dict, a path or a hub id; a model in memory is not copied,
+        and must not change. ``method`` is one, such as `OPCM`, or its name (the ledger by default)."""
         self.method = as_method(method)
         self.history: list[Totals] = []
         self.names: list[str] = []
@@ -96,9 +96,9 @@ class Merger:
         self._engine = engine or (LocalEngine() if workers is None else LocalEngine(workers))
         self._progress = progress or default_progress()
         self._states: list[MemoryState] = []
-        """That after the last model, or the entry of every one"""
+        """The state after the last expert, or the entry of every expert"""
         self._spare: MemoryState | None = None
-        """The memory of the state before, for the next one"""
+        """The memory of an earlier state, reused for the next one"""
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -114,7 +114,7 @@ class Merger:
         return html_table(repr(self)[1:-1], ("expert", "‖Δ‖", "kept"), rows)
 
     def to_frame(self) -> DataFrame:
-        """The history as a data frame: a row for each model, by name."""
+        """The history as a data frame, with one row per expert."""
         return data_frame(
             ({"name": name, **vars(step)} for name, step in zip(self.names, self.history, strict=True)), "name"
         )
@@ -127,7 +127,7 @@ class Merger:
         ignore: Sequence[str] = (),
         vocab: Literal["base"] | None = None,
     ) -> Totals:
-        """Absorb the next model, called by its number if it has no name; returns the norms and the scale after it.
+        """Absorb the next expert; returns the norms and the scale after it. Without a name it is called by its number.
 
         ``ignore`` are globs of tensors that are left out, such as the head of a task; ``vocab="base"`` leaves out the
         rows of tokens that the base has not.
@@ -197,7 +197,7 @@ class Merger:
         return {name: merged[tensor.tied_to or name] for name, tensor in self._model.tensors.items()}
 
     def remembered(self) -> dict[str, Tensor]:
-        """All that `recall` needs to go on with the same method; of one that keeps a state."""
+        """All that `recall` needs to continue, for methods that keep a state."""
         state = {f"state/{slot}/{name}": tensor for last in self._states for (slot, name), tensor in last.items()}
         base = {f"base/{name}": self._base.read(name) for name in self._model.tensors}
         totals = [
@@ -207,7 +207,7 @@ class Merger:
 
     @classmethod
     def recall(cls, remembered: Mapping[str, Tensor], method: Method, *, workers: int | None = None) -> Merger:
-        """Go on where another has been; a KeyError or a ValueError where that had another model or method."""
+        """Continue where another Merger stopped; KeyError or ValueError if it had another model or method."""
         base = {name: tensor for key, tensor in remembered.items() if (name := key.removeprefix("base/")) != key}
         merger = cls(base, method, workers=workers)
         for t, norm, mean_norm, direction_norm, *others in remembered[_HISTORY].tolist():

@@ -51,7 +51,7 @@ def make_method(name: str, parameters: Mapping[str, Any] | None = None) -> Metho
 
 
 def as_method(given: Method | str | None) -> Method:
-    """The method that a Python user means: one that was made, or its name; by default the ledger."""
+    """The method that a Python user passes: an instance, or a name; by default the ledger."""
     from mergestream.methods.base import Method
 
     if isinstance(given, Method):
@@ -70,5 +70,5 @@ def method_text(name: str, parameters: Mapping[str, Any]) -> str:
 
 
 def register_method(method: type[Method]) -> type[Method]:
-    """Make a method of your own known by its name in this process, so that stores can be made with it."""
+    """Register your own method by its name, so that stores can be made with it in this process."""
     return METHODS.register(method.name, method)

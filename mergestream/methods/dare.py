@@ -16,7 +16,7 @@ from mergestream.methods.task_arithmetic import TaskArithmetic
 
 @dataclass(frozen=True)
 class DARE(TaskArithmetic):
-    """The sum of all task vectors, of each a random share of its entries, rescaled.
+    """The sum of all task vectors, each reduced to a random share of its entries and rescaled.
 
         S_t = S_{t-1} + m_t ⊙ Δ_t / d,   merged_t = θ⁰ + scale·S_t        m_t: 1 with probability d, else 0
 
@@ -40,7 +40,7 @@ class DARE(TaskArithmetic):
 
 
 def thinned(delta: Tensor, density: float, seed: int, context: Context) -> Tensor:
-    """A random share of the entries, the others zero."""
+    """A random share of the entries; the others become zero."""
     key = int(json_digest([seed, context.expert, context.tensor]), 16)
     mask = chosen(key, density, context.start, delta.numel())
     return delta * mask.to(delta.device).reshape(delta.shape)

@@ -15,7 +15,7 @@ _SINGULAR = 1e-6
 
 @dataclass(frozen=True)
 class ModelStock(Method):
-    """The mean of all models, each tensor drawn back to the base as far as the experts disagree there.
+    """The mean of all experts; each tensor is pulled back to the base as far as the experts disagree there.
 
         S_t = S_{t-1} + Δ_t,   c_t = c_{t-1} + ⟨N_{t-1}, Δ_t/‖Δ_t‖⟩,   N_t = N_{t-1} + Δ_t/‖Δ_t‖
         merged_t = θ⁰ + r·S_t/t   with   r = t·cos θ / (1 + (t − 1)·cos θ),   cos θ = c_t / (t·(t − 1)/2)
@@ -46,7 +46,7 @@ class ModelStock(Method):
 
 
 def ratio(cosines: float, t: int) -> float:
-    """How far the mean of t models is followed, by the sum of the cosines of all pairs of them."""
+    """How far to follow the mean of t experts, from the sum of the cosines of all pairs."""
     if t == 1:
         return 1.0
     cosine = cosines / (t * (t - 1) / 2)

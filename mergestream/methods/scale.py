@@ -1,4 +1,4 @@
-"""The common scale of a merged task vector: merged = θ⁰ + scale · direction, chosen when the model is read out.
+"""The scale of a merged task vector: merged = θ⁰ + scale · direction, chosen at the readout.
 
     adaptive:  n_t / ‖direction‖, so that the distance to the base is n_t, the mean of ‖Δ_1‖ … ‖Δ_t‖   (OPCM)
     sqrt:      1 / √t                                                                        (OPCM's alternative)
@@ -38,7 +38,7 @@ def parse_scale(given: str | float) -> Scale:
 
 
 def scale_value(rule: Scale, t: int, mean_norm: float, direction_norm: Callable[[], float]) -> float:
-    """The scale after t models; ‖direction‖ is asked for only where the rule needs it."""
+    """The scale after t experts; ‖direction‖ is computed only where the rule needs it."""
     if rule == "sqrt":
         return 1 / math.sqrt(t)
     if rule == "mean":
@@ -50,10 +50,10 @@ def scale_value(rule: Scale, t: int, mean_norm: float, direction_norm: Callable[
 
 
 def inverse(scale: float) -> float:
-    """λ, which is infinite where nothing is added to the base."""
+    """λ = 1/scale; infinite for a scale of 0."""
     return 1 / scale if scale else math.inf
 
 
 def displayed_scale(method: str, scale: float) -> tuple[str, float]:
-    """What people are told of a scale, by its name: λ of OPCM, the scale itself of all others."""
+    """The name and value to show for a scale: λ for OPCM, the scale itself for all other methods."""
     return ("λ", inverse(scale)) if method == "opcm" else ("scale", scale)

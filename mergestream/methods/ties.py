@@ -100,7 +100,7 @@ class TIES(Method):
         return torch.lerp(negative, positive, up).div_(count.clamp_(min=1))
 
     def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
-        """The batch method: half of the passes over memory that sums and counts of both sides take, all in place."""
+        """The batch method, in place: half of the memory passes that sums and counts of both sides take."""
         if self.mode != "streaming":
             return super().absorb_all(deltas, contexts)
         kept2: list[float | None] = []

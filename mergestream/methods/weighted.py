@@ -1,4 +1,4 @@
-"""A weighted sum of task vectors, each thinned out by a density of its own."""
+"""A weighted sum of task vectors, each thinned to its own density."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Weighted(Method):
 
 @cache
 def listed(text: str) -> tuple[float, ...]:
-    """Numbers with commas between them; none where that is not what it is."""
+    """Parse comma-separated numbers; empty where the text is something else."""
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
@@ -115,6 +115,6 @@ def listed(text: str) -> tuple[float, ...]:
 
 
 def nth(text: str, t: int) -> float:
-    """The number of the t-th model."""
+    """The number for the t-th expert."""
     numbers = listed(text)
     return numbers[min(t, len(numbers)) - 1]

@@ -1,4 +1,4 @@
-"""The experts of a store, one after the other, as Python users look at them."""
+"""The history of a store as a table."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _COLUMNS = (
 
 
 class History(tuple[Expert, ...]):
-    """The absorbed models, in order."""
+    """The experts in their order."""
 
     __slots__ = ()
 
     def to_frame(self) -> DataFrame:
-        """A row for each, by name, with its numbers and when it came."""
+        """A data frame with one row per expert."""
         frame = data_frame(({column: getattr(entry, column) for column in _COLUMNS} for entry in self), "name")
         return frame.assign(added=frame["added"].astype("datetime64[ns, UTC]")) if len(frame) else frame
 
@@ -31,6 +31,6 @@ class History(tuple[Expert, ...]):
         return self.table(counted(len(self), "expert"))
 
     def table(self, caption: str) -> str:
-        """For a notebook."""
+        """An HTML table for notebooks."""
         rows = [(e.name, e.norm, f"{e.kept:.1%}", e.added, e.source) for e in self]
         return html_table(caption, ("expert", "‖Δ‖", "held" if self and self[0].cut else "kept", "added", "from"), rows)

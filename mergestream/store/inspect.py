@@ -105,7 +105,7 @@ def write_seconds(directory: Path, nbytes: int) -> float:
 
 @dataclass(frozen=True)
 class TensorInspection:
-    """One tensor: its role, what would happen to it, how much it moved and what would survive."""
+    """One tensor: its role, what would happen to it, how far it moved and how much would be kept."""
 
     role: str
     fate: str
@@ -125,7 +125,7 @@ class TensorInspection:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The outcome of a step that was not taken."""
+    """What adding an expert would do."""
 
     source: str
     method: str
@@ -136,11 +136,11 @@ class Inspection:
     relative_norm: float
     """‖Δ‖ over the mean norm of the experts so far"""
     cosines: Mapping[str, float | None]
-    """The cosine to each expert so far, from their sketches; None where one did not move at all"""
+    """The cosine to each expert so far, from their sketches; None where one of the two is zero"""
     kept: float
     """The share of ‖Δ‖² that would enter the state, or that its entry in a ledger would hold"""
     scale: float | None
-    """None for a ledger, as the distance: both depend on how it is read out"""
+    """None for a ledger, like the distance: both depend on the readout"""
     distance: float | None
     fates: Mapping[str, int]
     seconds: float
@@ -154,7 +154,7 @@ class Inspection:
     tensors: Mapping[str, TensorInspection]
     notes: Sequence[str]
     interference: Interference | None = None
-    """Of a ledger, after adding it: the last of the experts is the new one"""
+    """For a ledger: the interference with this expert added, as the last one"""
 
     def __repr__(self) -> str:
         kept = "held" if self.interference else "kept"
@@ -190,7 +190,7 @@ class Inspection:
 
     @property
     def lambda_(self) -> float | None:
-        """1/scale, which of OPCM is λ"""
+        """1/scale, which is λ of OPCM"""
         return None if self.scale is None else inverse(self.scale)
 
     @property

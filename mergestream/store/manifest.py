@@ -1,4 +1,4 @@
-"""The manifest: all that a store is, but for the tensors. Replacing it is what makes a step real."""
+"""The manifest: method, base and history of a store. A step counts once the manifest names it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 FORMAT = 3
 READABLE = (1, 2, FORMAT)
-"""Format 1 lacks some facts of the base, which are told from others, and has always measured ‖direction‖. Up to
-format 2 only the last expert could be taken back, so that the number of an expert is its place."""
+"""Format 1 lacks facts about the base that follow from others, and always has ‖direction‖. Up to format 2 only the last
+expert could be removed, so the number of an expert is its position."""
 _MARK = re.compile("[0-9a-f]{0,32}")
 
 
@@ -39,7 +39,7 @@ def folder_name(number: int, mark: str) -> str:
 
 
 class Options(TypedDict, total=False):
-    """What an expert was added with."""
+    """The options that an expert was added with."""
 
     partial: bool
     ignore: list[str]
@@ -49,7 +49,7 @@ class Options(TypedDict, total=False):
 
 
 class PassedGate(TypedDict):
-    """A gate that an expert has passed, with the value that was found; None where there was nothing to compare."""
+    """A gate that an expert has passed, with its value; None where there was nothing to compare."""
 
     gate: str
     value: float | None
@@ -57,11 +57,11 @@ class PassedGate(TypedDict):
 
 class _ByTask(TypedDict, total=False):
     scores: dict[str, float]
-    """By task, where the command has written them"""
+    """Scores by task, where the command has written them"""
 
 
 class Evaluation(_ByTask):
-    """The command that evaluated an expert before it was absorbed, and the score."""
+    """The command that evaluated an expert before it was added, and the score."""
 
     command: str
     score: float
@@ -69,15 +69,15 @@ class Evaluation(_ByTask):
 
 @dataclass(frozen=True)
 class Expert:
-    """One absorbed model, and the scalars of the store after it."""
+    """One expert of a store, and the scalars of the store after it."""
 
     name: str
     number: Number
-    """Of its files: the record in ``experts``, and the state after it, or its entry, in ``steps``"""
+    """The number of its folders: the record in ``experts``, and its entry or the state after it in ``steps``"""
     source: str
     digest: str
     added: str
-    """When, in UTC."""
+    """The time, in UTC"""
     seconds: Magnitude
     norm: Magnitude
     """‖Δ_t‖, before any projection"""
@@ -88,7 +88,7 @@ class Expert:
     mean_norm: Magnitude
     """n_t"""
     direction_norm: Magnitude | None
-    """None where the method's scale does not need it and nobody asked for it"""
+    """‖direction‖; None where it was not measured"""
     distance: Magnitude | None
     """‖merged − θ⁰‖ by the method's own scale, where it is known"""
     lost: Magnitude
@@ -96,23 +96,23 @@ class Expert:
     rank: Count
     """The largest rank that a tensor in factors may have now; in a ledger, that of an adapter; 0 where all are dense"""
     state: str
-    """Digest of the state after this step, or of the entry; empty where an expert was removed that is still in it"""
+    """Digest of the state after this step, or of the entry; empty where the state contains a removed expert"""
     record: str
     """Digest of ``experts/NNNN/tensors.json``"""
     fates: Mapping[str, Count]
     """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored"""
     options: Options
     cut: Count = 0
-    """In a ledger: how many experts its entry leaves room for"""
+    """In a ledger: for how many experts its entry is cut"""
     gates: Sequence[PassedGate] = ()
     """The gates that it passed"""
     evaluation: Evaluation | None = None
     notes: Sequence[str] = field(default_factory=list)
-    """What the user was told of it as it came, in sentences"""
+    """The notes that the user saw"""
     mark: str = ""
-    """Of its files in object storage: no two writers have the same folder"""
+    """Suffix of its folders in a bucket: no two writers have the same folder"""
     given: str = ""
-    """How the user has named it; empty where that is not known, or where it was in memory"""
+    """The path or id that the user gave; empty where it is not known, or for a model in memory"""
 
     @property
     def is_entry(self) -> bool:
@@ -126,12 +126,12 @@ class Expert:
 
     @property
     def lambda_(self) -> float:
-        """1/scale, which of OPCM is λ_t"""
+        """1/scale, which is λ_t of OPCM"""
         return inverse(self.scale)
 
     @property
     def score(self) -> float | None:
-        """By the command that evaluated it, if there was one."""
+        """The score of the command that evaluated it, if there was one."""
         return self.evaluation["score"] if self.evaluation else None
 
     def __repr__(self) -> str:
@@ -144,14 +144,14 @@ class Expert:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``manifest.json`` holds; ``step`` is how many models have been absorbed."""
+    """The content of ``manifest.json``; ``step`` is the number of experts."""
 
     method: str
     parameters: Mapping[str, Plain]
     base: BaseModel
     keep: Count
     max_rank: Number | None = None
-    """The largest rank of what is kept in factors"""
+    """The largest rank of a state in factors"""
     history: tuple[Expert, ...] = ()
     commit: str = ""
     """In object storage: a new random mark for every commit"""
@@ -197,7 +197,7 @@ class Manifest:
 
     @property
     def adapters(self) -> set[str]:
-        """The experts of a ledger that came as adapters."""
+        """The experts of a ledger that are adapters."""
         return {entry.name for entry in self.entries if entry.rank}
 
     @property
@@ -223,7 +223,7 @@ class Manifest:
 
     @property
     def next_number(self) -> int:
-        """Under which the files of the next expert are kept."""
+        """The number for the folders of the next expert."""
         return max((entry.number for entry in self.history), default=0) + 1
 
     @property
@@ -251,7 +251,7 @@ class Manifest:
         return dataclasses.replace(self, history=(*self.history, expert))
 
     def without(self, removed: Expert) -> Manifest:
-        """As if it had never come: the norms and scales of those after it are what they would be without it."""
+        """The manifest without an expert; norms and scales of the later ones are recomputed."""
         method, place = self.make_method(), self.history.index(removed)
         history = list(self.history[:place])
         for entry in self.history[place + 1 :]:
@@ -273,7 +273,7 @@ class Manifest:
         return dataclasses.replace(self, history=tuple(new if entry is old else entry for entry in self.history))
 
     def at(self, step: int) -> Manifest:
-        """As it was after a step."""
+        """The manifest as it was after a step."""
         return dataclasses.replace(self, history=self.history[:step])
 
     def save(self, storage: Storage) -> Manifest:
@@ -356,7 +356,7 @@ class _Committed(TypedDict, total=False):
 
 
 class _Content(_Committed):
-    """The file, as far as all formats are alike."""
+    """The fields of the file that all formats have."""
 
     step: int
     method: _Chosen

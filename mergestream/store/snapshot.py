@@ -1,4 +1,4 @@
-"""A store as it is after some step: the manifest and what is remembered that belong together, open for reading."""
+"""A snapshot: a manifest and the files that it names, open for reading."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is remembered after the last model of a history; files stay readable while it is open, even if removed."""
+    """The state or the entries after the last expert of a history; open files stay readable even if removed."""
 
     place: Storage
     manifest: Manifest
-    """Its history ends with the step whose state this is."""
+    """Its history ends with the last expert of the snapshot"""
     readers: Mapping[int, StepReader]
-    """By the number of the expert: the state after the last, or the entry of every one"""
+    """By the number of the expert: the state after the last one, or the entries of all"""
 
     def __repr__(self) -> str:
         return f"<Snapshot of {str(self.place)!r} at step {self.manifest.step}: {self.manifest.summary}>"
@@ -86,7 +86,7 @@ class Snapshot:
 
     @property
     def state(self) -> StepReader:
-        """That after the last model, where there is one for all."""
+        """The state after the last expert, for methods that keep one."""
         return self.readers[self.last.number]
 
     @cached_property
@@ -131,7 +131,7 @@ class Snapshot:
         return [entry.name for entry in self.manifest.history if has_task(self.place, entry)]
 
     def open_task(self, name: str) -> Task:
-        """What was kept for one expert."""
+        """The heads that were kept for one expert."""
         task = open_task(self.place, self.manifest.expert(name))
         if task is None:
             others = f"these have: {', '.join(self.tasks)}" if self.tasks else "--heads GLOB at init keeps them"
@@ -139,7 +139,7 @@ class Snapshot:
         return task
 
     def tokens(self, expert: Expert) -> list[Token]:
-        """The tokens whose rows were kept for an expert, in the order of these."""
+        """The tokens whose rows were kept for an expert, in their order."""
         if expert.options.get("vocab") not in ("union", "grow"):
             return []
         return read_record(self.place, expert)["tokens"]

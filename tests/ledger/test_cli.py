@@ -122,10 +122,10 @@ def test_what_cannot_be_asked_of_a_ledger(mergestream, ledger, tmp_path, options
     ("options", "sentence"),
     [
         (["--readout", "agree"], "average cannot be read out by agree; it can by plain or iso"),
-        (["--readout", "expert:expert-1"], "average does not remember who said what"),
-        (["--only", "expert-1"], "average does not remember who said what"),
+        (["--readout", "expert:expert-1"], "average keeps one state for all experts"),
+        (["--only", "expert-1"], "average keeps one state for all experts"),
         (["--balance"], "--method ledger can"),
-        (["--format", "loras"], "average does not remember who said what"),
+        (["--format", "loras"], "average keeps one state for all experts"),
     ],
 )
 def test_what_cannot_be_asked_of_a_sum(mergestream, sums, tmp_path, options, sentence):

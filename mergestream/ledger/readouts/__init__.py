@@ -32,5 +32,5 @@ READOUTS: Registry[type[Readout]] = Registry(
 
 
 def register_readout(readout: type[Readout]) -> type[Readout]:
-    """Make a readout of your own known by its name in this process."""
+    """Register your own readout by its name in this process."""
     return READOUTS.register(readout.name, readout)
