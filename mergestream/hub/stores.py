@@ -107,8 +107,7 @@ def pull_store(address: str, path: Path, check: Callable[[Path], None]) -> None:
     """
     given, _, revision = address.partition("@")
     name = repository_name(given)
-    local_path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if not open_storage(local_path(path)).is_empty:
         raise MergestreamError(f"{path} exists already and is not empty; choose another place for the store")
     work = path.resolve().with_name(f".{path.name}.pull")
     try:

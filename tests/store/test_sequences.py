@@ -40,7 +40,7 @@ METHODS = [OPCM(), LAWA(window=2), TIES(), Ledger(budget=8)]
 Place = tuple[object, str]
 """Where an operation is killed: at the call of a function, by its owner and its name"""
 COMMITTING: Place = (Manifest, "save")
-PRUNING: Place = (LocalStorage, "remove")
+PRUNING: Place = (LocalStorage, "folders")
 TIDYING: Place = (LocalStorage, "delete")
 BEFORE_IT_COUNTS: list[Place] = [
     (Step, "absorb"),
