@@ -1,1 +1,1 @@
-"""Benchmarks: mergestream, its peers and the limits, measured in one run on the same files."""
+"""Benchmarks of mergestream, of other merging tools and of hardware limits, on the same files."""

@@ -1,10 +1,10 @@
-"""Adapters: what the 1st, 10th and 20th cost on a 7B shape, and how exact the merge is, beside PEFT and mergekit.
+"""Adapters: cost of the 1st, 10th and 20th on a 7B shape, and accuracy of the merge, compared with PEFT and mergekit.
 
     python -m benchmarks.adapters            a Llama of 7B, 20 adapters of rank 16: 20 minutes on two quiet cores
     python -m benchmarks.adapters --quick    two of its 32 layers, a smaller layer for the peers
-    python -m benchmarks.adapters --growth ledger     nothing but the adapters that one store takes
+    python -m benchmarks.adapters --growth ledger     only the growth of one store
 
-The base is only a config.json: no weight of it is ever read. Writes results.md and results.json.
+The base is only a config.json; no weight is read. Writes results.md and results.json.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ METHODS: dict[str, type[Method]] = {"OPCM": OPCM, "ledger": Ledger}
 
 @dataclass(frozen=True)
 class Step:
-    """One adapter added to a store: a process of its own, the imports not counted."""
+    """Cost of adding one adapter in a separate process, without the imports."""
 
     number: int
     wall: float
     cpu: float
     anonymous: int
     disk: int
-    """Bytes of the store after it; what steps share counts once"""
+    """Bytes of the store afterwards; shared files count once"""
 
 
 def modules(layers: int, hidden: int, wide: int) -> dict[str, tuple[int, int]]:
@@ -67,7 +67,7 @@ def modules(layers: int, hidden: int, wide: int) -> dict[str, tuple[int, int]]:
 
 
 def factors(shape: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """B (output × rank) and A (rank × input) of a trained adapter: a decaying spectrum, independent of others."""
+    """Return random B (output × rank) and A (rank × input) with a decaying spectrum, as trained adapters have."""
     decay = torch.arange(1, RANK + 1) ** -0.5
     left = torch.randn(shape[0], RANK, generator=generator) * decay * 0.01
     return left, torch.randn(RANK, shape[1], generator=generator)
@@ -88,7 +88,7 @@ def make_adapter(directory: Path, shapes: dict[str, tuple[int, int]], seed: int)
 
 
 def growth(method: Method, layers: int, adapters: int) -> list[Step]:
-    """A Llama of which only the config is known meets one adapter after the other."""
+    """Add one adapter after the other to a store whose base is only a config."""
     shutil.rmtree(PLACE, ignore_errors=True)
     base = PLACE / "base"
     base.mkdir(parents=True)
@@ -116,7 +116,7 @@ def growth(method: Method, layers: int, adapters: int) -> list[Step]:
 
 
 def one_layer(size: int, adapters: int) -> dict[str, float]:
-    """The last of some adapters on one square layer, in factors and dense, on one thread; and the error."""
+    """Time the last of several adapters on one layer, factored and dense, on one thread; also return the error."""
     generator = torch.Generator().manual_seed(0)
     state: Any = None
     exact: Any = None
@@ -136,13 +136,13 @@ def one_layer(size: int, adapters: int) -> dict[str, float]:
 
 
 def _absorb(state: Any, delta: Any) -> Any:
-    """One OPCM step of one weight, as the method does it."""
+    """Run one OPCM step on one weight."""
     svd = thin_svd(state)
     return state + project(delta, svd, protected_directions(svd.s, 0.5), "reference")
 
 
 def exactness(size: int, adapters: int) -> dict[str, float]:
-    """Our float32 state against the dense formula in float64, a full SVD at every step, on one weight."""
+    """Return the error of the float32 state against the dense float64 formula, with a full SVD at every step."""
     generator = torch.Generator().manual_seed(1)
     state: Any = None
     formula: Any = None
@@ -155,7 +155,7 @@ def exactness(size: int, adapters: int) -> dict[str, float]:
 
 
 def beside_peft(size: int, adapters: int) -> dict[str, tuple[float, float]]:
-    """The mean of independent adapters on one layer: (CPU seconds, relative error against the float64 mean)."""
+    """Average independent adapters on one layer; returns CPU seconds and the error against the float64 mean."""
     import peft
 
     generator = torch.Generator().manual_seed(2)
@@ -205,7 +205,7 @@ def _error(value: Any, exact: Tensor) -> float:
 
 
 def beside_mergekit(adapters: int) -> dict[str, Cost]:
-    """Adapters and base to a merged model by task arithmetic; mergekit makes a full model of each adapter first."""
+    """Merge adapters by task arithmetic; mergekit first turns each adapter into a full model."""
     base = family("llama-200mb", 0).base
     with open_checkpoint(base) as checkpoint:
         weights = {name: info.shape for name, info in checkpoint.tensors.items() if name.endswith("_proj.weight")}

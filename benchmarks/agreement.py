@@ -1,4 +1,4 @@
-"""Do the fast ways give the same results as the peers, and as the formula written out in float64?"""
+"""Compare our results with other tools' and with the formula in float64."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.methods.base import Context
 
 NOT_MERGED_BY_FUSIONBENCH = "class_embedding"
-"""It sits on a module that is no leaf, and FusionBench walks the leaves only."""
+"""FusionBench skips it, because its module is not a leaf"""
 
 
 def with_fusionbench(family: Family, ours: Path, our_lambda: float, theirs: Path, their_lambda: float) -> float:
-    """‖S_ours − S_theirs‖ / ‖S_theirs‖ with S = λ·(merged − base), over all that FusionBench merges."""
+    """Return ‖S_ours − S_theirs‖ / ‖S_theirs‖, S = λ·(merged − base), over the tensors that FusionBench merges."""
     difference, norm = 0.0, 0.0
     with open_checkpoint(family.base) as base, open_checkpoint(ours) as a, open_checkpoint(theirs) as b:
         for name in base.tensors:
@@ -77,13 +77,14 @@ def with_float64_svd(family: Family, layer: str) -> dict[str, float]:
 
 
 def reference_projection(S: Tensor, delta: Tensor, alpha: float) -> Tensor:
-    """The formula as it stands: Δ in the full bases of S, the diagonal and the leading q×q block zeroed."""
+    """Apply the formula literally: Δ in the full bases of S, diagonal and leading q×q block set to zero."""
     u, s, vh = torch.linalg.svd(S, full_matrices=True)
     q = int((s.cumsum(0) < alpha * s.sum()).sum())
     core = u.T @ delta @ vh.T
     core.diagonal().zero_()
     core[:q, :q] = 0
-    return u @ core @ vh
+    projected: Tensor = u @ core @ vh
+    return projected
 
 
 def _task_vector(checkpoint: Checkpoint, base: Checkpoint, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is measured: the commands of every case, ours beside the peers' and the limits."""
+"""The measured cases: the commands of mergestream, of other tools and of the hardware limits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Contender:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is mergestream with all that belongs to it, and not its bare kernels."""
+        """Whether it is mergestream itself, not only its kernels."""
         return "benchmarks.ours" in self.command
 
 
@@ -51,7 +51,7 @@ class Case:
     contenders: tuple[Contender, ...]
 
     def measure(self, repetitions: int, peer_repetitions: int) -> dict[str, list[Cost]]:
-        """Interleaved: every round runs all contenders, so that a busy minute hits them alike."""
+        """Measure all contenders in every round, so that a busy minute affects all of them."""
         costs: dict[str, list[Cost]] = {contender.name: [] for contender in self.contenders}
         for number in range(max(repetitions, peer_repetitions)):
             for contender in self.contenders:
@@ -74,7 +74,7 @@ def fresh(path: Path) -> Path:
 
 
 def store_with(path: Path, family: Family, method: Method, experts: int) -> Path:
-    """A store that has absorbed the first `experts` experts."""
+    """Return a store with the first `experts` experts."""
     store = Store.create(fresh(path), family.base, method)
     for expert in family.experts[:experts]:
         store.add(expert)
@@ -82,7 +82,7 @@ def store_with(path: Path, family: Family, method: Method, experts: int) -> Path
 
 
 def back_to(store: Path, step: int) -> None:
-    """Undo what an earlier round has added."""
+    """Undo the adds of earlier rounds."""
     opened = Store(store)
     while opened.manifest.step > step:
         opened.undo()
@@ -99,35 +99,35 @@ def floor(read: Sequence[Path], copy: Path, *, label: str = FLOOR) -> Contender:
 
 
 def add(store: Path, expert: Path, step: int, *, label: str = OURS, within: str | None = None) -> Contender:
-    """One model into a store that holds `step` models, `within` so much memory for the tensors."""
+    """Add one expert to a store with `step` experts; `within` limits the memory for tensors."""
     command: Command = (*PYTHON, "benchmarks.ours", "add", store, expert, *_budget(within))
     return Contender(label, command, lambda: back_to(store, step))
 
 
 def add_command(store: Path, expert: Path, step: int) -> Contender:
-    """The same as a shell command: the start of Python and the imports count."""
+    """Add by shell command, including Python's start and the imports."""
     return Contender(COMMAND, (CLI, "add", store, expert, "--quiet"), lambda: back_to(store, step))
 
 
 def merger(family: Family, projection: str, label: str) -> Contender:
-    """The same on state dicts in memory: what FusionBench's step does, too."""
+    """Add to a `Merger` in memory, as FusionBench's step does."""
     command: Command = (*PYTHON, "benchmarks.ours", "merger", "--base", family.base, "--projection", projection)
     return Contender(label, (*command, *family.experts))
 
 
 def kernels(family: Family, projection: str = "reference", *, label: str = KERNELS) -> Contender:
-    """The decompositions and products of one OPCM step alone, on all cores, with the matrices in memory."""
+    """Run only the decompositions and products of one OPCM step, on all cores, with the matrices in memory."""
     command: Command = (*PYTHON, "benchmarks.kernels", "--projection", projection, "--base", family.base)
     return Contender(label, (*command, "--experts", *family.experts[:2]))
 
 
 def ledger_add_kernels(base: Path, expert: Path, *, label: str = KERNELS) -> Contender:
-    """Reading, differences and truncated decompositions of one `add` to a ledger, on all cores."""
+    """Run only the reads, differences and truncated SVDs of one `add` to a ledger, on all cores."""
     return Contender(label, (*PYTHON, "benchmarks.ledger", "add", "--base", base, expert))
 
 
 def ledger_export_kernels(store: Path, *, label: str = KERNELS) -> Contender:
-    """The products and eigenvectors of one `export` by agree, on all cores, with the entries in memory."""
+    """Run only the products and eigenvectors of one `export` by agree, on all cores, with the entries in memory."""
     return Contender(label, (*PYTHON, "benchmarks.ledger", "export", store))
 
 

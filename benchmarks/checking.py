@@ -1,10 +1,10 @@
-"""What it costs that all that is read from a store is checked against its digest.
+"""Cost of checking digests when a store is read.
 
     python -m benchmarks.checking              a model of 200 MB
     python -m benchmarks.checking llama-1gb
 
-Every round runs a command with the checks and without them. CPU seconds are compared: a busy machine
-hardly matters.
+Every round runs a command with and without the checks. CPU seconds are compared, so a busy
+machine hardly matters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METHODS: dict[str, Method] = {"average": Average(), "opcm, block": OPCM(projecti
 
 
 def compared(prepare: Callable[[], object], work: Callable[[], object], rounds: int) -> str:
-    """``0.62 s with checks, 0.55 s without: 13 % more``, by the medians."""
+    """Compare the medians: ``0.62 s with checks, 0.55 s without: 13 % more``."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds):
         for checked, found in seconds.items():
@@ -54,7 +54,7 @@ def measure(models: Family, name: str, method: Method, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the checks of digests add to export and add.")
+    parser = argparse.ArgumentParser(description="Measure the cost of digest checks in export and add.")
     parser.add_argument("model", nargs="?", choices=MODELS, default="llama-200mb")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Checkpoints to measure on: the shapes of real models, with task vectors that look like fine-tuning.
+"""Synthetic checkpoints with the shapes of real models and task vectors like those of fine-tuning.
 
     python -m benchmarks.checkpoints llama-1gb --experts 3
 
@@ -7,8 +7,8 @@ A base has Gaussian weights. The task vector of a matrix is Δ = U diag(σ) Vᵀ
 norm is 1 % of the weight's, as measured on fine-tuned encoders. U and V are Kronecker products of two small
 random orthogonal matrices, which makes them dense and cheap: 2·m·n·(c+d) operations where n = c·d, instead
 of the decomposition of an m×n matrix. Everything is seeded by the names of the model, the member and the
-tensor, so the same files come out on every machine with the same torch, and each tensor is made on its own:
-a shard is the most that is ever held in memory.
+tensor, so every machine with the same torch makes the same files. Each tensor is made separately, and at most
+one shard is in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DECAY = 0.7
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model is made of: its configuration file, its tensors and how they are stored."""
+    """A model's configuration, tensor shapes and dtype."""
 
     config: dict[str, Any]
     tensors: dict[str, tuple[int, ...]]
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Family:
-    """A base on disk and the experts fine-tuned from it."""
+    """A base on disk and its experts."""
 
     model: str
     base: Path
@@ -52,7 +52,7 @@ class Family:
 
 
 def clip_vision(hidden: int, layers: int, heads: int, patch: int, projection: int) -> Shape:
-    """The vision tower of CLIP, named as the published checkpoints name it."""
+    """The vision tower of CLIP, with the names of the published checkpoints."""
     wide = 4 * hidden
     tensors: dict[str, tuple[int, ...]] = {
         "embeddings.class_embedding": (hidden,),
@@ -97,7 +97,7 @@ def llama(
     vocabulary: int = 32000,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Shape:
-    """A Llama with tied embeddings. The widths stay, so the largest tensor is the same for every depth."""
+    """A Llama with tied embeddings. The largest tensor is the same for every depth."""
     narrow = hidden // heads * key_value_heads
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for i in range(layers):
@@ -146,14 +146,14 @@ MODELS = {
 
 
 def family(model: str, experts: int, cache: Path = CACHE) -> Family:
-    """The base and the first `experts` experts of `model`, made now if they are not there yet."""
+    """Return the base and the first `experts` experts of `model`; make them if they do not exist."""
     members = ["base", *(f"expert-{i:02d}" for i in range(1, experts + 1))]
     base, *others = (member(model, name, cache) for name in members)
     return Family(model, base, tuple(others))
 
 
 def member(model: str, name: str, cache: Path = CACHE) -> Path:
-    """The directory of one checkpoint; it appears under its name only when it is complete."""
+    """Return the directory of one checkpoint; it is renamed into place when it is complete."""
     directory = cache / model / name
     if directory.is_dir():
         return directory
@@ -166,7 +166,7 @@ def member(model: str, name: str, cache: Path = CACHE) -> Path:
 
 
 def task_vector(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Fine-tuning's change of a tensor: a power-law spectrum for a matrix, Gaussian for anything else."""
+    """Return a task vector: a power-law spectrum for a matrix, Gaussian for other tensors."""
     norm = RELATIVE_NORM * BASE_STD * math.sqrt(math.prod(shape))
     if len(shape) != 2:
         return torch.randn(shape, generator=generator) * (RELATIVE_NORM * BASE_STD)
@@ -190,7 +190,8 @@ def _factors(n: int) -> tuple[int, int]:
 
 
 def _orthogonal(n: int, generator: torch.Generator) -> Tensor:
-    return torch.linalg.qr(torch.randn(n, n, generator=generator)).Q
+    q: Tensor = torch.linalg.qr(torch.randn(n, n, generator=generator)).Q
+    return q
 
 
 def _seeded(*names: str) -> torch.Generator:

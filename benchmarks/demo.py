@@ -1,4 +1,4 @@
-"""``make demo``: four real experts, merged one by one, and what becomes of every task.
+"""``make demo``: merge four real experts one by one, and score every task after each.
 
 MiniLM is fine-tuned on four text tasks (or the experts are taken from the cache), then a ledger, OPCM and averaging
 absorb the experts in the same order, each in a store, and every merged model is scored on all four tasks.
@@ -21,7 +21,7 @@ METHODS = ("ledger", "opcm", "average")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
-    parser.add_argument("-o", "--output", default="demo-output", metavar="DIR", help="where everything goes")
+    parser.add_argument("-o", "--output", default="demo-output", metavar="DIR", help="output directory")
     output = Path(parser.parse_args(arguments).output)
 
     from mergestream.errors import MergestreamError
@@ -58,7 +58,7 @@ def run(output: Path) -> None:
 
 
 def accuracy_report(results: Results) -> str:
-    """The accuracy matrix of each method as text, ACC and BWT below it."""
+    """Format the accuracy matrix of each method, with ACC and BWT."""
     from mergestream.report.metrics import average_accuracy, backward_transfer
 
     lines = []
@@ -80,7 +80,7 @@ def _cells(values: list[str]) -> str:
 
 
 def merged_model(suite: Suite, results: Results, output: Path) -> tuple[Path, Path]:
-    """The ledger once more, kept: a store to go on with, its merged model, and its report with the scores."""
+    """Run the ledger again and keep the store, its merged model, and its report with the scores."""
     from mergestream.report.facts import Facts
     from mergestream.report.render import render_html
     from mergestream.report.scores import Scores, attach

@@ -1,11 +1,10 @@
-"""The floor: read every input and write the output with safetensors alone, tensor by tensor.
+"""The lower bound of a merge: read every input and write the output with safetensors alone.
 
     python -m benchmarks.floor --read B E1 E2 E3 --copy B --output OUT
 
 No merge that uses these inputs can cost less. A tensor counts as read when its bytes are in the process's
-memory: safetensors maps files lazily, and a map that nobody touches reads nothing, hence the copy of each.
-What is written are the bytes of `--copy`, one file at a time, so that the output has the size, the types and
-the shards of that input.
+memory. Safetensors maps files lazily, so each tensor is copied. The output has the bytes of `--copy`, one file
+at a time: the same size, dtypes and shards as that input.
 """
 
 from __future__ import annotations

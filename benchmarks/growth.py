@@ -2,9 +2,9 @@
 
     python -m benchmarks.growth                  measure and plot
     python -m benchmarks.growth --curves size    measure one of the two curves again, and plot
-    python -m benchmarks.growth --curves         plot what was measured before
+    python -m benchmarks.growth --curves         plot earlier measurements
 
-Every point is one run in a process of its own. Ours runs everywhere; the peers run as far as their time allows.
+Every point is one run in a separate process. Other tools stop where their runs take too long.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES = ("llama-200mb", "llama-1gb", "llama-4gb")
 @dataclass(frozen=True)
 class Point:
     curve: str
-    """Which plot it belongs to: experts or size"""
+    """The plot: experts or size"""
     who: str
     model: str
     experts: int
@@ -49,7 +49,7 @@ class Point:
 
 
 def against_experts() -> Iterator[Point]:
-    """1 … 20 experts: a store takes one more each time; a batch merge and a run of FusionBench take them all."""
+    """Measure 1 … 20 experts: a store adds one each time; a batch merge and FusionBench process all of them."""
     for model, method, label in (("vit-b-32", OPCM(), "OPCM, add"), ("llama-200mb", Average(), "average, add")):
         experts = family(model, MANY)
         for number, cost in _adds(experts, method):
@@ -70,7 +70,7 @@ def against_experts() -> Iterator[Point]:
 
 
 def against_size() -> Iterator[Point]:
-    """The same widths and more and more layers, so that the largest tensor stays the same."""
+    """Measure models of the same width and growing depth; the largest tensor stays the same."""
     ties = ("mode=streaming", "trim=model", "density=0.2", "scale=1")
     for model in SIZES:
         experts = family(model, 3)
@@ -83,7 +83,7 @@ def against_size() -> Iterator[Point]:
         if cases.have_peers() and model in SIZES[:2]:
             merges[f"{MERGEKIT}: TIES, merge of 3"] = cases.mergekit(experts, "ties")
         floor = cases.floor((experts.base, *experts.experts), experts.base)
-        _once(floor)  # so that nobody is the first to read the files
+        _once(floor)  # so that the files are cached for all
         for who, contender in {"the floor of a merge of 3": floor, **merges}.items():
             yield _point("size", who, model, 3, _once(contender))
         two = Family(model, experts.base, experts.experts[:2])
@@ -116,7 +116,7 @@ CURVES = {"experts": against_experts, "size": against_size}
 
 
 def plot(points: Sequence[Point], directory: Path) -> None:
-    """Four panels: time and memory, against experts and against size."""
+    """Plot time and memory against experts and size, in four panels."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,14 +1,13 @@
-"""The OPCM kernel: what was tried, and the bare kernels that no OPCM step can do without.
+"""The OPCM kernel: alternatives, and the minimal kernels of an OPCM step.
 
     python -m benchmarks.kernels                                    the tables of docs/explanation/performance-notes.md
     python -m benchmarks.kernels --base B --experts E1 E2           the limit for one step on these checkpoints
     OPENBLAS_CORETYPE=Haswell python -m benchmarks.kernels          with the products of another processor
 
-The tables run every way to decompose S and project Δ on one thread, interleaved, and print the median of the
-thread's CPU seconds (a busy machine does not change them much), the ratio to ours and the error of P(Δ) against a
-float64 SVD. The limit runs, for all linear weights in memory, on all cores and back to back: half a Gram matrix,
-its eigendecomposition, and the three products S·V, Uᵀ·Δ and U·(what is removed), of the protected directions alone for
-the block projection. Nothing else.
+The tables compare ways to decompose S and project Δ on one thread, interleaved. They print the median CPU seconds
+(which a busy machine changes little), the ratio to ours and the error of P(Δ) against a float64 SVD. The limit runs
+only the minimal kernels, for all linear weights in memory, on all cores: half a Gram matrix, its eigendecomposition,
+and the three products S·V, Uᵀ·Δ and U·(removed part), for the block projection only of the protected directions.
 """
 
 from __future__ import annotations
@@ -69,23 +68,24 @@ def on_all_cores(pairs: list[tuple[Tensor, Tensor]], projection: Projection) -> 
 
 
 def linear_pairs(base: Path, first: Path, second: Path) -> list[tuple[Tensor, Tensor]]:
-    """(S, Δ) of every weight matrix that is no embedding, as a store's second step meets them."""
+    """Return (S, Δ) of every weight matrix except embeddings, as in a store's second step."""
     with open_checkpoint(base) as b, open_checkpoint(first) as one, open_checkpoint(second) as two:
         names = [name for name, info in b.tensors.items() if len(info.shape) == 2 and "embed" not in name]
         bases = {name: b.read(name).float() for name in names}
         return [(one.read(name).float() - bases[name], two.read(name).float() - bases[name]) for name in names]
 
 
-# --- what was tried
+# --- alternatives
 
 
 def full_svd(S: Tensor, delta: Tensor, q: int) -> Tensor:
-    """As FusionBench does it: complete bases, Δ in them, the diagonal and the leading block zeroed, and back."""
+    """Project as FusionBench does: Δ in complete bases, diagonal and leading block set to zero, and back."""
     u, _, vh = torch.linalg.svd(S, full_matrices=True)
     core = u.T @ delta @ vh.T
     core.diagonal().zero_()
     core[:q, :q] = 0
-    return u @ core @ vh
+    projected: Tensor = u @ core @ vh
+    return projected
 
 
 def with_thin_products(decompose: Decompose) -> Kernel:
@@ -98,7 +98,7 @@ def thin_float32_svd(S: Tensor) -> ThinSVD:
 
 
 def by_eigenvectors(vectors: Callable[[Tensor], Tensor]) -> Kernel:
-    """V = the eigenvectors of SᵀS, descending, found in some way; then U = S V Σ⁻¹ in float32."""
+    """Compute V, the eigenvectors of SᵀS, by a given way, then U = S V Σ⁻¹ in float32."""
 
     def decompose(S: Tensor) -> ThinSVD:
         if S.shape[0] < S.shape[1]:
@@ -117,7 +117,7 @@ def gram(S: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def shifted_inverse(S: Tensor) -> Tensor:
-    """τ(SᵀS + τ)⁻¹ in float64: the same vectors, and eigenvalues that float32 can tell apart."""
+    """Return τ(SᵀS + τ)⁻¹ in float64: the same eigenvectors, with eigenvalues that float32 can separate."""
     g = gram(S, torch.float64)
     tau = 0.1 * g.trace() / g.shape[0]
     g.diagonal().add_(tau)
@@ -160,11 +160,12 @@ TRIED: dict[str, Kernel] = {
 
 
 def random_matrix(m: int, n: int, decay: float, seed: int) -> Tensor:
-    """σᵢ = i^-decay between random orthonormal bases."""
+    """Return a matrix with σᵢ = i^-decay and random singular vectors."""
     generator = torch.Generator().manual_seed(seed)
     k = min(m, n)
     u, v = (torch.linalg.qr(torch.randn(size, k, generator=generator, dtype=torch.float64)).Q for size in (m, n))
-    return ((u * torch.arange(1, k + 1).double() ** -decay) @ v.T).float()
+    matrix: Tensor = (u * torch.arange(1, k + 1).double() ** -decay) @ v.T
+    return matrix.float()
 
 
 def tables(decay: float, repetitions: int) -> None:
@@ -194,7 +195,7 @@ def kernel_table(m: int, n: int, decay: float, repetitions: int) -> None:
 
 
 def parts_table(m: int, n: int, decay: float, repetitions: int) -> None:
-    """What the kept kernel is made of."""
+    """Time the parts of our kernel."""
     S, delta = random_matrix(m, n, decay, 0), random_matrix(m, n, decay, 1)
     library = lapack._lapack()
     if library is None:
@@ -217,7 +218,7 @@ def parts_table(m: int, n: int, decay: float, repetitions: int) -> None:
 
 
 def block_table(m: int, n: int, decay: float, repetitions: int) -> None:
-    """The block projection, which needs the protected vectors alone, beside the reference one, which needs all."""
+    """Compare the block projection, which needs only the protected vectors, with the reference one, which needs all."""
     S, delta = random_matrix(m, n, decay, 0), random_matrix(m, n, decay, 1)
     protected = partial(protected_directions, alpha=0.5)
     q = protected(thin_svd(S).s)
@@ -233,7 +234,7 @@ def block_table(m: int, n: int, decay: float, repetitions: int) -> None:
 
 
 def eigensolver_table(n: int, decay: float, repetitions: int) -> None:
-    """All vectors in several ways, and a part of them in ours: no part may cost more than all."""
+    """Time all eigenvectors in several ways, and a part of them in ours; a part must not cost more than all."""
     matrix = _gram(random_matrix(n, n, decay, 0))
 
     def leading(part: int) -> Callable[[], object]:
@@ -260,7 +261,7 @@ def print_milliseconds(title: str, medians: dict[str, float]) -> None:
 
 
 def interleaved(runs: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Median CPU seconds of each run on this thread; every round runs them all."""
+    """Return the median CPU seconds of each function on this thread; every round runs all."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repetitions):
         for name, run in runs.items():

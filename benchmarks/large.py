@@ -1,11 +1,11 @@
-"""Llama-7B's widths: `add`, `export` and `merge` on two of its 32 layers, beside mergekit and the bare kernels.
+"""`add`, `export` and `merge` on two of Llama-7B's 32 layers, compared with mergekit and the minimal kernels.
 
     python -m benchmarks.large                        writes large.md; half an hour on two quiet cores
     python -m benchmarks.large --only opcm ledger     some of it, to the screen
 
-Hidden 4096, intermediate 11008, bfloat16, in shards; the vocabulary is cut to 4096 rows, so that sixteen times this
-model has as many as the two embeddings of the 7B: what is told of 32 layers is extrapolated, sixteen times what was
-measured. Ours is given ``--max-memory 4GB``, and the run fails where it takes more.
+Hidden 4096, intermediate 11008, bfloat16, in shards. The vocabulary has 4096 rows, so sixteen such models have as many
+rows as the two embeddings of the 7B. Numbers for 32 layers are extrapolated: sixteen times the measured ones. Our runs
+get ``--max-memory 4GB`` and fail if they need more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WITHIN = "4GB"
 
 
 def stored(experts: Family, method: Method, number: int, label: str) -> tuple[Path, Contender, Contender]:
-    """A store, `add` of the expert with this number to those before it, and `export` of them all."""
+    """Return a store, the `add` of expert `number` to it, and the `export` of all."""
     store = cases.store_with(STORES / MODEL, experts, method, number - 1)
     return (
         store,

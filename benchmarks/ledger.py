@@ -1,9 +1,9 @@
-"""The bare kernels of a ledger: what no `add` and no `export` of it can do without.
+"""The minimal kernels of `add` and `export` in a ledger.
 
     python -m benchmarks.ledger add --base B EXPERT   base and expert are read; Δ of every tensor, its leading triplets
     python -m benchmarks.ledger export STORE          entries in memory; the products and eigenvectors of `agree`
 
-All cores are used, each by matrices of its own, the largest first. Nothing is digested, checked or written.
+All cores work on separate matrices, the largest first. Nothing is digested, checked or written.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def add_kernels(base: Path, expert: Path) -> dict[str, Tensor]:
 
 
 def agree_kernels(span: Span, linear: bool) -> Tensor:
-    """M = U Z Vᵀ of all experts' directions, with weights of one; a weighted sum where the weight is not linear."""
+    """Return M = U Z Vᵀ of all experts with weights of 1; for other tensors than linear weights the sum."""
     outputs, inputs, sigma = span.outputs.float(), span.inputs.float(), span.sigma
     if not linear:
         return outputs.T @ (sigma.float()[:, None] * inputs)
@@ -79,7 +79,7 @@ def _effective_rank(ascending: Tensor) -> int:
 
 
 def spans(store: Path) -> list[tuple[Span, bool]]:
-    """The directions of every matrix in memory, in the type in which they are kept, and whether its layer is linear."""
+    """Load the directions of every matrix in their stored dtype, and whether it is a linear weight."""
     with Store(store).snapshot() as snapshot:
         method, model = snapshot.method, snapshot.manifest.base
         assert isinstance(method, Ledger)

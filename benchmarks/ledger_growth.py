@@ -1,9 +1,9 @@
-"""What a ledger takes with 1 … 40 experts: bytes on disk, and time and memory of every `add`.
+"""Growth of a ledger with 1 … 40 experts: bytes on disk, and time and memory of every `add`.
 
     python -m benchmarks.ledger_growth            measure and plot: about five minutes on two quiet cores
-    python -m benchmarks.ledger_growth --plot     plot what was measured before
+    python -m benchmarks.ledger_growth --plot     plot earlier measurements
 
-Every `add` is one run in a process of its own. Writes ledger-growth.json and ledger-growth.png.
+Every `add` is one run in a separate process. Writes ledger-growth.json and ledger-growth.png.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Point:
     disk: int
     """Bytes of all files of the store"""
     entries: int
-    """Bytes of the entries among them; the rest is half a megabyte an expert, however large the model"""
+    """Bytes of the entries; the other files take half a megabyte per expert for any model"""
     read: int
-    """Bytes of what a readout takes of the entries, by the rule"""
+    """Bytes of the entries that a readout uses, by the rank rule"""
     wall: float
     cpu: float
     anonymous: int
 
 
 def points(model: str, many: int) -> Iterator[Point]:
-    """One expert after the other into a new store."""
+    """Add one expert after the other to a new store."""
     experts = family(model, many)
     cases.store_with(STORE, experts, Ledger(), 0)
     base = Store(STORE).manifest.base
@@ -57,7 +57,7 @@ def points(model: str, many: int) -> Iterator[Point]:
 
 
 def entries_bytes(base: BaseModel, method: Ledger, experts: int) -> int:
-    """Of as many entries, each no longer than all of them leave room for."""
+    """Return the bytes of `count` entries, each cut to its share of the budget."""
     entry = 0
     for name in base.merged:
         slots = method.layout(tensor_context(base, name, experts)).values()
@@ -66,7 +66,7 @@ def entries_bytes(base: BaseModel, method: Ledger, experts: int) -> int:
 
 
 def base_bytes(model: str) -> int:
-    """Of the base in float32."""
+    """Return the bytes of the base in float32."""
     return 4 * sum(map(math.prod, MODELS[model].tensors.values()))
 
 
@@ -106,7 +106,7 @@ def plot(measured: Sequence[Point], model: str, directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a ledger takes with 1 … 40 experts.")
-    parser.add_argument("--plot", action="store_true", help="plot what was measured before")
+    parser.add_argument("--plot", action="store_true", help="plot earlier measurements")
     parser.add_argument("--model", choices=MODELS, default=MODEL)
     parser.add_argument("--experts", type=int, default=MANY)
     parser.add_argument("--output", type=Path, default=RESULTS)

@@ -1,10 +1,10 @@
-"""The tables and the picture of the ledger's proof, from what the commands of ``protocol.md`` have left.
+"""Tables and figure of the ledger's results, from the output of the commands in ``protocol.md``.
 
     python -m benchmarks.ledger_results docs/results/ledger
 
-Reads, as far as they are there, DIR/SUITE-TASKS/results.json (ACC, the worst task, costs), forgetting/results.json
-beside it (BWT, retention), and beside each of them orders-N/results.json (of methods that were run in N orders, more
-or fewer); writes DIR/tables.md and, where `vision` is among them, DIR/accuracy-over-models.png.
+Reads these files if they exist: DIR/SUITE-TASKS/results.json (ACC, the worst task, costs), forgetting/results.json in
+the same directory (BWT, retention), and beside each orders-N/results.json (methods that were run in N orders). Writes
+DIR/tables.md and, if `vision` is among the suites, DIR/accuracy-over-models.png.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMES = {
     "ledger@agree+balance": "ledger, `agree --balance`",
     "ledger@tempered+balance": "ledger, `tempered --balance`",
 }
-"""The rows of the tables, in their order"""
+"""Rows of the tables, in order"""
 READ_BACK = "ledger@expert"
 CURVES = {"ledger": "ledger (agree)", "opcm": "OPCM", "average": "average", "ties:mode=streaming:scale=1.0": "TIES"}
 SUITES = ("vision", "text", "vision-lora", "text-lora", "text-base", "language", "language-tiny")
@@ -69,18 +69,18 @@ class Proof:
 
     @property
     def with_choices(self) -> list[str]:
-        """Tasks whose answer is one of a few; that of the others is written out."""
+        """Tasks with a choice of answers; the others have free answers."""
         told = self.results.settings.get("protocol", {}).get("choices", {})
         return [task for task in self.results.tasks if task in told]
 
     def narrowed(self, tasks: Sequence[str]) -> Proof:
-        """The same streams, looked at by some of the tasks."""
+        """Return the same streams, restricted to some tasks."""
         runs = [replace(run, order=[task for task in run.order if task in tasks]) for run in self.results.runs]
         return replace(self, tasks=len(tasks), results=replace(self.results, tasks=list(tasks), runs=runs))
 
 
 def find(directory: Path) -> list[Proof]:
-    """What was run, suite by suite, by the number of tasks."""
+    """Load all results, by suite and number of tasks."""
     found = []
     for path in directory.glob("*/results.json"):
         suite, _, tasks = path.parent.name.rpartition("-")
@@ -91,7 +91,7 @@ def find(directory: Path) -> list[Proof]:
 
 
 def forgetting(proofs: Sequence[Proof]) -> list[Proof]:
-    """The same, of the streams whose earlier models were scored too."""
+    """Load the results of streams in which every step was scored."""
     return [replace(proof, results=proof.forgetting) for proof in proofs if proof.forgetting]
 
 
@@ -103,7 +103,7 @@ def _joined(directory: Path) -> Results:
 
 
 def percent(spread: Spread | None) -> str:
-    """In percent; where it is a mean over orders, with their standard deviation and number."""
+    """Format in percent; a mean over orders has its standard deviation and their number."""
     if spread is None:
         return "–"
     return f"{100 * spread.mean:.1f}" + (f"±{100 * spread.std:.1f} ({spread.count})" if spread.std is not None else "")
@@ -115,7 +115,7 @@ def over_suites(
     first: Sequence[Line] = (),
     shown: Callable[[Spread | None], str] = percent,
 ) -> Iterator[str]:
-    """A table with a column a suite; ``first`` are lines above those of the methods."""
+    """Make a table with one column per suite; ``first`` are the lines above those of the methods."""
     lines = [(name, *(cell(proof) for proof in proofs)) for name, cell in first]
     for row, name in NAMES.items():
         cells = [shown(proof.results.spread(row, measure)) for proof in proofs]
@@ -125,7 +125,7 @@ def over_suites(
 
 
 def read_back(proofs: Sequence[Proof]) -> Iterator[str]:
-    """Every expert on its own task: itself, and as the ledger gives it back."""
+    """Compare every expert on its own task with the one that the ledger returns."""
     lines = []
     for proof in proofs:
         if READ_BACK in proof.results.methods:
@@ -144,7 +144,7 @@ def read_back(proofs: Sequence[Proof]) -> Iterator[str]:
 
 
 def costs(proofs: Sequence[Proof]) -> Iterator[str]:
-    """Bytes of the state after the last step, and seconds of the last add and of an export."""
+    """Tabulate bytes of the last state, and seconds of the last add and of an export."""
     lines = []
     for proof in proofs:
         for row in ("average", "opcm", "ledger"):
@@ -164,7 +164,7 @@ def costs(proofs: Sequence[Proof]) -> Iterator[str]:
 
 
 def picture(proofs: Sequence[Proof], path: Path) -> None:
-    """ACC on the vision suite against the number of merged models."""
+    """Plot ACC on the vision suite against the number of merged experts."""
     from matplotlib.figure import Figure
 
     from mergestream.report.figures import CURVES as COLOURS

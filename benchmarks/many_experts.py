@@ -1,10 +1,10 @@
-"""What commands cost as a store fills with experts of a tiny model: nothing but their number counts.
+"""Cost of commands as a store fills with experts of a tiny model.
 
     python -m benchmarks.many_experts                    10, 100 and 500 experts, by opcm and in a ledger
     python -m benchmarks.many_experts --counts 10 50     other numbers
 
-A store is filled once and copied on its way. Every command runs in a process of its own; the ratios are to the first
-number, of CPU seconds, which do not depend on what else the machine does, and of peak anonymous memory.
+A store is filled once and copied at each number. Every command runs in a separate process. Ratios are relative to the
+first number, of CPU seconds (which other load hardly changes) and of peak anonymous memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METHODS: dict[str, Method] = {"opcm": OPCM(), "ledger": Ledger()}
 
 
 def tiny_model(seed: int = 0) -> dict[str, Tensor]:
-    """About 5,000 parameters; an expert is the base, moved a little."""
+    """Make a model of about 5,000 parameters; an expert is a slightly changed base."""
     drawn = torch.Generator().manual_seed(0)
     base = {f"layers.{i}.{part}.weight": torch.randn(24, 32, generator=drawn) for i in range(3) for part in "ab"}
     base |= {f"layers.{i}.norm.weight": torch.randn(32, generator=drawn) for i in range(3)}
@@ -45,7 +45,7 @@ def save_model(directory: Path, seed: int) -> Path:
 
 
 def stores(place: Path, method: Method, counts: Sequence[int]) -> Iterator[tuple[int, Path]]:
-    """A store of each number of experts."""
+    """Make a store for each number of experts."""
     store = Store.create(place / "store", save_model(place / "base", 0), method)
     with single_threaded():
         for number in range(1, max(counts) + 1):

@@ -1,4 +1,4 @@
-"""Run a command as a child and record what it cost: wall time, CPU seconds and peak anonymous memory."""
+"""Run a command in a child process and record wall time, CPU seconds and peak anonymous memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLE_SECONDS = 0.03
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run of a command cost. `work` is what the runner itself recorded (see `stopwatch`)."""
+    """Cost of one run; `work` is what the runner recorded (see `stopwatch`)."""
 
     wall: float
     cpu: float
@@ -59,9 +59,9 @@ def run(command: Sequence[str | Path], environment: Mapping[str, str] | None = N
 
 
 def anonymous_memory(pid: int) -> int:
-    """Bytes of anonymous memory that a process and its descendants hold now (0 once they are gone)."""
+    """Return the anonymous memory of a process and its descendants in bytes; 0 after they exit."""
     try:
-        with open(f"/proc/{pid}/status") as file:  # noqa: PTH123 (this runs often, beside what is measured)
+        with open(f"/proc/{pid}/status") as file:  # noqa: PTH123 (this runs often during a measurement)
             status = file.read()
         children = []
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
@@ -74,6 +74,6 @@ def anonymous_memory(pid: int) -> int:
 
 
 def disk_bytes(directory: Path) -> int:
-    """Of all files; what is there under two names counts once."""
+    """Return the bytes of all files; hard links count once."""
     files = {path.stat().st_ino: path.stat().st_size for path in directory.rglob("*") if path.is_file()}
     return sum(files.values())

@@ -1,11 +1,11 @@
-"""The claim in figures: memory depends neither on the size of the model nor on how many models came before.
+"""Memory of `add` and `export` for models of growing size and for many experts.
 
     python -m benchmarks.memory                                     all: 200 MB to 4 GB, and up to 20 experts
     python -m benchmarks.memory --models llama-200mb llama-1gb --experts 3
 
-Every `add` and `export` is the command line in a process of its own. Its peak of anonymous memory (RssAnon,
-sampled every 30 ms) is what the kernel cannot drop; mapped files are not in it. The models differ in depth
-only, so that the largest tensor is the same. `status` is the same interpreter without torch.
+Every `add` and `export` is a command in a separate process. Its peak of anonymous memory (RssAnon,
+sampled every 30 ms) excludes mapped files, which the kernel can drop. The models differ only in depth,
+so the largest tensor is the same. `status` is the same interpreter without torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def measure(experts: Family, method: str, workers: int, place: Path) -> Iterator[Row]:
-    """Add one expert after the other to a new store, then export; the first one has no state to meet."""
+    """Add one expert after the other to a new store, then export."""
     shutil.rmtree(place, ignore_errors=True)
     store, out = place / "store", place / "merged"
     command = (sys.executable, "-m", "mergestream")

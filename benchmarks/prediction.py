@@ -1,10 +1,10 @@
-"""How long `inspect` says that an `add` will take, beside what the `add` then takes.
+"""Compare the time that `inspect` predicts for an `add` with the measured one.
 
     python -m benchmarks.prediction                                       five sizes of model, several methods
     python -m benchmarks.prediction --models llama-tiny --methods ledger
 
-The second expert is inspected, then added. The machine must not become busier or quieter meanwhile: the smallest, the
-median and the largest of all ratios stand below the table.
+The second expert is inspected, then added. Run it on a machine with constant load. The last line has the smallest, the
+median and the largest ratio.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ METHODS: dict[str, Method] = {
     "ties": TIES(mode="streaming"),
 }
 SLOW = {"opcm", "opcm, block"}
-"""Left out for the largest model: they take minutes for each of its matrices"""
+"""Skipped for the largest model, where they take minutes per matrix"""
 
 
 def ratios(models: Family, methods: list[str], place: Path) -> Iterator[float]:
-    """Predicted over measured seconds, a printed row for each method."""
+    """Print predicted and measured seconds of each method; returns their ratios."""
     for name in (name for name in methods if not (models.model == SIZES[-1] and name in SLOW)):
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)

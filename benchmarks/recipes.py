@@ -1,9 +1,9 @@
-"""Do recipes give what mergekit makes of them? (`make peers` first)
+"""Compare ``from-mergekit`` with mergekit on the same recipes (run `make peers` first).
 
     python -m benchmarks.recipes
 
-Three experts of a tiny Llama, in float32. Every recipe is run by mergekit and by ``from-mergekit``; what is printed is
-‖ours − theirs‖ / ‖theirs − base‖. With DARE, which entries are dropped is random, so there the recipes keep them all.
+Three experts of a tiny Llama, in float32. Every recipe is run by mergekit and by ``from-mergekit``. Prints
+‖ours − theirs‖ / ‖theirs − base‖. DARE drops entries at random, so its recipes keep all of them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ RECIPES: dict[str, tuple[str, list[dict[str, float]], dict[str, Any]]] = {
 
 
 def make_models(directory: Path, count: int = 3) -> tuple[Path, list[Path], list[Path]]:
-    """A base, experts that agree in part and have moved differently far, and LoRA adapters."""
+    """Make a base, experts that share a part and differ in norm, and LoRA adapters."""
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
+    from transformers import LlamaConfig, LlamaForCausalLM, utils
 
+    logging: Any = utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -92,7 +92,7 @@ def compare(directory: Path, title: str, base: Path, models: Sequence[str]) -> f
         **({"base_model": str(base)} if method != "linear" else {}),
     }
     path, theirs, ours = (directory / f"{title}{suffix}" for suffix in (".yaml", "-theirs", "-ours"))
-    path.write_text(json.dumps(recipe))  # which is YAML, too
+    path.write_text(json.dumps(recipe))  # JSON is YAML
     cache = directory / "loras"
     command = [*PEERS, "mergekit.scripts.run_yaml", path, theirs, "--quiet", "--lora-merge-cache", cache]
     subprocess.run([str(word) for word in command], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""What waiting for object storage costs a merge, against a server on this machine that answers late.
+"""Cost of the latency of object storage in a merge, with a slow server on this machine.
 
     python -m benchmarks.remote                       20 ms before every answer, 2 to 16 workers
     python -m benchmarks.remote --latency 0.1 --workers 4
@@ -28,13 +28,13 @@ from benchmarks.report import machine
 from mergestream.checkpoints.location import locate
 
 SHAPES = {"small": (48, 64), "large": (2, 1024)}
-"""Layers of a model, and their width"""
+"""Number of layers, and their width"""
 NAMES = ("base", "expert-1", "expert-2", "expert-3")
 COLUMNS = ("model", "workers", "download, s", "near, s", "merge, s", "merge / download")
 
 
 def make(place: Path, layers: int, width: int) -> None:
-    """The models, in directories of that place."""
+    """Save the models in directories."""
     shapes = {"up.weight": (4 * width, width), "down.weight": (width, 4 * width), "norm.weight": (width,)}
     base: dict[str, torch.Tensor] = {}
     for seed, name in enumerate(NAMES):
@@ -51,7 +51,7 @@ def make(place: Path, layers: int, width: int) -> None:
 
 
 def serve(place: Path, latency: float, parent: Connection) -> None:
-    server = import_module("tests.cloud.server")  # whose types nobody has checked
+    server = import_module("tests.cloud.server")  # the module has no types
     with (
         server.serve() as endpoint,
         server.disturbed(endpoint, server.Trouble(seconds=latency)) as slow,
@@ -108,7 +108,7 @@ def main() -> None:
             for shape in SHAPES:
                 files = [str(place / shape / name) for name in NAMES]
                 urls = [f"s3://models/{shape}/{name}" for name in NAMES]
-                merge(files, out, 2)  # what is imported or compiled at the first time
+                merge(files, out, 2)  # the first run imports and compiles
                 near = seconds(merge, files, out, os.cpu_count() or 1)
                 for workers in options.workers:
                     bare, merged = seconds(download, urls), seconds(merge, urls, out, workers)

@@ -1,4 +1,4 @@
-"""The results as Markdown and JSON, with the machine and the versions they belong to."""
+"""Results as Markdown and JSON, with the machine and the versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.suite import Suite, as_json
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on. The load says how quiet the machine was."""
+    """Describe the machine, the versions and the load."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
@@ -55,7 +55,7 @@ def write(directory: Path, suite: Suite, about: dict[str, Any]) -> str:
 
 
 def described(about: dict[str, Any]) -> str:
-    """The machine, the versions and how busy it was, in one sentence; called when the run is over."""
+    """Describe the machine, the versions and the load in one sentence; call it after the run."""
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     loads = f"load average {about['load_before'][0]} before and {os.getloadavg()[0]:.1f} after the run"
     return (

@@ -1,10 +1,10 @@
-"""All experts of the `language` suite from one store and one copy of the base: do they still do what they did?
+"""Accuracy of all experts of the `language` suite when served from one store and one copy of the base.
 
     python -m benchmarks.serving -o docs/results/language
 
-Adds the adapters to a ledger, writes them out again (`--format loras`) and the merged one (`--format lora`), loads all
-into one model with PEFT, and scores each on its own task against the adapter that went in; counts the bytes. Writes
-DIR/serving.json and .md.
+Adds the adapters to a ledger, exports them again (`--format loras`) and the merged one (`--format lora`), loads all
+into one model with PEFT, scores each on its own task and compares it with the original adapter; counts the bytes.
+Writes DIR/serving.json and .md.
 """
 
 from __future__ import annotations

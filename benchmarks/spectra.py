@@ -1,4 +1,4 @@
-"""What the experts of a suite are like: how far they move, in how many directions, and how much they share.
+"""Statistics of a suite's experts: norms, effective ranks, and shared directions.
 
     python -m benchmarks.spectra language:8 language-tiny:8 text:8 -o docs/results/language
 
@@ -24,25 +24,25 @@ from mergestream.evaluation.suites.loading import open_suite
 from mergestream.files import write_json, write_text
 
 LEADING = 16
-"""Directions of an expert that count as its leading ones: the rank of the adapters"""
+"""Number of leading directions: the rank of the adapters"""
 
 
 @dataclass(frozen=True)
 class Spectra:
     norm: float
-    """‖Δ‖ / ‖W‖: how far an expert is from the base"""
+    """‖Δ‖ / ‖W‖: relative size of the task vector"""
     stable_rank: float
-    """‖Δ‖² / σ₁²: in how many directions it moves"""
+    """‖Δ‖² / σ₁²: stable rank"""
     leading_energy: float
-    """Of ‖Δ‖², in the leading directions"""
+    """Share of ‖Δ‖² in the leading directions"""
     cosine: float
-    """Of two experts' Δ, in magnitude"""
+    """Absolute cosine of two experts' Δ"""
     inputs: float
-    """‖V_iᵀV_j‖² / k of two experts' leading input directions: 1 where they are the same"""
+    """‖V_iᵀV_j‖² / k of two experts' leading input directions; 1 if they are the same"""
     outputs: float
-    """The same of the directions that they write to"""
+    """The same for output directions"""
     chance: float
-    """What `inputs` would be for directions drawn at random"""
+    """Expected `inputs` for random directions"""
 
 
 NAMES = {
@@ -65,7 +65,7 @@ def of_suite(suite: ExpertSuite) -> Spectra:
 
 
 def linear_weights(model: torch.nn.Module) -> Mapping[str, Tensor]:
-    """But for the head, which is the suite's or the vocabulary's."""
+    """Return the linear weights except the head."""
     return {
         name: module.weight.detach()
         for name, module in model.named_modules()
@@ -74,7 +74,7 @@ def linear_weights(model: torch.nn.Module) -> Mapping[str, Tensor]:
 
 
 def of_weight(weight: Tensor, vectors: list[Tensor]) -> Spectra | None:
-    """None where not every expert has moved it."""
+    """Return None if an expert leaves the weight unchanged."""
     if not all(vector.any() for vector in vectors):
         return None
     parts = [torch.linalg.svd(vector, full_matrices=False) for vector in vectors]
@@ -96,7 +96,7 @@ def cosine(one: Tensor, other: Tensor) -> float:
 
 
 def shared(one: Tensor, other: Tensor) -> float:
-    """Of two orthonormal bases of equal size."""
+    """Return the overlap of two orthonormal bases of equal size."""
     return float((one.mT @ other).square().sum() / one.shape[1])
 
 

@@ -1,8 +1,8 @@
 """The cost of a piece of work inside a process, without the imports before it.
 
-Every runner, ours and the peers', wraps what it is measured for in `with work():`. The seconds go to the file
-that the environment names in BENCHMARK_RESULT, where `benchmarks.measure` finds them. Standard library only:
-the peers' interpreter loads this file too.
+Every runner puts the measured work in `with work():`. The seconds are written to the file in the environment variable
+BENCHMARK_RESULT, which `benchmarks.measure` reads. Only the standard library is used, because the interpreter of the
+other tools loads this file, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESULT = "BENCHMARK_RESULT"
 
 @contextmanager
 def work(**extra: Any) -> Iterator[dict[str, Any]]:
-    """Time the block; what the caller puts into the yielded dictionary is recorded beside the seconds."""
+    """Time the block; entries of the yielded dictionary are recorded with the seconds."""
     facts = dict(extra)
     wall, cpu = time.perf_counter(), _cpu_seconds()
     yield facts
@@ -33,6 +33,6 @@ def work(**extra: Any) -> Iterator[dict[str, Any]]:
 
 
 def _cpu_seconds() -> float:
-    """User and system time of this process, all threads, and of the children it has waited for."""
+    """Return user and system time of this process (all threads) and of its finished children."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -1,4 +1,4 @@
-"""The cases of `make bench`, and what the issue demands of them."""
+"""The cases of `make bench`, and their targets."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from mergestream.store.store import Store
 STORES = CACHE / "stores"
 MEGABYTE = 10**6
 PROCESS = 400 * MEGABYTE
-"""What a process may hold beside its tensors"""
+"""Memory of a process besides its tensors"""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One line of the issue's table, as measured."""
+    """A target and the measured value."""
 
     work: str
     measured: str
     target: str
     reached: bool | None
-    """None where there is nothing to judge: a figure for the record"""
+    """None if there is no target, only a measurement"""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Suite:
     targets: list[Target] = field(default_factory=list)
 
     def opcm(self, model: str) -> None:
-        """One OPCM step: the second expert meets the first, as in the middle of a continual merge."""
+        """Measure one OPCM step: add the second expert."""
         experts = family(model, 2)
         store = cases.store_with(STORES / f"{model}-opcm", experts, OPCM(alpha=0.5, projection="reference"), 1)
         second = experts.experts[1]
@@ -110,7 +110,7 @@ class Suite:
         self._note(f"{model}: our S₂ against FusionBench's (its SVD is float32), relative difference", difference, 1e-3)
 
     def sums(self, model: str) -> None:
-        """What should cost no more than reading and writing: add, export, and one-shot merges of three."""
+        """Measure work that should cost no more than reading and writing: add, export, one-shot merges of three."""
         experts = family(model, 3)
         base, third = experts.base, experts.experts[2]
         store = cases.store_with(STORES / f"{model}-average", experts, Average(), 2)
@@ -157,7 +157,7 @@ class Suite:
                 self._judge_faster(f"{title}: {name}, against {peer} (wall)", theirs, here, 1)
 
     def ledger(self, model: str, many: int = 8) -> None:
-        """The third expert into a ledger, beside OPCM on the same files, and the readout of many."""
+        """Measure the third `add` to a ledger, OPCM on the same files, and the export of many experts."""
         experts = family(model, many)
         third = experts.experts[2]
         ledger = cases.store_with(STORES / f"{model}-ledger", experts, Ledger(), 2)
@@ -182,7 +182,7 @@ class Suite:
             self._judge_memory(title, model, LEDGER)
 
     def ledger_memory(self, model: str, few: int = 8, many: int = 24) -> None:
-        """The peak with few and with many experts, within a budget that holds one of the largest tensors at a time."""
+        """Measure the peak memory with few and many experts, with a budget for one largest tensor at a time."""
         experts, within = family(model, many), "1.6GB"
         title = f"memory of a ledger that may take {within}, {model}"
         store = cases.store_with(STORES / f"{model}-ledger", experts, Ledger(), 0)
@@ -206,7 +206,7 @@ class Suite:
             self.targets.append(Target(work, measured, "≤ 1.1×", large <= 1.1 * small))
 
     def agreement_with_mergekit(self) -> None:
-        """TIES where the trimming is defined alike: per tensor, in float32, on a model small enough to compare."""
+        """Compare TIES with mergekit where both trim alike: per tensor, in float32, on a small model."""
         experts = family("llama-tiny", 3)
         ties = ("mode=streaming", "trim=tensor", "density=0.2", "scale=1")
         ours, theirs = (
@@ -225,7 +225,7 @@ class Suite:
         )
 
     def startup(self) -> None:
-        """The commands that a user types most often must not wait for torch."""
+        """Measure the most frequent commands, which must not import torch."""
         store = cases.store_with(STORES / "startup", family("llama-tiny", 3), Average(), 1)
         commands: dict[str, cases.Command] = {
             "mergestream --help": (CLI, "--help"),
@@ -250,7 +250,7 @@ class Suite:
         self.targets.append(Target(work, _ratio(ours, limit), f"≤ {most}×", ours <= most * limit))
 
     def _judge_clocks(self, work: str, title: str, ours: str, limit: str, most: float) -> None:
-        """By wall time, and by processor time, which neighbours on the machine change less."""
+        """Compare by wall time, and by CPU time, which other load changes less."""
         clocks: dict[str, Callable[[Cost], float]] = {
             "wall": lambda cost: cost.work["wall"],
             "CPU": lambda cost: cost.work["cpu"],
@@ -271,7 +271,7 @@ class Suite:
         self.targets.append(Target(work, f"{error:.1e}", f"≤ {most:.0e}", error <= most))
 
     def _judge_memory(self, title: str, model: str, name: str) -> None:
-        """≤ 400 MB + 6 × the largest tensor in float32 × workers."""
+        """Check that memory is ≤ 400 MB + 6 × the largest tensor in float32 × workers."""
         largest = 4 * max(map(math.prod, MODELS[model].tensors.values()))
         self._judge_peak(title, name, PROCESS + 6 * largest * cases.workers())
 

@@ -1,13 +1,13 @@
-"""The leading n/8 singular triplets of a matrix: what they cost exactly and at random, and the energy they hold.
+"""Cost and accuracy of the leading n/8 singular triplets, by exact and by randomised SVD.
 
     python -m benchmarks.truncated                                   matrices like task vectors (σᵢ ∝ i^-0.7)
     python -m benchmarks.truncated --spectrum gaussian               the slowest to converge
     python -m benchmarks.truncated --base B --experts E1 E2 …        the matrices of real experts, all together
 
-Everything runs on one thread, interleaved; printed are medians of the thread's CPU seconds (a busy machine does not
-change them much). Beside each method stand the bare kernels that it cannot do without: half a float64 Gram matrix and
-its leading eigenvectors; half a float32 one and the products with it, as many as the method took, and one with the
-matrix. `torch.svd_lowrank` gets the same number of columns and its default of two power iterations.
+Everything runs on one thread, interleaved. Prints medians of the thread's CPU seconds, which a busy machine changes
+little. Each method is compared with its minimal kernels: half a float64 Gram matrix and its leading eigenvectors; or
+half a float32 Gram matrix, as many products with it as the method used, and one product with the matrix.
+`torch.svd_lowrank` gets the same number of columns and its default of two power iterations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COLUMNS = ["exact", "bare eigenvectors", "randomised", "bare products", "torch.s
 
 
 def directions(matrix: Tensor) -> tuple[int, int]:
-    """How many are kept, and how many columns the randomised way works on."""
+    """Return how many triplets are kept, and how many columns the randomised SVD uses."""
     rank = min(matrix.shape) // SHARE
     return rank, truncated.block_width(rank)
 
@@ -62,7 +62,7 @@ def bare_products(matrix: Tensor, products: int) -> None:
 
 
 def products_taken(matrix: Tensor) -> int:
-    """The products with SᵀS until the subspace holds the energy."""
+    """Run the products with SᵀS that the subspace iteration needs."""
     taken = 0
 
     def counted(matrix: Tensor, width: int) -> Callable[[Tensor], Tensor]:
@@ -82,7 +82,7 @@ def products_taken(matrix: Tensor) -> int:
 
 
 def missed(matrix: Tensor) -> tuple[float, float]:
-    """The shares of the exact triplets' energy that the randomised ones and torch's do not hold."""
+    """Return the shares of the exact triplets' energy that the randomised ones and torch's miss."""
     rank, width = directions(matrix)
     exact, ours = (truncated_svd(matrix, rank, method).s.square().sum() for method in ("exact", "randomised"))
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def print_sizes(shapes: list[tuple[int, int]], spectrum: str, repetitions: int) 
 
 
 def print_experts(base: Path, experts: list[Path], repetitions: int) -> None:
-    """One row per expert: seconds of all its matrices together, and the most energy missed of any."""
+    """Print one row per expert: total seconds of its matrices, and the largest missed energy."""
     print_head("task vectors of real experts", repetitions)
     with open_checkpoint(base) as b:
         names = [name for name, info in b.tensors.items() if len(info.shape) == 2 and "embed" not in name]

@@ -1,1 +1,1 @@
-"""Runners for the peers, executed by an interpreter of their own (`make peers`)."""
+"""Runners for other merging tools, executed by a separate interpreter (`make peers`)."""

@@ -1,4 +1,4 @@
-"""Run FusionBench's own continual merging on checkpoints on disk. Executed by the peers' interpreter.
+"""Run FusionBench's continual merging on checkpoints on disk. Executed by the peers' interpreter.
 
     .venv-peers/bin/python -m benchmarks.peers.fusionbench_merge opcm --base B --experts E1 E2 --output OUT
 
@@ -33,7 +33,7 @@ from fusion_bench.method.opcm.ties_merging import ContinualTiesMergingForCLIP  #
 
 
 class DirectoryPool(BaseModelPool):
-    """A pool whose models are directories, loaded on demand."""
+    """A pool of models in directories, loaded on demand."""
 
     def load_model(self, name: str, *args: object, **kwargs: object) -> torch.nn.Module:
         return CLIPVisionModel.from_pretrained(self._models[name], dtype=torch.float32)
@@ -61,7 +61,7 @@ def main() -> None:
     models = {"_pretrained_": str(arguments.base)}
     models |= {f"expert{i}": str(path) for i, path in enumerate(arguments.experts)}
     algorithm = ALGORITHMS[arguments.method]()
-    # The algorithms ask their program for the task pool's data sets, for an evaluation that is switched off.
+    # The algorithms read the data sets of the task pool, although the evaluation is off.
     algorithm._program = types.SimpleNamespace(taskpool=types.SimpleNamespace(_test_datasets=None))
     with work() as facts:
         merged = algorithm.run(DirectoryPool(models))

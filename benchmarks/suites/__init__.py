@@ -1,1 +1,1 @@
-"""The offline suites ``vision`` and ``text``: real models and data out of packages, experts that are trained here."""
+"""The offline suites: real models and data from packages, and experts that are trained locally."""

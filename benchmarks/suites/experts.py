@@ -1,4 +1,4 @@
-"""What all suites that train their own experts share: each is trained once, by one recipe, and cached."""
+"""Base class of suites that train their experts: one recipe, each expert cached."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OnStep = Callable[[], None]
 
 
 class Pretrained(Protocol):
-    """A pretrained model: where its weights are, and how it is loaded."""
+    """A pretrained model: its directory and how to load it."""
 
     @property
     def name(self) -> str: ...
 
     def directory(self) -> Path:
-        """The base model in the hub's layout."""
+        """Return the directory of the base in the hub's layout."""
 
     def load(self, directory: Path) -> torch.nn.Module: ...
 
@@ -40,12 +40,12 @@ class KeyedTask(Protocol):
 
     @property
     def key(self) -> str:
-        """Of all that decides the task's data."""
+        """Return a digest of everything that decides the task's data."""
 
 
 @dataclass
 class ExpertSuite(Suite):
-    """It has the first ``count`` of ``all_tasks``, and ``test_limit`` test samples of each are scored."""
+    """The first ``count`` of ``all_tasks``, scored on ``test_limit`` test samples each."""
 
     name: str
     backbone: Pretrained
@@ -53,7 +53,7 @@ class ExpertSuite(Suite):
     recipe: Recipe
     test_limit: int = 500
     count: int = 8
-    data_of: str = ""  # the suite whose data these are, where it is another
+    data_of: str = ""  # the suite that owns the data, if it is another
     can_fine_tune: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -65,22 +65,22 @@ class ExpertSuite(Suite):
         self._model: tuple[Path, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loaded": {}, "_model": None}  # a worker process reads from the cache itself
+        return {**self.__dict__, "_loaded": {}, "_model": None}  # a worker process reads the cache itself
 
     @abstractmethod
     def read(self, task: str) -> Any:
-        """The task's prepared data, from the cache or into it."""
+        """Return the task's prepared data, cached."""
 
     @abstractmethod
     def steps(self, task: str) -> int:
-        """How many steps the recipe takes."""
+        """Return the number of training steps."""
 
     @abstractmethod
     def trained(self, start: Path, task: str, on_step: OnStep = lambda: None) -> torch.nn.Module:
-        """What the recipe trains of the model in ``start``, fine-tuned."""
+        """Fine-tune the model in ``start``; returns the trained part."""
 
     def training_key(self, task: str) -> list[Any]:
-        """What decides an expert beside the recipe."""
+        """Return what decides an expert besides the recipe."""
         return [self._tasks[task].key, self.base().name]
 
     def limited(self, tasks: int | None = None, test_limit: int | None = None) -> Self:
@@ -88,7 +88,7 @@ class ExpertSuite(Suite):
         return replace(self, count=count, test_limit=test_limit or self.test_limit)
 
     def with_lora(self) -> Self:
-        """The same suite, but its experts are adapters."""
+        """Return the same suite with LoRA adapters as experts."""
         return replace(self, name=f"{self.name}-lora", recipe=LoRARecipe.like(self.recipe))
 
     def base(self) -> Path:
@@ -114,13 +114,13 @@ class ExpertSuite(Suite):
         save_model(self.recipe.merged(self.trained(start, task)), self.base(), output)
 
     def load(self, directory: Path) -> torch.nn.Module:
-        """A whole model, also where the directory holds but an adapter of the base."""
+        """Load a full model, from a checkpoint or from an adapter of the base."""
         if is_adapter(directory):
             return adapted(self.backbone.load(self.base()), directory)
         return self.backbone.load(directory)
 
     def loaded(self, directory: Path) -> Any:
-        """The same, kept until another is asked for: a model is scored on one task after the other."""
+        """Load a model and keep it until another is needed, because it is scored on many tasks."""
         if self._model is None or self._model[0] != directory:
             self._model = (directory, self.load(directory))
         return self._model[1]

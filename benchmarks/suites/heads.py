@@ -1,4 +1,4 @@
-"""Features of a base model, and the classification heads that are made from them before any fine-tuning."""
+"""Features of a base model, and classification heads made from them before fine-tuning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def all_features(backbone: Backbone, model: torch.nn.Module, items: Sequence[Any], batch_size: int = 64) -> Tensor:
-    """Features of all items, in their order; batches hold items of like length, so that little is padding."""
+    """Return the features of all items in order; batches have items of similar length to reduce padding."""
     import torch
 
     order = sorted(range(len(items)), key=lambda index: len(items[index]))
@@ -31,7 +31,7 @@ def all_features(backbone: Backbone, model: torch.nn.Module, items: Sequence[Any
 
 
 def pick(items: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
-    """``items[indices]`` for lists as for tensors."""
+    """Return ``items[indices]`` for lists and tensors."""
     if isinstance(items, list):
         return [items[index] for index in indices]
     picked: Sequence[Any] = items[indices]  # type: ignore[call-overload]
@@ -39,7 +39,7 @@ def pick(items: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
 
 
 def class_mean_head(features: Tensor, labels: Tensor, classes: int, scale: float = 20.0) -> Head:
-    """A class is the mean of its standardised base features (nearest class mean, by cosine)."""
+    """Make a head from class means of standardised base features."""
     import torch
 
     mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
@@ -49,7 +49,7 @@ def class_mean_head(features: Tensor, labels: Tensor, classes: int, scale: float
 
 
 def label_text_head(features: Tensor, scale: float = 20.0) -> Head:
-    """A class is the base feature of a text that names it, as CLIP's zero-shot heads are."""
+    """Make a head from the base features of texts that name the classes, as CLIP's zero-shot heads."""
     import torch
 
     return Head(features, torch.zeros(features.shape[1]), torch.ones(features.shape[1]), scale)

@@ -1,7 +1,7 @@
 """The ``language`` suite: SmolLM2-135M-Instruct on eight tasks with one right answer each, experts as LoRA adapters.
 
-A model answers right where it writes exactly the answer (greedily), or where it finds the right one the likeliest of
-those to choose from. Beside the tasks stands the perplexity on text that has nothing to do with them.
+An answer is right if greedy decoding gives exactly it, or, in tasks with choices, if it is the likeliest choice. The
+suite also measures the perplexity on unrelated text.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PASSAGES, PASSAGE_TOKENS = 32, 128
 
 
 def neutral_texts() -> list[str]:
-    """From within each of Grimm's tales."""
+    """Take passages from each of Grimm's tales."""
     rows = tab_rows(fetch(TALES) / "orangecontrib/text/datasets/grimm-tales.tab", "Content", "Title")
     return [text[1000:2000].partition(" ")[2] for _, text, _ in rows]
 
 
 @dataclass
 class LanguageSuite(ExpertSuite):
-    """A generative base, and tasks that are asked and answered in plain text."""
+    """A generative base, and tasks of questions and answers in plain text."""
 
     backbone: CausalBase
     all_tasks: Sequence[LanguageTask]

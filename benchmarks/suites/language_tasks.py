@@ -1,6 +1,6 @@
-"""The tasks of the ``language`` suites: a question in one line, and the one right answer.
+"""The tasks of the ``language`` suites: one-line questions with one right answer.
 
-Two are real texts out of packages, six are drawn at random. No question is both in the training and in the test set.
+Two tasks have real texts from packages, six are random. No question is in both the training and the test set.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ CHARACTERS = 120  # of a text: about 30 tokens
 
 @dataclass(frozen=True)
 class LanguageTask:
-    """What is asked in every prompt of the task. ``choices`` are the answers to choose from; where there are none,
-    the answer is written out."""
+    """A task's prompt and answers; without ``choices`` the model writes a free answer."""
 
     name: str
     instruction: str
     load: Callable[[], Split]
     choices: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()  # digests of the packages it is made from
-    version: int = 1  # of the loader: part of the key of everything derived from the data
+    sources: tuple[str, ...] = ()  # digests of the source packages
+    version: int = 1  # version of the loader, part of every cache key
 
     @property
     def key(self) -> str:
         return key_of(self.name, self.instruction, self.choices, self.sources, self.version)
 
     def prompt(self, question: str) -> str:
-        """The one template of all tasks; a space and the answer follow."""
+        """Return the prompt; a space and the answer follow."""
         return f"{self.instruction}\n{question}\nAnswer:"
 
 
@@ -56,7 +55,7 @@ SENTIMENTS = ("positive", "negative")
 
 
 def first_words(text: str) -> str:
-    """The beginning, in one line, up to the end of a word."""
+    """Return the beginning of a text in one line, cut at a word."""
     line = " ".join(text.split())
     return line if len(line) <= CHARACTERS else line[:CHARACTERS].rpartition(" ")[0]
 
@@ -67,7 +66,7 @@ def last_words(text: str) -> str:
 
 
 def drawn(train: Iterable[Row], test: Iterable[Row], cut: Callable[[str], str]) -> Split:
-    """As many rows as are wanted, at random; texts that are the same when cut are on one side."""
+    """Draw the wanted number of rows at random; texts that are equal after cutting are on one side of the split."""
     questions: dict[str, str] = {}
     sides = []
     for rows, count in ((train, TRAIN), (test, TEST)):
@@ -87,14 +86,14 @@ def topics() -> Split:
 
 
 def sentiments() -> Split:
-    return drawn(*split(imdb(), SENTIMENTS), last_words)  # the verdict is at the end of a review
+    return drawn(*split(imdb(), SENTIMENTS), last_words)  # a review's verdict is at its end
 
 
 # --- drawn at random ---------------------------------------------------------------------------------------
 
 
 def generated(draw: Callable[[random.Random], Example]) -> Split:
-    """Different questions, one after the other."""
+    """Yield different questions."""
     chance, answers = random.Random(0), dict[str, str]()
     while len(answers) < TRAIN + TEST:
         question, answer = draw(chance)
@@ -118,12 +117,12 @@ INFERENCES = ("yes", "no", "maybe")
 
 
 def word_of(kind: str, chance: random.Random) -> str:
-    """The kind itself, or something of that kind."""
+    """Return the kind or an example of it."""
     return chance.choice((kind, chance.choice(KINDS[kind])))
 
 
 def follows(said: str, claimed: str) -> str:
-    """Whether it is so, where somebody is said to be doing (or to be at) something."""
+    """Make a premise, a hypothesis and whether it follows."""
     if claimed in MOODS:
         return "maybe"
     if claimed == said or said in KINDS.get(claimed, ()):
@@ -134,7 +133,7 @@ def follows(said: str, claimed: str) -> str:
 def inference(chance: random.Random) -> Example:
     somebody, wanted = chance.choice(SOMEBODY), chance.choice(INFERENCES)
     action, place = (word_of(chance.choice(kinds), chance) for kinds in (ACTIONS, PLACES))
-    while True:  # the three answers come equally often
+    while True:  # the three answers are equally frequent
         kinds, said = chance.choice(((ACTIONS, action), (PLACES, place)))
         claimed = chance.choice(MOODS) if chance.random() < 0.1 else word_of(chance.choice(kinds), chance)
         if follows(said, claimed) == wanted:

@@ -1,4 +1,4 @@
-"""Experts that are LoRA adapters: trained, written and read by PEFT, so that nothing of ours judges itself."""
+"""Experts as LoRA adapters: trained, saved and loaded by PEFT, independently of mergestream."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoRARecipe(Recipe):
-    """The same training, of the factors of every linear layer alone. Chosen once and for all tasks, not tuned:
-    α = 32 and ten times the rate of full fine-tuning (Schulman et al., *LoRA Without Regret*, 2025)."""
+    """The same training for the LoRA factors of every linear layer.
+
+    Not tuned: α = 32 and ten times the rate of full fine-tuning (Schulman et al., *LoRA Without Regret*, 2025).
+    """
 
     rank: int = 16
     alpha: int = 32
@@ -29,7 +31,7 @@ class LoRARecipe(Recipe):
         import torch
         from peft import LoraConfig, get_peft_model
 
-        # PEFT writes down which base it was: a name that means the same on every machine, as no path does.
+        # PEFT records the base: use a name that is the same on every machine, not a path.
         model.name_or_path = model.config.name_or_path = Path(model.name_or_path).name
         config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.targets)
         with torch.random.fork_rng(devices=()):
@@ -41,7 +43,7 @@ class LoRARecipe(Recipe):
         return model
 
     def save(self, trained: Any, base: Path, output: Path) -> None:
-        trained.save_pretrained(output, save_embedding_layers=False)  # else the hub is asked for the base's vocabulary
+        trained.save_pretrained(output, save_embedding_layers=False)  # otherwise PEFT asks the hub for the vocabulary
 
 
 def is_adapter(directory: Path) -> bool:
@@ -49,7 +51,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def adapted(model: torch.nn.Module, adapter: Path) -> torch.nn.Module:
-    """The model with the adapter merged into it."""
+    """Return the model with the adapter merged into it."""
     from peft import PeftModel
 
     merged: torch.nn.Module = PeftModel.from_pretrained(model, adapter).merge_and_unload()

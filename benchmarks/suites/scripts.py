@@ -1,8 +1,8 @@
 """Characters of eleven scripts, rendered from fonts that Debian packages.
 
-Families that draw a tenth of the characters alike (a font and its fork, a proportional variant) count as one
-design, and every design is on one side of the split only. Fonts that lack a character draw a box: they are
-found by comparing with what they draw for a code point that does not exist, and skipped.
+Families that draw a tenth of the characters alike (a font and its fork, a proportional variant) are one design, and
+every design is on one side of the split. Fonts without a character draw a box. They are recognised by what they draw
+for a code point that does not exist, and skipped.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def render_script(script: str, characters: str) -> Data:
 
 
 def group_designs(fonts: list[Path], characters: str) -> list[list[Path]]:
-    """Fonts that can draw every character, grouped into designs."""
+    """Return the fonts that have every character, grouped into designs."""
     families: dict[str, list[Path]] = defaultdict(list)
     drawings: dict[str, set[tuple[str, bytes]]] = defaultdict(set)
     for path in fonts:
@@ -107,13 +107,13 @@ def glyph(font: FreeTypeFont, character: str) -> tuple[tuple[int, int], bytes]:
 
 
 def render(designs: list[list[Path]], characters: str, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """``count`` images of random characters: dark on light or light on dark, a little turned and shifted."""
+    """Render ``count`` random characters, dark on light or light on dark, slightly rotated and shifted."""
     import torch
 
     choice = random.Random(seed)
     images, labels = [], []
     for label in _labels(len(characters), count, choice):
-        path = choice.choice(choice.choice(designs))  # designs count alike, however many weights they have
+        path = choice.choice(choice.choice(designs))  # designs are equally likely, with any number of weights
         images.append(draw(path, characters[label], choice))
         labels.append(label)
     return torch.stack(images), torch.tensor(labels)

@@ -1,7 +1,7 @@
 """The ``text`` suite: MiniLM on eight classification tasks whose data ships inside packages.
 
-As CLIP's heads in the paper, a class is the embedding of a short text that names it, made by the base model
-before any fine-tuning. (SNLI is left out: its package is a source package, and downloading one runs it.)
+Like CLIP's heads in the paper, the head of a class is the base model's embedding of a short text that names it, made
+before fine-tuning. (SNLI is missing: it is a source package, and downloading one runs its code.)
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Loader = Callable[[], list[Row] | tuple[list[Row], list[Row]]]  # all rows, or a
 
 
 def split(rows: Iterable[Row], classes: tuple[str, ...], test_share: float = 0.3) -> tuple[list[Row], list[Row]]:
-    """Split by group at random; rows of other classes and texts seen before are dropped."""
+    """Split by group at random; drop rows of other classes and repeated texts."""
     unique = {text: (group, text, label) for group, text, label in rows if label in classes and text.strip()}
     groups = sorted({group for group, _, _ in unique.values()})
     random.Random(0).shuffle(groups)
@@ -79,7 +79,7 @@ def shuffled(train: list[Row], test: list[Row], classes: tuple[str, ...]) -> Dat
 
 
 def tab_rows(path: Path, text_column: str, label_column: str) -> list[Row]:
-    """A tab file of Orange: column names, then two lines that describe the columns."""
+    """Read a tab file of Orange: column names, then two lines that describe the columns."""
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8", newline="") as stream:
         rows = csv.reader(stream, delimiter="\t")

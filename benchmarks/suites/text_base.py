@@ -1,6 +1,6 @@
 """The ``text-base`` suite: the tasks of ``text`` for a base five times as large, all-mpnet-base-v2.
 
-The first four of them by default: an expert takes nine minutes of one core. (``--tasks 8`` has all.)
+The first four tasks by default, because an expert takes nine minutes of one core (``--tasks 8`` for all).
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The ``text-lora`` suite: ``text``, but its experts are LoRA adapters."""
+"""The ``text-lora`` suite: ``text`` with LoRA adapters as experts."""
 
 from benchmarks.suites import text
 

@@ -1,4 +1,4 @@
-"""The kind of suite that trains its own experts: tasks with data, heads fixed before training, everything cached."""
+"""Classification suites that train their experts: data, heads fixed before training, everything cached."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Task:
 
     name: str
     classes: tuple[str, ...]
-    sources: tuple[str, ...]  # digests of the packages it is made from
+    sources: tuple[str, ...]  # digests of the source packages
     load: Callable[[], Data]
-    prompts: tuple[str, ...] = ()  # texts that name the classes, where the head is made from them
-    version: int = 1  # of the loader: part of the key of everything derived from the data
+    prompts: tuple[str, ...] = ()  # texts that name the classes, if the head is made from them
+    version: int = 1  # version of the loader, part of every cache key
 
     @property
     def key(self) -> str:
@@ -48,7 +48,7 @@ class Task:
 
 @dataclass
 class TrainedSuite(ExpertSuite):
-    """A suite whose heads come from the base model, and whose experts are trained below them."""
+    """A suite with heads from the base model and experts trained for these heads."""
 
     backbone: Backbone
     all_tasks: Sequence[Task]
@@ -112,7 +112,7 @@ class TrainedSuite(ExpertSuite):
 
 
 def cached_data(suite: str, task: Task) -> Data:
-    """The task's prepared data; texts are kept as JSON, images as uint8 tensors."""
+    """A task's prepared data; texts are stored as JSON, images as uint8 tensors."""
     import torch
     from safetensors.torch import load_file, save_file
 

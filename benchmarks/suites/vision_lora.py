@@ -1,4 +1,4 @@
-"""The ``vision-lora`` suite: ``vision``, but its experts are LoRA adapters."""
+"""The ``vision-lora`` suite: ``vision`` with LoRA adapters as experts."""
 
 from benchmarks.suites import vision
 

@@ -9,7 +9,7 @@ from mergestream.methods.base import Absorbed, Context, Method, Slot, State, Val
 class Iso(Method):
     """Iso-C: the sum of all task vectors, all singular values of a linear weight at their mean.
 
-    S_t = S_{t-1} + Δ_t = U Σ Vᵀ,   merged_t = θ⁰ + α·mean(σ)·U Vᵀ   (θ⁰ + α·S_t/t where it is no linear weight)
+    S_t = S_{t-1} + Δ_t = U Σ Vᵀ,   merged_t = θ⁰ + α·mean(σ)·U Vᵀ   (θ⁰ + α·S_t/t for other tensors)
     """
 
     name = "iso"
@@ -33,4 +33,5 @@ class Iso(Method):
             return S / context.t
         U, sigma, Vh = torch.linalg.svd(S, full_matrices=False)
         held = sigma > 1e-6 * sigma[..., :1]  # beyond the rank, singular vectors are arbitrary
-        return sigma.mean(-1)[..., None, None] * (U * held[..., None, :]) @ Vh
+        direction: torch.Tensor = sigma.mean(-1)[..., None, None] * (U * held[..., None, :]) @ Vh
+        return direction

@@ -1,4 +1,4 @@
-"""What the suite needs to know of the model: how to load it, and what it makes of inputs."""
+"""The model of the suite: how to load it and compute features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make something to merge, in seconds: a small network, three tasks on points of the plane, three experts.
+"""Train a small network and three experts on tasks with points of the plane, in seconds.
 
 Run it once (it writes base/, experts/, data/ and heads/ beside this file), then::
 

@@ -1,4 +1,4 @@
-"""The same suite in Python, where a task may be scored by any function of a model's directory."""
+"""The same suite in Python: any function of a model's directory can score a task."""
 
 from pathlib import Path
 

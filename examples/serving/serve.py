@@ -1,4 +1,4 @@
-"""Serve all experts of a store from one copy of the base: every request names its expert.
+"""Serve all experts of a store from one copy of the base; every request names its expert.
 
 The store is a ledger that LoRA adapters of a language model were added to::
 
@@ -6,8 +6,8 @@ The store is a ledger that LoRA adapters of a language model were added to::
     mergestream add store adapters/legal adapters/medical
     python examples/serving/serve.py store base 'legal: Is a handshake a contract?' 'merged: What is a tort?'
 
-It writes the adapters (as ``mergestream export store DIR --format loras`` does) and the merged one (``--format lora``),
-loads them into one model with PEFT, answers each request by the expert that it names, and counts the bytes.
+It exports the adapters (as ``mergestream export store DIR --format loras`` does) and the merged one
+(``--format lora``), loads them into one model with PEFT, answers each request with its expert, and counts the bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MERGED = "merged"
 
 
 def write_adapters(store: Store, output: Path) -> dict[str, Path]:
-    """Every expert as an adapter, and all of them merged as one more; where they are, by name."""
+    """Export every expert and the merged model as adapters; returns their directories by name."""
     store.export_adapters(output / "experts")
     store.export_adapter(output / MERGED)
     return {**{expert.name: output / "experts" / expert.name for expert in store.history}, MERGED: output / MERGED}
 
 
 def load(base: Path, adapters: dict[str, Path]) -> PeftModel:
-    """One model with all adapters beside it."""
+    """Load one model with all adapters."""
     first, *others = adapters
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapters[first], adapter_name=first)
     for name in others:
@@ -43,11 +43,12 @@ def load(base: Path, adapters: dict[str, Path]) -> PeftModel:
 
 
 def answer(model: PeftModel, tokenizer: Any, expert: str, prompt: str, tokens: int = 40) -> str:
-    """Switching is a matter of microseconds: nothing is loaded or merged."""
+    """Answer with one expert; switching takes microseconds, because nothing is loaded or merged."""
     model.set_adapter(expert)
     asked = tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
-        written = model.generate(**asked, max_new_tokens=tokens, do_sample=False)
+        generate: Any = model.generate
+        written = generate(**asked, max_new_tokens=tokens, do_sample=False)
     text: str = tokenizer.decode(written[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
     return text
 
@@ -57,7 +58,7 @@ def size(directory: Path) -> int:
 
 
 def sizes(store: Store, base: Path, adapters: dict[str, Path]) -> dict[str, int]:
-    """Bytes of the three ways to keep the experts."""
+    """Return the bytes of the store, of the adapters and of full models."""
     experts = [adapters[expert.name] for expert in store.history]
     weights = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     return {

@@ -24,7 +24,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mergestream.algebra.lowrank import Value, dense, squared_norm
+from mergestream.algebra.lowrank import Value as Value
+from mergestream.algebra.lowrank import dense as dense
+from mergestream.algebra.lowrank import squared_norm
 from mergestream.errors import UsageError, did_you_mean
 from mergestream.methods.scale import NAMED, Scale
 
