@@ -78,7 +78,7 @@ def test_modules_state_dicts_and_paths_are_the_same(store: Store, base: nn.Modul
 
 def test_what_is_no_model_is_told_what_one_is(store: Store, base: nn.Module, tmp_path: Path) -> None:
     for wrong in (3, None, [base], object()):
-        with pytest.raises(UsageError, match="a path, a hub id org/name, a torch module or a state dict, and not"):
+        with pytest.raises(UsageError, match="a path, a hub id org/name, a torch module or a state dict, not"):
             store.add(wrong)
     with pytest.raises(UsageError, match="save the base first, or use a Merger"):
         Store.create(tmp_path / "other", base=base)
@@ -89,7 +89,7 @@ def test_a_peft_model_is_told_what_to_pass(base: nn.Module) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tuned(base, 1), peft.LoraConfig(target_modules=["0", "1"], r=2))
     merger = Merger(base, "average")
-    with pytest.raises(UsageError, match=r"save_pretrained .* or model.merge_and_unload\(\)"):
+    with pytest.raises(UsageError, match=r"save_pretrained.* or model.merge_and_unload\(\)"):
         merger.add(model)
     merger.add(model.merge_and_unload())
 
