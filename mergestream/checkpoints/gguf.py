@@ -34,15 +34,17 @@ class GgufFile(Shard):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._processor: Any
         try:
             import gguf
             import transformers
-            from transformers import modeling_gguf_pytorch_utils as gguf_utils
+            from transformers import modeling_gguf_pytorch_utils
         except ImportError as error:
             raise MergestreamError(
                 f"{path} is a GGUF file, for which the packages gguf and transformers are needed: "
                 "pip install 'mergestream[gguf]'"
             ) from error
+        gguf_utils: Any = modeling_gguf_pytorch_utils
         try:
             reader = gguf.GGUFReader(path)
             architecture, parts = _read_field(reader, "general.architecture"), _read_field(reader, "split.count")
@@ -144,5 +146,7 @@ def _build_model(raw: dict[str, Any]) -> Any:
     model_class = getattr(transformers, (config.architectures or [""])[0], None)
     if model_class is not None:
         return build_on_meta(lambda: model_class(config))
-    auto_class = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    auto_class: Any = (
+        transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    )
     return build_on_meta(lambda: auto_class.from_config(config))

@@ -6,7 +6,7 @@ torch.compile ``_orig_mod.``, Lightning the name of an attribute. Names and shap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -162,7 +162,10 @@ def make_translator(names: Iterable[str], spellings: Mapping[str, str]) -> Calla
     """
     unknown = [name for name in names if name not in spellings]
     fitting: dict[tuple[int, int], list[tuple[str, str]]] = {}
-    for old, new in _suggest_exchanges(unknown[0], spellings) if unknown else ():
+    pairs = (_split_common_end(unknown[0], known) for known in spellings) if unknown else ()
+    for old, new in filter(None, pairs):
+        if old and new:
+            continue
         if all(name.startswith(old) and new + name.removeprefix(old) in spellings for name in unknown):
             fitting.setdefault((old.count("."), new.count(".")), []).append((old, new))
     best = fitting[min(fitting)] if fitting else [("", "")]
@@ -180,19 +183,6 @@ def make_translator(names: Iterable[str], spellings: Mapping[str, str]) -> Calla
         return spellings.get(name)
 
     return translate
-
-
-def _suggest_exchanges(name: str, spellings: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs (prefix to remove, prefix to add), one of them empty and without numbers, that make ``name`` known."""
-    for old in _parents(name)[:-1]:
-        if any(piece.isdigit() for piece in old.split(".")):
-            break
-        if name.removeprefix(old) in spellings:
-            yield old, ""
-    for known in spellings:
-        new = known.removesuffix(name)
-        if known.endswith(f".{name}") and not any(piece.isdigit() for piece in new.split(".")):
-            yield "", new
 
 
 def prefix_between(names: Mapping[str, str | None]) -> Prefix:

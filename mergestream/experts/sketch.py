@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -169,15 +169,17 @@ class TensorSketch:
                 first = hashed.table + offset + here.start
                 self.buckets[there].addcmul_(values[here], signs[first : first + here.stop - here.start], value=weight)
 
-    def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+    def ranges(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
         """The sampled ranges of elements, cut at the ends of chunks."""
         stop = self._numel if stop is None else stop
+        sampled = []
         while start < stop:
             chunk, offset = divmod(self._position + start, CHUNK)
             end = min(start + CHUNK - offset, stop)
             if self._share == 1 or _hash_chunk(chunk).chance < self._share:
-                yield start, end
+                sampled.append((start, end))
             start = end
+        return sampled
 
 
 class ChunkHash(NamedTuple):
@@ -232,7 +234,8 @@ def fold(buckets: np.ndarray, width: int) -> np.ndarray:
         return buckets
     parts = np.roll(buckets, -_bucket(0)).reshape(-1, width)
     turns = (xxhash.xxh3_64_intdigest(f"fold {number}".encode()) % width for number in range(len(parts)))
-    return np.sum([np.roll(part, turn) for part, turn in zip(parts, turns, strict=True)], axis=0)
+    folded: np.ndarray = np.sum([np.roll(part, turn) for part, turn in zip(parts, turns, strict=True)], axis=0)
+    return folded
 
 
 def cosines(sketches: Sequence[np.ndarray | None]) -> list[list[float | None]]:

@@ -102,14 +102,6 @@ class TaskVector:
         """Copies of a tensor of base and expert in memory while it is read."""
         return self.base.copies + self.expert.copies
 
-    def numel(self, name: str) -> int:
-        """Number of elements of a tensor."""
-        return self.model.tensors[name].numel
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of Δ."""
-        return torch_dtype(self.model.tensors[name].state_dtype)
-
     def rank(self, name: str) -> int | None:
         """An upper bound of the rank of Δ if it is given in factors; None if it is dense."""
         return None
@@ -126,19 +118,20 @@ class TaskVector:
         import torch
 
         if name not in self._stored:
-            return lambda start, stop: torch.zeros(stop - start, dtype=self.dtype(name))
+            dtype = torch_dtype(self.model.tensors[name].state_dtype)
+            return lambda start, stop: torch.zeros(stop - start, dtype=dtype)
         base, expert = base or self.base_elements(name), self.expert.read(self._stored[name]).reshape(-1)
         return lambda start, stop: _subtract(expert[start:stop], base(start, stop))
 
     def base_elements(self, name: str) -> Elements:
         """A function that returns any range of the base in the state's dtype; the last range is kept."""
         flat = cache(lambda: self.base.read(name).reshape(-1))
-        dtype = self.dtype(name)
+        dtype = torch_dtype(self.model.tensors[name].state_dtype)
         return lru_cache(maxsize=1)(lambda start, stop: flat()[start:stop].to(dtype))
 
     def base_pieces(self, name: str) -> BasePieces:
         """The pieces of the base, to be shared by several task vectors."""
-        return BasePieces(self.base.read(name), self.dtype(name))
+        return BasePieces(self.base.read(name), torch_dtype(self.model.tensors[name].state_dtype))
 
     def pieces(self, name: str, base: BasePieces | None = None) -> Iterator[tuple[int, Tensor]]:
         """All of Δ in order, as pairs of first element and piece; digests are verified, NaN and Inf are refused.
@@ -147,7 +140,8 @@ class TaskVector:
         """
         import torch
 
-        tensor, dtype, norm = self.model.tensors[name], self.dtype(name), SquaredNorm()
+        tensor, norm = self.model.tensors[name], SquaredNorm()
+        dtype = torch_dtype(tensor.state_dtype)
         if name not in self._stored:
             for start, stop in ranges(tensor.numel):
                 yield start, torch.zeros(stop - start, dtype=dtype)
@@ -177,7 +171,8 @@ class TaskVector:
         """Δ in one piece, with the tensor's shape."""
         import torch
 
-        delta = torch.empty(self.model.tensors[name].shape, dtype=self.dtype(name))
+        tensor = self.model.tensors[name]
+        delta = torch.empty(tensor.shape, dtype=torch_dtype(tensor.state_dtype))
         flat = delta.view(-1)
         for start, piece in self.pieces(name):
             flat[start : start + piece.numel()] = piece

@@ -152,10 +152,11 @@ class Merger:
         )
         state, self._spare = MemoryState(step, self._spare), None
         outcomes = {}
-        with self._progress.task(f"absorbing {name}", sum(map(vector.numel, vector.names))) as advance:
+        size = sum(self._model.tensors[tensor].numel for tensor in vector.names)
+        with self._progress.task(f"absorbing {name}", size) as advance:
             for tensor, outcome in step.run(self._engine, state):
                 outcomes[tensor] = outcome
-                advance(vector.numel(tensor))
+                advance(self._model.tensors[tensor].numel)
         mean_norm = self.history[-1].mean_norm if self.history else 0.0
         totals = total(self.method, step.t, mean_norm, outcomes.values())
         if state_before is not None:  # the new state replaces it

@@ -197,7 +197,7 @@ class Step:
 
     def run(self, engine: Engine, writer: StateWriter, *, done: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
         """Absorb all tensors that are not done, the largest first; yields their outcomes as they finish."""
-        waiting = {name: self.vector.numel(name) for name in self.names if name not in done}
+        waiting = {name: self.vector.model.tensors[name].numel for name in self.names if name not in done}
         if not waiting:
             return
         found = find_thresholds(self.method, [self.vector], [self.t], self.state, engine)

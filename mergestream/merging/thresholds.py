@@ -59,7 +59,7 @@ def _search(
     names: Sequence[str],
 ) -> list[float]:
     """The magnitude that the largest entries of all these tensors reach, for everything that is wanted."""
-    sizes = {name: vectors[0].numel(name) for name in names}
+    sizes = {name: vectors[0].model.tensors[name].numel for name in names}
     total = sum(sizes.values())
 
     def magnitudes(name: str) -> list[Elements]:

@@ -129,7 +129,7 @@ class Candidate:
         engine, vector = self.store.engine, self.vector
         done = writer.done if isinstance(writer, StepWriter) else {}
         self.outcomes = {name: outcome for name, (outcome, _) in done.items()}
-        sizes = {name: vector.numel(name) for name in vector.names}
+        sizes = {name: vector.model.tensors[name].numel for name in vector.names}
         waiting = sum(size for name, size in sizes.items() if name not in done)
         with self.store.progress.task(f"{label} {Path(self.source).name}", 4 * waiting) as advance:
             for name, outcome in self.step.run(engine, writer, done=done):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mergestream.algebra.lowrank import LowRank, squared_norm
 from mergestream.algebra.pieces import Elements, SquaredNorm, ranges
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import Checkpoint
+from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.adapter import Adapter
@@ -49,11 +49,13 @@ class AdapterVector(TaskVector):
         return None if name in self.adapter.whole else self.adapter.rank(name)
 
     def factors(self, name: str) -> LowRank:
-        delta = LowRank.zeros(self.model.tensors[name].shape, self.dtype(name))
+        tensor = self.model.tensors[name]
+        dtype = torch_dtype(tensor.state_dtype)
+        delta = LowRank.zeros(tensor.shape, dtype)
         if name in self._stored:
             self._check_copy(name)
             self.digests[name] = self._digest(name)
-            delta = self.adapter.delta(name, self.dtype(name))
+            delta = self.adapter.delta(name, dtype)
         self.norm2[name] = squared_norm(delta)
         return delta
 
