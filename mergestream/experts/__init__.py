@@ -64,4 +64,5 @@ def task_vectors(base: Source, experts: Sequence[ExpertSource]) -> Iterator[tupl
         found = [files.enter_context(closing(open_expert(expert))) for expert in experts]
         vectors = [make_task_vector(model, opened, expert) for expert in found]
         for name in model.merged:
-            yield name, [vector.elements(name)(0, vector.numel(name)) for vector in vectors]
+            numel = model.tensors[name].numel
+            yield name, [vector.elements(name)(0, numel) for vector in vectors]
