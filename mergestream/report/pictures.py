@@ -19,13 +19,18 @@ def picture_drawer(progress: Progress) -> Callable[[Snapshot], Callable[[Path], 
 
 
 def draw_pictures(progress: Progress, manifest: Manifest, found: Similarity, directory: Path) -> dict[str, str]:
-    """Draw the pictures of a model card; returns their file names and captions. A failure is a note."""
+    """Draw the pictures of a model card; returns their file names and captions. A failure to draw is a note.
+
+    A failure to write is an error, as for every other file of an export.
+    """
     try:
         from mergestream.report.figures import write_pictures
 
         return write_pictures(directory, manifest, found)
     except ImportError:
         progress.note("the model card has no pictures: they need matplotlib; pip install 'mergestream[report]'")
+    except OSError:
+        raise
     except Exception as error:
         progress.note(f"the model card has no pictures: they could not be drawn ({first_line(error)})")
     return {}

@@ -49,7 +49,9 @@ def make_toys(place: Path) -> Path:
     for number in range(1, EXPERTS + 1):
         generator = torch.Generator().manual_seed(number)
         changed = {
-            name: x + torch.randn(x.shape, generator=generator) * 0.01 * (1 + number % 4) if x.is_floating_point() else x
+            name: x + torch.randn(x.shape, generator=generator) * 0.01 * (1 + number % 4)
+            if x.is_floating_point()
+            else x
             for name, x in base.items()
         }
         save_model(place / f"expert-{number}", changed)
