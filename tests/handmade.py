@@ -1,7 +1,10 @@
 """Small adapters for the toy base of tests/conftest.py, made without PEFT."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -9,7 +12,7 @@ from safetensors.torch import save_file
 MODULES = {"layers.0.q": (8, 8), "layers.0.up": (16, 8), "layers.0.down": (8, 16)}
 
 
-def handmade_adapter(directory: Path, seed: int, rank: int = 1, modules=MODULES, **fields) -> Path:
+def handmade_adapter(directory: Path, seed: int, rank: int = 1, modules: Any = MODULES, **fields: Any) -> Path:
     directory.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     scale = (0.1, 0.3, 0.04, 0.4)[seed % 4]

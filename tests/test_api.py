@@ -41,7 +41,7 @@ def store(tmp_path: Path, base: nn.Module) -> Store:
     return Store.create(tmp_path / "store", base=tmp_path / "base.safetensors", method="opcm")
 
 
-def test_the_public_names_are_shown():
+def test_the_public_names_are_shown() -> None:
     assert {"Store", "Merger", "merge", "OPCM", "MergestreamError"} <= set(dir(mergestream))
     assert "import_module" not in dir(mergestream) and set(dir(mergestream)) == set(mergestream.__all__)
     for name in dir(mergestream):

@@ -16,6 +16,7 @@ from functools import cache
 from io import StringIO
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -38,14 +39,14 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def test_the_readme_fits_on_few_screens():
+def test_the_readme_fits_on_few_screens() -> None:
     lines = README.read_text("utf-8").splitlines()
     assert len(lines) < 120
     assert [line for line in lines if len(line) > 120] == []
 
 
 @pytest.fixture(scope="module")
-def tried(tmp_path_factory) -> Path:
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the shell examples of the README were run, exactly as pasted."""
     place = tmp_path_factory.mktemp("checkout")
     programs = place / "bin"
@@ -63,7 +64,7 @@ def tried(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_readme_run_as_pasted(tried, monkeypatch):
+def test_the_examples_of_the_readme_run_as_pasted(tried: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tried / "merged" / "model.safetensors").exists()
     monkeypatch.chdir(tried)
     exec(blocks(README, "python")[0], {})
@@ -77,7 +78,9 @@ def shape(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_first_merge_prints_what_the_page_shows(tried, tmp_path, monkeypatch, mergestream: RunCommand):
+def test_the_first_merge_prints_what_the_page_shows(
+    tried: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mergestream: RunCommand
+) -> None:
     """Compare everything except numbers; … stands for anything."""
     for name in ("base", "experts"):
         shutil.copytree(tried / name, tmp_path / name)
@@ -90,7 +93,7 @@ def test_the_first_merge_prints_what_the_page_shows(tried, tmp_path, monkeypatch
         assert re.fullmatch(re.escape(shape(expected)).replace("…", ".*"), printed), f"{command}: {printed}"
 
 
-def test_the_picture_is_what_its_script_draws(tmp_path):
+def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
     copy = tmp_path / "site" / "picture.py"
     copy.parent.mkdir()
     shutil.copy(ROOT / "docs/site/picture.py", copy)
@@ -99,7 +102,7 @@ def test_the_picture_is_what_its_script_draws(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_of_the_repository(page):
+def test_links_lead_to_files_of_the_repository(page: Any) -> None:
     targets = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", page.read_text("utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
@@ -126,7 +129,7 @@ def options(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_and_options_exist(page):
+def test_commands_and_options_exist(page: Any) -> None:
     for command, *rest in commands(page):
         used = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
         assert used <= options(command), (command, rest)
@@ -141,14 +144,14 @@ def sentences(source: str) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
 
 
-def test_the_errors_that_are_explained_are_the_programs_own():
+def test_the_errors_that_are_explained_are_the_programs_own() -> None:
     ours = [text for path in (ROOT / "mergestream").rglob("*.py") for text in sentences(path.read_text())]
     explained = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/reference/errors.md").read_text(), re.MULTILINE)
     assert len(explained) > 15
     assert [quoted for quoted in explained if not any(quoted in text for text in ours)] == []
 
 
-def test_pages_that_the_code_names_exist():
+def test_pages_that_the_code_names_exist() -> None:
     """Code names a page as ``docs/how-to/heads.md``, or ``docs: heads.md`` for short."""
     names = {path.name for path in PAGES}
     for path in [*(ROOT / "mergestream").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
@@ -158,7 +161,7 @@ def test_pages_that_the_code_names_exist():
         assert [name for name in named if not (ROOT / name).exists()] == [], path
 
 
-def test_the_architecture_names_every_folder_in_the_order_of_imports():
+def test_the_architecture_names_every_folder_in_the_order_of_imports() -> None:
     page = (ROOT / "docs/explanation/architecture.md").read_text("utf-8")
     table = page.partition("## Folders")[2].partition("##")[0]
     rows = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
@@ -167,19 +170,19 @@ def test_the_architecture_names_every_folder_in_the_order_of_imports():
 
 
 @pytest.mark.parametrize("name", ["docs/explanation/architecture.md", "docs/how-to/extending.md", "CONTRIBUTING.md"])
-def test_source_files_that_a_page_names_exist(name):
+def test_source_files_that_a_page_names_exist(name: str) -> None:
     named = re.findall(r"`([a-z_/]+(?:\.py|/))`", (ROOT / name).read_text("utf-8"))
     assert [path for path in named if not any((top / path).exists() for top in (ROOT, ROOT / "mergestream"))] == []
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path, monkeypatch):
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "docs/tutorials/digits.ipynb", as_version=4)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
 
-def test_the_tour_in_python_runs(tmp_path, monkeypatch):
+def test_the_tour_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every block in turn. A line that ends in a comment <…> shows the repr of its value, with … for anything."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

@@ -57,7 +57,7 @@ def folder_of(name: str) -> str:
     return (home.partition(".")[2] if home else name).partition(".")[0]
 
 
-def test_imports_point_downwards_only():
+def test_imports_point_downwards_only() -> None:
     upwards = []
     for path in sorted(PACKAGE.rglob("*.py")):
         place = path.relative_to(PACKAGE)
@@ -69,7 +69,7 @@ def test_imports_point_downwards_only():
     assert not upwards, "\n".join(["imports that point upwards:", *upwards])
 
 
-def test_outer_folders_import_the_public_api_only():
+def test_outer_folders_import_the_public_api_only() -> None:
     for folder, exceptions in OUTER.items():
         allowed = {*mergestream._HOMES, *UTILITIES, folder}
         found = {

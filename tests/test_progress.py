@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from safetensors.torch import save_file
 
@@ -9,12 +12,12 @@ from mergestream.progress import NotebookProgress, Progress, default_progress
 from tests.conftest import Toys, toy_base
 
 
-def test_nothing_is_shown_outside_of_notebooks():
+def test_nothing_is_shown_outside_of_notebooks() -> None:
     assert type(default_progress()) is Progress
 
 
 @pytest.mark.slow
-def test_a_kernel_shows_bars_and_tables(tmp_path, toys: Toys) -> None:
+def test_a_kernel_shows_bars_and_tables(tmp_path: Path, toys: Toys) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     save_file(toy_base(), tmp_path / "base.safetensors")
     cells = [
@@ -33,7 +36,7 @@ def test_a_kernel_shows_bars_and_tables(tmp_path, toys: Toys) -> None:
     seen: list[str] = []
 
     class Client(nbclient.NotebookClient):
-        def process_message(self, msg, cell, cell_index):
+        def process_message(self, msg: Any, cell: Any, cell_index: Any) -> Any:
             content = msg["content"]
             seen.append(content.get("data", {}).get("text/html", ""))
             return super().process_message(msg, cell, cell_index)

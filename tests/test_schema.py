@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,12 +41,12 @@ class Thing:
     ],
     ids=range(13),
 )
-def test_what_we_never_write_is_damage(text):
+def test_what_we_never_write_is_damage(text: Any) -> None:
     with pytest.raises(MergestreamError, match=r"^store/ours\.json is damaged: it is not .*; restore the store"):
         parse(text, PATH)
 
 
-def test_all_else_is_read(tmp_path):
+def test_all_else_is_read(tmp_path: Path) -> None:
     path = tmp_path / "ours.json"
     path.write_text('{"λ": [1, 2.5, null, "\\u0007", "\\ud83d\\ude00"]}', encoding="utf-8")
     assert parse(read_text(path), path) == {"λ": [1, 2.5, None, "\a", "😀"]}
@@ -56,7 +57,7 @@ def test_all_else_is_read(tmp_path):
         read_text(tmp_path / "absent.json")
 
 
-def test_a_field_that_is_not_as_it_must_be_is_named():
+def test_a_field_that_is_not_as_it_must_be_is_named() -> None:
     good = {"name": "a", "size": 1, "norm": 2, "shape": [3]}
     assert validate(good, Thing, PATH) == Thing("a", 1, 2.0, (3,))
     for field, value, named in [

@@ -47,18 +47,18 @@ def keywords(call: ast.Call) -> dict[str | None, str]:
     return {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
 
 
-def test_nothing_that_was_read_can_be_executed():
+def test_nothing_that_was_read_can_be_executed() -> None:
     found = [(file, name) for file, name, _ in calls() if name in FORBIDDEN]
     assert found == []
 
 
-def test_what_the_user_has_named_is_run_in_two_places_and_without_a_shell():
+def test_what_the_user_has_named_is_run_in_two_places_and_without_a_shell() -> None:
     started = [(f, n, c) for f, n, c in calls() if n.startswith(STARTS) or n.endswith("exec_module")]
     assert {(file, name) for file, name, _ in started} == set(RUNS_USERS_CODE.items())
     assert not [file for file, _, call in calls() if keywords(call).get("shell", "False") != "False"]
 
 
-def test_remote_code_is_never_trusted_and_pickles_are_never_executed():
+def test_remote_code_is_never_trusted_and_pickles_are_never_executed() -> None:
     for file, name, call in calls():
         assert keywords(call).get("trust_remote_code", "False") == "False", file
         assert name != "torch.load" or keywords(call)["weights_only"] == "True", file
@@ -72,7 +72,7 @@ def test_the_help_says_what_is_run(command: str, said: str, mergestream: RunComm
     assert said in " ".join(mergestream(command, "--help").out.split())
 
 
-def test_a_name_never_becomes_another_word_of_a_command(tmp_path):
+def test_a_name_never_becomes_another_word_of_a_command(tmp_path: Path) -> None:
     from mergestream.commands import run_command
 
     hostile = tmp_path / "$(touch hacked); 'x' {task}"

@@ -1,6 +1,8 @@
 """Low-rank matrices in factors: the same numbers as the dense matrices that they stand for."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,30 +18,30 @@ TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 
 
-def random_factors(m, n, rank, seed=0):
+def random_factors(m: Any, n: Any, rank: Any, seed: Any = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     decay = torch.arange(1, rank + 1, dtype=torch.float64) ** -0.5
     left = torch.randn(m, rank, generator=generator, dtype=torch.float64) * decay
     return left, torch.randn(rank, n, generator=generator, dtype=torch.float64)
 
 
-def random_pair(m, n, rank, dtype, seed=0):
+def random_pair(m: Any, n: Any, rank: Any, dtype: Any, seed: Any = 0) -> Any:
     """A matrix in factors, and the same one dense in float64."""
     left, right = (factor.to(dtype) for factor in random_factors(m, n, rank, seed))
     return LowRank.from_factors(left, right, dtype), left.double() @ right.double()
 
 
-def relative_error(value, expected):
+def relative_error(value: Any, expected: Any) -> Any:
     return float((dense(value).double() - expected).norm() / expected.norm())
 
 
-def assert_orthonormal(basis: Basis, units: int = 32):
+def assert_orthonormal(basis: Basis, units: int = 32) -> None:
     gram = basis.rows() @ basis.rows().T
     assert bool(((gram - torch.eye(basis.rank)).abs() < units * torch.finfo(basis.dtype).eps).all())
 
 
 @DTYPES
-def test_algebra_equals_the_dense_algebra(dtype):
+def test_algebra_equals_the_dense_algebra(dtype: Any) -> None:
     (a, A), (b, B) = random_pair(30, 40, 5, dtype, 1), random_pair(30, 40, 7, dtype, 2)
     for value, expected in [
         (a + b, A + B),
@@ -61,7 +63,7 @@ def test_algebra_equals_the_dense_algebra(dtype):
 
 
 @DTYPES
-def test_with_a_dense_matrix_the_result_is_dense(dtype):
+def test_with_a_dense_matrix_the_result_is_dense(dtype: Any) -> None:
     a, A = random_pair(30, 40, 5, dtype)
     T = torch.randn(30, 40, dtype=dtype)
     for value, expected in [(a + T, A + T), (T + a, A + T), (a - T, A - T), (T - a, T - A)]:
@@ -70,7 +72,7 @@ def test_with_a_dense_matrix_the_result_is_dense(dtype):
 
 
 @DTYPES
-def test_bases_grow_only_by_what_is_new(dtype):
+def test_bases_grow_only_by_what_is_new(dtype: Any) -> None:
     a, A = random_pair(30, 40, 5, dtype, 1)
     again = LowRank.from_factors(*(f.to(dtype) for f in random_factors(30, 40, 5, 1)), dtype)
     total = a + again * 0.5 - a * 0.25
@@ -81,7 +83,7 @@ def test_bases_grow_only_by_what_is_new(dtype):
 
 
 @DTYPES
-def test_nearly_dependent_factors_stay_accurate(dtype):
+def test_nearly_dependent_factors_stay_accurate(dtype: Any) -> None:
     """A remainder far smaller than the factor it comes from must still be orthogonal to the basis."""
     left, right = random_factors(200, 100, 6, 3)
     a = LowRank.from_factors(left.to(dtype), right.to(dtype), dtype)
@@ -95,7 +97,7 @@ def test_nearly_dependent_factors_stay_accurate(dtype):
 
 
 @DTYPES
-def test_rank_never_exceeds_the_matrix(dtype):
+def test_rank_never_exceeds_the_matrix(dtype: Any) -> None:
     total, expected = random_pair(12, 40, 5, dtype, 0)
     for seed in range(1, 8):
         a, A = random_pair(12, 40, 5, dtype, seed)
@@ -105,7 +107,7 @@ def test_rank_never_exceeds_the_matrix(dtype):
     assert relative_error(total, expected) < TOLERANCE[dtype]
 
 
-def test_zeros_hold_nothing_and_change_nothing():
+def test_zeros_hold_nothing_and_change_nothing() -> None:
     a, _ = random_pair(30, 40, 5, torch.float32)
     zero = LowRank.zeros((30, 40), torch.float32)
     assert zero.left.rank == zero.right.rank == zero.core.numel() == 0
@@ -122,7 +124,7 @@ def test_zeros_hold_nothing_and_change_nothing():
 
 
 @DTYPES
-def test_an_element_is_the_same_to_the_last_bit_in_whatever_range(dtype):
+def test_an_element_is_the_same_to_the_last_bit_in_whatever_range(dtype: Any) -> None:
     low, _ = random_pair(700, 601, 3, dtype)
     elements, whole = low.elements(), low.dense().reshape(-1)
     for start, stop in ((0, 1), (601 * 436 - 1, 601 * 437), (1000, 1064), (262_144, 420_700), (420_699, 420_700)):
@@ -131,7 +133,7 @@ def test_an_element_is_the_same_to_the_last_bit_in_whatever_range(dtype):
     assert torch.equal(elements(0, 20), whole[:20]), "ranges are in memory of their own"
 
 
-def test_more_dimensions_are_a_matrix_of_the_first():
+def test_more_dimensions_are_a_matrix_of_the_first() -> None:
     left, right = random_factors(8, 3 * 5 * 5, 2)
     kernel = LowRank.from_factors(left, right, torch.float64, (8, 3, 5, 5))
     assert kernel.ndim == 4
@@ -139,7 +141,7 @@ def test_more_dimensions_are_a_matrix_of_the_first():
 
 
 @DTYPES
-def test_truncation_is_the_nearest_matrix_and_tells_what_it_lacks(dtype):
+def test_truncation_is_the_nearest_matrix_and_tells_what_it_lacks(dtype: Any) -> None:
     (a, A), (b, B) = random_pair(30, 40, 5, dtype, 1), random_pair(30, 40, 7, dtype, 2)
     u, s, vh = torch.linalg.svd(A + B)
     small, lost = (a + b).truncate(4)
@@ -154,7 +156,7 @@ def test_truncation_is_the_nearest_matrix_and_tells_what_it_lacks(dtype):
     assert float(left.norm()) == pytest.approx(float(right.norm()))
 
 
-def test_truncation_finds_the_numerical_rank():
+def test_truncation_finds_the_numerical_rank() -> None:
     a, A = random_pair(30, 40, 5, torch.float32, 1)
     b, _ = random_pair(30, 40, 7, torch.float32, 2)
     value, _ = (a + b - b).truncate(12)
@@ -165,7 +167,7 @@ def test_truncation_finds_the_numerical_rank():
 @pytest.mark.parametrize("projection", ["reference", "paper", "block"])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(60, 90), (90, 60), (70, 70)])
-def test_chains_of_projections_equal_the_dense_formula(projection, alpha, shape):
+def test_chains_of_projections_equal_the_dense_formula(projection: str, alpha: float, shape: Any) -> None:
     """20 steps of OPCM, adapters of differing ranks, in float64 elementwise (design section 3)."""
     S = D = None
     for t in range(20):
@@ -186,7 +188,7 @@ def test_chains_of_projections_equal_the_dense_formula(projection, alpha, shape)
     assert relative_error(S, D) < 1e-9
 
 
-def test_twenty_float32_steps_stay_within_1e_5_of_float64():
+def test_twenty_float32_steps_stay_within_1e_5_of_float64() -> None:
     for projection in ("reference", "block"):
         S = D = None
         for t in range(20):
@@ -202,7 +204,7 @@ def test_twenty_float32_steps_stay_within_1e_5_of_float64():
 
 @DTYPES
 @pytest.mark.parametrize("projection", ["reference", "paper", "block"])
-def test_mixed_dense_and_factored_projections(dtype, projection):
+def test_mixed_dense_and_factored_projections(dtype: Any, projection: str) -> None:
     (a, A), (b, B) = random_pair(30, 40, 5, dtype, 1), random_pair(30, 40, 7, dtype, 2)
     q = 2
     expected = project(B, thin_svd(A), q, projection)
@@ -212,7 +214,7 @@ def test_mixed_dense_and_factored_projections(dtype, projection):
         assert relative_error(kept, expected) < 10 * TOLERANCE[dtype]
 
 
-def test_projection_from_a_zero_state_keeps_everything():
+def test_projection_from_a_zero_state_keeps_everything() -> None:
     delta, plain = random_pair(30, 40, 5, torch.float64)
     svd = thin_svd(LowRank.zeros((30, 40), torch.float64))
     assert protected_directions(svd.s, 0.5) == 0
@@ -220,7 +222,7 @@ def test_projection_from_a_zero_state_keeps_everything():
         assert relative_error(project(delta, svd, 0, projection), plain) < 1e-13
 
 
-def test_a_duplicate_adds_no_rank():
+def test_a_duplicate_adds_no_rank() -> None:
     a, A = random_pair(64, 48, 4, torch.float32)
     S = a
     for _ in range(5):
@@ -258,7 +260,7 @@ FACTORS = st.floats(-3, 3).filter(lambda factor: abs(factor) > 0.01)
 STEPS = st.lists(st.tuples(st.sampled_from(["+", "-", "*", "/", "rebased", "truncate"]), RANKS, FACTORS), max_size=6)
 
 
-def drawn_pair(shape, rank, dtype, generator) -> Pair:
+def drawn_pair(shape: Any, rank: Any, dtype: Any, generator: Any) -> Pair:
     m, n = shape[0], torch.Size(shape[1:]).numel()
     left = torch.randn(m, rank, generator=generator, dtype=torch.float64).to(dtype)
     right = torch.randn(rank, n, generator=generator, dtype=torch.float64).to(dtype)
@@ -288,7 +290,7 @@ def after(pair: Pair, operation: str, other: Pair, factor: float) -> Pair:
 
 @settings(max_examples=200)
 @given(SHAPES, RANKS, STEPS, st.sampled_from([torch.float32, torch.float64]), st.integers(0, 2**32))
-def test_any_arithmetic_equals_the_dense_arithmetic(shape, rank, steps, dtype, seed):
+def test_any_arithmetic_equals_the_dense_arithmetic(shape: Any, rank: Any, steps: Any, dtype: Any, seed: Any) -> None:
     generator = torch.Generator().manual_seed(seed)
     pair = drawn_pair(shape, rank, dtype, generator)
     pair.check()
@@ -299,7 +301,9 @@ def test_any_arithmetic_equals_the_dense_arithmetic(shape, rank, steps, dtype, s
 
 @settings(max_examples=100)
 @given(SHAPES, RANKS, RANKS, st.sampled_from([torch.float32, torch.float64]), st.integers(0, 2**32), st.data())
-def test_elements_and_factors_of_any_rank_are_those_of_the_matrix(shape, rank, cut, dtype, seed, data):
+def test_elements_and_factors_of_any_rank_are_those_of_the_matrix(
+    shape: Any, rank: Any, cut: Any, dtype: Any, seed: Any, data: Any
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     pair = after(drawn_pair(shape, rank, dtype, generator), "+", drawn_pair(shape, 2, dtype, generator), 1)
     value, expected, _ = pair

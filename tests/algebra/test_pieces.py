@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def norm_of(pieces: list[Tensor]) -> SquaredNorm:
 @settings(max_examples=150)
 @given(tensors(), st.lists(st.floats(0, 1), max_size=12))
 @example(torch.ones(2 * _BLOCK + _RUN + 1), [])
-def test_any_cut_gives_the_same_bits(tensor, places):
+def test_any_cut_gives_the_same_bits(tensor: Any, places: Any) -> None:
     whole, pieces = squared_norm(tensor), norm_of(cut(tensor, places))
     assert pieces.total() == whole
     assert pieces.finite
@@ -58,14 +59,14 @@ def test_any_cut_gives_the_same_bits(tensor, places):
 
 @settings(max_examples=50)
 @given(tensors(), st.integers(1, 2 * _BLOCK))
-def test_pieces_of_any_size_give_the_same_bits(tensor, size):
+def test_pieces_of_any_size_give_the_same_bits(tensor: Any, size: Any) -> None:
     size = max(size, len(tensor) // 100)
     assert norm_of(list(tensor.split(size))).total() == squared_norm(tensor)
 
 
 @settings(max_examples=50)
 @given(tensors(), st.floats(0, 1), st.sampled_from([math.nan, math.inf, -math.inf]), st.lists(st.floats(0, 1)))
-def test_what_is_no_number_is_noticed_wherever_it_is(tensor, place, bad, places):
+def test_what_is_no_number_is_noticed_wherever_it_is(tensor: Any, place: Any, bad: Any, places: Any) -> None:
     if len(tensor):
         tensor[int(place * (len(tensor) - 1))] = bad
         norm = norm_of(cut(tensor, places))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_kth_of_the_sorted_magnitudes(kind):
+def test_it_is_the_kth_of_the_sorted_magnitudes(kind: Any) -> None:
     tensors = kind(torch.Generator().manual_seed(1))
     descending = torch.cat(tensors).abs().sort(descending=True).values
     total = len(descending)
@@ -91,24 +92,24 @@ def test_it_is_the_kth_of_the_sorted_magnitudes(kind):
         assert found == float(descending[count - 1]), count
 
 
-def test_one_pass_is_enough_where_the_sample_is_fair():
+def test_one_pass_is_enough_where_the_sample_is_fair() -> None:
     tensors = normal(torch.Generator().manual_seed(2))
     total = sum(SIZES)
     assert all(kth(tensors, count)[1] == 1 for count in (total // 100, total // 5, total // 2))
 
 
-def test_all_and_nothing_need_no_pass():
+def test_all_and_nothing_need_no_pass() -> None:
     tensors = normal(torch.Generator().manual_seed(3))
     assert kth(tensors, 0) == (math.inf, 0)
     assert kth(tensors, sum(SIZES)) == (0.0, 0)
 
 
-def test_small_models_are_sorted_at_once():
+def test_small_models_are_sorted_at_once() -> None:
     tensors = [torch.tensor([3.0, -5.0, 1.0]), torch.tensor([-2.0])]
     assert [kth(tensors, count)[0] for count in (1, 2, 3)] == [5, 3, 2]
 
 
-def test_data_that_is_no_number_comes_to_an_end():
+def test_data_that_is_no_number_comes_to_an_end() -> None:
     """It is refused when it is absorbed; until then the search must not go on for ever."""
     _, passes = kth([torch.full((size,), math.nan) for size in SIZES], 17)
     assert passes < 20
@@ -131,7 +132,7 @@ def many_alike(draw: st.DrawFn) -> list[Tensor]:
 
 @settings(max_examples=150)
 @given(many_alike(), st.floats(0, 1), st.integers(200, 8000))
-def test_any_share_of_anything_in_any_pieces_is_what_sorting_gives(tensors, share, piece):
+def test_any_share_of_anything_in_any_pieces_is_what_sorting_gives(tensors: Any, share: Any, piece: Any) -> None:
     descending = torch.cat(tensors).abs().sort(descending=True).values.tolist()
     count = round(share * len(descending))
     with pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,29 +35,29 @@ SPECTRA = {
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread() -> Any:
     with single_threaded():
         yield
 
 
-def energy(s):
+def energy(s: Any) -> Any:
     return float(s.double().square().sum())
 
 
-def assert_orthonormal(svd, atol):
+def assert_orthonormal(svd: Any, atol: Any) -> None:
     for vectors in (svd.u, svd.v):
         gram = vectors.double().T @ vectors.double()
         torch.testing.assert_close(gram, torch.eye(svd.rank, dtype=torch.float64), rtol=0, atol=atol)
 
 
-def same_bits(a, b):
+def same_bits(a: Any, b: Any) -> Any:
     return torch.equal(a.u, b.u) and torch.equal(a.s, b.s) and torch.equal(a.v, b.v)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rank", [0, 1, 5, 1000])
-def test_exact_triplets_are_lapacks(shape, rank, dtype):
+def test_exact_triplets_are_lapacks(shape: Any, rank: int, dtype: Any) -> None:
     S = randn(*shape, seed=10, dtype=dtype)
     u, s, vh = torch.linalg.svd(S.double(), full_matrices=False)
     k = min(rank, *shape)
@@ -71,7 +72,7 @@ def test_exact_triplets_are_lapacks(shape, rank, dtype):
 
 @pytest.mark.parametrize("shape", [(384, 384), (1536, 384), (384, 768)])
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_randomised_triplets_hold_the_energy_of_the_exact_ones(spectrum, shape):
+def test_randomised_triplets_hold_the_energy_of_the_exact_ones(spectrum: Any, shape: Any) -> None:
     S = SPECTRA[spectrum](*shape)
     svd = truncated_svd(S, 48, "randomised")
     exact = torch.linalg.svdvals(S.double())[:48]
@@ -84,7 +85,7 @@ def test_randomised_triplets_hold_the_energy_of_the_exact_ones(spectrum, shape):
 
 
 @pytest.mark.parametrize("rank", [1, 8, 200, 300, 377])
-def test_any_rank_can_be_had_at_random(rank):
+def test_any_rank_can_be_had_at_random(rank: int) -> None:
     S = SPECTRA["j^-0.7"](400, 384)
     svd = truncated_svd(S, rank, "randomised")
     assert svd.rank == rank
@@ -95,7 +96,7 @@ def test_any_rank_can_be_had_at_random(rank):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rank", [1, 5, 12])
 @pytest.mark.parametrize("shape", [(200, 200), (300, 100), (100, 300)])
-def test_a_matrix_of_low_rank_comes_back_whole_and_no_column_more(shape, rank, method):
+def test_a_matrix_of_low_rank_comes_back_whole_and_no_column_more(shape: Any, rank: int, method: Any) -> None:
     S = with_spectrum(*shape, power_law(rank, 2.5), seed=11)
     svd = truncated_svd(S, 16, method)
     assert svd.rank == rank
@@ -106,7 +107,7 @@ def test_a_matrix_of_low_rank_comes_back_whole_and_no_column_more(shape, rank, m
 
 @pytest.mark.parametrize("method", ["auto", *METHODS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_zero_matrix_has_no_triplets(dtype, method):
+def test_a_zero_matrix_has_no_triplets(dtype: Any, method: Any) -> None:
     svd = truncated_svd(torch.zeros(400, 390, dtype=dtype), 40, method)
     assert svd.u.shape == (400, 0) and svd.s.shape == (0,) and svd.v.shape == (390, 0)
 
@@ -116,20 +117,20 @@ def test_a_zero_matrix_has_no_triplets(dtype, method):
     ("dtype", "scale"),
     [(torch.float32, scale) for scale in (1e-38, 1e-30, 1e30, 1e37)] + [(torch.float64, s) for s in (1e-300, 1e300)],
 )
-def test_neither_tiny_nor_huge_entries_are_lost(dtype, scale, method):
+def test_neither_tiny_nor_huge_entries_are_lost(dtype: Any, scale: Any, method: Any) -> None:
     S = SPECTRA["j^-0.7"](120, 100).to(dtype)
     svd, usual = truncated_svd(S * scale, 10, method), truncated_svd(S, 10, method)
     torch.testing.assert_close(svd.s / scale, usual.s, rtol=1e-5, atol=0)
     assert_orthonormal(svd, 1e-5)
 
 
-def test_scaling_by_a_power_of_two_changes_no_bit_of_the_vectors():
+def test_scaling_by_a_power_of_two_changes_no_bit_of_the_vectors() -> None:
     S = SPECTRA["j^-0.7"](120, 100)
     svd, usual = truncated_svd(S * 2.0**70, 10, "randomised"), truncated_svd(S, 10, "randomised")
     assert torch.equal(svd.u, usual.u) and torch.equal(svd.s, usual.s * 2.0**70) and torch.equal(svd.v, usual.v)
 
 
-def test_denormal_entries_are_decomposed_too():
+def test_denormal_entries_are_decomposed_too() -> None:
     S = torch.full((40, 30), 1e-45)
     for method in METHODS:
         svd = truncated_svd(S, 4, method)
@@ -137,7 +138,7 @@ def test_denormal_entries_are_decomposed_too():
 
 
 @pytest.mark.parametrize(("shape", "rank"), [((384, 400), 48), ((383, 400), 48), ((384, 400), 96)])
-def test_auto_is_random_for_few_directions_of_a_large_matrix(shape, rank):
+def test_auto_is_random_for_few_directions_of_a_large_matrix(shape: Any, rank: int) -> None:
     S = SPECTRA["j^-0.7"](*shape)
     chosen = "randomised" if (min(shape), rank) == (384, 48) else "exact"
     assert same_bits(truncated_svd(S, rank), truncated_svd(S, rank, chosen))
@@ -145,7 +146,7 @@ def test_auto_is_random_for_few_directions_of_a_large_matrix(shape, rank):
 
 @pytest.mark.parametrize("shape", [(400, 384), (384, 400), (90, 70), (40, 17)])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_bits_wherever_and_however_the_matrix_lies_in_memory(method, shape):
+def test_the_same_bits_wherever_and_however_the_matrix_lies_in_memory(method: Any, shape: Any) -> None:
     S = SPECTRA["j^-0.7"](*shape)
     expected = truncated_svd(S, 7, method)
     for offset in (1, 5):
@@ -155,13 +156,13 @@ def test_the_same_bits_wherever_and_however_the_matrix_lies_in_memory(method, sh
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_bits_on_one_worker_and_on_four(method):
+def test_the_same_bits_on_one_worker_and_on_four(method: Any) -> None:
     matrices = [
         SPECTRA[name](*shape) for name in ("Gaussian", "j^-0.7") for shape in [(200, 150), (150, 200), (99, 300)]
     ]
 
-    def run(workers):
-        def work(matrix):
+    def run(workers: Any) -> Any:
+        def work(matrix: Any) -> Any:
             torch.set_num_threads(1)
             return truncated_svd(matrix, 15, method)
 
@@ -174,7 +175,7 @@ def test_the_same_bits_on_one_worker_and_on_four(method):
     assert all(same_bits(a, b) for a, b in zip(one, run(4), strict=True))
 
 
-def test_the_matrix_is_not_changed():
+def test_the_matrix_is_not_changed() -> None:
     for method in METHODS:
         S = SPECTRA["Gaussian"](100, 90)
         before = S.clone()
@@ -182,7 +183,7 @@ def test_the_matrix_is_not_changed():
         assert torch.equal(S, before)
 
 
-def test_with_the_gram_matrix_or_without_the_energy_is_the_same(monkeypatch):
+def test_with_the_gram_matrix_or_without_the_energy_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     S = SPECTRA["j^-0.7"](384, 384)
     with_gram = truncated_svd(S, 48, "randomised")
     monkeypatch.setattr(truncated, "USUAL_PRODUCTS", 1)
@@ -201,7 +202,7 @@ def test_with_the_gram_matrix_or_without_the_energy_is_the_same(monkeypatch):
     rank=st.integers(0, 30),
     method=st.sampled_from(METHODS),
 )
-def test_no_matrix_is_refused(matrix, rank, method):
+def test_no_matrix_is_refused(matrix: Any, rank: Any, method: Any) -> None:
     S = torch.from_numpy(matrix)
     svd = truncated_svd(S, rank, method)
     exact = torch.linalg.svdvals(S.double())[:rank]

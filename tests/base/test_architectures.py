@@ -1,9 +1,12 @@
 """Real architectures go in as checkpoints and come out as models that transformers loads."""
 
+from __future__ import annotations
+
 import errno
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from mergestream.base.architecture import load_architecture
 from mergestream.base.config_only import open_base
 from mergestream.errors import MergestreamError
+from tests.conftest import RunCommand
 
 transformers = pytest.importorskip("transformers")
 
@@ -190,7 +194,7 @@ def assert_equal_but_for_rounding(found: dict[str, Tensor], expected: dict[str, 
         assert bool(((found[name].double() - value).abs() <= allowed).all()), name
 
 
-def through_a_store(done, place: Path, base: Path, experts: list[Path], *options: str) -> Path:
+def through_a_store(done: Any, place: Path, base: Path, experts: list[Path], *options: str) -> Path:
     done("init", place / "store", "--base", base, *options)
     done("add", place / "store", *experts)
     done("verify", place / "store")
@@ -200,7 +204,9 @@ def through_a_store(done, place: Path, base: Path, experts: list[Path], *options
 
 @pytest.mark.parametrize("method", ["opcm", "average"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_sharded_bfloat16_checkpoints_merge_as_the_formula_says_and_load(architecture, method, tmp_path, done):
+def test_sharded_bfloat16_checkpoints_merge_as_the_formula_says_and_load(
+    architecture: Any, method: str, tmp_path: Path, done: Callable[..., str]
+) -> None:
     models = make_models(architecture, torch.bfloat16, experts=3)
     base, *experts = save_all(models, tmp_path, save_sharded)
     merged = through_a_store(done, tmp_path, base, experts, "--method", method)
@@ -225,7 +231,9 @@ def test_sharded_bfloat16_checkpoints_merge_as_the_formula_says_and_load(archite
 
 @pytest.mark.parametrize("save", [save_bin, save_bin_shards])
 @pytest.mark.parametrize("architecture", [llama, tied_llama, gpt2])
-def test_pickled_checkpoints_merge_as_well(architecture, save, tmp_path, done):
+def test_pickled_checkpoints_merge_as_well(
+    architecture: Any, save: Any, tmp_path: Path, done: Callable[..., str]
+) -> None:
     models = make_models(architecture, torch.float32, experts=2)
     base, *experts = save_all(models, tmp_path, save)
     merged = through_a_store(done, tmp_path, base, experts, "--method", "opcm")
@@ -236,7 +244,7 @@ def test_pickled_checkpoints_merge_as_well(architecture, save, tmp_path, done):
 
 @pytest.mark.parametrize("save", [save_sharded, save_bin, save_bin_shards])
 @pytest.mark.parametrize("architecture", [tied_llama, gpt2, t5, bert])
-def test_tied_weights_stay_tied(architecture, save, tmp_path, done):
+def test_tied_weights_stay_tied(architecture: Any, save: Any, tmp_path: Path, done: Callable[..., str]) -> None:
     base, *experts = save_all(make_models(architecture, torch.float32, 2), tmp_path, save)
     merged = through_a_store(done, tmp_path, base, experts)
     loaded = getattr(transformers, type(architecture()).__name__).from_pretrained(merged)
@@ -254,7 +262,9 @@ def _word_embedding(directory: Path) -> Tensor:
     return next(tensor for name, tensor in load_weights(directory).items() if name.split(".")[-2] in owners)
 
 
-def test_an_expert_that_unties_what_the_base_ties_is_refused(tmp_path, mergestream, done):
+def test_an_expert_that_unties_what_the_base_ties_is_refused(
+    tmp_path: Path, mergestream: RunCommand, done: Callable[..., str]
+) -> None:
     models = make_models(tied_llama, torch.float32, 1)
     base, expert = save_all(models, tmp_path, save_bin)
     tensors = load_weights(expert)
@@ -266,7 +276,7 @@ def test_an_expert_that_unties_what_the_base_ties_is_refused(tmp_path, mergestre
     assert "lm_head.weight" in result.err and "model.embed_tokens.weight" in result.err and "tie them" in result.err
 
 
-def test_companions_and_model_card_come_with_the_model(tmp_path, done):
+def test_companions_and_model_card_come_with_the_model(tmp_path: Path, done: Callable[..., str]) -> None:
     base, *experts = save_all(make_models(gpt2, torch.float32, 2), tmp_path, save_sharded)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"_name_or_path": "org/base-model"}))
@@ -294,7 +304,7 @@ def test_companions_and_model_card_come_with_the_model(tmp_path, done):
     assert "mergestream" in text.split("Made with:")[1]
 
 
-def test_the_output_dtype_can_be_chosen(tmp_path, done):
+def test_the_output_dtype_can_be_chosen(tmp_path: Path, done: Callable[..., str]) -> None:
     base, *experts = save_all(make_models(llama, torch.bfloat16, 2), tmp_path, save_sharded)
     done("init", tmp_path / "store", "--base", base, "--method", "average")
     done("add", tmp_path / "store", *experts)
@@ -307,11 +317,13 @@ def test_the_output_dtype_can_be_chosen(tmp_path, done):
     assert model.dtype == torch.float32
 
 
-def test_a_config_that_the_disk_does_not_give_is_not_taken_for_a_strange_one(tmp_path, monkeypatch):
+def test_a_config_that_the_disk_does_not_give_is_not_taken_for_a_strange_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the same base would be another one the next time."""
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
 
-    def fail(*_, **__):
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Path, "read_text", fail)
@@ -324,7 +336,7 @@ def test_a_config_that_the_disk_does_not_give_is_not_taken_for_a_strange_one(tmp
     [{"num_hidden_layers": 10**6}, {"hidden_size": 10**12}, {"vocab_size": 10**18}, {"num_labels": 10**9}],
     ids=str,
 )
-def test_a_model_that_nobody_can_have_is_not_built(number, tmp_path):
+def test_a_model_that_nobody_can_have_is_not_built(number: Any, tmp_path: Path) -> None:
     llama = {
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -337,7 +349,7 @@ def test_a_model_that_nobody_can_have_is_not_built(number, tmp_path):
         open_base(tmp_path, config_only=True)
 
 
-def test_modules_are_counted_while_a_model_is_built(tmp_path, monkeypatch):
+def test_modules_are_counted_while_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergestream.checkpoints.meta_model.MAX_MODULES", 10)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 8}))
     assert load_architecture(tmp_path) == "config.json not usable by transformers: TooLargeError"

@@ -1,8 +1,11 @@
+from __future__ import annotations
+
 import json
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +77,7 @@ def save(model: nn.Module, directory: Path) -> Path:
     return directory
 
 
-def examine(source, **options) -> dict[str, TensorRole]:
+def examine(source: Any, **options: Any) -> dict[str, TensorRole]:
     with open_checkpoint(source) as base:
         return find_roles(base, find_architecture(base), **options)
 
@@ -91,7 +94,7 @@ def linear_layers(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_linear_weights_are_those_of_the_model_s_linear_layers(make, tmp_path):
+def test_linear_weights_are_those_of_the_model_s_linear_layers(make: Any, tmp_path: Path) -> None:
     model = make()
     parts = examine(save(model, tmp_path))
     stored = load_file(tmp_path / "model.safetensors")
@@ -103,7 +106,7 @@ def test_linear_weights_are_those_of_the_model_s_linear_layers(make, tmp_path):
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_the_rule_agrees_with_the_architecture(make, tmp_path):
+def test_the_rule_agrees_with_the_architecture(make: Any, tmp_path: Path) -> None:
     directory = save(make(), tmp_path)
     by_architecture = examine(directory)
     (directory / "config.json").unlink()
@@ -113,7 +116,9 @@ def test_the_rule_agrees_with_the_architecture(make, tmp_path):
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_the_rule_decides_and_says_so_without_transformers(make, tmp_path, monkeypatch):
+def test_the_rule_decides_and_says_so_without_transformers(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = save(make(), tmp_path)
     expected = examine(directory)
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -122,7 +127,7 @@ def test_the_rule_decides_and_says_so_without_transformers(make, tmp_path, monke
     assert all("transformers not installed" in part.rule for part in parts.values())
 
 
-def test_rules_read_well(tmp_path):
+def test_rules_read_well(tmp_path: Path) -> None:
     parts = examine(save(gpt2(), tmp_path))
     conv1d, embedding = parts["transformer.h.0.attn.c_attn.weight"], parts["transformer.wte.weight"]
     assert conv1d == TensorRole("linear", "Conv1D in GPT2LMHeadModel", module="Conv1D")
@@ -131,7 +136,7 @@ def test_rules_read_well(tmp_path):
     assert examine({"fc.weight": torch.ones(2, 2)}) == {"fc.weight": TensorRole("linear", "2-D *.weight")}
 
 
-def test_a_config_that_transformers_does_not_know_leaves_it_to_the_rule(tmp_path):
+def test_a_config_that_transformers_does_not_know_leaves_it_to_the_rule(tmp_path: Path) -> None:
     save_file({"fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     remote = {"model_type": "mine", "architectures": ["Mine"], "auto_map": {"AutoModel": "evil--code.Mine"}}
     for config in (
@@ -147,7 +152,7 @@ def test_a_config_that_transformers_does_not_know_leaves_it_to_the_rule(tmp_path
         assert part.rule.startswith("2-D *.weight (config.json not usable by transformers: ")
 
 
-def test_code_beside_the_config_is_never_run(tmp_path):
+def test_code_beside_the_config_is_never_run(tmp_path: Path) -> None:
     save_file({"fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: ...\n")
     auto_map = {"AutoConfig": "code.Mine", "AutoModel": "code.Mine"}
@@ -157,7 +162,7 @@ def test_code_beside_the_config_is_never_run(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DetrForObjectDetection", "org/name"])
-def test_the_network_is_never_asked(architecture, tmp_path, monkeypatch):
+def test_the_network_is_never_asked(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("socket.socket.connect", lambda _, address: asked.append(address))
     monkeypatch.setattr("socket.getaddrinfo", lambda *address, **_: asked.append(address) or [])
@@ -168,7 +173,7 @@ def test_the_network_is_never_asked(architecture, tmp_path, monkeypatch):
     assert asked == []
 
 
-def test_a_model_class_of_somebody_else_falls_back_to_the_model_type(tmp_path):
+def test_a_model_class_of_somebody_else_falls_back_to_the_model_type(tmp_path: Path) -> None:
     directory = save(tied_llama(), tmp_path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"architectures": ["MyLlamaWithAHead"]}))
@@ -196,7 +201,7 @@ def test_a_model_class_of_somebody_else_falls_back_to_the_model_type(tmp_path):
         (clip, lambda name: f"vision_model.{name.removeprefix('vision_model.')}"),
     ],
 )
-def test_names_of_other_times_and_prefixes_are_recognised(make, rename, tmp_path):
+def test_names_of_other_times_and_prefixes_are_recognised(make: Any, rename: Any, tmp_path: Path) -> None:
     directory = save(make(), tmp_path)
     expected = {rename(name): part.role for name, part in examine(directory).items()}
     tensors = {rename(name): tensor for name, tensor in load_file(directory / "model.safetensors").items()}
@@ -206,7 +211,7 @@ def test_names_of_other_times_and_prefixes_are_recognised(make, rename, tmp_path
     assert not [part for part in parts.values() if "not in" in part.rule]
 
 
-def test_stacked_experts_are_linear_slice_by_slice(tmp_path):
+def test_stacked_experts_are_linear_slice_by_slice(tmp_path: Path) -> None:
     model = mixtral()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     stacked = [name for name, tensor in tensors.items() if tensor.ndim == 3]
@@ -224,7 +229,7 @@ def test_stacked_experts_are_linear_slice_by_slice(tmp_path):
         assert "MixtralExperts in MixtralForCausalLM" in by_architecture[name].rule
 
 
-def test_convolutions_attention_and_lone_parameters_are_other():
+def test_convolutions_attention_and_lone_parameters_are_other() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -261,7 +266,7 @@ def test_convolutions_attention_and_lone_parameters_are_other():
         "emb.weight",
     ],
 )
-def test_embeddings_by_name(name):
+def test_embeddings_by_name(name: str) -> None:
     assert examine({name: torch.randn(4, 2)})[name].role == "embedding"
 
 
@@ -269,7 +274,7 @@ def test_embeddings_by_name(name):
     "name",
     ["embed_out.weight", "embeddings_project.weight", "patch_embed.proj.weight", "weight", "layers.0.weight"],
 )
-def test_linear_layers_with_misleading_names(name):
+def test_linear_layers_with_misleading_names(name: str) -> None:
     assert examine({name: torch.randn(4, 2)})[name].role == "linear"
 
 
@@ -286,7 +291,7 @@ def small() -> dict[str, torch.Tensor]:
     }
 
 
-def test_overrides():
+def test_overrides() -> None:
     parts = examine(small(), linear=["r*"], not_linear=["fc.*"], heads=["fc.bias", "only.in.experts"])
     assert parts == {
         "fc.weight": TensorRole("other", "--not-linear fc.*"),
@@ -310,7 +315,7 @@ def test_overrides():
         ),
     ],
 )
-def test_mistaken_overrides_are_named(options, message):
+def test_mistaken_overrides_are_named(options: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         examine(small(), **options)
 
@@ -318,7 +323,7 @@ def test_mistaken_overrides_are_named(options, message):
 # --- tied tensors
 
 
-def test_shared_storage_is_one_tensor_and_the_embedding_has_the_role():
+def test_shared_storage_is_one_tensor_and_the_embedding_has_the_role() -> None:
     table = torch.randn(8, 4)
     parts = examine(
         {"lm_head.weight": table, "embed_tokens.weight": table, "a.weight": table[:4], "b.weight": table[:4]}
@@ -331,7 +336,7 @@ def test_shared_storage_is_one_tensor_and_the_embedding_has_the_role():
     assert parts["b.weight"] == TensorRole("tied", "shares storage with a.weight", "a.weight")
 
 
-def test_equal_bytes_tie_only_with_an_embedding():
+def test_equal_bytes_tie_only_with_an_embedding() -> None:
     table, matrix = torch.randn(8, 4), torch.randn(4, 4)
     parts = examine(
         {
@@ -353,7 +358,7 @@ def test_equal_bytes_tie_only_with_an_embedding():
 
 
 @pytest.mark.parametrize("stored_as", ["safetensors", "bin"])
-def test_t5_with_every_name_stored_is_tied_by_the_architecture(stored_as, tmp_path):
+def test_t5_with_every_name_stored_is_tied_by_the_architecture(stored_as: str, tmp_path: Path) -> None:
     model = t5()
     save(model, tmp_path)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -370,7 +375,7 @@ def test_t5_with_every_name_stored_is_tied_by_the_architecture(stored_as, tmp_pa
     assert {name for name, part in parts.items() if part.role == "tied"} == group - {canonical}
 
 
-def test_what_the_config_ties_but_the_file_does_not_is_independent(tmp_path):
+def test_what_the_config_ties_but_the_file_does_not_is_independent(tmp_path: Path) -> None:
     directory = save(tied_llama(), tmp_path)
     tensors = load_file(directory / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
@@ -382,7 +387,7 @@ def test_what_the_config_ties_but_the_file_does_not_is_independent(tmp_path):
     assert "ties it, but the stored values differ" in parts["lm_head.weight"].rule
 
 
-def test_an_untied_head_leaves_the_embeddings_tied(tmp_path):
+def test_an_untied_head_leaves_the_embeddings_tied(tmp_path: Path) -> None:
     directory = save(t5(), tmp_path)  # stored as Flan-T5 is: a head of its own, one embedding for both halves
     tensors = load_file(directory / "model.safetensors")
     tensors["lm_head.weight"] = tensors["shared.weight"] + 1
@@ -394,18 +399,18 @@ def test_an_untied_head_leaves_the_embeddings_tied(tmp_path):
     assert names == dict.fromkeys(["decoder.embed_tokens.weight", "encoder.embed_tokens.weight"], "shared.weight")
 
 
-def test_integers_are_copied_even_if_they_share_storage():
+def test_integers_are_copied_even_if_they_share_storage() -> None:
     ids = torch.arange(4)
     assert {part.role for part in examine({"a.position_ids": ids, "b.position_ids": ids}).values()} == {"copied"}
 
 
-def test_an_architecture_that_does_not_tie_is_believed_although_the_bytes_agree(tmp_path):
+def test_an_architecture_that_does_not_tie_is_believed_although_the_bytes_agree(tmp_path: Path) -> None:
     model = llama()
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)
     assert examine(save(model, tmp_path))["lm_head.weight"].role == "linear"
 
 
-def test_a_head_stored_in_place_of_its_embedding_counts_as_the_embedding(tmp_path):
+def test_a_head_stored_in_place_of_its_embedding_counts_as_the_embedding(tmp_path: Path) -> None:
     directory = save(tied_llama(), tmp_path)
     tensors = load_file(directory / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -434,7 +439,9 @@ def test_a_head_stored_in_place_of_its_embedding_counts_as_the_embedding(tmp_pat
     ],
 )
 @pytest.mark.parametrize("installed", [True, False])
-def test_names_that_only_an_expert_may_store(make, expected, installed, tmp_path, monkeypatch):
+def test_names_that_only_an_expert_may_store(
+    make: Any, expected: Any, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = save(make(), tmp_path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": bool(expected)}))
@@ -447,7 +454,7 @@ def test_names_that_only_an_expert_may_store(make, expected, installed, tmp_path
     assert bool(names) == bool(expected)
 
 
-def test_overrides_and_heads_hold_for_a_tied_tensor_as_a_whole():
+def test_overrides_and_heads_hold_for_a_tied_tensor_as_a_whole() -> None:
     table = torch.randn(8, 4)
     tensors = {"embed_tokens.weight": table, "lm_head.weight": table}
     parts = examine(tensors, linear=["lm_head*"])
@@ -460,7 +467,7 @@ def test_overrides_and_heads_hold_for_a_tied_tensor_as_a_whole():
         examine(tensors, linear=["lm_head*"], not_linear=["embed*"])
 
 
-def test_a_large_model_is_examined_at_once(tmp_path):
+def test_a_large_model_is_examined_at_once(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"])  # the shape of the 7B model
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -476,7 +483,7 @@ def test_a_large_model_is_examined_at_once(tmp_path):
     assert all("LlamaForCausalLM" in part.rule for part in parts.values())
 
 
-def test_importing_it_imports_neither_torch_nor_transformers():
+def test_importing_it_imports_neither_torch_nor_transformers() -> None:
     import subprocess
 
     code = "import sys, mergestream.base.roles; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

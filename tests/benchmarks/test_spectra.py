@@ -14,7 +14,7 @@ def outer(row: int, column: int) -> torch.Tensor:
     return made
 
 
-def test_equal_experts_share_all_and_others_nothing():
+def test_equal_experts_share_all_and_others_nothing() -> None:
     weight = torch.eye(32, 64)
     drawn = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     same = spectra.of_weight(weight, [drawn, -drawn])
@@ -28,11 +28,11 @@ def test_equal_experts_share_all_and_others_nothing():
     assert apart.outputs > apart.chance == 16 / 64
 
 
-def test_one_direction_is_of_rank_one_and_has_all_energy():
+def test_one_direction_is_of_rank_one_and_has_all_energy() -> None:
     found = spectra.of_weight(torch.ones(32, 64), [outer(0, 1), outer(2, 3)])
     assert found is not None
     assert [found.stable_rank, found.leading_energy] == pytest.approx([1, 1])
 
 
-def test_a_weight_that_an_expert_left_alone_is_left_out():
+def test_a_weight_that_an_expert_left_alone_is_left_out() -> None:
     assert spectra.of_weight(torch.ones(32, 64), [outer(0, 1), torch.zeros(32, 64)]) is None

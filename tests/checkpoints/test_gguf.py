@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-def test_it_is_what_transformers_makes_of_it(tmp_path, options):
+def test_it_is_what_transformers_makes_of_it(tmp_path: Path, options: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     write_gguf(tmp_path / "tiny.gguf", **options)
@@ -67,14 +68,14 @@ def test_it_is_what_transformers_makes_of_it(tmp_path, options):
     assert not checkpoint.directory.exists()
 
 
-def test_the_only_one_of_a_directory_is_taken(tmp_path):
+def test_the_only_one_of_a_directory_is_taken(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     assert open_checkpoint(tmp_path).tensors["model.norm.weight"].shape == (WIDTH,)
     write_gguf(tmp_path / "other.gguf")
     refused(tmp_path, r"2 \.gguf files and no index; name the one you mean \(other\.gguf, tiny\.gguf\)")
 
 
-def test_quantised_models_are_merged_with_a_note_and_transformers_loads_the_result(tmp_path):
+def test_quantised_models_are_merged_with_a_note_and_transformers_loads_the_result(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base, expert = tmp_path / "base.gguf", tmp_path / "expert.gguf"
@@ -97,14 +98,14 @@ def test_quantised_models_are_merged_with_a_note_and_transformers_loads_the_resu
     )
 
 
-def test_one_that_is_not_quantised_needs_no_note(tmp_path):
+def test_one_that_is_not_quantised_needs_no_note(tmp_path: Path) -> None:
     kept = write_gguf(tmp_path / "tiny.gguf", kind="F16")
     checkpoint = open_checkpoint(tmp_path / "tiny.gguf")
     assert checkpoint.note is None
     assert torch.equal(checkpoint.read("model.layers.0.mlp.up_proj.weight"), kept["blk.0.ffn_up.weight"])
 
 
-def test_what_cannot_be_read_is_a_sentence(tmp_path, monkeypatch):
+def test_what_cannot_be_read_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.gguf"
     write_gguf(path, architecture="flux")
     refused(
@@ -130,7 +131,7 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path, monkeypatch):
     refused(path, r"packages gguf and transformers are needed: pip install 'mergestream\[gguf\]'")
 
 
-def test_damage_is_a_sentence_or_harmless(tmp_path):
+def test_damage_is_a_sentence_or_harmless(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     write_gguf(path)
     whole, rng = path.read_bytes(), random.Random(0)

@@ -1,6 +1,10 @@
 """What is told of tokens by the files of a tokenizer, as transformers reads them too."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -20,7 +24,7 @@ GPT2 = {
 NEW = {"content": "<new>", **FLAGS}
 
 
-def put(place, files):
+def put(place: Any, files: Any) -> Any:
     place.mkdir()
     for name, text in files.items():
         (place / name).write_text(text)
@@ -31,7 +35,7 @@ def put(place, files):
 @pytest.mark.parametrize(
     "more", [{}, {"added_tokens.json": "NUMBERS"}, {"tokenizer_config.json": "DECODER"}], ids=["", "added", "decoder"]
 )
-def test_tokens_are_read_and_added_as_transformers_does(files, more, tmp_path):
+def test_tokens_are_read_and_added_as_transformers_does(files: Any, more: Any, tmp_path: Path) -> None:
     end = read_tokenizer(put(tmp_path / "plain", files)).end
     texts = {
         "NUMBERS": json.dumps({"<new>": end}),
@@ -53,7 +57,7 @@ def test_tokens_are_read_and_added_as_transformers_does(files, more, tmp_path):
     assert same_tokenizer(place, place) and not same_tokenizer(place, whole)
 
 
-def test_scored_pieces_are_numbered_by_their_place(tmp_path):
+def test_scored_pieces_are_numbered_by_their_place(tmp_path: Path) -> None:
     model = {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.0]], "unk_id": 0}
     added = [{"id": 2, "content": "<x>", **FLAGS, "special": True}]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
@@ -75,7 +79,7 @@ def test_scored_pieces_are_numbered_by_their_place(tmp_path):
         '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1}]}',
     ],
 )
-def test_what_is_not_understood_tells_nothing(text, tmp_path):
+def test_what_is_not_understood_tells_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     assert read_tokenizer(tmp_path) is None
     assert read_tokenizer(None) is None

@@ -10,18 +10,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from mergestream.storage import open_storage
-from tests.conftest import Toys, files, save_model, toy_base, toy_expert
+from tests.conftest import RunCommand, Toys, files, save_model, toy_base, toy_expert
 
 
 @pytest.fixture
-def store(tmp_path: Path, toys: Toys, done) -> Path:
+def store(tmp_path: Path, toys: Toys, done: Callable[..., str]) -> Path:
     """A store with two experts, created by the command line."""
     done("init", tmp_path / "store", "--base", toys.base, "--alpha", "0.4")
     done("add", tmp_path / "store", *toys.experts[:2], "--quiet")
@@ -35,7 +37,7 @@ def python(*arguments: object, **options: object) -> subprocess.CompletedProcess
 # --- speed -------------------------------------------------------------------------------------------------
 
 
-def test_help_and_status_do_not_load_torch(store):
+def test_help_and_status_do_not_load_torch(store: Path) -> None:
     code = f"""
 import sys
 from mergestream.cli import main
@@ -51,7 +53,7 @@ assert not slow, slow
     assert result.returncode == 0, result.stderr
 
 
-def test_help_takes_little_cpu_time():
+def test_help_takes_little_cpu_time() -> None:
     """Measures CPU time, best of three, because the machine may be busy."""
     taken = []
     for _ in range(3):
@@ -65,7 +67,7 @@ def test_help_takes_little_cpu_time():
 # --- what commands print -----------------------------------------------------------------------------------
 
 
-def test_status_json_is_reproducible(store, done, toys, tmp_path):
+def test_status_json_is_reproducible(store: Path, done: Callable[..., str], toys: Toys, tmp_path: Path) -> None:
     status = json.loads(done("status", store, "--json"))
     assert {key: status[key] for key in ("step", "method", "experts", "keep")} == {
         "step": 2,
@@ -85,7 +87,7 @@ def test_status_json_is_reproducible(store, done, toys, tmp_path):
     assert json.loads(done("status", tmp_path / "again", "--json")) == status, "equal stores give equal JSON"
 
 
-def test_an_empty_store_has_a_status_and_a_log(tmp_path, toys, done):
+def test_an_empty_store_has_a_status_and_a_log(tmp_path: Path, toys: Toys, done: Callable[..., str]) -> None:
     done("init", tmp_path / "store", "--base", toys.base)
     status = json.loads(done("status", tmp_path / "store", "--json"))
     assert (status["step"], status["lambda"], status["n"], status["distance"]) == (0, None, None, 0.0)
@@ -93,7 +95,7 @@ def test_an_empty_store_has_a_status_and_a_log(tmp_path, toys, done):
     assert "no experts yet" in done("log", tmp_path / "store")
 
 
-def test_log_has_one_object_per_expert(store, done, toys):
+def test_log_has_one_object_per_expert(store: Path, done: Callable[..., str], toys: Toys) -> None:
     log = json.loads(done("log", store, "--json"))
     assert [entry["name"] for entry in log] == ["expert-1", "expert-2"]
     for entry, expert in zip(log, toys.experts, strict=False):
@@ -104,7 +106,7 @@ def test_log_has_one_object_per_expert(store, done, toys):
     assert "expert-2" in done("log", store)
 
 
-def test_infinite_numbers_are_null_in_json(tmp_path, toys, done):
+def test_infinite_numbers_are_null_in_json(tmp_path: Path, toys: Toys, done: Callable[..., str]) -> None:
     done("init", tmp_path / "store", "--base", toys.base, "--method", "task_arithmetic", "--set", "scale=0")
     done("add", tmp_path / "store", toys.experts[0], "--json")
     for command in (("status",), ("log",)):
@@ -114,14 +116,14 @@ def test_infinite_numbers_are_null_in_json(tmp_path, toys, done):
     assert "inf" not in done("log", tmp_path / "store")
 
 
-def test_status_lists_every_tensor_with_its_rule(store, done):
+def test_status_lists_every_tensor_with_its_rule(store: Path, done: Callable[..., str]) -> None:
     listed = done("status", store, "--tensors")
     for name in toy_base():
         assert name in listed
     assert "embedding" in listed and "integer tensor" in listed
 
 
-def test_inspect_and_dry_run_agree_and_change_nothing(store, done, toys):
+def test_inspect_and_dry_run_agree_and_change_nothing(store: Path, done: Callable[..., str], toys: Toys) -> None:
     before = files(store)
     inspected = json.loads(done("inspect", store, toys.experts[2], "--json"))
     dry, other = json.loads(done("add", store, toys.experts[2], toys.experts[3], "--dry-run", "--json"))
@@ -145,13 +147,15 @@ def test_inspect_and_dry_run_agree_and_change_nothing(store, done, toys):
     assert json.loads(done("log", store, "--json"))[2]["kept"] == inspected["kept"]
 
 
-def test_add_takes_several_and_reports_each(tmp_path, toys, done):
+def test_add_takes_several_and_reports_each(tmp_path: Path, toys: Toys, done: Callable[..., str]) -> None:
     done("init", tmp_path / "store", "--base", toys.base)
     added = json.loads(done("add", tmp_path / "store", *toys.experts, "--json"))
     assert [entry["name"] for entry in added] == [f"expert-{n}" for n in (1, 2, 3, 4)]
 
 
-def test_add_names_several_experts(tmp_path, toys, done, mergestream):
+def test_add_names_several_experts(
+    tmp_path: Path, toys: Toys, done: Callable[..., str], mergestream: RunCommand
+) -> None:
     done("init", tmp_path / "store", "--base", toys.base)
     equals = shutil.copytree(toys.experts[2], tmp_path / "lr=0.1" / "best")
     words = (f"legal={toys.experts[0]}", f"medical={toys.experts[1]}", equals)
@@ -164,7 +168,9 @@ def test_add_names_several_experts(tmp_path, toys, done, mergestream):
         assert mergestream("add", tmp_path / "store", wrong).code in (1, 2)
 
 
-def test_an_existing_path_with_equals_is_not_split(tmp_path, toys, done, monkeypatch):
+def test_an_existing_path_with_equals_is_not_split(
+    tmp_path: Path, toys: Toys, done: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(toys.experts[0], "lr=0.1")
     done("init", "store", "--base", toys.base)
@@ -172,7 +178,9 @@ def test_an_existing_path_with_equals_is_not_split(tmp_path, toys, done, monkeyp
     assert added["name"] == "lr=0.1"
 
 
-def test_a_failing_expert_leaves_those_before_it_committed(tmp_path, toys, mergestream, done):
+def test_a_failing_expert_leaves_those_before_it_committed(
+    tmp_path: Path, toys: Toys, mergestream: RunCommand, done: Callable[..., str]
+) -> None:
     done("init", tmp_path / "store", "--base", toys.base)
     result = mergestream("add", tmp_path / "store", toys.experts[0], tmp_path / "missing", toys.experts[1])
     assert result.code == 1 and "step 1: expert-1" in result.out
@@ -182,7 +190,7 @@ def test_a_failing_expert_leaves_those_before_it_committed(tmp_path, toys, merge
     assert json.loads(done("status", tmp_path / "store", "--json"))["experts"] == ["expert-1", "expert-2"]
 
 
-def test_standard_error_has_only_notes_without_a_terminal(tmp_path, toys, mergestream):
+def test_standard_error_has_only_notes_without_a_terminal(tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
     assert mergestream("init", tmp_path / "store", "--base", toys.base).err == ""
     assert mergestream("add", tmp_path / "store", toys.experts[0]).err == ""
     torch.manual_seed(9)
@@ -195,7 +203,7 @@ def test_standard_error_has_only_notes_without_a_terminal(tmp_path, toys, merges
     assert mergestream(*allowed, "--quiet").err == ""
 
 
-def test_a_terminal_sees_progress_bars(tmp_path, toys):
+def test_a_terminal_sees_progress_bars(tmp_path: Path, toys: Toys) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "mergestream", "init", tmp_path / "store", "--base", toys.base]
     process = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, check=True)
@@ -204,20 +212,22 @@ def test_a_terminal_sees_progress_bars(tmp_path, toys):
     os.close(ours)
 
 
-def test_undo_verify_and_export(store, done, tmp_path):
+def test_undo_verify_and_export(store: Path, done: Callable[..., str], tmp_path: Path) -> None:
     assert "expert-2 taken back" in done("undo", store)
     assert "all digests match" in done("verify", store)
     assert "1 expert merged by opcm" in done("export", store, tmp_path / "merged")
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
-def test_methods_are_listed_with_their_parameters(done):
+def test_methods_are_listed_with_their_parameters(done: Callable[..., str]) -> None:
     listed = json.loads(done("methods", "--json"))
     assert {"opcm", "average", "task_arithmetic", "ties", "ema", "lawa", "magmax"} <= {m["name"] for m in listed}
     assert "--set alpha=0.5" in done("methods")
 
 
-def test_base_option_relocates_the_base(tmp_path, toys, mergestream, done):
+def test_base_option_relocates_the_base(
+    tmp_path: Path, toys: Toys, mergestream: RunCommand, done: Callable[..., str]
+) -> None:
     base = shutil.copytree(toys.base, tmp_path / "base")
     done("init", tmp_path / "store", "--base", base)
     moved = base.rename(tmp_path / "moved")
@@ -228,7 +238,9 @@ def test_base_option_relocates_the_base(tmp_path, toys, mergestream, done):
     assert json.loads(done("status", tmp_path / "store", "--json"))["base"]["source"] == str(moved)
 
 
-def test_roles_are_overridden_by_globs(tmp_path, toys, done, mergestream):
+def test_roles_are_overridden_by_globs(
+    tmp_path: Path, toys: Toys, done: Callable[..., str], mergestream: RunCommand
+) -> None:
     done("init", tmp_path / "store", "--base", toys.base, "--linear", "embed*", "--not-linear", "layers.0.*")
     status = json.loads(done("status", tmp_path / "store", "--json"))
     roles = {tensor["name"]: (tensor["role"], tensor["rule"]) for tensor in status["tensors"]}
@@ -240,7 +252,7 @@ def test_roles_are_overridden_by_globs(tmp_path, toys, done, mergestream):
 # --- classifiers with heads of their own -------------------------------------------------------------------
 
 
-def test_a_head_with_other_labels_loads_with_from_pretrained(tmp_path, done):
+def test_a_head_with_other_labels_loads_with_from_pretrained(tmp_path: Path, done: Callable[..., str]) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -308,14 +320,16 @@ def junk(tmp_path: Path, toys: Toys) -> Path:
     return place
 
 
-def assert_one_sentence(result, code: int) -> None:
+def assert_one_sentence(result: Any, code: int) -> None:
     assert result.code == code, result
     lines = result.err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and len(lines[0]) > 20, result.err
     assert "Traceback" not in result.err and result.out == ""
 
 
-def test_invalid_experts_are_refused_with_one_sentence(junk, store, mergestream, done, tmp_path, toys):
+def test_invalid_experts_are_refused_with_one_sentence(
+    junk: Path, store: Path, mergestream: RunCommand, done: Callable[..., str], tmp_path: Path, toys: Toys
+) -> None:
     before = files(store, ".json", ".safetensors")
     for path in [*sorted(junk.iterdir()), junk / "nowhere", junk / "text.txt" / "deeper", Path("/dev/null"), store]:
         assert_one_sentence(mergestream("add", store, path), 1)
@@ -331,7 +345,9 @@ def test_invalid_experts_are_refused_with_one_sentence(junk, store, mergestream,
     done("verify", store)
 
 
-def test_invalid_bases_and_stores_are_refused_with_one_sentence(junk, mergestream, tmp_path, toys):
+def test_invalid_bases_and_stores_are_refused_with_one_sentence(
+    junk: Path, mergestream: RunCommand, tmp_path: Path, toys: Toys
+) -> None:
     good_tensors = {"missing", "extra", "misshaped", "grown", "integers"}
     for path in [*sorted(junk.iterdir()), junk / "nowhere"]:
         if path.name not in good_tensors:
@@ -343,7 +359,7 @@ def test_invalid_bases_and_stores_are_refused_with_one_sentence(junk, mergestrea
             assert_one_sentence(mergestream(*command, path, *rest), 1)
 
 
-def test_errors_name_file_and_tensor_and_say_what_to_do(junk, store, mergestream):
+def test_errors_name_file_and_tensor_and_say_what_to_do(junk: Path, store: Path, mergestream: RunCommand) -> None:
     for name, parts in {
         "missing": ("lacks tensor layers.0.q.weight", "--partial"),
         "extra": ("has tensor classifier.weight that the base does not have", "--heads", "--ignore"),
@@ -410,7 +426,9 @@ def test_errors_name_file_and_tensor_and_say_what_to_do(junk, store, mergestream
         ("status", "abfss://bucket/store"),
     ],
 )
-def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, store, tmp_path, toys, mergestream, monkeypatch):
+def test_wrong_usage_is_one_sentence_and_exit_code_2(
+    arguments: Any, store: Path, tmp_path: Path, toys: Toys, mergestream: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     places = {"STORE": tmp_path / "new", "BASE": toys.base, "MADE": store, "EXPERT": toys.experts[2]}
     places["OUT"] = tmp_path / "out"
     monkeypatch.chdir(tmp_path)
@@ -421,20 +439,22 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, store, tmp_path,
     assert "object storage" in result.err or not any("://" in argument for argument in arguments)
 
 
-def test_a_tiny_memory_budget_is_refused(store, toys, mergestream):
+def test_a_tiny_memory_budget_is_refused(store: Path, toys: Toys, mergestream: RunCommand) -> None:
     for budget in ("0B", "1kB"):
         result = mergestream("add", store, toys.experts[2], "--max-memory", budget)
         assert_one_sentence(result, 1)
         assert "--max-memory" in result.err
 
 
-def test_a_busy_store_is_exit_code_3(store, toys, mergestream):
+def test_a_busy_store_is_exit_code_3(store: Path, toys: Toys, mergestream: RunCommand) -> None:
     with open_storage(store).writing("manifest.json"):
         for command in (("undo", store), ("add", store, toys.experts[2])):
             assert_one_sentence(mergestream(*command), 3)
 
 
-def test_outputs_are_not_overwritten_by_accident(store, done, mergestream, tmp_path, toys):
+def test_outputs_are_not_overwritten_by_accident(
+    store: Path, done: Callable[..., str], mergestream: RunCommand, tmp_path: Path, toys: Toys
+) -> None:
     done("export", store, tmp_path / "merged")
     assert_one_sentence(mergestream("export", store, tmp_path / "merged"), 1)
     (tmp_path / "merged" / "stale.bin").touch()
@@ -445,7 +465,9 @@ def test_outputs_are_not_overwritten_by_accident(store, done, mergestream, tmp_p
     assert_one_sentence(mergestream("export", store, tmp_path / "file" / "deeper"), 1)
 
 
-def test_an_export_never_replaces_its_inputs(tmp_path, toys, done, mergestream):
+def test_an_export_never_replaces_its_inputs(
+    tmp_path: Path, toys: Toys, done: Callable[..., str], mergestream: RunCommand
+) -> None:
     base, expert = shutil.copytree(toys.base, tmp_path / "models" / "base"), toys.experts[0]
     done("init", tmp_path / "store", "--base", base)
     done("add", tmp_path / "store", expert)
@@ -481,7 +503,7 @@ def as_json(commands: list[tuple[object, ...]]) -> str:
     return json.dumps([[str(part) for part in command] for command in commands])
 
 
-def test_missing_permissions_give_one_sentence(toys, done, tmp_path):
+def test_missing_permissions_give_one_sentence(toys: Toys, done: Callable[..., str], tmp_path: Path) -> None:
     """Runs as another user, because root may read everything."""
     place = Path(tempfile.mkdtemp())
     try:
@@ -520,19 +542,21 @@ def test_missing_permissions_give_one_sentence(toys, done, tmp_path):
         shutil.rmtree(place)
 
 
-def test_a_closed_pipe_or_full_disk_gives_no_traceback(store):
+def test_a_closed_pipe_or_full_disk_gives_no_traceback(store: Path) -> None:
     for redirect, expected in (("| true", ""), ("> /dev/full", "error: No space left on device\n")):
         command = f"{sys.executable} -m mergestream status {store} --json {redirect}"
         result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
         assert result.stderr == expected
 
 
-def test_output_works_in_an_ascii_terminal(store):
+def test_output_works_in_an_ascii_terminal(store: Path) -> None:
     result = python("-m", "mergestream", "log", store, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert result.returncode == 0 and "expert-1" in result.stdout
 
 
-def test_ctrl_c_gives_one_sentence_and_exit_code_130(store, toys, mergestream, monkeypatch, done):
+def test_ctrl_c_gives_one_sentence_and_exit_code_130(
+    store: Path, toys: Toys, mergestream: RunCommand, monkeypatch: pytest.MonkeyPatch, done: Callable[..., str]
+) -> None:
     from mergestream.merging.step import Step
 
     def interrupted(*_: object) -> None:
@@ -548,7 +572,7 @@ def test_ctrl_c_gives_one_sentence_and_exit_code_130(store, toys, mergestream, m
 # --- single files ------------------------------------------------------------------------------------------
 
 
-def test_single_files_are_bases_and_experts(tmp_path, done):
+def test_single_files_are_bases_and_experts(tmp_path: Path, done: Callable[..., str]) -> None:
     save_file(toy_base(), tmp_path / "base.safetensors")
     torch.save({"state_dict": toy_expert(1), "epoch": 3}, tmp_path / "spam.pt")
     save_file(toy_expert(2), tmp_path / "topics.safetensors")

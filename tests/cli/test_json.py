@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from tests.conftest import RunCommand, Toys, save_model, toy_base, toy_expert
 
 
 @pytest.fixture
-def store(tmp_path: Path, toys: Toys, done) -> Path:
+def store(tmp_path: Path, toys: Toys, done: Callable[..., str]) -> Path:
     done("init", tmp_path / "store", "--base", toys.base)
     done("add", tmp_path / "store", *toys.experts[:2])
     return tmp_path / "store"
 
 
 @pytest.fixture
-def run_json(mergestream: RunCommand):
+def run_json(mergestream: RunCommand) -> Any:
     """Runs a command with --json and returns its exit code and the parsed output."""
 
     def run(*words: object) -> tuple[int, Any]:
@@ -36,7 +37,7 @@ def far_expert(place: Path) -> Path:
     return save_model(place, expert | far)
 
 
-def test_every_command_prints_one_object_with_notes(store: Path, toys: Toys, tmp_path: Path, run_json) -> None:
+def test_every_command_prints_one_object_with_notes(store: Path, toys: Toys, tmp_path: Path, run_json: Any) -> None:
     sources = [word for path in toys.experts[:2] for word in ("--source", f"{path.name}={path}")]
     commands: dict[str, tuple[tuple[object, ...], set[str]]] = {
         "init": ((tmp_path / "new", "--base", toys.base), {"method", "parameters", "base", "counts"}),
@@ -63,7 +64,7 @@ def test_every_command_prints_one_object_with_notes(store: Path, toys: Toys, tmp
     assert (tmp_path / "report.html").is_file()
 
 
-def test_items_of_a_list_have_their_own_notes(store: Path, toys: Toys, tmp_path: Path, run_json) -> None:
+def test_items_of_a_list_have_their_own_notes(store: Path, toys: Toys, tmp_path: Path, run_json: Any) -> None:
     large = far_expert(tmp_path / "large")
     (inspected,) = run_json("add", store, large, "--dry-run")[1]
     code, added = run_json("add", store, toys.experts[3], large)
@@ -73,7 +74,9 @@ def test_items_of_a_list_have_their_own_notes(store: Path, toys: Toys, tmp_path:
     assert "outweighs" in inspected["notes"][0] and len(inspected["notes"]) == 1
 
 
-def test_notes_after_the_commit_are_in_json_even_if_quiet(store, toys, run_json, monkeypatch) -> None:
+def test_notes_after_the_commit_are_in_json_even_if_quiet(
+    store: Path, toys: Toys, run_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "worn out", "a disk")
 
@@ -84,7 +87,7 @@ def test_notes_after_the_commit_are_in_json_even_if_quiet(store, toys, run_json,
     assert code == 0 and "could not be deleted" in undone["notes"][0]
 
 
-def test_a_refused_gate_gives_its_reasons(store: Path, toys: Toys, run_json, mergestream: RunCommand) -> None:
+def test_a_refused_gate_gives_its_reasons(store: Path, toys: Toys, run_json: Any, mergestream: RunCommand) -> None:
     words = ("add", store, *toys.experts[2:], "--gate", "norm<=0.001", "--gate", "held>=2")
     code, (refused,) = run_json(*words)
     assert code == 1 and len(refused["reasons"]) == 2 and refused["error"] == "; ".join(refused["reasons"])
@@ -92,7 +95,7 @@ def test_a_refused_gate_gives_its_reasons(store: Path, toys: Toys, run_json, mer
     assert [f"error: {reason}" for reason in refused["reasons"]] == mergestream(*words, "--json").err.splitlines()
 
 
-def test_add_prints_a_list_even_without_a_store(toys: Toys, tmp_path: Path, run_json) -> None:
+def test_add_prints_a_list_even_without_a_store(toys: Toys, tmp_path: Path, run_json: Any) -> None:
     code, (failed,) = run_json("add", tmp_path / "nowhere", toys.experts[0])
     assert code == 1 and "nowhere" in failed["error"]
 
@@ -108,7 +111,9 @@ def test_add_prints_a_list_even_without_a_store(toys: Toys, tmp_path: Path, run_
         (("watch", "STORE", "nowhere"), 1, "is not a directory"),
     ],
 )
-def test_json_contains_the_error(words, code, part, store, mergestream, run_json) -> None:
+def test_json_contains_the_error(
+    words: Any, code: int, part: str, store: Path, mergestream: RunCommand, run_json: Any
+) -> None:
     given = [store if word == "STORE" else word for word in words]
     found, data = run_json(*given)
     assert found == code and part in data["error"] and data["notes"] == []

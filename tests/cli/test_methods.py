@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from inspect import getdoc
 
@@ -15,7 +16,7 @@ from mergestream.methods import METHODS
 from tests.conftest import RunCommand
 
 
-def test_methods_are_described_as_they_are():
+def test_methods_are_described_as_they_are() -> None:
     for name in METHODS:
         described, method = describe_method(name), METHODS[name]
         assert described["name"] == name and described["origin"] == METHODS.origin(name)
@@ -32,14 +33,14 @@ def test_methods_are_described_as_they_are():
         ]
 
 
-def test_readouts_are_described_as_they_are():
+def test_readouts_are_described_as_they_are() -> None:
     for name in READOUTS:
         described, readout = describe_readout(name), READOUTS[name]
         assert described["summary"] and described["summary"] == getdoc(readout).partition("\n")[0]
         assert described["of_ledgers"] == issubclass(readout, EntriesReadout)
 
 
-def test_the_list_fits_80_columns(done):
+def test_the_list_fits_80_columns(done: Callable[..., str]) -> None:
     listed = done("methods")
     assert max(map(len, listed.splitlines())) <= 80
     for name in (*METHODS, *READOUTS):
@@ -47,7 +48,7 @@ def test_the_list_fits_80_columns(done):
     assert "--set alpha=0.5" in listed
 
 
-def test_one_method_or_readout_is_described_alone(done):
+def test_one_method_or_readout_is_described_alone(done: Callable[..., str]) -> None:
     text = done("methods", "ties")
     assert text.startswith("  ties: ") and "--set density=" in text and "opcm" not in text and "agree" not in text
     assert [item["name"] for item in json.loads(done("methods", "ties", "--json"))] == ["ties"]

@@ -8,15 +8,17 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mergestream.cli.options import ComputingOptions, add_arguments
 from mergestream.cli.parser import COMMANDS, load, parse
+from tests.conftest import RunCommand
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_the_same_shape(name, mergestream):
+def test_every_command_has_the_same_shape(name: Any, mergestream: RunCommand) -> None:
     command, summary = load(name), COMMANDS[name]
     assert summary and "\n" not in summary and not summary.endswith(".")
     assert callable(command.run)
@@ -34,7 +36,7 @@ def test_every_command_has_the_same_shape(name, mergestream):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_example_parses(name):
+def test_every_example_parses(name: Any) -> None:
     examples = load(name).EXAMPLES.strip().splitlines()
     assert examples
     for example in examples:
@@ -44,7 +46,7 @@ def test_every_example_parses(name):
         assert command is load(name) and isinstance(options, command.Options)
 
 
-def test_options_have_the_parsed_values():
+def test_options_have_the_parsed_values() -> None:
     _, options = parse(["add", "store", "a", "b", "--max-memory", "4GB", "--gate", "kept>=0.6", "--workers", "3"])
     assert (options.store, options.experts, options.gate) == ("store", ["a", "b"], ["kept>=0.6"])
     assert isinstance(options, ComputingOptions)
@@ -52,7 +54,7 @@ def test_options_have_the_parsed_values():
     assert (engine.workers, engine.max_memory, engine.device) == (3, 4_000_000_000, "cpu")
 
 
-def test_no_arguments_mean_help(mergestream):
+def test_no_arguments_mean_help(mergestream: RunCommand) -> None:
     asked, alone = mergestream("--help"), mergestream()
     assert alone == asked and alone.code == 0 and alone.err == ""
     for name in COMMANDS:
@@ -77,7 +79,7 @@ def test_no_arguments_mean_help(mergestream):
         ("merge --base model expert -o merged --method opcm --set alhpa=0.5", "alpha"),
     ],
 )
-def test_a_misspelt_word_gets_a_suggestion(words, right, mergestream):
+def test_a_misspelt_word_gets_a_suggestion(words: str, right: str, mergestream: RunCommand) -> None:
     result = mergestream(*words.split())
     assert result.code == 2 and result.out == ""
     assert result.err.startswith("error: ") and result.err.count("\n") == 1
@@ -85,13 +87,13 @@ def test_a_misspelt_word_gets_a_suggestion(words, right, mergestream):
 
 
 @pytest.mark.parametrize("words", ["xyzzy", "status store --xyzzy", "status store extra", "status store -x"])
-def test_an_unknown_word_is_refused_without_a_suggestion(words, mergestream):
+def test_an_unknown_word_is_refused_without_a_suggestion(words: str, mergestream: RunCommand) -> None:
     result = mergestream(*words.split())
     assert result.code == 2 and result.err.startswith("error: ") and result.err.count("\n") == 1
     assert "did you mean" not in result.err
 
 
-def test_abbreviations_and_quoted_dashes_are_accepted():
+def test_abbreviations_and_quoted_dashes_are_accepted() -> None:
     assert parse(["export", "store", "out", "--over"])[1].overwrite, (
         "options may be shortened as long as they are clear"
     )
@@ -120,7 +122,7 @@ print(*sys.modules)
     return set(result.stdout.splitlines()[-1].split())
 
 
-def test_help_imports_no_heavy_module_and_no_command():
+def test_help_imports_no_heavy_module_and_no_command() -> None:
     loaded = modules_after(["--help"], ["--version"], [])
     assert not HEAVY & loaded
     assert not {"importlib.metadata", "email", "concurrent.futures"} & loaded
@@ -130,7 +132,7 @@ def test_help_imports_no_heavy_module_and_no_command():
     }
 
 
-def test_the_help_of_commands_imports_no_heavy_module():
+def test_the_help_of_commands_imports_no_heavy_module() -> None:
     loaded = modules_after(*([name, "--help"] for name in COMMANDS))
     assert not HEAVY & loaded
     assert not {"mergestream.store", "mergestream.methods", "mergestream.storage", "mergestream.engine"} & loaded

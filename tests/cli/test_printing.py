@@ -16,12 +16,14 @@ def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_pipe_gets_no_colours(capsys, monkeypatch):
+def test_a_pipe_gets_no_colours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert printed(capsys) == PLAIN
 
 
-def test_a_terminal_gets_colours_and_the_same_columns(capsys, monkeypatch):
+def test_a_terminal_gets_colours_and_the_same_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -31,12 +33,14 @@ def test_a_terminal_gets_colours_and_the_same_columns(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colours_can_be_switched_off(variable, value, capsys, monkeypatch):
+def test_colours_can_be_switched_off(
+    variable: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv(variable, value)
     assert printed(capsys) == PLAIN
 
 
-def test_json_suppresses_tables(capsys):
+def test_json_suppresses_tables(capsys: pytest.CaptureFixture[str]) -> None:
     with replying(as_json=True):
         assert printed(capsys) == ""

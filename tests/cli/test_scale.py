@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mergestream.methods.scale import displayed_scale
-from tests.conftest import Toys
+from tests.conftest import RunCommand, Toys
 
 
-def outputs(done, place: Path, toys: Toys, method: str) -> tuple[str, str, list[dict[str, float]]]:
+def outputs(done: Any, place: Path, toys: Toys, method: str) -> tuple[str, str, list[dict[str, float]]]:
     """Returns all text about two experts, the HTML report, and the scales from JSON."""
     store, merged, text = place / "store", place / "merged", []
     done("init", store, "--base", toys.base, "--method", method)
@@ -31,7 +33,9 @@ def outputs(done, place: Path, toys: Toys, method: str) -> tuple[str, str, list[
 
 
 @pytest.mark.parametrize(("method", "scale"), [("task_arithmetic", 0.3), ("average", 0.5), ("magmax", 0.5)])
-def test_other_methods_print_a_scale(method: str, scale: float, tmp_path: Path, toys: Toys, done) -> None:
+def test_other_methods_print_a_scale(
+    method: str, scale: float, tmp_path: Path, toys: Toys, done: Callable[..., str]
+) -> None:
     text, page, (status, log, report, inspection) = outputs(done, tmp_path, toys, method)
     assert "λ" not in text and "λ" not in page
     assert f"  scale {scale}  " in text and f"scale {scale}   mean ‖Δ‖ " in text
@@ -42,7 +46,7 @@ def test_other_methods_print_a_scale(method: str, scale: float, tmp_path: Path, 
     assert inspection["scale"] == pytest.approx(1 / 3 if method == "average" else scale)
 
 
-def test_opcm_prints_lambda(tmp_path: Path, toys: Toys, done) -> None:
+def test_opcm_prints_lambda(tmp_path: Path, toys: Toys, done: Callable[..., str]) -> None:
     text, page, scales = outputs(done, tmp_path, toys, "opcm")
     value = scales[0]["lambda"]
     assert f"λ {value:.6g}   mean ‖Δ‖" in text and f"= 1/λ, λ = {value:.6g};" in text and "| λ | √t |" in text
@@ -50,7 +54,7 @@ def test_opcm_prints_lambda(tmp_path: Path, toys: Toys, done) -> None:
     assert all(found["lambda"] == pytest.approx(1 / found["scale"]) for found in scales)
 
 
-def test_only_opcm_mentions_lambda(done) -> None:
+def test_only_opcm_mentions_lambda(done: Callable[..., str]) -> None:
     methods = json.loads(done("methods", "--json"))
     assert ["λ" in json.dumps(method, ensure_ascii=False) for method in methods] == [
         method["name"] == "opcm" for method in methods
@@ -58,7 +62,9 @@ def test_only_opcm_mentions_lambda(done) -> None:
     assert displayed_scale("opcm", 0.5) == ("λ", 2.0) and displayed_scale("task_arithmetic", 0.5) == ("scale", 0.5)
 
 
-def test_gates_accept_scale_and_lambda(tmp_path: Path, toys: Toys, done, mergestream) -> None:
+def test_gates_accept_scale_and_lambda(
+    tmp_path: Path, toys: Toys, done: Callable[..., str], mergestream: RunCommand
+) -> None:
     done("init", tmp_path / "store", "--base", toys.base, "--method", "task_arithmetic")
     done("add", tmp_path / "store", toys.experts[0], "--gate", "scale<=0.3", "--gate", "lambda>=3")
     refused = mergestream("add", tmp_path / "store", toys.experts[1], "--gate", "scale>0.3")

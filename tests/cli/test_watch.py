@@ -22,6 +22,7 @@ from mergestream.errors import DamagedError, StoreBusyError
 from mergestream.progress import TerminalProgress
 from mergestream.storage import open_storage
 from mergestream.store.watched import NAME, WatchedDirectory
+from tests.conftest import RunCommand
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
@@ -79,7 +80,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_an_expert_is_added_when_it_no_longer_changes(bench):
+def test_an_expert_is_added_when_it_no_longer_changes(bench: Bench) -> None:
     whole = save(model(1))
     (bench.incoming / "one.safetensors").write_bytes(whole[:100])
     bench.look(1)
@@ -89,7 +90,9 @@ def test_an_expert_is_added_when_it_no_longer_changes(bench):
     assert bench.look() == [], "it is not added twice"
 
 
-def test_a_bad_file_is_reported_once_and_does_not_stop_the_watch(bench, capsys):
+def test_a_bad_file_is_reported_once_and_does_not_stop_the_watch(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     (bench.incoming / "bad.safetensors").write_bytes(b"nonsense")
     bench.bring("good", 2)
     bench.look(4)
@@ -97,7 +100,7 @@ def test_a_bad_file_is_reported_once_and_does_not_stop_the_watch(bench, capsys):
     assert capsys.readouterr().err.count("error: bad.safetensors: ") == 1
 
 
-def test_unreadable_entries_are_skipped_and_reported_once(bench, capsys):
+def test_unreadable_entries_are_skipped_and_reported_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     (bench.incoming / "broken").symlink_to("nowhere")
     (bench.incoming / "loop").symlink_to("loop")
     os.mkdir(os.fsencode(bench.incoming) + b"/\xff")  # noqa: PTH102
@@ -112,7 +115,9 @@ def test_unreadable_entries_are_skipped_and_reported_once(bench, capsys):
     assert bench.names == ["good", "broken"] and capsys.readouterr().err == ""
 
 
-def test_a_file_that_vanishes_during_a_look_is_ignored(bench, capsys, monkeypatch):
+def test_a_file_that_vanishes_during_a_look_is_ignored(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = bench.bring("gone", 1)
     expert = bench.incoming / "expert"
     expert.mkdir()
@@ -130,7 +135,9 @@ def test_a_file_that_vanishes_during_a_look_is_ignored(bench, capsys, monkeypatc
     assert bench.names == ["expert"] and capsys.readouterr().err == ""
 
 
-def test_an_unexpected_error_does_not_stop_other_experts(bench, capsys, monkeypatch):
+def test_an_unexpected_error_does_not_stop_other_experts(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.bring("bad", 1)
     bench.bring("good", 2)
     add = bench.watcher.store.add
@@ -148,7 +155,9 @@ def test_an_unexpected_error_does_not_stop_other_experts(bench, capsys, monkeypa
     assert bench.look() == ["bad.safetensors"], "a new watch tries again"
 
 
-def test_temporary_errors_are_retried_after_a_growing_pause(bench, capsys, monkeypatch):
+def test_temporary_errors_are_retried_after_a_growing_pause(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.bring("one", 1)
     add, failing = bench.watcher.store.add, True
 
@@ -197,18 +206,18 @@ def wrapped(cause: BaseException) -> MergestreamError:
         (RuntimeError("shapes"), False),
     ],
 )
-def test_which_errors_are_temporary(error, passes):
+def test_which_errors_are_temporary(error: Any, passes: bool) -> None:
     assert is_temporary(error) is passes
 
 
-def test_a_busy_store_is_tried_again(bench, capsys):
+def test_a_busy_store_is_tried_again(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.bring("one", 1)
     with open_storage(bench.store.path).writing("manifest.json"):
         assert bench.look(4) == ["one.safetensors"] * 3
     assert bench.look(1) and bench.names == ["one"] and capsys.readouterr().err == ""
 
 
-def test_a_refused_expert_is_skipped_until_its_files_change(bench, tmp_path):
+def test_a_refused_expert_is_skipped_until_its_files_change(bench: Bench, tmp_path: Path) -> None:
     path = bench.bring("one", 1)
     bench.watch(gates=["norm<=0"])
     assert bench.look(4) == ["one.safetensors"]
@@ -220,7 +229,7 @@ def test_a_refused_expert_is_skipped_until_its_files_change(bench, tmp_path):
     assert bench.look() == ["one.safetensors"] and bench.names == ["one"], "other gates are tried"
 
 
-def test_a_refusal_is_stored_once_the_store_is_free(bench, monkeypatch):
+def test_a_refusal_is_stored_once_the_store_is_free(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.bring("one", 1)
     bench.watch(gates=["norm<=0"])
     with monkeypatch.context() as patch:
@@ -232,7 +241,7 @@ def test_a_refusal_is_stored_once_the_store_is_free(bench, monkeypatch):
     assert bench.look() == []
 
 
-def test_an_undone_or_removed_expert_is_not_added_again(bench):
+def test_an_undone_or_removed_expert_is_not_added_again(bench: Bench) -> None:
     for seed, name in enumerate(("one", "two", "three"), 1):
         bench.bring(name, seed)
     bench.look()
@@ -251,7 +260,7 @@ def test_an_undone_or_removed_expert_is_not_added_again(bench):
     assert first in bench.names, "an expert with new files is a new expert"
 
 
-def test_an_undone_expert_behind_a_link_is_not_added_again(bench, tmp_path):
+def test_an_undone_expert_behind_a_link_is_not_added_again(bench: Bench, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     save_file(model(1), elsewhere / "model.safetensors")
@@ -263,7 +272,9 @@ def test_an_undone_expert_behind_a_link_is_not_added_again(bench, tmp_path):
     assert bench.look() == []
 
 
-def test_two_links_to_one_expert_are_one_expert(bench, tmp_path, capsys):
+def test_two_links_to_one_expert_are_one_expert(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expert = tmp_path / "expert"
     expert.mkdir()
     save_file(model(1), expert / "model.safetensors")
@@ -272,7 +283,9 @@ def test_two_links_to_one_expert_are_one_expert(bench, tmp_path, capsys):
     assert len(bench.look()) == 1 and bench.names == ["expert"] and capsys.readouterr().err == ""
 
 
-def test_a_missing_base_is_not_the_experts_fault(bench, tmp_path, capsys):
+def test_a_missing_base_is_not_the_experts_fault(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.bring("one", 1)
     away = bench.base.rename(tmp_path / "away.safetensors")
     assert bench.look() == ["one.safetensors"] and "the base cannot be opened" in capsys.readouterr().err
@@ -281,7 +294,7 @@ def test_a_missing_base_is_not_the_experts_fault(bench, tmp_path, capsys):
     assert bench.look() and bench.names == ["one"]
 
 
-def test_the_directory_may_vanish_and_return(bench, tmp_path, capsys):
+def test_the_directory_may_vanish_and_return(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench.bring("one", 1)
     bench.look(1)
     away = bench.incoming.rename(tmp_path / "away")
@@ -290,7 +303,9 @@ def test_the_directory_may_vanish_and_return(bench, tmp_path, capsys):
     assert bench.look() and bench.names == ["one"]
 
 
-def test_a_damaged_watched_json_is_reported_and_nothing_is_added(bench, capsys):
+def test_a_damaged_watched_json_is_reported_and_nothing_is_added(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.bring("one", 1)
     (bench.store.path / NAME).write_text("{}")
     assert bench.look() == [] and capsys.readouterr().err.count("watched.json is damaged") == 1
@@ -298,7 +313,7 @@ def test_a_damaged_watched_json_is_reported_and_nothing_is_added(bench, capsys):
     assert bench.look() and bench.names == ["one"]
 
 
-def test_a_model_of_another_base_is_refused(bench, capsys):
+def test_a_model_of_another_base_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a.weight": torch.randn(8, 6), "a.bias": torch.randn(8)}, bench.incoming / "unrelated.safetensors")
     bench.look()
     assert bench.names == [] and "pass --allow-other-base" in capsys.readouterr().err
@@ -308,7 +323,7 @@ def test_a_model_of_another_base_is_refused(bench, capsys):
 
 
 @pytest.fixture
-def looks(monkeypatch):
+def looks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Interrupt the command after several looks."""
 
     def limit(count: int) -> None:
@@ -324,7 +339,7 @@ def looks(monkeypatch):
     return limit
 
 
-def test_events_are_lines_of_json(bench, mergestream, looks):
+def test_events_are_lines_of_json(bench: Bench, mergestream: RunCommand, looks: Any) -> None:
     bench.bring("one", 1)
     (bench.incoming / "bad.safetensors").write_bytes(b"nonsense")
     (bench.incoming / "broken").symlink_to("nowhere")
@@ -339,7 +354,7 @@ def test_events_are_lines_of_json(bench, mergestream, looks):
     assert "No such file" in skipped["reasons"][0]
 
 
-def test_a_retry_is_an_event(bench, capsys):
+def test_a_retry_is_an_event(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     with replying(as_json=True):
         report_failure(Path("a\nb"), OSError(errno.ENOSPC, "full"), 20.0)
     event = json.loads(capsys.readouterr().out)
@@ -347,12 +362,12 @@ def test_a_retry_is_an_event(bench, capsys):
 
 
 @pytest.mark.parametrize("interval", ["-1", "nan", "inf", "1e300", "soon"])
-def test_the_interval_must_be_seconds(interval, bench, mergestream):
+def test_the_interval_must_be_seconds(interval: str, bench: Bench, mergestream: RunCommand) -> None:
     done = mergestream("watch", bench.store.path, bench.incoming, "--interval", interval)
     assert done.code == 2 and "is not a number of seconds" in done.err and len(done.err.splitlines()) == 1
 
 
-def test_the_store_and_its_parents_cannot_be_watched(bench, mergestream, tmp_path):
+def test_the_store_and_its_parents_cannot_be_watched(bench: Bench, mergestream: RunCommand, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(bench.store.path)
     for directory in (tmp_path, bench.store.path, bench.store.path / "steps", tmp_path / "link"):
         (bench.store.path / "steps").mkdir(exist_ok=True)
@@ -360,13 +375,13 @@ def test_the_store_and_its_parents_cannot_be_watched(bench, mergestream, tmp_pat
         assert done.code == 2 and "contain one another" in done.err
 
 
-def test_wrong_options_are_refused_at_once(bench, mergestream):
+def test_wrong_options_are_refused_at_once(bench: Bench, mergestream: RunCommand) -> None:
     for options in (("--gate", "kept"), ("--gate", "score>=1"), ("--evaluate", "score.py"), ("--log", "x")):
         assert mergestream("watch", bench.store.path, bench.incoming, *options).code == 2
     assert mergestream("watch", bench.store.path, bench.base).code == 1
 
 
-def test_every_step_is_logged(bench, tmp_path):
+def test_every_step_is_logged(bench: Bench, tmp_path: Path) -> None:
     log = [f"jsonl:{tmp_path / 'steps.jsonl'}"]
     watcher = Watcher(bench.store, WatchedDirectory(bench.incoming), {}, 10.0, clock=lambda: 0.0, log=log)
     for name, seed in (("one", 1), ("two", 2)):
@@ -377,7 +392,7 @@ def test_every_step_is_logged(bench, tmp_path):
     assert [json.loads(line)["expert"] for line in lines] == ["one", "two"]
 
 
-def test_partial_and_ignore_are_passed_to_add(tmp_path, mergestream, looks):
+def test_partial_and_ignore_are_passed_to_add(tmp_path: Path, mergestream: RunCommand, looks: Any) -> None:
     save_file(model(0), tmp_path / "base.safetensors")
     store = Store.create(tmp_path / "store", tmp_path / "base.safetensors", Average())
     incoming = tmp_path / "incoming"

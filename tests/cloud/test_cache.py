@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
 import torch
 
@@ -14,8 +16,8 @@ from mergestream import cache_objects
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.packing import pack, unpack
 from mergestream.storage.cache import Cache, cache_in_use
-from tests.cloud.server import BUCKET, upload
-from tests.conftest import files, save_model, toy_base, toy_expert
+from tests.cloud.server import BUCKET, Trouble, upload
+from tests.conftest import RunCommand, Toys, files, save_model, toy_base, toy_expert
 
 BASE = f"s3://{BUCKET}/base"
 EXPERTS = [f"s3://{BUCKET}/expert-{number}" for number in (1, 2)]
@@ -36,11 +38,13 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
-def ranges(troubled) -> int:
+def ranges(troubled: Any) -> int:
     return sum(bool(asked) for _, asked in troubled.requests)
 
 
-def test_what_is_kept_is_not_fetched_again(toys, tmp_path, done, troubled):
+def test_what_is_kept_is_not_fetched_again(
+    toys: Toys, tmp_path: Path, done: Callable[..., str], troubled: Trouble
+) -> None:
     cache = ("--cache", tmp_path / "cache")
     done("merge", "--base", toys.base, *toys.experts[:2], "-o", tmp_path / "near")
     done("merge", "--base", BASE, *EXPERTS, "-o", tmp_path / "far", *cache)
@@ -54,7 +58,7 @@ def test_what_is_kept_is_not_fetched_again(toys, tmp_path, done, troubled):
     assert ranges(troubled) > 0, "without the option nothing is kept"
 
 
-def test_what_is_damaged_is_fetched_again(tmp_path, troubled):
+def test_what_is_damaged_is_fetched_again(tmp_path: Path, troubled: Trouble) -> None:
     cache_objects(tmp_path / "cache")
     for url in (BASE, *EXPERTS):
         all_of(url)
@@ -71,7 +75,7 @@ def test_what_is_damaged_is_fetched_again(tmp_path, troubled):
         assert ranges(troubled) == expected
 
 
-def test_what_is_stale_is_not_used(bucket, tmp_path):
+def test_what_is_stale_is_not_used(bucket: obstore.store.S3Store, tmp_path: Path) -> None:
     cache_objects(tmp_path / "cache")
     url = upload(bucket, save_model(tmp_path / "model", toy_base()), "cached")
     assert same(all_of(url), toy_base())
@@ -84,7 +88,7 @@ def sizes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def test_what_was_not_used_for_longest_makes_room(tmp_path):
+def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
     (tmp_path / "00").mkdir()
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "00" / "mine.txt").write_text("mine")
@@ -109,7 +113,7 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path):
     assert (tmp_path / "mine.txt").is_file() and (tmp_path / "00" / "mine.txt").is_file()
 
 
-def test_many_may_share_a_directory(tmp_path):
+def test_many_may_share_a_directory(tmp_path: Path) -> None:
     caches = [Cache(tmp_path, 20_000) for _ in range(4)]
 
     def read(number: int) -> bool:
@@ -123,13 +127,13 @@ def test_many_may_share_a_directory(tmp_path):
     assert not [path for path in tmp_path.glob("??/*") if path.suffix], "no draft is left"
 
 
-def test_a_disk_without_room_is_no_reason_to_fail(tmp_path, monkeypatch):
+def test_a_disk_without_room_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_objects(tmp_path)
     monkeypatch.setattr(Cache, "_add", lambda *_: (_ for _ in ()).throw(OSError("full")))
     assert same(all_of(BASE), toy_base())
 
 
-def test_workers_elsewhere_have_one_too(tmp_path):
+def test_workers_elsewhere_have_one_too(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     cache_objects(tmp_path / "cache", "1GB")
     packed, _ = pack(str.upper)
@@ -143,7 +147,7 @@ def test_workers_elsewhere_have_one_too(tmp_path):
     assert cache_in_use()[0] is None
 
 
-def test_no_place_for_a_cache_is_told(toys, tmp_path, mergestream):
+def test_no_place_for_a_cache_is_told(toys: Toys, tmp_path: Path, mergestream: RunCommand) -> None:
     (tmp_path / "file").touch()
     for place, words in {
         tmp_path / "file": "cannot be used as a cache: ",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
+import obstore
 import pytest
 
-from tests.cloud.server import BUCKET, SECRET, upload
-from tests.conftest import files, save_model, toy_base, toy_expert
+from tests.cloud.server import BUCKET, SECRET, Trouble, upload
+from tests.conftest import RunCommand, Toys, files, save_model, toy_base, toy_expert
 from tests.handmade import handmade_adapter
 
 BASE = f"s3://{BUCKET}/base"
@@ -16,7 +19,9 @@ EXPERTS = [f"s3://{BUCKET}/expert-{number}" for number in (1, 2)]
 
 
 @pytest.mark.parametrize("method", ["opcm", "ledger", "ties"])
-def test_a_store_of_models_in_a_bucket_is_that_of_the_same_on_a_disk(method, toys, tmp_path, done):
+def test_a_store_of_models_in_a_bucket_is_that_of_the_same_on_a_disk(
+    method: str, toys: Toys, tmp_path: Path, done: Callable[..., str]
+) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     for store, base, experts in ((near, toys.base, toys.experts[:2]), (far, BASE, EXPERTS)):
         done("init", store, "--base", base, "--method", method)
@@ -33,7 +38,9 @@ def test_a_store_of_models_in_a_bucket_is_that_of_the_same_on_a_disk(method, toy
     assert EXPERTS[0] in (tmp_path / "far-out" / "README.md").read_text()
 
 
-def test_merge_from_a_bucket_that_fails_now_and_then(toys, tmp_path, done, troubled):
+def test_merge_from_a_bucket_that_fails_now_and_then(
+    toys: Toys, tmp_path: Path, done: Callable[..., str], troubled: Trouble
+) -> None:
     done("merge", "--base", toys.base, *toys.experts[:2], "-o", tmp_path / "near", "--method", "ties")
     troubled.refused = lambda number: number % 5 == 0
     troubled.cut = lambda number: number % 7 == 0
@@ -42,7 +49,7 @@ def test_merge_from_a_bucket_that_fails_now_and_then(toys, tmp_path, done, troub
     assert troubled.requests
 
 
-def test_a_store_goes_from_a_disk_to_a_bucket_and_back(toys, tmp_path, done):
+def test_a_store_goes_from_a_disk_to_a_bucket_and_back(toys: Toys, tmp_path: Path, done: Callable[..., str]) -> None:
     store = tmp_path / "store"
     done("init", store, "--base", toys.base)
     done("add", store, EXPERTS[0], "--base", BASE)
@@ -51,7 +58,9 @@ def test_a_store_goes_from_a_disk_to_a_bucket_and_back(toys, tmp_path, done):
     done("verify", store)
 
 
-def test_an_expert_that_was_overwritten_is_not_the_one_that_was_added(bucket, tmp_path, done, mergestream):
+def test_an_expert_that_was_overwritten_is_not_the_one_that_was_added(
+    bucket: obstore.store.S3Store, tmp_path: Path, done: Callable[..., str], mergestream: RunCommand
+) -> None:
     store, url = tmp_path / "store", upload(bucket, save_model(tmp_path / "expert", toy_expert(7)), "moving")
     done("init", store, "--base", BASE, "--method", "average")
     done("add", store, url, EXPERTS[0])
@@ -61,7 +70,9 @@ def test_an_expert_that_was_overwritten_is_not_the_one_that_was_added(bucket, tm
     assert "is not the expert that was added" in result.err
 
 
-def test_a_base_that_was_overwritten_is_found_out(bucket, tmp_path, done, mergestream):
+def test_a_base_that_was_overwritten_is_found_out(
+    bucket: obstore.store.S3Store, tmp_path: Path, done: Callable[..., str], mergestream: RunCommand
+) -> None:
     store, url = tmp_path / "store", upload(bucket, save_model(tmp_path / "base", toy_base()), "base-to-be")
     done("init", store, "--base", url)
     changed = toy_base()
@@ -72,7 +83,9 @@ def test_a_base_that_was_overwritten_is_found_out(bucket, tmp_path, done, merges
     assert f"the base has changed since the store was made: tensor layers.0.q.weight in {url}" in result.err
 
 
-def test_an_adapter_in_a_bucket(bucket, toys, tmp_path, done):
+def test_an_adapter_in_a_bucket(
+    bucket: obstore.store.S3Store, toys: Toys, tmp_path: Path, done: Callable[..., str]
+) -> None:
     adapter = handmade_adapter(tmp_path / "adapter", 1)
     url = upload(bucket, adapter, "adapter")
     stores = [tmp_path / name for name in ("near", "directory", "file")]
@@ -83,7 +96,7 @@ def test_an_adapter_in_a_bucket(bucket, toys, tmp_path, done):
     assert far == [near, near]
 
 
-def test_no_secret_is_told(tmp_path, mergestream, troubled):
+def test_no_secret_is_told(tmp_path: Path, mergestream: RunCommand, troubled: Trouble) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     told = [
         mergestream("init", store, "--base", BASE),
@@ -102,7 +115,9 @@ def test_no_secret_is_told(tmp_path, mergestream, troubled):
     assert not any(SECRET.encode() in content for content in written.values())
 
 
-def test_nothing_of_the_weights_is_left_on_this_machine(tmp_path, done, monkeypatch):
+def test_nothing_of_the_weights_is_left_on_this_machine(
+    tmp_path: Path, done: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("mergestream.checkpoints.location._temporary_directory", lambda: SimpleNamespace(name=scratch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import obstore
@@ -14,15 +15,15 @@ from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.export.directory import Output
 from mergestream.storage.bucket import BucketStorage
-from tests.cloud.server import BUCKET, SECRET
-from tests.conftest import files, toy_base
+from tests.cloud.server import BUCKET, SECRET, Trouble
+from tests.conftest import RunCommand, Toys, files, toy_base
 from tests.handmade import handmade_adapter
 
 MARKER = "mergestream.json"
 
 
 @pytest.fixture(scope="module")
-def store(toys, tmp_path_factory) -> Path:
+def store(toys: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mergestream.cli import main
 
     place = tmp_path_factory.mktemp("stores") / "store"
@@ -46,7 +47,9 @@ def drafted(output: Output, content: str = "new") -> None:
         (draft / "folder" / "file.txt").write_text(content)
 
 
-def test_the_same_files_as_on_a_disk(store, bucket, tmp_path, done):
+def test_the_same_files_as_on_a_disk(
+    store: Path, bucket: obstore.store.S3Store, tmp_path: Path, done: Callable[..., str]
+) -> None:
     done("export", store, tmp_path / "out", "--max-shard-size", "2kB")
     done("export", store, f"s3://{BUCKET}/exports/out", "--max-shard-size", "2kB")
     near, far = files(tmp_path / "out"), objects(bucket, "exports/out")
@@ -57,7 +60,9 @@ def test_the_same_files_as_on_a_disk(store, bucket, tmp_path, done):
         assert checkpoint.tensors.keys() == toy_base().keys()
 
 
-def test_merges_and_adapters_too(toys, bucket, tmp_path, done):
+def test_merges_and_adapters_too(
+    toys: Toys, bucket: obstore.store.S3Store, tmp_path: Path, done: Callable[..., str]
+) -> None:
     done("init", tmp_path / "store", "--base", toys.base, "--method", "average")
     done("add", tmp_path / "store", handmade_adapter(tmp_path / "adapter", 1), "--allow-other-base")
     for start in (f"{tmp_path}", f"s3://{BUCKET}"):
@@ -67,7 +72,9 @@ def test_merges_and_adapters_too(toys, bucket, tmp_path, done):
         assert weights(files(tmp_path / name)) == weights(objects(bucket, name)) != {}
 
 
-def test_what_is_replaced_leaves_nothing_behind(store, bucket, done, mergestream):
+def test_what_is_replaced_leaves_nothing_behind(
+    store: Path, bucket: obstore.store.S3Store, done: Callable[..., str], mergestream: RunCommand
+) -> None:
     place = f"s3://{BUCKET}/replaced"
     done("export", store, place, "--max-shard-size", "2kB")
     before = objects(bucket, "replaced")
@@ -79,7 +86,9 @@ def test_what_is_replaced_leaves_nothing_behind(store, bucket, done, mergestream
     assert weights(objects(bucket, "replaced")).keys() == {"model.safetensors"}
 
 
-def test_nothing_that_is_no_export_is_replaced(store, bucket, mergestream):
+def test_nothing_that_is_no_export_is_replaced(
+    store: Path, bucket: obstore.store.S3Store, mergestream: RunCommand
+) -> None:
     obstore.put(bucket, "mine/thesis.txt", b"years of work")
     obstore.put(bucket, "stored/mergestream.json", b'{"mergestream": "0", "command": null}')
     obstore.put(bucket, "stored/below/manifest.json", b'{"format": 3}')
@@ -95,7 +104,7 @@ def test_nothing_that_is_no_export_is_replaced(store, bucket, mergestream):
         assert objects(bucket, place) == before
 
 
-def test_nothing_goes_where_the_models_are(toys, mergestream):
+def test_nothing_goes_where_the_models_are(toys: Toys, mergestream: RunCommand) -> None:
     for place in ("base/out", "expert-1/deeper/out"):
         arguments = (
             "merge",
@@ -110,20 +119,22 @@ def test_nothing_goes_where_the_models_are(toys, mergestream):
         assert "which the merge is made of" in result.err
 
 
-def test_the_hub_is_pushed_to(store, mergestream):
+def test_the_hub_is_pushed_to(store: Path, mergestream: RunCommand) -> None:
     result = mergestream("export", store, "hf://org/name")
     assert result.code == 2
     assert "add --push org/name" in result.err
 
 
-def test_a_network_that_is_none_of_the_best(store, bucket, tmp_path, done, troubled):
+def test_a_network_that_is_none_of_the_best(
+    store: Path, bucket: obstore.store.S3Store, tmp_path: Path, done: Callable[..., str], troubled: Trouble
+) -> None:
     done("export", store, tmp_path / "out")
     troubled.refused = lambda number: number % 3 == 0
     done("export", store, f"s3://{BUCKET}/troubled")
     assert weights(objects(bucket, "troubled")) == weights(files(tmp_path / "out"))
 
 
-def test_an_answer_that_is_lost_is_no_other_export(bucket, troubled):
+def test_an_answer_that_is_lost_is_no_other_export(bucket: obstore.store.S3Store, troubled: Trouble) -> None:
     """The marker has been put, and nobody told: it is found to be our own."""
     puts = itertools.count()
 
@@ -135,7 +146,12 @@ def test_an_answer_that_is_lost_is_no_other_export(bucket, troubled):
     assert objects(bucket, "lost").keys() == {MARKER, "folder/file.txt"}
 
 
-def test_what_fails_leaves_nothing_that_is_new(bucket, troubled, environment, monkeypatch):
+def test_what_fails_leaves_nothing_that_is_new(
+    bucket: obstore.store.S3Store,
+    troubled: Trouble,
+    environment: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("mergestream.storage.transfer.ATTEMPTS", 2)
     environment(os.environ["AWS_ENDPOINT_URL"])
     troubled.refused = lambda number: troubled.requests[number - 1][0] == f"PUT /{BUCKET}/failed/folder/file.txt"
@@ -145,7 +161,9 @@ def test_what_fails_leaves_nothing_that_is_new(bucket, troubled, environment, mo
     assert not objects(bucket, "failed")
 
 
-def test_one_that_is_cut_short_says_so_and_can_be_replaced(bucket, monkeypatch):
+def test_one_that_is_cut_short_says_so_and_can_be_replaced(
+    bucket: obstore.store.S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Path(f"s3://{BUCKET}/cut-short")
     with monkeypatch.context() as patch:
         patch.setattr(BucketStorage, "put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -158,7 +176,7 @@ def test_one_that_is_cut_short_says_so_and_can_be_replaced(bucket, monkeypatch):
     assert "unfinished" not in json.loads(objects(bucket, "cut-short")[MARKER])
 
 
-def test_of_two_exports_one_comes_to_its_end(bucket, monkeypatch):
+def test_of_two_exports_one_comes_to_its_end(bucket: obstore.store.S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     place, upload = Path(f"s3://{BUCKET}/contested"), BucketStorage.put
 
     def late(folder: BucketStorage, name: str, file: Path) -> None:

@@ -17,8 +17,8 @@ from mergestream.checkpoints import open_checkpoint
 from mergestream.cli.watch import is_temporary
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.storage import Url, parse_url
-from tests.cloud.server import BUCKET, SECRET, upload
-from tests.conftest import save_model, toy_base
+from tests.cloud.server import BUCKET, SECRET, Trouble, upload
+from tests.conftest import Toys, save_model, toy_base
 
 BASE = f"s3://{BUCKET}/base"
 
@@ -35,7 +35,7 @@ def assert_same(source: str | Path, tensors: dict[str, torch.Tensor]) -> None:
 # --- addresses -----------------------------------------------------------------------------------------------
 
 
-def test_an_address_is_known_however_it_is_written():
+def test_an_address_is_known_however_it_is_written() -> None:
     for written in ("s3://bucket/a/b", "S3://bucket/a/b/", "s3a://bucket/a/b", Path("s3://bucket/a/b")):
         assert parse_url(written) == Url("s3", "bucket", "a/b")
     assert str(parse_url("gcs://bucket/a")) == "gs://bucket/a"
@@ -54,7 +54,7 @@ def test_an_address_is_known_however_it_is_written():
         f"gs://bucket/a?token={SECRET}",
     ],
 )
-def test_an_address_with_credentials_is_refused_and_not_repeated(address):
+def test_an_address_with_credentials_is_refused_and_not_repeated(address: str) -> None:
     with pytest.raises(UsageError, match="refused") as refused:
         open_checkpoint(address)
     assert SECRET not in str(refused.value)
@@ -64,20 +64,20 @@ def test_an_address_with_credentials_is_refused_and_not_repeated(address):
 @pytest.mark.parametrize(
     "address", ["s3://", "s3://bucket/../a", "s3://bucket/a//b", "s3://bucket/a\nb", "abfss://c/a"]
 )
-def test_no_address_is_said_to_be_none(address):
+def test_no_address_is_said_to_be_none(address: str) -> None:
     with pytest.raises(UsageError, match="object storage") as refused:
         open_checkpoint(address)
     assert "\n" not in str(refused.value)
 
 
-def test_without_credentials_nothing_is_asked(monkeypatch, troubled):
+def test_without_credentials_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, troubled: Trouble) -> None:
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(MergestreamError, match="no credentials in the environment: set AWS_ACCESS_KEY_ID and AWS_SEC"):
         open_checkpoint(BASE)
     assert not troubled.requests
 
 
-def test_without_the_library_one_sentence_says_what_to_install(monkeypatch):
+def test_without_the_library_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("obstore", "obstore.store"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MergestreamError, match=r"pip install 'mergestream\[cloud\]'"):
@@ -87,7 +87,7 @@ def test_without_the_library_one_sentence_says_what_to_install(monkeypatch):
 # --- reading -------------------------------------------------------------------------------------------------
 
 
-def test_a_model_is_read_as_from_a_disk(bucket):
+def test_a_model_is_read_as_from_a_disk(bucket: obstore.store.S3Store) -> None:
     assert_same(BASE, toy_base())
     assert_same(f"{BASE}/model.safetensors", toy_base())
     with open_checkpoint(BASE) as checkpoint:
@@ -95,14 +95,14 @@ def test_a_model_is_read_as_from_a_disk(bucket):
         assert checkpoint.copies == 1
 
 
-def test_a_model_travels_as_an_address(bucket):
+def test_a_model_travels_as_an_address(bucket: obstore.store.S3Store) -> None:
     """To the nodes of a cluster, where it is opened again."""
     with open_checkpoint(BASE) as here, pickle.loads(pickle.dumps(here)) as there:
         assert there.tensors == here.tensors
         assert all(torch.equal(there.read(name), here.read(name)) for name in here.tensors)
 
 
-def test_shards_and_what_goes_with_a_model(bucket, tmp_path):
+def test_shards_and_what_goes_with_a_model(bucket: obstore.store.S3Store, tmp_path: Path) -> None:
     tensors = toy_base()
     names = list(tensors)
     shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
@@ -127,7 +127,7 @@ def test_shards_and_what_goes_with_a_model(bucket, tmp_path):
         open_checkpoint(url)
 
 
-def test_only_what_is_needed_is_fetched(bucket, tmp_path, troubled):
+def test_only_what_is_needed_is_fetched(bucket: obstore.store.S3Store, tmp_path: Path, troubled: Trouble) -> None:
     large = {"small.weight": torch.randn(8, 8), "large.weight": torch.randn(2048, 1300)}
     url = upload(bucket, save_model(tmp_path, large), "large")
     with open_checkpoint(url) as checkpoint:
@@ -139,7 +139,9 @@ def test_only_what_is_needed_is_fetched(bucket, tmp_path, troubled):
     assert len(ranges) == 3, "in ranges of 4 MiB"
 
 
-def test_small_tensors_that_lie_side_by_side_are_fetched_together(bucket, tmp_path, troubled):
+def test_small_tensors_that_lie_side_by_side_are_fetched_together(
+    bucket: obstore.store.S3Store, tmp_path: Path, troubled: Trouble
+) -> None:
     many = {f"{n:02}.weight": torch.randn(200, 100) for n in range(60)} | {"30.weight": torch.randn(1024, 300)}
     url = upload(bucket, save_model(tmp_path, many), "together")
     with open_checkpoint(url) as checkpoint:
@@ -150,7 +152,7 @@ def test_small_tensors_that_lie_side_by_side_are_fetched_together(bucket, tmp_pa
     assert len(ranges) == 3, "the large one, and those before and after it"
 
 
-def test_a_long_header_takes_two_requests(bucket, tmp_path, troubled):
+def test_a_long_header_takes_two_requests(bucket: obstore.store.S3Store, tmp_path: Path, troubled: Trouble) -> None:
     many = {f"layers.{n}.weight": torch.full((2,), float(n)) for n in range(2000)}
     url = upload(bucket, save_model(tmp_path, many), "many")
     with open_checkpoint(url) as checkpoint:
@@ -158,7 +160,7 @@ def test_a_long_header_takes_two_requests(bucket, tmp_path, troubled):
         assert checkpoint.read("layers.1999.weight").tolist() == [1999, 1999]
 
 
-def test_the_fingerprint_is_that_of_the_objects(bucket, tmp_path):
+def test_the_fingerprint_is_that_of_the_objects(bucket: obstore.store.S3Store, tmp_path: Path) -> None:
     url = upload(bucket, save_model(tmp_path, toy_base()), "printed")
     first, again = open_checkpoint(url).fingerprint, open_checkpoint(url).fingerprint
     assert first == again
@@ -169,7 +171,7 @@ def test_the_fingerprint_is_that_of_the_objects(bucket, tmp_path):
 # --- what is not there, and what is no model -----------------------------------------------------------------
 
 
-def test_what_is_not_there_is_named(bucket):
+def test_what_is_not_there_is_named(bucket: obstore.store.S3Store) -> None:
     for url, words in {
         f"s3://{BUCKET}/nothing": "holds neither a model",
         f"s3://{BUCKET}/base/other.safetensors": "does not exist",
@@ -180,7 +182,7 @@ def test_what_is_not_there_is_named(bucket):
         assert url in str(error.value)
 
 
-def test_damaged_and_foreign_objects_are_named(bucket, toys):
+def test_damaged_and_foreign_objects_are_named(bucket: obstore.store.S3Store, toys: Toys) -> None:
     whole = (toys.base / "model.safetensors").read_bytes()
     obstore.put(bucket, "cut/model.safetensors", whole[:-10])
     obstore.put(bucket, "tiny/model.safetensors", b"abc")
@@ -196,7 +198,7 @@ def test_damaged_and_foreign_objects_are_named(bucket, toys):
             open_checkpoint(f"s3://{BUCKET}/{name}")
 
 
-def test_an_object_that_changes_is_not_read_on(bucket, tmp_path):
+def test_an_object_that_changes_is_not_read_on(bucket: obstore.store.S3Store, tmp_path: Path) -> None:
     model = {"large.weight": torch.zeros(1024, 300), "small.weight": torch.zeros(3)}
     url = upload(bucket, save_model(tmp_path, model), "changing")
     with open_checkpoint(url) as checkpoint:
@@ -210,22 +212,22 @@ def test_an_object_that_changes_is_not_read_on(bucket, tmp_path):
 # --- a network that is none of the best ----------------------------------------------------------------------
 
 
-def test_requests_that_fail_are_made_again(troubled):
+def test_requests_that_fail_are_made_again(troubled: Trouble) -> None:
     troubled.refused = lambda number: number % 3 == 0
     assert_same(BASE, toy_base())
 
 
-def test_answers_that_break_off_are_asked_for_again(troubled):
+def test_answers_that_break_off_are_asked_for_again(troubled: Trouble) -> None:
     troubled.cut = lambda number: number % 2 == 0
     assert_same(BASE, toy_base())
 
 
-def test_a_slow_server_is_waited_for(troubled):
+def test_a_slow_server_is_waited_for(troubled: Trouble) -> None:
     troubled.seconds = 0.02
     assert_same(BASE, toy_base())
 
 
-def test_a_server_that_is_gone_is_told_in_a_sentence(troubled, monkeypatch):
+def test_a_server_that_is_gone_is_told_in_a_sentence(troubled: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
     troubled.cut = lambda number: True
     with pytest.raises(MergestreamError, match=r"cannot be read, after 9 attempts: no answer, or one") as error:
         open_checkpoint(BASE)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import obstore
 
 from mergestream import LocalEngine, Store
 from tests.cloud.server import BUCKET
 from tests.cloud.test_export import objects
+from tests.conftest import Toys
 
 COMMANDS = """
 import sys, ray
@@ -19,7 +23,7 @@ sys.exit(main(["add", store, expert, "--engine", "ray"]) or main(["inspect", sto
 """On a cluster of its own, beside those of other tests; it knows the server by the environment that it starts in"""
 
 
-def test_workers_upload_objects_of_their_own(toys, bucket, tmp_path):
+def test_workers_upload_objects_of_their_own(toys: Toys, bucket: obstore.store.S3Store, tmp_path: Path) -> None:
     place = f"s3://{BUCKET}/stores/ray"
     Store.create(place, toys.base, "ledger")
     subprocess.run([sys.executable, "-c", COMMANDS, place, *map(str, toys.experts[:2])], check=True, timeout=300)

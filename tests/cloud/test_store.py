@@ -7,6 +7,7 @@ import json
 import os
 import re
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from mergestream.errors import StoreBusyError
 from mergestream.store.steps import StepWriter
 from mergestream.store.transaction import commit
 from mergestream.store.watched import open_watch_source, recall
-from tests.cloud.server import BUCKET, SECRET, upload
+from tests.cloud.server import BUCKET, SECRET, Trouble, upload
 from tests.cloud.test_export import objects, weights
-from tests.conftest import files, save_model, toy_expert
+from tests.conftest import RunCommand, Toys, files, save_model, toy_expert
 from tests.handmade import handmade_adapter
 from tests.hub.conftest import hub  # noqa: F401
 
@@ -82,7 +83,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["opcm", "ledger"])
-def test_commands_do_the_same_as_on_a_disk(method, toys, bucket, key, tmp_path, done, monkeypatch):
+def test_commands_do_the_same_as_on_a_disk(
+    method: str,
+    toys: Toys,
+    bucket: obstore.store.S3Store,
+    key: str,
+    tmp_path: Path,
+    done: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(uploading, "SHARD", 1000)
     places, told = {"near": tmp_path / "near", "far": address(key)}, {}
     for kind, place in places.items():
@@ -108,7 +117,7 @@ def test_commands_do_the_same_as_on_a_disk(method, toys, bucket, key, tmp_path, 
         assert SECRET.encode() not in data, name
 
 
-def test_adapters_and_heads_too(toys, bucket, key, tmp_path):
+def test_adapters_and_heads_too(toys: Toys, bucket: obstore.store.S3Store, key: str, tmp_path: Path) -> None:
     adapters = [handmade_adapter(tmp_path / f"adapter-{number}", number) for number in (1, 2)]
     found = []
     for place in (tmp_path / "near", address(key)):
@@ -123,7 +132,9 @@ def test_adapters_and_heads_too(toys, bucket, key, tmp_path):
     assert [name for name in objects(bucket, key) if "factors-0001-" in name]
 
 
-def test_any_expert_is_removed_and_scores_are_attached(toys, bucket, key, tmp_path):
+def test_any_expert_is_removed_and_scores_are_attached(
+    toys: Toys, bucket: obstore.store.S3Store, key: str, tmp_path: Path
+) -> None:
     found = []
     for place in (tmp_path / "near", address(key)):
         store = grown(place, toys, "ledger", 3)
@@ -134,7 +145,9 @@ def test_any_expert_is_removed_and_scores_are_attached(toys, bucket, key, tmp_pa
     assert len(folders(bucket, key, "steps")) == len(folders(bucket, key, "experts")) == 2
 
 
-def test_a_store_is_copied_from_a_bucket_to_a_disk(toys, bucket, key, tmp_path):
+def test_a_store_is_copied_from_a_bucket_to_a_disk(
+    toys: Toys, bucket: obstore.store.S3Store, key: str, tmp_path: Path
+) -> None:
     grown(address(key), toys, "opcm", 2)
     for name, data in objects(bucket, key).items():
         path = tmp_path / "store" / name
@@ -147,7 +160,9 @@ def test_a_store_is_copied_from_a_bucket_to_a_disk(toys, bucket, key, tmp_path):
     assert store.history[-1].state == grown(tmp_path / "other", toys, "opcm", 3).history[-1].state
 
 
-def test_a_store_is_copied_from_a_disk_to_a_bucket(toys, bucket, key, tmp_path):
+def test_a_store_is_copied_from_a_disk_to_a_bucket(
+    toys: Toys, bucket: obstore.store.S3Store, key: str, tmp_path: Path
+) -> None:
     near = grown(tmp_path / "store", toys, "opcm", 2)
     far = Store(upload(bucket, near.path, key), engine=ENGINE)
     for store in (near, far):
@@ -157,7 +172,7 @@ def test_a_store_is_copied_from_a_disk_to_a_bucket(toys, bucket, key, tmp_path):
     assert folders(bucket, key, "steps") == {"0002", far.history[-1].folder}
 
 
-def test_a_directory_is_watched_for_it(toys, key, tmp_path):
+def test_a_directory_is_watched_for_it(toys: Toys, key: str, tmp_path: Path) -> None:
     store, found = grown(address(key), toys, "average"), tmp_path / "incoming"
     save_model(found / "another", toy_expert(9))
     save_model(found / "duplicate", toy_expert(1))
@@ -172,7 +187,7 @@ def test_a_directory_is_watched_for_it(toys, key, tmp_path):
     assert store.manifest.step == 1
 
 
-def test_weights_are_read_by_range_and_a_step_takes_few_requests(toys, key, troubled):
+def test_weights_are_read_by_range_and_a_step_takes_few_requests(toys: Toys, key: str, troubled: Trouble) -> None:
     store = grown(address(key), toys, "opcm")
     before = len(troubled.requests)
     store.add(toys.experts[1])
@@ -183,7 +198,7 @@ def test_weights_are_read_by_range_and_a_step_takes_few_requests(toys, key, trou
     assert asked and all(part for _, part in asked)
 
 
-def test_what_is_damaged_is_told_by_its_address(toys, bucket, key):
+def test_what_is_damaged_is_told_by_its_address(toys: Toys, bucket: obstore.store.S3Store, key: str) -> None:
     store = grown(address(key), toys, "average")
     (name,) = (name for name in objects(bucket, key) if "/model-" in name)
     data = objects(bucket, key)[name]
@@ -199,7 +214,9 @@ def test_what_is_damaged_is_told_by_its_address(toys, bucket, key):
 
 
 @pytest.mark.parametrize("kind", ["opcm", "ledger", "adapter"])
-def test_what_is_uploaded_need_not_be_done_again(kind, toys, bucket, key, tmp_path, monkeypatch):
+def test_what_is_uploaded_need_not_be_done_again(
+    kind: str, toys: Toys, bucket: obstore.store.S3Store, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(uploading, "SHARD", 1)
     expert = handmade_adapter(tmp_path / "adapter", 1) if kind == "adapter" else toys.experts[1]
     method = "opcm" if kind == "adapter" else kind
@@ -217,7 +234,9 @@ def test_what_is_uploaded_need_not_be_done_again(kind, toys, bucket, key, tmp_pa
     store.verify()
 
 
-def test_leftovers_are_removed_by_the_next_writer_and_by_gc(toys, bucket, key, done, monkeypatch):
+def test_leftovers_are_removed_by_the_next_writer_and_by_gc(
+    toys: Toys, bucket: obstore.store.S3Store, key: str, done: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = grown(address(key), toys, "average")
     interrupted(store, toys.experts[1], 3, monkeypatch)
     assert len(folders(bucket, key, "steps")) == 2
@@ -233,7 +252,9 @@ def test_leftovers_are_removed_by_the_next_writer_and_by_gc(toys, bucket, key, d
     Store(address(key)).verify()
 
 
-def test_gc_of_a_store_on_a_disk(toys, tmp_path, done, monkeypatch):
+def test_gc_of_a_store_on_a_disk(
+    toys: Toys, tmp_path: Path, done: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = grown(tmp_path / "store", toys, "average")
     before = files(store.path)
     interrupted(store, toys.experts[1], 3, monkeypatch)
@@ -243,8 +264,14 @@ def test_gc_of_a_store_on_a_disk(toys, tmp_path, done, monkeypatch):
 
 
 def test_an_upload_in_parts_that_fails_leaves_none_of_them(
-    toys, server, bucket, key, troubled, environment, monkeypatch
-):
+    toys: Toys,
+    server: str,
+    bucket: obstore.store.S3Store,
+    key: str,
+    troubled: Trouble,
+    environment: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = grown(address(key), toys, "average")
     before = objects(bucket, key)
     monkeypatch.setattr(uploading, "SHARD", 1)  # every object is larger
@@ -259,12 +286,12 @@ def test_an_upload_in_parts_that_fails_leaves_none_of_them(
         assert b"<Upload>" not in answer.read()
 
 
-def test_a_candidate_is_evaluated(toys, key):
+def test_a_candidate_is_evaluated(toys: Toys, key: str) -> None:
     store = grown(address(key), toys, "average")
     assert store.add(toys.experts[1], evaluate="stat -c %s {model}/model.safetensors").score > 0
 
 
-def test_a_step_that_fails_leaves_nothing(toys, bucket, key):
+def test_a_step_that_fails_leaves_nothing(toys: Toys, bucket: obstore.store.S3Store, key: str) -> None:
     store = grown(address(key), toys, "average")
     before = objects(bucket, key)
     with pytest.raises(MergestreamError, match="was not added"):
@@ -277,8 +304,14 @@ def test_a_step_that_fails_leaves_nothing(toys, bucket, key):
 
 @pytest.mark.parametrize("method", ["opcm", "ledger"])
 def test_of_two_writers_one_wins_and_the_other_goes_on_from_what_it_has(
-    method, toys, bucket, key, mergestream, monkeypatch, tmp_path
-):
+    method: str,
+    toys: Toys,
+    bucket: obstore.store.S3Store,
+    key: str,
+    mergestream: RunCommand,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     grown(address(key), toys, method)
     finish = StepWriter.finish
 
@@ -301,7 +334,7 @@ def test_of_two_writers_one_wins_and_the_other_goes_on_from_what_it_has(
     assert len(folders(bucket, key, "experts")) == 3
 
 
-def test_gc_is_a_writer_too(toys, key, monkeypatch):
+def test_gc_is_a_writer_too(toys: Toys, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, finish = grown(address(key), toys, "average"), StepWriter.finish
 
     def meanwhile(*arguments: Any) -> str:
@@ -314,7 +347,7 @@ def test_gc_is_a_writer_too(toys, key, monkeypatch):
     Store(address(key)).verify()
 
 
-def test_a_manifest_of_the_same_content_is_another_one(toys, key):
+def test_a_manifest_of_the_same_content_is_another_one(toys: Toys, key: str) -> None:
     """Who has read it before must not take it for the one that it has read: what it has written may be gone."""
     store = grown(address(key), toys, "average")
     with pytest.raises(StoreBusyError), store.writing():
@@ -324,7 +357,9 @@ def test_a_manifest_of_the_same_content_is_another_one(toys, key):
         commit(store, store.manifest)
 
 
-def test_two_stores_are_not_made_in_one_place(toys, bucket, key, monkeypatch):
+def test_two_stores_are_not_made_in_one_place(
+    toys: Toys, bucket: obstore.store.S3Store, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mergestream.base.model import BaseModel
 
     examine = BaseModel.examine
@@ -343,7 +378,7 @@ def test_two_stores_are_not_made_in_one_place(toys, bucket, key, monkeypatch):
 # --- services and networks -----------------------------------------------------------------------------------
 
 
-def test_a_network_that_is_none_of_the_best(toys, key, tmp_path, troubled):
+def test_a_network_that_is_none_of_the_best(toys: Toys, key: str, tmp_path: Path, troubled: Trouble) -> None:
     troubled.refused = lambda number: number % 5 == 0
     troubled.cut = lambda number: number % 7 == 0
     troubled.seconds = 0.002
@@ -353,7 +388,7 @@ def test_a_network_that_is_none_of_the_best(toys, key, tmp_path, troubled):
     assert facts(store) == facts(grown(tmp_path / "near", toys, "opcm", 1))
 
 
-def test_a_commit_whose_answer_is_lost_is_made_once(toys, key, troubled):
+def test_a_commit_whose_answer_is_lost_is_made_once(toys: Toys, key: str, troubled: Trouble) -> None:
     puts = itertools.count()
 
     def every_other_time(number: int) -> bool:
@@ -367,8 +402,15 @@ def test_a_commit_whose_answer_is_lost_is_made_once(toys, key, troubled):
 
 @pytest.mark.parametrize("way", ["not known", "not heeded"])
 def test_a_service_without_conditional_puts_is_refused(
-    way, toys, bucket, key, troubled, environment, mergestream, monkeypatch
-):
+    way: str,
+    toys: Toys,
+    bucket: obstore.store.S3Store,
+    key: str,
+    troubled: Trouble,
+    environment: Callable[[str], None],
+    mergestream: RunCommand,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = key + "-made"
     grown(address(made), toys, "average")
     if way == "not known":
@@ -385,7 +427,7 @@ def test_a_service_without_conditional_puts_is_refused(
     Store(address(made)).verify()
 
 
-def test_what_no_store_can_be(toys, bucket, key, mergestream):
+def test_what_no_store_can_be(toys: Toys, bucket: obstore.store.S3Store, key: str, mergestream: RunCommand) -> None:
     obstore.put(bucket, f"{key}/thesis.txt", b"years of work")
     for arguments, words in {
         ("init", address(key), "--base", toys.base): "is not empty; choose another place for the store",
@@ -398,7 +440,7 @@ def test_what_no_store_can_be(toys, bucket, key, mergestream):
         assert words in result.err
 
 
-def test_what_cannot_be_done_with_a_store_says_so(toys, key, mergestream):
+def test_what_cannot_be_done_with_a_store_says_so(toys: Toys, key: str, mergestream: RunCommand) -> None:
     grown(address(key), toys, "average")
     for arguments, words in {
         ("add", address(key), toys.experts[1], "--log", "jsonl"): "is in object storage",
@@ -410,7 +452,13 @@ def test_what_cannot_be_done_with_a_store_says_so(toys, key, mergestream):
         assert words in result.err
 
 
-def test_it_is_pushed_to_the_hub_and_pulled(toys, key, tmp_path, hub, done):  # noqa: F811
+def test_it_is_pushed_to_the_hub_and_pulled(
+    toys: Toys,
+    key: str,
+    tmp_path: Path,
+    hub: Any,  # noqa: F811
+    done: Callable[..., str],
+) -> None:
     store = grown(address(key), toys, "opcm", 2)
     store.attach_scores(["a", "b"], [[0.5, 0.5]])
     done("push", address(key), "hf://org/store", "--private")
@@ -420,7 +468,7 @@ def test_it_is_pushed_to_the_hub_and_pulled(toys, key, tmp_path, hub, done):  # 
     assert facts(pulled) == facts(store) and pulled.scores == store.scores
 
 
-def test_what_is_read_of_the_state_counts_as_memory(toys, key, tmp_path):
+def test_what_is_read_of_the_state_counts_as_memory(toys: Toys, key: str, tmp_path: Path) -> None:
     """A view of a file takes none, and what is fetched does."""
     near, far = (grown(place, toys, "average") for place in (tmp_path / "near", address(key)))
     tensors, readings = near.manifest.base.tensors, []

@@ -18,8 +18,8 @@ from mergestream.cli.watch import LONGEST_PAUSE, Watcher
 from mergestream.progress import TerminalProgress
 from mergestream.storage import open_storage
 from mergestream.store.watched import open_watch_source
-from tests.cloud.server import BUCKET, upload
-from tests.conftest import save_model, toy_expert
+from tests.cloud.server import BUCKET, Trouble, upload
+from tests.conftest import RunCommand, Toys, save_model, toy_expert
 
 
 class Bench:
@@ -50,7 +50,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, toys, bucket) -> Bench:
+def bench(tmp_path: Path, toys: Toys, bucket: obstore.store.S3Store) -> Bench:
     return Bench(tmp_path, toys.base, bucket)
 
 
@@ -60,7 +60,7 @@ def put_at(key: str, year: int) -> None:
     backend.buckets[BUCKET].keys[key].last_modified = datetime(year, 1, 1, tzinfo=UTC)
 
 
-def test_folders_and_files_are_absorbed_oldest_first(bench):
+def test_folders_and_files_are_absorbed_oldest_first(bench: Bench) -> None:
     bench.bring("one", 1)
     bench.put("two.safetensors", save(toy_expert(2)))
     bench.bring("three", 3)
@@ -74,7 +74,7 @@ def test_folders_and_files_are_absorbed_oldest_first(bench):
     assert Store(bench.store.path).history[1].source == f"{bench.url}/one"
 
 
-def test_an_upload_that_is_under_way_is_waited_for(bench, capsys):
+def test_an_upload_that_is_under_way_is_waited_for(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     index = {"weight_map": {}}
     shards = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
     for number, (name, tensor) in enumerate(toy_expert(1).items()):
@@ -96,7 +96,9 @@ def test_an_upload_that_is_under_way_is_waited_for(bench, capsys):
     assert bench.look(1) == ["slow"]
 
 
-def test_a_network_that_is_away_is_waited_for(bench, capsys, troubled):
+def test_a_network_that_is_away_is_waited_for(
+    bench: Bench, capsys: pytest.CaptureFixture[str], troubled: Trouble
+) -> None:
     bench.bring("one", 1)
     bench.look(1)
     troubled.refused = lambda number: True
@@ -112,7 +114,7 @@ def test_a_network_that_is_away_is_waited_for(bench, capsys, troubled):
     assert bench.look(1) == ["one"]
 
 
-def test_what_was_taken_back_returns_when_it_is_another(bench):
+def test_what_was_taken_back_returns_when_it_is_another(bench: Bench) -> None:
     bench.bring("one", 1)
     bench.put("two.safetensors", save(toy_expert(2)))
     assert sorted(bench.look()) == ["one", "two"]
@@ -124,7 +126,9 @@ def test_what_was_taken_back_returns_when_it_is_another(bench):
     assert bench.look() == ["one"]
 
 
-def test_what_is_no_expert_is_told_and_stops_no_other(bench, server, capsys):
+def test_what_is_no_expert_is_told_and_stops_no_other(
+    bench: Bench, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.put("README.md", b"experts come here")
     bench.put("bad.safetensors", b"nonsense")
     for name in ("", "empty/"):  # as consoles make folders
@@ -138,7 +142,7 @@ def test_what_is_no_expert_is_told_and_stops_no_other(bench, server, capsys):
     assert told[0].startswith("error: bad.safetensors: ")
 
 
-def test_the_command(bench, mergestream, monkeypatch):
+def test_the_command(bench: Bench, mergestream: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.bring("one", 1)
     left = [None] * 3
     monkeypatch.setattr(time, "sleep", lambda seconds: left.pop() if left else (_ for _ in ()).throw(KeyboardInterrupt))

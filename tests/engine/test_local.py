@@ -13,25 +13,25 @@ from mergestream.engine import LocalEngine, single_threaded
 from mergestream.errors import MergestreamError
 
 
-def test_every_job_runs_once_and_gives_its_result():
+def test_every_job_runs_once_and_gives_its_result() -> None:
     costs = {f"job {n}": n for n in range(50)}
     for workers in (1, 2, 7):
         results = list(LocalEngine(workers).run(costs, lambda name: name.upper()))
         assert sorted(results) == sorted((name, name.upper()) for name in costs)
 
 
-def test_the_most_costly_jobs_start_first():
+def test_the_most_costly_jobs_start_first() -> None:
     started: list[str] = []
     costs = {"small": 1, "large": 100, "medium": 10, "also medium": 10}
     list(LocalEngine(workers=1).run(costs, started.append))
     assert started == ["large", "also medium", "medium", "small"]
 
 
-def test_no_jobs_are_no_trouble():
+def test_no_jobs_are_no_trouble() -> None:
     assert list(LocalEngine(2).run({}, lambda name: name)) == []
 
 
-def test_running_jobs_stay_within_the_budget_and_smaller_ones_overtake():
+def test_running_jobs_stay_within_the_budget_and_smaller_ones_overtake() -> None:
     memory = {"a": 60, "b": 60, "c": 30, "d": 30, "e": 5}
     lock = threading.Lock()
     used, peak, most = 0, 0, 0
@@ -53,7 +53,7 @@ def test_running_jobs_stay_within_the_budget_and_smaller_ones_overtake():
     assert most > 1, "two that fit together run together"
 
 
-def test_a_job_that_can_never_be_admitted_is_named_before_anything_runs():
+def test_a_job_that_can_never_be_admitted_is_named_before_anything_runs() -> None:
     ran: list[str] = []
     engine = LocalEngine(workers=2, max_memory=10**6)
     with pytest.raises(MergestreamError, match=r"tensor big needs 2\.0 MB .* 1\.0 MB allowed; raise --max-memory"):
@@ -62,7 +62,7 @@ def test_a_job_that_can_never_be_admitted_is_named_before_anything_runs():
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_first_error_is_raised_and_nothing_more_is_admitted(workers):
+def test_the_first_error_is_raised_and_nothing_more_is_admitted(workers: int) -> None:
     ran: list[str] = []
 
     def work(name: str) -> None:
@@ -76,7 +76,7 @@ def test_the_first_error_is_raised_and_nothing_more_is_admitted(workers):
     assert len(ran) <= 3 * workers
 
 
-def test_stopping_early_stops_the_workers():
+def test_stopping_early_stops_the_workers() -> None:
     ran: list[str] = []
     jobs = LocalEngine(workers=2).run({f"job {n}": 1 for n in range(100)}, ran.append)
     next(jobs)
@@ -95,7 +95,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_torch_runs_on_one_thread_inside_and_as_before_outside(workers, two_threads):
+def test_torch_runs_on_one_thread_inside_and_as_before_outside(workers: int, two_threads: None) -> None:
     with single_threaded():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
@@ -104,7 +104,7 @@ def test_torch_runs_on_one_thread_inside_and_as_before_outside(workers, two_thre
     assert torch.get_num_threads() == 2
 
 
-def test_a_system_without_threads_is_told_of(monkeypatch):
+def test_a_system_without_threads_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -60,7 +60,9 @@ def grown(path: Path, toys: Toys, method: str, engine: Any, experts: int = 3) ->
 
 
 @pytest.mark.parametrize("method", ["opcm", "ledger", "ties", "average"])
-def test_a_store_has_the_same_bytes_as_by_the_local_engine(method: str, cluster: Any, toys: Toys, tmp_path: Path):
+def test_a_store_has_the_same_bytes_as_by_the_local_engine(
+    method: str, cluster: Any, toys: Toys, tmp_path: Path
+) -> None:
     found = {}
     for name, by in {"local": LocalEngine(2), "ray": RayEngine()}.items():
         store = grown(tmp_path / name, toys, method, by)
@@ -75,7 +77,7 @@ def test_a_store_has_the_same_bytes_as_by_the_local_engine(method: str, cluster:
     assert found["ray"] == found["local"]
 
 
-def test_a_merge_has_the_same_bytes_as_by_the_local_engine(cluster: Any, toys: Toys, tmp_path: Path):
+def test_a_merge_has_the_same_bytes_as_by_the_local_engine(cluster: Any, toys: Toys, tmp_path: Path) -> None:
     for method in ("task_arithmetic", "opcm"):
         for name, by in {"local": LocalEngine(1), "ray": RayEngine()}.items():
             merge(toys.base, toys.experts, tmp_path / f"{method}-{name}", method, engine=by)
@@ -84,7 +86,7 @@ def test_a_merge_has_the_same_bytes_as_by_the_local_engine(cluster: Any, toys: T
 
 
 @pytest.mark.parametrize("method", ["opcm", "ledger"])
-def test_an_inspection_is_the_same_and_leaves_nothing(method: str, cluster: Any, toys: Toys, tmp_path: Path):
+def test_an_inspection_is_the_same_and_leaves_nothing(method: str, cluster: Any, toys: Toys, tmp_path: Path) -> None:
     place = grown(tmp_path / "place" / "store", toys, method, LocalEngine(1), 2).path
     before = files(place.parent)
     local, ray = (Store(place, engine=by).inspect(toys.experts[2]) for by in (LocalEngine(2), RayEngine(workers=2)))
@@ -92,7 +94,7 @@ def test_an_inspection_is_the_same_and_leaves_nothing(method: str, cluster: Any,
     assert files(place.parent) == before and list(place.parent.iterdir()) == [place]
 
 
-def test_adapters_have_the_same_bytes_as_by_the_local_engine(cluster: Any, toys: Toys, tmp_path: Path):
+def test_adapters_have_the_same_bytes_as_by_the_local_engine(cluster: Any, toys: Toys, tmp_path: Path) -> None:
     experts = []
     for number in range(2):
         generator = torch.Generator().manual_seed(number)
@@ -107,7 +109,7 @@ def test_adapters_have_the_same_bytes_as_by_the_local_engine(cluster: Any, toys:
     assert found[0] == found[1]
 
 
-def test_commands_take_it_by_name(cluster: Any, toys: Toys, tmp_path: Path, done: Callable[..., str]):
+def test_commands_take_it_by_name(cluster: Any, toys: Toys, tmp_path: Path, done: Callable[..., str]) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     done("init", store, "--base", toys.base, "--method", "average", "--engine", "ray")
     done("add", store, *toys.experts[:2], "--engine", "ray", "--max-memory", "1GB", "--workers", "2")
@@ -118,7 +120,7 @@ def test_commands_take_it_by_name(cluster: Any, toys: Toys, tmp_path: Path, done
 
 def test_a_benchmark_merges_on_it(
     cluster: Any, toys: Toys, tmp_path: Path, done: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / "cache"))
     tasks = {f"task-{number}": {"expert": str(expert)} for number, expert in enumerate(toys.experts[:2])}
     suite = {"name": "toys", "base": str(toys.base), "tasks": tasks, "evaluate": "echo {model} 0.5"}
@@ -165,7 +167,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_what_a_lost_node_was_at_is_done_by_others(cluster: Any, toys: Toys, tmp_path: Path):
+def test_what_a_lost_node_was_at_is_done_by_others(cluster: Any, toys: Toys, tmp_path: Path) -> None:
     expected = grown(tmp_path / "expected", toys, "opcm", LocalEngine(1), 2)
     store = grown(tmp_path / "store", toys, "opcm", LocalEngine(1), 1)
     with own_sigterm():
@@ -191,7 +193,7 @@ def add_and_stop(address: str, store: Path, expert: Path, begun: Path) -> None:
     Store(store, engine=Disturbed(begun, name="temperature")).add(expert)
 
 
-def test_a_killed_driver_leaves_a_step_that_resumes_here_and_there(cluster: Any, toys: Toys, tmp_path: Path):
+def test_a_killed_driver_leaves_a_step_that_resumes_here_and_there(cluster: Any, toys: Toys, tmp_path: Path) -> None:
     expected = grown(tmp_path / "expected", toys, "opcm", LocalEngine(1), 2)
     store = grown(tmp_path / "store", toys, "opcm", LocalEngine(1), 1)
     begun, journal = tmp_path / "begun", store.path / "steps" / "0002" / "journal"
@@ -208,11 +210,11 @@ def test_a_killed_driver_leaves_a_step_that_resumes_here_and_there(cluster: Any,
         assert files(path / "experts") == files(expected.path / "experts")
 
 
-def test_sigterm_is_not_taken_over(cluster: Any):
+def test_sigterm_is_not_taken_over(cluster: Any) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_an_interrupt_cancels_the_tasks(cluster: Any, tmp_path: Path):
+def test_an_interrupt_cancels_the_tasks(cluster: Any, tmp_path: Path) -> None:
     import ray
 
     begun = tmp_path / "begun"
@@ -230,7 +232,7 @@ def test_an_interrupt_cancels_the_tasks(cluster: Any, tmp_path: Path):
     until(lambda: ray.available_resources().get("CPU") == cores)
 
 
-def test_an_error_is_raised_as_it_is_and_ends_all(cluster: Any, toys: Toys, tmp_path: Path):
+def test_an_error_is_raised_as_it_is_and_ends_all(cluster: Any, toys: Toys, tmp_path: Path) -> None:
     broken = toy_expert(1)
     broken["half.weight"][0, 0] = float("nan")
     expert = save_model(tmp_path / "broken", broken)
@@ -243,7 +245,7 @@ def test_an_error_is_raised_as_it_is_and_ends_all(cluster: Any, toys: Toys, tmp_
 # --- sentences -----------------------------------------------------------------------------------------------
 
 
-def test_a_path_that_a_node_does_not_see_is_told_before_any_work(cluster: Any, toys: Toys, tmp_path: Path):
+def test_a_path_that_a_node_does_not_see_is_told_before_any_work(cluster: Any, toys: Toys, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
 
     class Elsewhere:
@@ -256,26 +258,26 @@ def test_a_path_that_a_node_does_not_see_is_told_before_any_work(cluster: Any, t
     assert not ran.exists()
 
 
-def test_other_versions_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch):
+def test_other_versions_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "versions", lambda: {"torch": "0.4"})
     with pytest.raises(EngineError, match=r"has torch \d.*, and here it is 0.4"):
         list(RayEngine().run({"a": 1}, str.upper))
 
 
-def test_a_tensor_that_fits_no_node_is_refused(cluster: Any):
+def test_a_tensor_that_fits_no_node_is_refused(cluster: Any) -> None:
     with pytest.raises(EngineError, match=r"tensor a needs .* and no node of the Ray cluster has more than"):
         list(RayEngine().run({"a": 1}, str.upper, {"a": 1 << 50}))
     with pytest.raises(MergestreamError, match=r"more than the .* allowed; raise --max-memory"):
         list(RayEngine(max_memory=10).run({"a": 1}, str.upper, {"a": 11}))
 
 
-def test_what_is_in_memory_cannot_be_worked_on_elsewhere(cluster: Any, toys: Toys, tmp_path: Path):
+def test_what_is_in_memory_cannot_be_worked_on_elsewhere(cluster: Any, toys: Toys, tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store", toys.base, "opcm", engine=RayEngine())
     with pytest.raises(UsageError, match="other processes cannot see a model in memory"):
         store.add(toy_expert(1), "one")
 
 
-def test_a_cluster_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatch):
+def test_a_cluster_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -286,7 +288,7 @@ def test_a_cluster_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_what_listens_and_is_no_cluster_is_told_soon(scheme: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_listens_and_is_no_cluster_is_told_soon(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -300,13 +302,13 @@ def test_what_listens_and_is_no_cluster_is_told_soon(scheme: str, monkeypatch: p
         engine.connected(url.replace("http://", scheme))
 
 
-def test_ray_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
+def test_ray_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(UsageError, match=r"pip install 'mergestream\[ray\]'"):
         list(RayEngine().run({"a": 1}, str.upper))
 
 
-def test_ray_chooses_the_gpu():
+def test_ray_chooses_the_gpu() -> None:
     with pytest.raises(UsageError, match="use --device cuda"):
         RayEngine(device="cuda:1")
 
@@ -314,7 +316,7 @@ def test_ray_chooses_the_gpu():
 # --- parts ---------------------------------------------------------------------------------------------------
 
 
-def test_small_tensors_go_together_and_large_ones_first():
+def test_small_tensors_go_together_and_large_ones_first() -> None:
     costs = {"large": 100, "small": 1, "middle": 30, **{f"tiny {n}": 1 for n in range(69)}}
     found = engine.batches(costs, {"small": 7}, 2)
     assert [batch.names for batch in found[:2]] == [("large",), ("middle",)]
@@ -323,7 +325,7 @@ def test_small_tensors_go_together_and_large_ones_first():
     assert max(batch.memory for batch in found) == 7
 
 
-def test_findings_are_gathered_by_a_copy_and_come_home():
+def test_findings_are_gathered_by_a_copy_and_come_home() -> None:
     findings = ResultsByTensor[int]({"before": 0})
 
     def work(name: str) -> str:
@@ -338,7 +340,7 @@ def test_findings_are_gathered_by_a_copy_and_come_home():
     assert findings == {"before": 0}
 
 
-def test_files_that_have_changed_are_not_taken_for_the_same(toys: Toys, tmp_path: Path):
+def test_files_that_have_changed_are_not_taken_for_the_same(toys: Toys, tmp_path: Path) -> None:
     from mergestream.checkpoints import open_checkpoint
 
     place = save_model(tmp_path / "model", toy_base())

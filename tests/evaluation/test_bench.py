@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -38,7 +40,7 @@ def silent(*_: object) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--sweep", "alpha=0.1:0.2:0.1")], ids=["bench", "sweep"])
-def test_results_do_not_go_into_the_models_or_a_store(tiny_suite, tmp_path, options):
+def test_results_do_not_go_into_the_models_or_a_store(tiny_suite: Path, tmp_path: Path, options: Any) -> None:
     place = tiny_suite.parent
     store = Store.create(tmp_path / "store", place / "base").path
     before = files(place), files(store)
@@ -50,7 +52,9 @@ def test_results_do_not_go_into_the_models_or_a_store(tiny_suite, tmp_path, opti
 
 @pytest.mark.slow
 @pytest.mark.draws
-def test_one_command_writes_results_tables_and_figures(tiny_suite, tmp_path, capsys):
+def test_one_command_writes_results_tables_and_figures(
+    tiny_suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "out"
     bench(tiny_suite, output, "--methods", "opcm,average", "--orders", "2", "--workers", "2")
     for name in (
@@ -80,7 +84,9 @@ def test_one_command_writes_results_tables_and_figures(tiny_suite, tmp_path, cap
     assert len(reports) == 4 and all("ACC" in report and "BWT" in report for report in reports)
 
 
-def test_the_same_seed_gives_the_same_results(tiny_suite, tmp_path, monkeypatch):
+def test_the_same_seed_gives_the_same_results(
+    tiny_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = parse_rows("opcm")
     found = []
     for attempt in ("a", "b"):
@@ -94,7 +100,7 @@ def test_the_same_seed_gives_the_same_results(tiny_suite, tmp_path, monkeypatch)
     assert [run.order for run in other.runs] != [run.order for run in found[0].runs]
 
 
-def test_nothing_is_scored_twice(tiny_suite, tmp_path, monkeypatch):
+def test_nothing_is_scored_twice(tiny_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[tuple[str, str]] = []
     suite = load_suite(tiny_suite)
     accuracy = type(suite).accuracy
@@ -111,7 +117,7 @@ def test_nothing_is_scored_twice(tiny_suite, tmp_path, monkeypatch):
     assert len(scored) == count
 
 
-def test_a_commutative_method_ends_at_the_same_accuracy_in_every_order(tiny_suite, tmp_path):
+def test_a_commutative_method_ends_at_the_same_accuracy_in_every_order(tiny_suite: Path, tmp_path: Path) -> None:
     results = run_bench(
         load_suite(tiny_suite), Plan(parse_rows("average"), orders=3, workers=1), tmp_path / "out", silent
     )
@@ -119,7 +125,7 @@ def test_a_commutative_method_ends_at_the_same_accuracy_in_every_order(tiny_suit
     assert results.summary()["average"]["acc"]["std"] == 0
 
 
-def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite, tmp_path):
+def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite: Path, tmp_path: Path) -> None:
     plan = Plan(parse_rows("opcm"), orders=2, full_orders=1, workers=1)
     results = run_bench(load_suite(tiny_suite), plan, tmp_path / "out", silent)
     full, ends = (run.matrix for run in results.runs)
@@ -128,7 +134,7 @@ def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite,
     assert results.summary()["opcm"]["bwt"]["count"] == 2
 
 
-def test_the_last_model_alone_is_enough_for_acc(tiny_suite, tmp_path):
+def test_the_last_model_alone_is_enough_for_acc(tiny_suite: Path, tmp_path: Path) -> None:
     options = ("--methods", "opcm", "--orders", "2")
     bench(tiny_suite, tmp_path / "last", *options, "--last-only")
     bench(tiny_suite, tmp_path / "all", *options)
@@ -138,7 +144,9 @@ def test_the_last_model_alone_is_enough_for_acc(tiny_suite, tmp_path):
     assert Results.load(tmp_path / "last").settings["command"].endswith("--last-only -o " + str(tmp_path / "last"))
 
 
-def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeypatch):
+def test_a_stream_goes_on_where_it_was_interrupted(
+    tiny_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     suite = load_suite(tiny_suite)
     stream = Stream(Row.parse("opcm"), ("red", "green", "blue"), 0, "all")
     _, whole = run_stream(suite, stream, tmp_path / "whole", LocalEngine(1))
@@ -146,7 +154,7 @@ def test_a_stream_goes_on_where_it_was_interrupted(tiny_suite, tmp_path, monkeyp
     calls = []
     original = streams.score
 
-    def interrupted(suite, model, digest, task):
+    def interrupted(suite: Any, model: Any, digest: Any, task: Any) -> Any:
         calls.append(task)
         if len(calls) == 5:
             raise KeyboardInterrupt
@@ -167,7 +175,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_killed_benchmark_is_finished_by_the_same_command(tiny_suite, tmp_path):
+def test_a_killed_benchmark_is_finished_by_the_same_command(tiny_suite: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     options = ("--methods", "opcm,ema", "--orders", "3")
     command = [sys.executable, "-m", "mergestream", "bench", str(tiny_suite), "-o", str(output), *options]
@@ -189,7 +197,7 @@ def test_a_killed_benchmark_is_finished_by_the_same_command(tiny_suite, tmp_path
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
 
-def test_a_sweep_reports_acc_for_every_value(tiny_suite, tmp_path):
+def test_a_sweep_reports_acc_for_every_value(tiny_suite: Path, tmp_path: Path) -> None:
     plan = Plan(parse_rows("opcm,task_arithmetic,average"), orders=2, workers=1)
     table = run_sweep(load_suite(tiny_suite), plan, Sweep.parse("scale=0:1:0.5"), tmp_path / "out", silent)
     assert set(table) == {"task_arithmetic"}
@@ -198,7 +206,7 @@ def test_a_sweep_reports_acc_for_every_value(tiny_suite, tmp_path):
     assert table["task_arithmetic"]["0"]["mean"] == pytest.approx(sum(base.values()) / 3)
 
 
-def test_wrong_requests_are_told_before_any_work():
+def test_wrong_requests_are_told_before_any_work() -> None:
     for text in ("opcm:alpha", "nothing", "opcm:colour=red", "", "continual_finetuning:alpha=1"):
         with pytest.raises(UsageError):
             parse_rows(text)
@@ -209,13 +217,15 @@ def test_wrong_requests_are_told_before_any_work():
         Sweep.parse("alpha=0:1:1").rows(parse_rows("average"))
 
 
-def test_all_stands_for_every_method():
+def test_all_stands_for_every_method() -> None:
     from mergestream.methods import METHODS
 
     assert {row.name for row in parse_rows("all")} == {*METHODS, "continual_finetuning"}
 
 
-def test_all_leaves_out_fine_tuning_where_there_is_no_training_data(tiny_suite, tmp_path, done):
+def test_all_leaves_out_fine_tuning_where_there_is_no_training_data(
+    tiny_suite: Path, tmp_path: Path, done: Callable[..., str]
+) -> None:
     """Else the default methods would fail on every suite but our own two."""
     assert "continual_finetuning" not in {row.name for row in parse_rows("all", trains=False)}
     words = ("bench", tiny_suite, "-o", tmp_path / "out", "--orders", 1, "--tasks", 2, "--workers", 1)
@@ -231,13 +241,17 @@ def test_all_leaves_out_fine_tuning_where_there_is_no_training_data(tiny_suite, 
     [("--orders", "0"), ("--tasks", "0"), ("--tasks", "1"), ("--test-limit", "0"), ("--workers", "0"),
      ("--full-orders", "-1"), ("--orders", "many")],
 )  # fmt: skip
-def test_a_number_that_makes_no_sense_is_wrong_usage(option, value, tmp_path, capsys):
+def test_a_number_that_makes_no_sense_is_wrong_usage(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "vision", "-o", str(tmp_path / "out"), option, value]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: argument {option}: ") and value in line
 
 
-def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(capsys, monkeypatch):
+def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with workers.progress_bars() as on_progress:
         on_progress("streams", 1, 4)
         monkeypatch.setattr(workers, "QUIET_SECONDS", 0)
@@ -247,7 +261,7 @@ def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(capsys, monkeypa
     assert capsys.readouterr().err.splitlines() == ["streams: 2 of 4", "streams: done"]
 
 
-def test_rows_choose_a_readout():
+def test_rows_choose_a_readout() -> None:
     rows = {row.key: row for row in parse_rows("opcm:alpha=0.3@iso,ledger@agree+balance,ledger@expert,ledger")}
     assert list(rows) == ["opcm:alpha=0.3@iso", "ledger@agree+balance", "ledger@expert", "ledger"]
     assert rows["ledger@agree+balance"].selection("red")["balance"]
@@ -259,7 +273,7 @@ def test_rows_choose_a_readout():
             parse_rows(wrong)
 
 
-def test_experts_are_read_back_each_on_its_own_task(tiny_suite, tmp_path):
+def test_experts_are_read_back_each_on_its_own_task(tiny_suite: Path, tmp_path: Path) -> None:
     rows = parse_rows("ledger:budget=8:entries=float32@expert,ledger:budget=8,average@iso")
     results = run_bench(load_suite(tiny_suite), Plan(rows, orders=1, workers=1), tmp_path / "out", silent)
     back, merged, iso = results.runs
@@ -272,13 +286,15 @@ def test_experts_are_read_back_each_on_its_own_task(tiny_suite, tmp_path):
     assert merged.steps[-1]["export_seconds"] > 0 and iso.final.keys() == back.final.keys()
 
 
-def test_the_last_model_of_a_method_that_does_not_mind_the_order_is_made_once(tiny_suite):
+def test_the_last_model_of_a_method_that_does_not_mind_the_order_is_made_once(tiny_suite: Path) -> None:
     plan = Plan(parse_rows("average,ledger,opcm"), orders=3, last_only=True)
     assert [stream.row.name for stream in plan.streams(load_suite(tiny_suite).tasks)].count("opcm") == 3
     assert len(plan.streams(load_suite(tiny_suite).tasks)) == 5
 
 
-def test_what_a_store_notes_is_in_its_report_and_not_among_the_progress(tiny_suite, tmp_path, recwarn):
+def test_what_a_store_notes_is_in_its_report_and_not_among_the_progress(
+    tiny_suite: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     suite = load_suite(tiny_suite)
     base, green = (load_file(model / "model.safetensors") for model in (suite.base(), suite.expert("green")))
     near = {name: base[name] + 0.01 * (tensor - base[name]) for name, tensor in green.items()}

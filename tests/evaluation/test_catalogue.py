@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,12 +23,12 @@ from mergestream.evaluation.workers import run_parallel
 PACKAGE = Path(mergestream.__file__).parent
 
 
-def facts(suite, task):
+def facts(suite: Any, task: Any) -> Any:
     """What a worker process finds in the suite that it was sent."""
     return suite.tasks, suite.accuracy(suite.expert(task), task)
 
 
-def test_a_suite_of_a_file_survives_the_way_into_a_spawned_process(tiny_suite):
+def test_a_suite_of_a_file_survives_the_way_into_a_spawned_process(tiny_suite: Path) -> None:
     suite = open_suite(str(tiny_suite), tasks=2)
     assert list(run_parallel(facts, [(suite, "red")], workers=2)) == [(("red", "green"), 1.0)]
 
@@ -69,7 +70,9 @@ SUITE = Own()
 
 
 @pytest.mark.parametrize("inside_a_package", [False, True])
-def test_a_suite_may_import_its_neighbours_here_and_in_a_worker(inside_a_package, tmp_path, monkeypatch):
+def test_a_suite_may_import_its_neighbours_here_and_in_a_worker(
+    inside_a_package: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, code = f"neighbour_{inside_a_package}".lower(), OWN_CLASS
     if inside_a_package:
         (tmp_path / "__init__.py").touch()
@@ -83,7 +86,9 @@ def test_a_suite_may_import_its_neighbours_here_and_in_a_worker(inside_a_package
     assert list(run_parallel(facts, [(suite, "red")], workers=2)) == [(("red", "green"), 0.25)]
 
 
-def test_what_a_suite_cannot_honour_is_refused(tiny_suite, tmp_path, monkeypatch):
+def test_what_a_suite_cannot_honour_is_refused(
+    tiny_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "other.py").write_text("ACCURACY, later = 1.0, float\n")
     own = tmp_path / "own.py"
@@ -102,14 +107,14 @@ def test_what_a_suite_cannot_honour_is_refused(tiny_suite, tmp_path, monkeypatch
             open_suite(name, **choice)
 
 
-def test_clip_is_limited_as_asked():
+def test_clip_is_limited_as_asked() -> None:
     suite = open_suite("clip", tasks=14, test_limit=7, model="vit-l-14")
     assert isinstance(suite, ClipSuite) and len(suite.tasks) == 14
     assert (suite.model_name, suite.test_limit) == ("ViT-L/14", 7)
     assert len(open_suite("clip").tasks) == 8
 
 
-def test_an_unknown_name_is_told_with_the_nearest():
+def test_an_unknown_name_is_told_with_the_nearest() -> None:
     known = "text, vision, text-lora, vision-lora, text-base, language, language-tiny, clip, and files"
     with pytest.raises(UsageError, match=rf"there is no suite imagenet \(there are: {known}"):
         open_suite("imagenet")
@@ -117,7 +122,7 @@ def test_an_unknown_name_is_told_with_the_nearest():
         open_suite("vison")
 
 
-def test_other_packages_bring_suites_as_objects_or_functions(monkeypatch):
+def test_other_packages_bring_suites_as_objects_or_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {
         name: EntryPoint(name, f"tests.evaluation.test_catalogue:{value}", SUITES.group)
         for name, value in (("object", "BROUGHT"), ("function", "ClipSuite"), ("broken", "OWN_CLASS.title"))
@@ -131,14 +136,16 @@ def test_other_packages_bring_suites_as_objects_or_functions(monkeypatch):
 BROUGHT = ClipSuite()
 
 
-def test_outside_of_a_checkout_one_sentence_says_where_the_suites_are(tmp_path, monkeypatch):
+def test_outside_of_a_checkout_one_sentence_says_where_the_suites_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loading, "CHECKOUT", tmp_path)
     with pytest.raises(UsageError, match=r"benchmarks/suites/vision\.py in a checkout") as told:
         open_suite("vision")
     assert "\n" not in str(told.value)
 
 
-def test_the_package_alone_has_no_suites_and_says_where_they_are(tmp_path):
+def test_the_package_alone_has_no_suites_and_says_where_they_are(tmp_path: Path) -> None:
     """As a wheel installs it: nothing of the repository beside it."""
     shutil.copytree(PACKAGE, tmp_path / "mergestream")
     command = [sys.executable, "-m", "mergestream", "bench", "text", "-o", "out"]
@@ -149,7 +156,7 @@ def test_the_package_alone_has_no_suites_and_says_where_they_are(tmp_path):
     assert line.startswith("error: the suite text is not in the installed package: it is benchmarks/suites/text.py")
 
 
-def test_the_package_holds_no_suite_data():
+def test_the_package_holds_no_suite_data() -> None:
     """Fonts, packages to fetch and the paper's numbers are the repository's, not the users'."""
     data = {path.suffix for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert data <= {".py", ".typed", ".js", ".css", ".html", ".md"}
@@ -157,7 +164,7 @@ def test_the_package_holds_no_suite_data():
     assert not names & {"fetch", "fonts", "scripts", "vision", "text", "backbones", "training", "demo"}
 
 
-def test_the_package_imports_nothing_of_the_repository_beside_it():
+def test_the_package_imports_nothing_of_the_repository_beside_it() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -165,18 +172,18 @@ def test_the_package_imports_nothing_of_the_repository_beside_it():
             assert not {module.split(".")[0] for module in modules} & {"benchmarks", "tests"}, path
 
 
-def test_evaluation_knows_nothing_of_the_command_line():
+def test_evaluation_knows_nothing_of_the_command_line() -> None:
     for path in (PACKAGE / "evaluation").rglob("*.py"):
         assert "mergestream.cli" not in path.read_text("utf-8"), path
 
 
-def test_the_command_is_described_without_heavy_imports():
+def test_the_command_is_described_without_heavy_imports() -> None:
     code = "import sys, mergestream.cli.bench; print({'torch', 'numpy', 'rich', 'matplotlib'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_a_suite_that_cannot_be_imported_is_one_sentence(tmp_path):
+def test_a_suite_that_cannot_be_imported_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no suite file"):
         load_suite(tmp_path / "absent.py")
     (tmp_path / "own.py").write_text("SUITE = 3\n")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +25,14 @@ tasks:
 """
 
 
-def test_a_python_suite_scores_data_below_a_head(tiny_suite):
+def test_a_python_suite_scores_data_below_a_head(tiny_suite: Path) -> None:
     suite = load_suite(tiny_suite)
     assert suite.tasks == ("red", "green", "blue")
     assert suite.accuracy(suite.expert("red"), "red") == 1.0
     assert suite.accuracy(suite.base(), "red") < 1.0
 
 
-def test_yaml_says_the_same(tiny_suite):
+def test_yaml_says_the_same(tiny_suite: Path) -> None:
     path = tiny_suite.with_name("suite.yaml")
     path.write_text(YAML)
     suite, python = load_suite(path), load_suite(tiny_suite)
@@ -39,12 +41,12 @@ def test_yaml_says_the_same(tiny_suite):
         assert suite.accuracy(suite.base(), task) == python.accuracy(python.base(), task)
 
 
-def test_a_suite_can_be_sent_to_another_process(tiny_suite):
+def test_a_suite_can_be_sent_to_another_process(tiny_suite: Path) -> None:
     suite = load_suite(tiny_suite, Choices(tasks=2))
     assert pickle.loads(pickle.dumps(suite)).tasks == suite.tasks == ("red", "green")
 
 
-def test_a_command_scores_a_model(tiny_suite):
+def test_a_command_scores_a_model(tiny_suite: Path) -> None:
     script = tiny_suite.with_name("score.py")
     script.write_text(
         "import sys, pathlib\nassert pathlib.Path(sys.argv[1]).is_dir()\nprint('acc:', len(sys.argv[2]) / 10)"
@@ -54,7 +56,7 @@ def test_a_command_scores_a_model(tiny_suite):
     assert suite.accuracy(suite.base(), "green") == 0.5
 
 
-def test_a_command_that_fails_is_one_sentence(tiny_suite):
+def test_a_command_that_fails_is_one_sentence(tiny_suite: Path) -> None:
     suite = open_suite(str(tiny_suite), evaluate=f"{sys.executable} -c 'raise SystemExit(\"no such task\")' {{model}}")
     with pytest.raises(MergestreamError, match="failed: no such task"):
         suite.accuracy(suite.base(), "red")
@@ -66,7 +68,7 @@ def test_a_command_that_fails_is_one_sentence(tiny_suite):
     ("output", "value"),
     [("0.25", 0.25), ("loading\naccuracy = 0.5\n", 0.5), ('{"red": 0.75, "blue": 1}', 0.75), ("1", 1.0)],
 )
-def test_the_last_line_holds_the_accuracy(output, value):
+def test_the_last_line_holds_the_accuracy(output: str, value: float) -> None:
     assert read_accuracy(output, "red", "cmd") == value
 
 
@@ -77,12 +79,12 @@ def test_the_last_line_holds_the_accuracy(output, value):
         *('{"red": true}', '{"red": {"red": 0.5}}', "[" * 100_000, "1" * 5000, "9" * 400),
     ],
 )
-def test_anything_else_is_refused(output):
+def test_anything_else_is_refused(output: Any) -> None:
     with pytest.raises(MergestreamError, match="between 0 and 1"):
         read_accuracy(output, "red", "cmd")
 
 
-def test_mistakes_in_a_suite_file_are_told(tiny_suite, tmp_path):
+def test_mistakes_in_a_suite_file_are_told(tiny_suite: Path, tmp_path: Path) -> None:
     for text in (
         "base: x",
         "tasks: {a: {expert: x, colour: red}}\nbase: x",
@@ -112,7 +114,7 @@ def test_mistakes_in_a_suite_file_are_told(tiny_suite, tmp_path):
         load_suite(tmp_path / "absent.py")
 
 
-def test_mistakes_in_a_users_functions_are_one_sentence(tiny_suite, tmp_path):
+def test_mistakes_in_a_users_functions_are_one_sentence(tiny_suite: Path, tmp_path: Path) -> None:
     for text, told in (
         ("x = (", "SyntaxError"),
         ("import no_such_module", "no_such_module"),
@@ -139,7 +141,7 @@ def test_mistakes_in_a_users_functions_are_one_sentence(tiny_suite, tmp_path):
         suite.accuracy(suite.base(), "red")
 
 
-def test_data_without_its_tensors_is_one_sentence(tiny_suite):
+def test_data_without_its_tensors_is_one_sentence(tiny_suite: Path) -> None:
     (tiny_suite.parent / "data/red/test.safetensors").write_bytes(
         (tiny_suite.parent / "heads/red.safetensors").read_bytes()
     )
@@ -149,12 +151,12 @@ def test_data_without_its_tensors_is_one_sentence(tiny_suite):
 
 
 @pytest.mark.parametrize("command", ["python score.py", "'python {model}", ""])
-def test_a_command_that_cannot_score_a_model_is_wrong_usage(command, tiny_suite):
+def test_a_command_that_cannot_score_a_model_is_wrong_usage(command: str, tiny_suite: Path) -> None:
     with pytest.raises(UsageError, match="--evaluate"):
         open_suite(str(tiny_suite), evaluate=command)
 
 
-def test_a_suite_has_as_many_tasks_as_it_has(tiny_suite):
+def test_a_suite_has_as_many_tasks_as_it_has(tiny_suite: Path) -> None:
     for count in (-1, 0, 1, 4):
         with pytest.raises(UsageError, match=f"between 2 and 3 tasks, not {count}"):
             load_suite(tiny_suite, Choices(tasks=count))
@@ -163,7 +165,14 @@ def test_a_suite_has_as_many_tasks_as_it_has(tiny_suite):
 @pytest.mark.parametrize(
     ("module", "package"), [("yaml", "pyyaml"), ("pyarrow", "pyarrow"), ("matplotlib", "matplotlib")]
 )
-def test_a_missing_package_is_one_sentence(module, package, tiny_suite, tmp_path, monkeypatch, capsys):
+def test_a_missing_package_is_one_sentence(
+    module: str,
+    package: str,
+    tiny_suite: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = tiny_suite.with_name("suite.yaml")
     path.write_text(YAML)
     options = ["--methods", "average", "--orders", "1", "--workers", "1"]

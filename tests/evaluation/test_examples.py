@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_yaml_python_and_command_agree(example):
+def test_yaml_python_and_command_agree(example: Path) -> None:
     yaml, python = open_suite(str(example / "suite.yaml")), open_suite(str(example / "suite.py"))
     for task in yaml.tasks:
         base, expert = (python.accuracy(model, task) for model in (python.base(), python.expert(task)))
@@ -36,7 +37,7 @@ def test_yaml_python_and_command_agree(example):
 
 
 @pytest.mark.slow
-def test_the_examples_command_works(example, tmp_path, done):
+def test_the_examples_command_works(example: Path, tmp_path: Path, done: Callable[..., str]) -> None:
     options = ("--orders", 2, "--methods", "opcm,average", "-o", tmp_path / "out", "--workers", 1)
     done("bench", example / "suite.yaml", *options)
     summary = json.loads((tmp_path / "out" / "results.json").read_text())["summary"]

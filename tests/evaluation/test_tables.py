@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+from pathlib import Path
+
+import pytest
 
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.suites import loading
@@ -38,7 +41,7 @@ def results(model: str = "some model", tasks: tuple[str, ...] = ("a", "b")) -> R
     )
 
 
-def test_table1_has_the_papers_blocks():
+def test_table1_has_the_papers_blocks() -> None:
     rows = list(csv.reader(io.StringIO(table1(results()).csv())))
     assert rows[0] == ["", "Method", "some model, 2 tasks"]
     assert rows[1:3] == [["", "Pre-Trained", "45.0"], ["", "Fine-Tuned", "95.0"]]
@@ -48,39 +51,39 @@ def test_table1_has_the_papers_blocks():
     assert ["BWT↑", "OPCM", "-20.0±14.1"] in rows
 
 
-def test_the_best_stands_out_in_markdown_and_latex():
+def test_the_best_stands_out_in_markdown_and_latex() -> None:
     table = table1(results())
     assert "| ACC↑ | OPCM | **75.0±7.1** |" in table.markdown()
     assert r"\textbf{75.0$\pm$7.1}" in table.latex() and r"\midrule" in table.latex()
 
 
-def test_numbers_of_any_size_can_be_read():
+def test_numbers_of_any_size_can_be_read() -> None:
     assert plain(None) == "–" and plain(Spread(33.284, None, 1)) == "33.28"
     assert plain(Spread(69.218, 2.376, 3)) == "69.22±2.38"
     assert plain(Spread(46835309.76, 1e5, 3)) == "4.7e+07±1.0e+05"
 
 
-def test_the_per_task_table_ends_with_the_mean():
+def test_the_per_task_table_ends_with_the_mean() -> None:
     rows = list(csv.reader(io.StringIO(per_task_table(results()).csv())))
     assert rows[0] == ["Model", "a", "b", "mean"]
     assert rows[3] == ["Average (SWA)", "60.0", "70.0", "65.0"]
     assert rows[4] == ["OPCM", "75.0", "75.0", "75.0"]
 
 
-def test_the_papers_numbers_are_in_the_checkout():
+def test_the_papers_numbers_are_in_the_checkout() -> None:
     assert table1_value("acc", "OPCM", "ViT-B/32", 8) == (75.5, 0.5)
     assert table1_value("bwt", "C. Ties-Merging", "ViT-L/14", 20) == (-2.9, 1.0)
     assert table1_value("acc", "OPCM", "ViT-B/32", 9) is None
     assert len(paper_results()["table1"]) == 99
 
 
-def test_the_papers_numbers_stand_only_beside_its_own_suite():
+def test_the_papers_numbers_stand_only_beside_its_own_suite() -> None:
     assert "paper" not in table1(results()).csv()
     clip = Results(**{**vars(results("ViT-B/32")), "tasks": [f"t{i}" for i in range(8)]})
     assert "paper (not ours)" in table1(clip).csv() and "75.5±0.5" in table1(clip).csv()
 
 
-def test_without_a_checkout_the_table_has_our_numbers_alone(tmp_path, monkeypatch):
+def test_without_a_checkout_the_table_has_our_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "CHECKOUT", tmp_path)
     paper_results.cache_clear()
     clip = Results(**{**vars(results("ViT-B/32")), "tasks": [f"t{i}" for i in range(8)]})
@@ -90,7 +93,7 @@ def test_without_a_checkout_the_table_has_our_numbers_alone(tmp_path, monkeypatc
         paper_results.cache_clear()
 
 
-def test_results_survive_being_written(tmp_path):
+def test_results_survive_being_written(tmp_path: Path) -> None:
     first = results()
     first.save(tmp_path)
     assert Results.load(tmp_path) == first

@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import mergestream
 from mergestream import Average, MergestreamError, MergestreamWarning, Store
 from mergestream.checkpoints import open_checkpoint
-from tests.conftest import save_model, toy_base, toy_expert
+from tests.conftest import RunCommand, Toys, save_model, toy_base, toy_expert
 from tests.handmade import handmade_adapter
 
 LLAMA = {"model_type": "llama", "hidden_size": 8, "torch_dtype": "float32"}
@@ -36,7 +37,7 @@ def stranger(seed: int = 99) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> Any:
     return Store.create(tmp_path / "store", model(tmp_path / "base"), Average())
 
 
@@ -44,7 +45,7 @@ def adapter_of(named: object, place: Path) -> Path:
     return handmade_adapter(place / "adapter", 1, base_model_name_or_path=named)
 
 
-def test_a_model_that_was_not_made_from_the_base_is_refused_unless_it_is_allowed(store, tmp_path):
+def test_a_model_that_was_not_made_from_the_base_is_refused_unless_it_is_allowed(store: Any, tmp_path: Path) -> None:
     path = save_model(tmp_path / "stranger", stranger())
     with pytest.raises(MergestreamError, match=r"not fine-tuned from this base.*1\.\d\d times.*--allow-other-base"):
         store.add(path)
@@ -55,20 +56,20 @@ def test_a_model_that_was_not_made_from_the_base_is_refused_unless_it_is_allowed
     assert entry.options["allow_other_base"] and "allow_duplicate" not in entry.options
 
 
-def test_a_part_of_such_a_model_is_refused_too(store, tmp_path):
+def test_a_part_of_such_a_model_is_refused_too(store: Any, tmp_path: Path) -> None:
     tensors = stranger()
     path = save_model(tmp_path / "part", {name: tensors[name] for name in ("layers.0.q.weight", "layers.0.up.weight")})
     with pytest.raises(MergestreamError, match="--allow-other-base"):
         store.add(path, partial=True)
 
 
-def test_one_matrix_that_was_kept_tells_the_base(store, tmp_path):
+def test_one_matrix_that_was_kept_tells_the_base(store: Any, tmp_path: Path) -> None:
     kept = {"layers.0.q.weight": toy_expert(1)["layers.0.q.weight"]}
     store.add(save_model(tmp_path / "retrained", {**stranger(), **kept}))
 
 
 @pytest.mark.parametrize("method", ["average", "opcm"])  # of which only the second passes through a store
-def test_a_merge_refuses_it_as_well(method, tmp_path, toys, mergestream):
+def test_a_merge_refuses_it_as_well(method: str, tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
     path = save_model(tmp_path / "stranger", stranger())
     words = ("merge", "--base", toys.base, "--method", method, toys.experts[0], path, "-o", tmp_path / "out")
     refused = mergestream(*words)
@@ -85,7 +86,9 @@ def test_a_merge_refuses_it_as_well(method, tmp_path, toys, mergestream):
         ({"seed": 5}, "has other values there"),
     ],
 )
-def test_an_adapter_of_another_model_that_is_called_the_same_is_refused(other, difference, store, tmp_path):
+def test_an_adapter_of_another_model_that_is_called_the_same_is_refused(
+    other: Any, difference: str, store: Any, tmp_path: Path
+) -> None:
     named = model(tmp_path / "elsewhere" / "base", **other)
     path = adapter_of(str(named), tmp_path)
     with pytest.raises(MergestreamError, match=rf"was made for \S*base, which is not the base.*{difference}.*--allow-"):
@@ -94,13 +97,13 @@ def test_an_adapter_of_another_model_that_is_called_the_same_is_refused(other, d
         assert store.add(path, allow_other_base=True).options["allow_other_base"]
 
 
-def test_shapes_are_compared_where_there_is_no_configuration(store, tmp_path):
+def test_shapes_are_compared_where_there_is_no_configuration(store: Any, tmp_path: Path) -> None:
     named = save_model(tmp_path / "named", {**toy_base(), "embed_tokens.weight": torch.ones(25, 8)})
     with pytest.raises(MergestreamError, match=r"embed_tokens.weight has the shape \[25, 8\] there and \[24, 8\] here"):
         store.add(adapter_of(str(named), tmp_path))
 
 
-def test_a_copy_of_the_base_is_the_base(store, tmp_path):
+def test_a_copy_of_the_base_is_the_base(store: Any, tmp_path: Path) -> None:
     copies = [tmp_path / "base", shutil.copytree(tmp_path / "base", tmp_path / "copy"), tmp_path / "link"]
     copies[2].symlink_to(tmp_path / "base")
     (tmp_path / "copy" / "config.json").write_text(json.dumps({**LLAMA, "torch_dtype": "float16", "eos_token_id": 3}))
@@ -111,7 +114,7 @@ def test_a_copy_of_the_base_is_the_base(store, tmp_path):
     assert not any(entry.notes for entry in store.history)
 
 
-def test_a_base_that_has_moved_is_still_the_base(store, tmp_path):
+def test_a_base_that_has_moved_is_still_the_base(store: Any, tmp_path: Path) -> None:
     moved = (tmp_path / "base").rename(tmp_path / "moved")
     store.relocate(moved)
     with warnings.catch_warnings():
@@ -122,7 +125,9 @@ def test_a_base_that_has_moved_is_still_the_base(store, tmp_path):
 @pytest.mark.parametrize(
     "named", [None, "org/model", "/somewhere/else/base", "base", "", "~nobody/base", "a\0b", "x" * 5000, "\x1b[2J"]
 )
-def test_where_it_cannot_be_known_the_shapes_decide_and_a_note_says_so(named, store, tmp_path, monkeypatch):
+def test_where_it_cannot_be_known_the_shapes_decide_and_a_note_says_so(
+    named: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.warns(MergestreamWarning, match=r"cannot be compared|does not say which model"):
         entry = store.add(adapter_of(named, tmp_path))
@@ -130,7 +135,7 @@ def test_where_it_cannot_be_known_the_shapes_decide_and_a_note_says_so(named, st
 
 
 @pytest.mark.parametrize("named", [{"quantization_config": {"bits": 4}}, {"dtype": torch.float16}, {"weights": None}])
-def test_what_cannot_be_compared_bit_by_bit_is_noted(named, store, tmp_path):
+def test_what_cannot_be_compared_bit_by_bit_is_noted(named: Any, store: Any, tmp_path: Path) -> None:
     place = model(tmp_path / "named", quantization_config=named.get("quantization_config"))
     if "dtype" in named:
         half = {n: t.half() if t.is_floating_point() else t for n, t in toy_base().items()}
@@ -141,7 +146,7 @@ def test_what_cannot_be_compared_bit_by_bit_is_noted(named, store, tmp_path):
         store.add(adapter_of(str(place), tmp_path))
 
 
-def test_the_name_on_the_hub_is_the_same_whatever_the_commit(store, tmp_path):
+def test_the_name_on_the_hub_is_the_same_whatever_the_commit(store: Any, tmp_path: Path) -> None:
     import dataclasses
 
     base = dataclasses.replace(store.manifest.base, source="Org/Model@0123abc")
@@ -153,7 +158,7 @@ def test_the_name_on_the_hub_is_the_same_whatever_the_commit(store, tmp_path):
             Store(store.path).add(adapter_of("org/model", tmp_path))
 
 
-def test_notes_are_in_every_place(store, tmp_path, mergestream):
+def test_notes_are_in_every_place(store: Any, tmp_path: Path, mergestream: RunCommand) -> None:
     path = adapter_of("org/unknown", tmp_path)
     inspected = json.loads(mergestream("inspect", store.path, path, "--json", "--quiet").out)
     added = mergestream("add", store.path, path, "--json", "--quiet")

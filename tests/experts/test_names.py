@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,9 @@ def put_before(prefix: str, tensors: StateDict) -> StateDict:
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def vector(expert: StateDict, base: StateDict | None = None, *, heads: tuple[str, ...] = (), **options) -> TaskVector:
+def vector(
+    expert: StateDict, base: StateDict | None = None, *, heads: tuple[str, ...] = (), **options: Any
+) -> TaskVector:
     checkpoint = open_checkpoint(base or toy_base())
     return make_task_vector(BaseModel.examine(checkpoint, heads=heads), checkpoint, open_checkpoint(expert), **options)
 
@@ -28,7 +32,7 @@ HEAD = {"classifier.weight": torch.ones(3, 8), "classifier.bias": torch.ones(3)}
 
 @pytest.mark.parametrize("theirs", ["", "bert.", "module.", "_orig_mod.", "module._orig_mod.", "model.model."])
 @pytest.mark.parametrize("ours", ["", "bert.", "module."])
-def test_a_prefix_on_either_side_makes_no_difference(theirs, ours):
+def test_a_prefix_on_either_side_makes_no_difference(theirs: str, ours: str) -> None:
     found = vector(put_before(theirs, toy_expert(1)), put_before(ours, toy_base()))
     plain = vector(toy_expert(1))
     assert found.names == tuple(ours + name for name in plain.names)
@@ -44,7 +48,7 @@ def test_a_prefix_on_either_side_makes_no_difference(theirs, ours):
 
 
 @pytest.mark.parametrize("wrapper", ["", "module.", "module._orig_mod."])
-def test_a_head_has_the_name_that_the_class_of_its_model_has_for_it(wrapper):
+def test_a_head_has_the_name_that_the_class_of_its_model_has_for_it(wrapper: str) -> None:
     task = put_before("bert.", toy_expert(1)) | HEAD
     found = vector(put_before(wrapper, task), heads=("classifier.*",))
     assert found.heads == tuple(HEAD)
@@ -52,13 +56,13 @@ def test_a_head_has_the_name_that_the_class_of_its_model_has_for_it(wrapper):
     assert found.prefix.name_in_task("layers.0.q.weight") == "bert.layers.0.q.weight"
 
 
-def test_what_of_the_encoder_the_base_has_not_keeps_its_name():
+def test_what_of_the_encoder_the_base_has_not_keeps_its_name() -> None:
     pooler = {"bert.pooler.weight": torch.ones(8, 8)}
     found = vector(put_before("bert.", toy_expert(1)) | pooler | HEAD, heads=("bert.pooler.*", "classifier.*"))
     assert found.heads == (*pooler, *HEAD)
 
 
-def test_a_base_with_a_head_and_experts_without():
+def test_a_base_with_a_head_and_experts_without() -> None:
     base = put_before("bert.", toy_base()) | HEAD
     with pytest.raises(MergestreamError, match=r"lacks 2 tensors .*--partial; --heads 'classifier.\*' when"):
         vector(toy_expert(1), base)
@@ -69,14 +73,14 @@ def test_a_base_with_a_head_and_experts_without():
     assert both.heads == tuple(HEAD) and both.prefix == Prefix("", "bert.")
 
 
-def test_a_tied_tensor_may_be_under_the_prefix():
+def test_a_tied_tensor_may_be_under_the_prefix() -> None:
     base = {"wte.weight": torch.randn(5, 4), **{f"h.{n}.weight": torch.randn(4, 4) for n in range(4)}}
     base["lm_head.weight"] = base["wte.weight"]
     moved = {name: tensor + 1 for name, tensor in base.items() if name != "wte.weight"}
     torch.testing.assert_close(vector(put_before("module.", moved), base).whole("wte.weight"), torch.ones(5, 4))
 
 
-def test_two_prefixes_that_fit_are_not_chosen_between():
+def test_two_prefixes_that_fit_are_not_chosen_between() -> None:
     twice = put_before("student.", toy_expert(1)) | put_before("teacher.", toy_expert(2))
     sentence = r"more than once \(student\.embed.* and teacher\.embed.*\); .*, for example with --ignore 'teacher\.\*'"
     with pytest.raises(MergestreamError, match=sentence):
@@ -85,7 +89,7 @@ def test_two_prefixes_that_fit_are_not_chosen_between():
     assert torch.equal(chosen.whole("layers.0.q.weight"), vector(toy_expert(1)).whole("layers.0.q.weight"))
 
 
-def test_one_that_fits_in_part_is_no_rival():
+def test_one_that_fits_in_part_is_no_rival() -> None:
     other = {name: tensor for name, tensor in toy_expert(2).items() if name != "half.weight"}
     chosen = vector(put_before("whole.", toy_expert(1)) | put_before("part.", other), ignore=["part.*"])
     assert chosen.prefix.theirs == "whole."
@@ -100,29 +104,29 @@ def test_one_that_fits_in_part_is_no_rival():
         {name: torch.zeros(5, 5) for name in toy_expert(1)},  # other shapes
     ],
 )
-def test_no_prefix_where_most_is_not_found(expert):
+def test_no_prefix_where_most_is_not_found(expert: Any) -> None:
     with pytest.raises(MergestreamError, match=r"lacks 11 tensors \(embed_tokens\.weight, .*pass --partial$"):
         vector(put_before("bert.", expert))
 
 
-def test_the_number_of_a_layer_is_no_prefix():
+def test_the_number_of_a_layer_is_no_prefix() -> None:
     block = {"attention.weight": torch.randn(4, 4), "mlp.weight": torch.randn(4, 4)}
     with pytest.raises(MergestreamError, match="lacks 2 tensors"):
         vector(put_before("layers.0.", block), block)
 
 
-def test_another_module_of_the_same_shape_is_no_prefix():
+def test_another_module_of_the_same_shape_is_no_prefix() -> None:
     with pytest.raises(MergestreamError, match=r"lacks tensor query\.weight"):
         vector({"key.weight": torch.ones(4, 4)}, {"query.weight": torch.zeros(4, 4)})
 
 
-def test_what_is_left_out_may_be_named_as_the_file_does():
+def test_what_is_left_out_may_be_named_as_the_file_does() -> None:
     for glob in ("bert.half.*", "half.*"):
         found = vector(put_before("bert.", toy_expert(1)), ignore=[glob])
         assert found.actions["half.weight"] == "ignored" and not found.whole("half.weight").any()
 
 
-def test_an_error_names_the_tensor_as_the_file_does():
+def test_an_error_names_the_tensor_as_the_file_does() -> None:
     expert = toy_expert(1)
     expert["half.weight"][0, 0] = float("nan")
     with pytest.raises(MergestreamError, match=r"tensor bert\.half\.weight in memory of memory holds NaN"):
@@ -132,7 +136,7 @@ def test_an_error_names_the_tensor_as_the_file_does():
         vector(put_before("bert.", expert))
 
 
-def test_a_tensor_that_is_there_twice_is_refused():
+def test_a_tensor_that_is_there_twice_is_refused() -> None:
     expert = put_before("bert.", toy_expert(1)) | {"half.weight": torch.ones(6, 8)}
     with pytest.raises(MergestreamError, match=r"both bert.half.weight and half.weight for the tensor half.weight of"):
         vector(expert)
@@ -151,17 +155,17 @@ def test_a_tensor_that_is_there_twice_is_refused():
         ({"half.weight": torch.ones(2, 8)}, r"--heads 'half.\*' when .* expert; else resize it"),
     ],
 )
-def test_the_options_for_a_head_can_be_copied(change, sentence):
+def test_the_options_for_a_head_can_be_copied(change: Any, sentence: str) -> None:
     with pytest.raises(MergestreamError, match=sentence):
         vector(toy_expert(1) | change)
 
 
-def test_globs_match_whole_modules_and_nothing_else():
+def test_globs_match_whole_modules_and_nothing_else() -> None:
     names = ["cls.a.weight", "cls.a.bias", "bert.pooler.weight", "scale"]
     assert find_globs(names, ["bert.encoder.weight"]) == ["cls.*", "bert.pooler.*", "scale"]
 
 
-def test_the_prefix_between_names_is_that_of_most():
+def test_the_prefix_between_names_is_that_of_most() -> None:
     names = {"lm_head.weight": "wte.weight", **{f"transformer.h.{n}.weight": f"h.{n}.weight" for n in range(2)}}
     assert prefix_between(names) == Prefix("transformer.", "")
     assert prefix_between({"classifier.weight": None}) == Prefix()

@@ -1,7 +1,10 @@
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -257,7 +260,7 @@ def test_a_sample_of_the_linear_weights_of_a_large_model_is_enough(wide: None, m
     assert abs(cosine(*sketches) - exact(*vectors)) <= 2 * ERROR
 
 
-def test_a_sketch_is_kept_in_less_than_a_megabyte(tmp_path) -> None:
+def test_a_sketch_is_kept_in_less_than_a_megabyte(tmp_path: Path) -> None:
     vector = transformer(0, 0.0, "dense")
     sketch = empty_sketch(vector)
     add_pieces(sketch, "norm", vector["norm"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,12 +16,14 @@ from mergestream.experts.vector import TaskVector
 from tests.conftest import StateDict, toy_base, toy_expert
 
 
-def vector(expert: StateDict, base: StateDict | None = None, *, heads: tuple[str, ...] = (), **options) -> TaskVector:
+def vector(
+    expert: StateDict, base: StateDict | None = None, *, heads: tuple[str, ...] = (), **options: Any
+) -> TaskVector:
     checkpoint = open_checkpoint(base or toy_base())
     return TaskVector(BaseModel.examine(checkpoint, heads=heads), checkpoint, open_checkpoint(expert), **options)
 
 
-def test_the_difference_is_taken_in_float32_and_in_float64_for_float64():
+def test_the_difference_is_taken_in_float32_and_in_float64_for_float64() -> None:
     base, expert = toy_base(), toy_expert(1)
     found = vector(expert)
     for name in found.names:
@@ -30,7 +34,7 @@ def test_the_difference_is_taken_in_float32_and_in_float64_for_float64():
         assert found.norm2[name] == pytest.approx(float(delta.double().square().sum()))
 
 
-def test_pieces_are_the_whole_in_order(monkeypatch):
+def test_pieces_are_the_whole_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergestream.algebra.pieces.PIECE", 7)
     found = vector(toy_expert(1))
     whole = found.whole("layers.0.up.weight").flatten()
@@ -41,7 +45,7 @@ def test_pieces_are_the_whole_in_order(monkeypatch):
     assert torch.equal(elements(10, 31), whole[10:31])
 
 
-def test_digests_are_those_of_the_expert_whole_or_in_pieces(monkeypatch):
+def test_digests_are_those_of_the_expert_whole_or_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     expert = toy_expert(1)
     digests = []
     for size in (pieces.PIECE, 7):
@@ -54,12 +58,12 @@ def test_digests_are_those_of_the_expert_whole_or_in_pieces(monkeypatch):
     assert digests[0] == digests[1]
 
 
-def test_experts_in_another_dtype_are_welcome():
+def test_experts_in_another_dtype_are_welcome() -> None:
     expert = {name: t.double() if t.is_floating_point() else t for name, t in toy_expert(1).items()}
     assert vector(expert).whole("layers.0.q.weight").dtype == torch.float32
 
 
-def test_every_tensor_has_a_fate():
+def test_every_tensor_has_a_fate() -> None:
     head, extra = {"head.weight": torch.ones(3, 8)}, {"extra.bias": torch.ones(2)}
     expert = {n: t for n, t in toy_expert(1).items() if n != "temperature"} | head | extra
     found = vector(expert, heads=("head.*",), partial=True, ignore=["extra.*", "half.*"])
@@ -77,7 +81,7 @@ def test_every_tensor_has_a_fate():
         assert name not in found.digests
 
 
-def test_integers_of_the_expert_do_not_matter():
+def test_integers_of_the_expert_do_not_matter() -> None:
     expert = toy_expert(1) | {"position_ids": torch.zeros(3, dtype=torch.int32)}
     assert vector(expert).actions["position_ids"] == "copied"
 
@@ -97,13 +101,13 @@ def test_integers_of_the_expert_do_not_matter():
         ({"layers.0.q.weight": torch.ones(8, 8, dtype=torch.int8)}, "is I8, the base has F32; convert it"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_read(change, sentence):
+def test_what_does_not_fit_is_refused_before_anything_is_read(change: Any, sentence: str) -> None:
     expert = {name: tensor for name, tensor in (toy_expert(1) | change).items() if tensor is not None}
     with pytest.raises(MergestreamError, match=sentence):
         vector(expert)
 
 
-def test_nan_is_blamed_on_the_one_who_has_it():
+def test_nan_is_blamed_on_the_one_who_has_it() -> None:
     bad = toy_expert(1)
     bad["half.weight"][0, 0] = float("nan")
     with pytest.raises(MergestreamError, match=r"half.weight in memory of memory holds NaN"):
@@ -115,7 +119,7 @@ def tied_base(stored: bool) -> StateDict:
     return base | ({"lm_head.weight": base["embed_tokens.weight"]} if stored else {})
 
 
-def test_a_tied_tensor_counts_once():
+def test_a_tied_tensor_counts_once() -> None:
     base = tied_base(stored=True)
     expert = {name: tensor + 1 for name, tensor in base.items()}
     found = vector(expert, base)
@@ -129,7 +133,7 @@ def test_a_tied_tensor_counts_once():
     list(ignoring.pieces("embed_tokens.weight"))
 
 
-def test_an_expert_may_store_a_tied_tensor_under_its_other_name():
+def test_an_expert_may_store_a_tied_tensor_under_its_other_name() -> None:
     base = tied_base(stored=True)
     expert = {"lm_head.weight": base["lm_head.weight"] + 1, "layer.weight": base["layer.weight"] + 1}
     torch.testing.assert_close(vector(expert, base).whole("embed_tokens.weight"), torch.ones(5, 4))

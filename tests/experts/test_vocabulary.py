@@ -1,5 +1,9 @@
 """Rows of tokens, without any file: by place, and in tables of every form."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +15,7 @@ from mergestream.experts.vector import TaskVector
 from mergestream.methods import make_method
 
 
-def words(rows, seed=0):
+def words(rows: Any, seed: Any = 0) -> Any:
     """As BART has them: a bias in a row of its own, and no word has to do with positions or layers of that size."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
@@ -26,12 +30,12 @@ def words(rows, seed=0):
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def vector(expert, vocab=None, ignore=(), base=12):
+def vector(expert: Any, vocab: Any = None, ignore: Any = (), base: Any = 12) -> Any:
     opened = open_checkpoint(words(base))
     return TaskVector(BaseModel.examine(opened), opened, open_checkpoint(expert), vocab=vocab, ignore=ignore)
 
 
-def test_tables_of_every_form_are_seen_by_the_rows_of_the_base():
+def test_tables_of_every_form_are_seen_by_the_rows_of_the_base() -> None:
     base, expert = words(12), words(15, seed=1)
     found = vector(expert, "union")
     assert [token.content for token in found.tokens] == ["<12>", "<13>", "<14>"]
@@ -45,13 +49,13 @@ def test_tables_of_every_form_are_seen_by_the_rows_of_the_base():
     torch.testing.assert_close(kept["tokens:lm_head.weight"], expert["lm_head.weight"][12:])
 
 
-def test_the_rows_in_common_are_not_copied():
+def test_the_rows_in_common_are_not_copied() -> None:
     expert = words(15, seed=1)
     shared = vector(expert, "base").expert.read("shared.weight")
     assert shared.untyped_storage().data_ptr() == expert["shared.weight"].untyped_storage().data_ptr()
 
 
-def test_rows_that_an_expert_lacks_are_unchanged():
+def test_rows_that_an_expert_lacks_are_unchanged() -> None:
     base, expert = words(12), {name: tensor.bfloat16() for name, tensor in words(10, seed=1).items()}
     with pytest.raises(MergestreamError, match=r"shared.weight in memory of memory has 10 rows.*--vocab base to leave"):
         vector(expert)
@@ -60,13 +64,13 @@ def test_rows_that_an_expert_lacks_are_unchanged():
     assert not delta[10:].any()
 
 
-def test_an_embedding_that_is_ignored_asks_for_nothing():
+def test_an_embedding_that_is_ignored_asks_for_nothing() -> None:
     assert vector(words(15), ignore=["shared*", "lm_head*", "final_logits*"]).tokens == ()
     with pytest.raises(MergestreamError, match=r"has 3 tokens \(<12>, <13>, <14>\).*no rows for them in lm_head.bias"):
         vector(words(15), "union", ignore=["lm_head.bias"])
 
 
-def test_new_rows_must_be_numbers():
+def test_new_rows_must_be_numbers() -> None:
     expert = words(15)
     expert["shared.weight"][13] = torch.nan
     found = vector(expert, "union")
@@ -75,7 +79,7 @@ def test_new_rows_must_be_numbers():
             found.head(name)
 
 
-def test_a_merger_leaves_new_rows_out_where_it_is_told_to():
+def test_a_merger_leaves_new_rows_out_where_it_is_told_to() -> None:
     merger, expert = Merger(words(12), make_method("average", {})), words(13, seed=1)
     with pytest.raises(MergestreamError, match="has 13 rows and the base has 12"):
         merger.add(expert)

@@ -1,7 +1,11 @@
 """Export a merged adapter that PEFT loads, also from a base without weights."""
 
+from __future__ import annotations
+
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -17,7 +21,7 @@ from tests.workshop import clip, edit_config, gpt2, llama
 
 
 @pytest.mark.parametrize("method", [OPCM(), Average(), LAWA(window=2)], ids=str)
-def test_peft_loads_what_was_merged(tmp_path, workshop, material, method):  # noqa: F811
+def test_peft_loads_what_was_merged(tmp_path: Path, workshop: Any, material: Any, method: Any) -> None:  # noqa: F811
     base, adapters, _ = material
     store = store_of(tmp_path / "store", base, adapters, method)
     energy = store.export_adapter(tmp_path / "lora", dtype="float64")
@@ -30,7 +34,7 @@ def test_peft_loads_what_was_merged(tmp_path, workshop, material, method):  # no
 
 
 @pytest.mark.parametrize(("model", "targets"), [(gpt2, "all-linear"), (clip, ["q_proj", "patch_embedding", "fc1"])])
-def test_other_architectures(tmp_path, workshop, model, targets):
+def test_other_architectures(tmp_path: Path, workshop: Any, model: Any, targets: Any) -> None:
     base = workshop.base(model)
     adapters = [workshop.adapter(base, f"a{s}", seed=s, r=1 + s, target_modules=targets) for s in range(2)]
     store = store_of(tmp_path / "store", base, adapters, OPCM())
@@ -38,7 +42,7 @@ def test_other_architectures(tmp_path, workshop, model, targets):
     assert_same_model(workshop.merged(base, tmp_path / "lora"), store.export(tmp_path / "full"), base)
 
 
-def test_loaded_without_merging_it_gives_the_same_logits(tmp_path, workshop, material):  # noqa: F811
+def test_loaded_without_merging_it_gives_the_same_logits(tmp_path: Path, workshop: Any, material: Any) -> None:  # noqa: F811
     base, adapters, _ = material
     store = store_of(tmp_path / "store", base, adapters, OPCM())
     store.export_adapter(tmp_path / "lora", dtype="float64")
@@ -49,7 +53,7 @@ def test_loaded_without_merging_it_gives_the_same_logits(tmp_path, workshop, mat
         assert torch.allclose(adapted(tokens).logits, merged(tokens).logits, atol=1e-10)
 
 
-def test_a_chosen_rank_returns_the_energy_it_cuts_off(tmp_path, material):  # noqa: F811
+def test_a_chosen_rank_returns_the_energy_it_cuts_off(tmp_path: Path, material: Any) -> None:  # noqa: F811
     base, adapters, _ = material
     store = store_of(tmp_path / "store", base, adapters, OPCM())
     shares = [store.export_adapter(tmp_path / f"r{k}", rank=k).lost_share for k in (1, 2, 4, 8)]
@@ -61,7 +65,7 @@ def test_a_chosen_rank_returns_the_energy_it_cuts_off(tmp_path, material):  # no
         assert max(min(info.shape) for info in written.tensors.values()) == 2
 
 
-def test_dense_states_need_a_rank(tmp_path, workshop, material):  # noqa: F811
+def test_dense_states_need_a_rank(tmp_path: Path, workshop: Any, material: Any) -> None:  # noqa: F811
     base, adapters, merged = material
     store = store_of(tmp_path / "store", base, [adapters[0], merged[1]], OPCM())
     with pytest.raises(MergestreamError, match=r"is dense.*--rank K"):
@@ -71,7 +75,7 @@ def test_dense_states_need_a_rank(tmp_path, workshop, material):  # noqa: F811
     assert_same_model(workshop.merged(base, tmp_path / "lora"), store.export(tmp_path / "full"), base, 1e-9)
 
 
-def test_biases_and_norms_are_written_whole(tmp_path, workshop):
+def test_biases_and_norms_are_written_whole(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(gpt2)
     fields = {"r": 2, "target_modules": ["c_attn"]}
     adapters = [
@@ -83,7 +87,7 @@ def test_biases_and_norms_are_written_whole(tmp_path, workshop):
     assert_same_model(workshop.merged(base, tmp_path / "lora"), store.export(tmp_path / "full"), base)
 
 
-def test_a_changed_bias_needs_no_copy_of_its_weight(tmp_path, workshop):
+def test_a_changed_bias_needs_no_copy_of_its_weight(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(gpt2)
     adapter = workshop.adapter(base, r=2, target_modules=["c_attn"], bias="all")
     store = store_of(tmp_path / "store", base, [adapter], Average())
@@ -93,7 +97,7 @@ def test_a_changed_bias_needs_no_copy_of_its_weight(tmp_path, workshop):
     assert all("lora_" in key or key.endswith(".bias") for key in written)
 
 
-def test_a_norm_is_written_with_its_unchanged_bias(tmp_path, workshop):
+def test_a_norm_is_written_with_its_unchanged_bias(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(gpt2)
     adapter = workshop.adapter(base, r=2, target_modules=["c_attn"], modules_to_save=["ln_f"])
     state = load_file(adapter / "adapter_model.safetensors")
@@ -104,14 +108,14 @@ def test_a_norm_is_written_with_its_unchanged_bias(tmp_path, workshop):
     assert_same_model(workshop.merged(base, tmp_path / "lora"), store.export(tmp_path / "full"), base)
 
 
-def without_weights(base, place):
+def without_weights(base: Any, place: Any) -> Any:
     place.mkdir()
     shutil.copy(base / "config.json", place)
     return place
 
 
 @pytest.mark.parametrize("model", [llama, gpt2, clip])
-def test_a_base_known_by_its_config_alone(tmp_path, workshop, model):
+def test_a_base_known_by_its_config_alone(tmp_path: Path, workshop: Any, model: Any) -> None:
     base = workshop.base(model, tie_word_embeddings=True) if model is llama else workshop.base(model)
     targets = ["c_attn"] if model is gpt2 else ["q_proj"]
     adapters = [workshop.adapter(base, f"a{s}", seed=s, r=2, target_modules=targets) for s in range(2)]
@@ -130,7 +134,7 @@ def test_a_base_known_by_its_config_alone(tmp_path, workshop, model):
     assert_same_model(store.export(tmp_path / "a"), full.export(tmp_path / "b"), base)
 
 
-def test_an_older_checkpoint_has_other_names_than_its_class(tmp_path, workshop):
+def test_an_older_checkpoint_has_other_names_than_its_class(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(gpt2)
     adapter = workshop.adapter(base, r=2, target_modules=["c_attn"])
     config = without_weights(base, tmp_path / "config")
@@ -149,14 +153,18 @@ def test_an_older_checkpoint_has_other_names_than_its_class(tmp_path, workshop):
     assert torch.equal(merged.read(name), open_checkpoint(expected).read(f"transformer.{name}"))
 
 
-def test_weights_are_not_read_before_they_are_needed(tmp_path, material, monkeypatch):  # noqa: F811
+def test_weights_are_not_read_before_they_are_needed(
+    tmp_path: Path,
+    material: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     base, adapters, merged = material
     reads = []
     import mergestream.checkpoints.checkpoint as formats
 
     original = formats.FileCheckpoint.read
 
-    def read(self, name):
+    def read(self, name: Any) -> Any:
         if self.source == str(base):
             reads.append(name)
         return original(self, name)
@@ -175,14 +183,14 @@ def test_weights_are_not_read_before_they_are_needed(tmp_path, material, monkeyp
     assert_same_model(store.export(tmp_path / "a"), dense.export(tmp_path / "b"), base)
 
 
-def test_another_model_in_place_of_the_base_is_refused(tmp_path, workshop):
+def test_another_model_in_place_of_the_base_is_refused(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(llama)
     store = Store.create(tmp_path / "store", without_weights(base, tmp_path / "config"), OPCM())
     with pytest.raises(MergestreamError, match="is not the base of this store"):
         store.relocate(workshop.base(gpt2, "other"))
 
 
-def test_whole_modules_need_the_weights(tmp_path, workshop):
+def test_whole_modules_need_the_weights(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(llama)
     adapter = workshop.adapter(base, r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     store = Store.create(tmp_path / "store", without_weights(base, tmp_path / "config"), OPCM())
@@ -193,7 +201,7 @@ def test_whole_modules_need_the_weights(tmp_path, workshop):
     assert not in_factors(store)["lm_head.weight"]
 
 
-def test_quantised_bases_are_refused(tmp_path, workshop):
+def test_quantised_bases_are_refused(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(llama)
     config = without_weights(base, tmp_path / "config")
     fields = json.loads((config / "config.json").read_text())
@@ -203,14 +211,14 @@ def test_quantised_bases_are_refused(tmp_path, workshop):
 
 
 class Notes(Progress):
-    def __init__(self):
+    def __init__(self) -> None:
         self.notes = []
 
-    def note(self, text):
+    def note(self, text: Any) -> None:
         self.notes.append(text)
 
 
-def test_an_adapter_that_names_another_base_is_noted(tmp_path, workshop):
+def test_an_adapter_that_names_another_base_is_noted(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(llama)
     adapter = workshop.adapter(base, r=2, target_modules=["q_proj"])
     store = Store.create(tmp_path / "store", base, OPCM(), progress=(notes := Notes()))
@@ -221,7 +229,7 @@ def test_an_adapter_that_names_another_base_is_noted(tmp_path, workshop):
     assert "made for somebody/another-7b" in notes.notes[0]
 
 
-def test_an_embedding_that_is_not_the_bases_is_refused(tmp_path, workshop):
+def test_an_embedding_that_is_not_the_bases_is_refused(tmp_path: Path, workshop: Any) -> None:
     base, other = workshop.base(llama), workshop.base(llama, "other")
     model = workshop.load(other)
     model.model.embed_tokens.weight.data += 1

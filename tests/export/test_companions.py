@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def front(directory: Path) -> list[str]:
 # --- diffusers -----------------------------------------------------------------------------------------------
 
 
-def tiny_unet():
+def tiny_unet() -> Any:
     from diffusers import UNet2DModel
 
     torch.manual_seed(0)
@@ -47,7 +48,7 @@ def tiny_unet():
     )
 
 
-def tiny_vae():
+def tiny_vae() -> Any:
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
@@ -55,7 +56,7 @@ def tiny_vae():
 
 
 @pytest.mark.parametrize("make", [tiny_unet, tiny_vae])
-def test_a_component_of_a_pipeline_is_merged_and_diffusers_loads_it(make, tmp_path):
+def test_a_component_of_a_pipeline_is_merged_and_diffusers_loads_it(make: Any, tmp_path: Path) -> None:
     base = make()
     base.save_pretrained(tmp_path / "base")
     moved(base, 1).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
@@ -81,7 +82,7 @@ def test_a_component_of_a_pipeline_is_merged_and_diffusers_loads_it(make, tmp_pa
     type(base).from_pretrained(tmp_path / "shards")
 
 
-def test_the_plain_weights_of_a_component_come_before_its_variants(tmp_path):
+def test_the_plain_weights_of_a_component_come_before_its_variants(tmp_path: Path) -> None:
     from mergestream.checkpoints import open_checkpoint
 
     base = tiny_unet()
@@ -96,7 +97,7 @@ def test_the_plain_weights_of_a_component_come_before_its_variants(tmp_path):
 
 
 @pytest.fixture
-def sentences(tmp_path):
+def sentences(tmp_path: Path) -> Any:
     """A tiny sentence-transformers model: a transformer, a pooling and a dense layer."""
     from sentence_transformers import SentenceTransformer, models
     from transformers import BertConfig, BertModel, BertTokenizerFast
@@ -113,7 +114,7 @@ def sentences(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_sentence_transformer_comes_with_its_modules(sentences, tmp_path):
+def test_a_sentence_transformer_comes_with_its_modules(sentences: Any, tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
 
     sentences.save_pretrained(str(tmp_path / "base"))
@@ -139,7 +140,7 @@ def test_a_sentence_transformer_comes_with_its_modules(sentences, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["..", "../elsewhere", "/etc", "a/b", ".hidden"])
-def test_modules_are_folders_beside_the_model(folder, tmp_path):
+def test_modules_are_folders_beside_the_model(folder: str, tmp_path: Path) -> None:
     save_model(tmp_path / "base", toy_base())
     modules = [{"idx": 0, "name": "0", "path": folder, "type": "sentence_transformers.models.Pooling"}]
     (tmp_path / "base" / "modules.json").write_text(json.dumps(modules))
@@ -173,7 +174,7 @@ class TinyModel(PreTrainedModel):
 }
 
 
-def test_custom_code_of_a_model_is_copied(tmp_path, monkeypatch):
+def test_custom_code_of_a_model_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModel
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -202,7 +203,7 @@ def test_custom_code_of_a_model_is_copied(tmp_path, monkeypatch):
     assert not list((tmp_path / "plain").rglob("*.py")), "a script that no config asks for is not published"
 
 
-def test_code_is_not_taken_from_elsewhere(tmp_path):
+def test_code_is_not_taken_from_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "secret.py").write_text("password = 1")
     base, expert = save_model(tmp_path / "base", toy_base()), save_model(tmp_path / "expert", toy_expert(1))
     (base / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.Model"}}')
@@ -211,7 +212,7 @@ def test_code_is_not_taken_from_elsewhere(tmp_path):
         merge(base, [expert], tmp_path / "out", Average())
 
 
-def test_tokenizers_templates_and_settings_are_copied(tmp_path):
+def test_tokenizers_templates_and_settings_are_copied(tmp_path: Path) -> None:
     base, expert = save_model(tmp_path / "base", toy_base()), save_model(tmp_path / "expert", toy_expert(1))
     wanted = [
         *("source.spm", "spiece.model", "sentencepiece.bpe.model", "bpe.codes", "chat_template.jinja"),
@@ -243,7 +244,7 @@ def test_tokenizers_templates_and_settings_are_copied(tmp_path):
         ("---\nlibrary_name: timm\n", ["transformers"]),
     ],
 )
-def test_library_and_pipeline_are_those_of_the_bases_card(card, expected, tmp_path):
+def test_library_and_pipeline_are_those_of_the_bases_card(card: str, expected: Any, tmp_path: Path) -> None:
     base, expert = save_model(tmp_path / "base", toy_base()), save_model(tmp_path / "expert", toy_expert(1))
     (base / "README.md").write_text(card)
     merge(base, [expert], tmp_path / "out", Average())
@@ -251,7 +252,7 @@ def test_library_and_pipeline_are_those_of_the_bases_card(card, expected, tmp_pa
     assert [line.split(": ")[1] for line in lines if line.startswith(("library_name", "pipeline_tag"))] == expected
 
 
-def test_another_head_has_no_pipeline_tag_of_the_base(tmp_path):
+def test_another_head_has_no_pipeline_tag_of_the_base(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = {"a.weight": torch.randn(4, 4), "score.weight": torch.randn(2, 4)}
     for name, step in (("base", 0.0), ("expert", 0.01)):

@@ -21,17 +21,17 @@ from mergestream import Average, MergestreamError, MergestreamWarning, Store, __
 from mergestream.errors import UsageError
 from mergestream.export.directory import Output
 from mergestream.storage import replacing
-from tests.conftest import files, save_model, toy_base, toy_expert
+from tests.conftest import RunCommand, Toys, files, save_model, toy_base, toy_expert
 
 
 @pytest.fixture
-def store(tmp_path, toys) -> Store:
+def store(tmp_path: Path, toys: Toys) -> Store:
     store = Store.create(tmp_path / "store", toys.base, Average())
     store.add(toys.experts[0])
     return store
 
 
-def test_the_first_expert_of_an_average_comes_out_as_it_came_in(store, tmp_path):
+def test_the_first_expert_of_an_average_comes_out_as_it_came_in(store: Store, tmp_path: Path) -> None:
     merged = load_file(store.export(tmp_path / "merged") / "model.safetensors")
     for name, tensor in toy_expert(1).items():
         assert merged[name].dtype == tensor.dtype
@@ -39,7 +39,7 @@ def test_the_first_expert_of_an_average_comes_out_as_it_came_in(store, tmp_path)
         torch.testing.assert_close(merged[name], tensor, rtol=rounding, atol=1e-7)
 
 
-def test_shards_hold_at_most_what_they_may_and_the_index_says_where(store, tmp_path):
+def test_shards_hold_at_most_what_they_may_and_the_index_says_where(store: Store, tmp_path: Path) -> None:
     out = store.export(tmp_path / "merged", max_shard_size=800)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     found = {}
@@ -55,13 +55,13 @@ def test_shards_hold_at_most_what_they_may_and_the_index_says_where(store, tmp_p
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-def test_floats_get_the_dtype_asked_for_and_integers_keep_theirs(dtype, store, tmp_path):
+def test_floats_get_the_dtype_asked_for_and_integers_keep_theirs(dtype: str, store: Store, tmp_path: Path) -> None:
     merged = load_file(store.export(tmp_path / "merged", dtype=dtype) / "model.safetensors")
     for name, tensor in toy_base().items():
         assert merged[name].dtype == (getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype)
 
 
-def test_values_that_float16_cannot_hold_are_refused(tmp_path):
+def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", toy_base() | {"layers.0.q.weight": torch.full((8, 8), 1e5)})
     store = Store.create(tmp_path / "store", base, Average())
     store.add(save_model(tmp_path / "expert", toy_expert(1) | {"layers.0.q.weight": torch.full((8, 8), 1.1e5)}))
@@ -71,18 +71,18 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "expert", "store"], "no draft is left"
 
 
-def test_the_directory_is_readable_like_any_other(store, tmp_path):
+def test_the_directory_is_readable_like_any_other(store: Store, tmp_path: Path) -> None:
     out = store.export(tmp_path / "merged")
     (tmp_path / "plain").mkdir()
     assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
     assert stat.S_IMODE((out / "model.safetensors").stat().st_mode) & 0o444 == 0o444
 
 
-def test_parents_are_made(store, tmp_path):
+def test_parents_are_made(store: Store, tmp_path: Path) -> None:
     assert (store.export(tmp_path / "a" / "b" / "merged") / "model.safetensors").is_file()
 
 
-def test_a_draft_becomes_the_output_only_when_all_went_well(tmp_path):
+def test_a_draft_becomes_the_output_only_when_all_went_well(tmp_path: Path) -> None:
     output = Output(tmp_path / "model")
     with pytest.raises(RuntimeError), output.draft() as draft:
         (draft / "half").touch()
@@ -105,7 +105,7 @@ def write(path: Path, name: str, **options: Any) -> None:
         (draft / name).touch()
 
 
-def test_overwriting_leaves_nothing_of_the_old_one(tmp_path):
+def test_overwriting_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
     write(tmp_path / "model", "old")
     with pytest.raises(MergestreamError, match="--overwrite"):
         Output(tmp_path / "model")
@@ -116,7 +116,7 @@ def test_overwriting_leaves_nothing_of_the_old_one(tmp_path):
     assert contents(tmp_path) == {"model/new": b""}
 
 
-def test_an_export_says_what_made_it(tmp_path):
+def test_an_export_says_what_made_it(tmp_path: Path) -> None:
     write(tmp_path / "model", "weights", command="mergestream export store model")
     marker = json.loads((tmp_path / "model" / "mergestream.json").read_text())
     assert marker == {"mergestream": __version__, "command": "mergestream export store model"}
@@ -136,7 +136,9 @@ def in_a_child(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_a_kill_at_any_rename_keeps_the_old_export_or_leaves_the_new_one(atomic, tmp_path, monkeypatch):
+def test_a_kill_at_any_rename_keeps_the_old_export_or_leaves_the_new_one(
+    atomic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not atomic:
         monkeypatch.setattr(mergestream.files, "_exchange_at_once", lambda one, other: False)
     path, seen, original = tmp_path / "model", [], Path.rename
@@ -171,7 +173,7 @@ def test_a_kill_at_any_rename_keeps_the_old_export_or_leaves_the_new_one(atomic,
     assert seen == (["new"] if atomic else ["old", "put back", "old", "new", "new"])
 
 
-def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path):
+def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     def killed() -> None:
         with Output(tmp_path / "model").draft() as draft:
             (draft / "half").touch()
@@ -183,7 +185,9 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path):
     assert contents(tmp_path) == {"model/all": b""}
 
 
-def test_of_two_exports_to_one_place_the_second_is_refused(store, tmp_path, mergestream):
+def test_of_two_exports_to_one_place_the_second_is_refused(
+    store: Store, tmp_path: Path, mergestream: RunCommand
+) -> None:
     with Output(tmp_path / "model").draft() as draft:
         (draft / "first").touch()
         result = mergestream("export", store.path, tmp_path / "model")
@@ -193,7 +197,7 @@ def test_of_two_exports_to_one_place_the_second_is_refused(store, tmp_path, merg
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other", "store"]
 
 
-def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path, monkeypatch):
+def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder removes it when it is done, and a third one may have made another."""
     original, calls = fcntl.flock, []
 
@@ -208,7 +212,7 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path, monkeypatch):
     assert len(calls) == 2 and contents(tmp_path) == {"model/all": b""}
 
 
-def test_all_files_are_flushed_before_they_count(tmp_path, monkeypatch, toys):
+def test_all_files_are_flushed_before_they_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toys: Toys) -> None:
     base = save_model(tmp_path / "base", toy_base())
     (base / "config.json").write_text("{}")
     store = Store.create(tmp_path / "store", base, Average())
@@ -228,7 +232,7 @@ def test_all_files_are_flushed_before_they_count(tmp_path, monkeypatch, toys):
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_a_disk_that_fails_leaves_what_was_there(old, tmp_path, monkeypatch):
+def test_a_disk_that_fails_leaves_what_was_there(old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, path = os.fsync, tmp_path / "new" / "model"
     if old:
         write(path, "old")
@@ -256,7 +260,9 @@ def test_a_disk_that_fails_leaves_what_was_there(old, tmp_path, monkeypatch):
     assert number > 4 and contents(path) == {"new": b""}
 
 
-def test_a_full_disk_is_one_error(store, tmp_path, monkeypatch, mergestream):
+def test_a_full_disk_is_one_error(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mergestream: RunCommand
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "config.json")
 
@@ -270,7 +276,9 @@ def test_a_full_disk_is_one_error(store, tmp_path, monkeypatch, mergestream):
 
 
 @pytest.mark.draws
-def test_the_pictures_are_of_the_step_that_is_exported(tmp_path, toys, monkeypatch):
+def test_the_pictures_are_of_the_step_that_is_exported(
+    tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Although the last expert is exchanged for another while the weights are being written."""
     store = Store.create(tmp_path / "store", toys.base, Average())
     for expert in toys.experts[:2]:
@@ -289,7 +297,9 @@ def test_the_pictures_are_of_the_step_that_is_exported(tmp_path, toys, monkeypat
 
 
 @pytest.mark.draws
-def test_pictures_are_drawn_after_the_weights_and_may_fail(store, tmp_path, monkeypatch):
+def test_pictures_are_drawn_after_the_weights_and_may_fail(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(directory: Path, *_: object) -> None:
         assert (directory / "model.safetensors").stat().st_size > 1000
         raise RuntimeError("no font\nsecond line")
@@ -309,16 +319,16 @@ def test_pictures_are_drawn_after_the_weights_and_may_fail(store, tmp_path, monk
         *(("fp64", "float64"), ("double", "float64")),
     ],
 )
-def test_dtypes_have_aliases(called, dtype, tmp_path):
+def test_dtypes_have_aliases(called: Any, dtype: Any, tmp_path: Path) -> None:
     assert Output(tmp_path / "model", dtype=called).dtype == dtype
 
 
-def test_a_dtype_that_does_not_exist_is_wrong_usage(tmp_path):
+def test_a_dtype_that_does_not_exist_is_wrong_usage(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="float8"):
         Output(tmp_path / "model", dtype="float8")
 
 
-def test_companions_that_are_strange_do_not_matter(tmp_path):
+def test_companions_that_are_strange_do_not_matter(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", toy_base())
     (base / "config.json").write_text('{"_name_or_path": null, "torch_dtype": "float32"}')
     (base / "folder.json").mkdir()
@@ -333,7 +343,7 @@ def test_companions_that_are_strange_do_not_matter(tmp_path):
     assert "base_model:" not in (out / "README.md").read_text(), "no hub id is known"
 
 
-def test_the_config_of_an_expert_with_a_head_is_kept_only_if_it_is_json(tmp_path):
+def test_the_config_of_an_expert_with_a_head_is_kept_only_if_it_is_json(tmp_path: Path) -> None:
     def model(name: str, seed: int) -> Path:
         return save_model(tmp_path / name, {**toy_expert(seed), "head.weight": torch.full((2, 3), float(seed))})
 
@@ -345,12 +355,14 @@ def test_the_config_of_an_expert_with_a_head_is_kept_only_if_it_is_json(tmp_path
     assert not store.history
 
 
-def test_an_empty_store_has_nothing_to_export(tmp_path, toys):
+def test_an_empty_store_has_nothing_to_export(tmp_path: Path, toys: Toys) -> None:
     with pytest.raises(MergestreamError, match="add an expert first"):
         Store.create(tmp_path / "store", toys.base).export(Path(tmp_path / "merged"))
 
 
-def test_what_cannot_be_tidied_up_is_no_reason_to_say_that_nothing_was_written(store, tmp_path, monkeypatch):
+def test_what_cannot_be_tidied_up_is_no_reason_to_say_that_nothing_was_written(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settle, calls = replacing._settle, []
 
     def fail_afterwards(work: Path, place: Path) -> None:

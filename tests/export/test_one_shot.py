@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 import mergestream
 from mergestream import EMA, LAWA, OPCM, TIES, Average, LocalEngine, MagMax, MergestreamError, Store, TaskArithmetic
 from mergestream.merging.step import Step
-from tests.conftest import files, save_model, toy_base, toy_expert
+from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
 METHODS = [
     OPCM(alpha=0.3),
@@ -27,7 +29,7 @@ METHODS = [
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_merge_equals_a_store_bit_for_bit(method, tmp_path, toys):
+def test_merge_equals_a_store_bit_for_bit(method: Any, tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, method)
     for expert in toys.experts:
         store.add(expert)
@@ -45,7 +47,7 @@ def test_merge_equals_a_store_bit_for_bit(method, tmp_path, toys):
 
 
 @pytest.mark.parametrize("method", [OPCM(), Average()], ids=repr)
-def test_the_next_merge_removes_what_a_killed_one_left(method, tmp_path, toys):
+def test_the_next_merge_removes_what_a_killed_one_left(method: Any, tmp_path: Path, toys: Toys) -> None:
     for left in (".[a]*.mergestream/store", ".[a]*.mergestream/model", ".b.mergestream/store"):
         save_model(tmp_path / left, toy_base())
     mergestream.merge(toys.base, toys.experts[:2], tmp_path / "[a]*", method)
@@ -53,7 +55,9 @@ def test_the_next_merge_removes_what_a_killed_one_left(method, tmp_path, toys):
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
-def test_an_interrupted_merge_leaves_no_files(failure, tmp_path, toys, monkeypatch):
+def test_an_interrupted_merge_leaves_no_files(
+    failure: Any, tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
         assert list((tmp_path / ".out.mergestream" / "store" / "steps").iterdir())
         raise failure
@@ -65,7 +69,7 @@ def test_an_interrupted_merge_leaves_no_files(failure, tmp_path, toys, monkeypat
 
 
 @pytest.mark.parametrize("method", [OPCM(), Average()], ids=repr)
-def test_duplicates_and_the_base_are_refused_unless_allowed(method, tmp_path, toys):
+def test_duplicates_and_the_base_are_refused_unless_allowed(method: Any, tmp_path: Path, toys: Toys) -> None:
     for experts, sentence in (
         ([toys.experts[0], toys.experts[0]], "expert-1"),
         ([toys.experts[0], toys.base], "the base"),
@@ -79,7 +83,7 @@ def test_duplicates_and_the_base_are_refused_unless_allowed(method, tmp_path, to
 
 
 @pytest.mark.parametrize("method", [OPCM(), Average()], ids=repr)
-def test_partial_and_ignored_tensors_merge_as_in_a_store(method, tmp_path, toys):
+def test_partial_and_ignored_tensors_merge_as_in_a_store(method: Any, tmp_path: Path, toys: Toys) -> None:
     part = {name: tensor for name, tensor in toy_expert(5).items() if name != "layers.0.q.weight"}
     experts = [toys.experts[0], save_model(tmp_path / "part", part)]
     store = Store.create(tmp_path / "store", toys.base, method)
@@ -91,7 +95,7 @@ def test_partial_and_ignored_tensors_merge_as_in_a_store(method, tmp_path, toys)
 
 
 @pytest.mark.parametrize("method", [OPCM(), Average()], ids=repr)
-def test_nan_is_refused_and_nothing_is_written(method, tmp_path, toys):
+def test_nan_is_refused_and_nothing_is_written(method: Any, tmp_path: Path, toys: Toys) -> None:
     bad = toy_expert(1)
     bad["layers.0.up.weight"][0, 0] = torch.inf
     with pytest.raises(MergestreamError, match=r"layers.0.up.weight in model.safetensors of \S*bad holds NaN or Inf"):
@@ -104,7 +108,7 @@ SHAPES = {"wide": (300, 400), "none": (0, 7), "tall": (500, 300), "short": (5,)}
 
 
 @pytest.fixture
-def large(tmp_path):
+def large(tmp_path: Path) -> Any:
     """A base and two experts, in their directories."""
     for seed, name in enumerate(("base", "expert-1", "expert-2")):
         generator = torch.Generator().manual_seed(seed)
@@ -112,11 +116,11 @@ def large(tmp_path):
     return [tmp_path / name for name in ("base", "expert-1", "expert-2")]
 
 
-def weights(directory):
+def weights(directory: Any) -> Any:
     return load_file(directory / "model.safetensors")
 
 
-def trimmed(vector, over):
+def trimmed(vector: Any, over: Any) -> Any:
     """The vector with all but 30 % of its entries zeroed, found by sorting them all."""
     vector = {name: tensor.clone() for name, tensor in vector.items()}
     for names in [list(vector)] if over == "model" else [[name] for name in vector]:
@@ -127,14 +131,14 @@ def trimmed(vector, over):
     return vector
 
 
-def agreeing(a, b):
+def agreeing(a: Any, b: Any) -> Any:
     """What of both has the sign of their sum."""
     both = torch.stack([a, b])
     return both * (both.sign() == both.sum(0).sign())
 
 
 @pytest.mark.parametrize("over", ["model", "tensor"])
-def test_ties_where_only_a_sample_is_sorted(over, large, tmp_path):
+def test_ties_where_only_a_sample_is_sorted(over: str, large: Any, tmp_path: Path) -> None:
     base, *experts = map(weights, large)
     first, second = ({name: tensor - base[name] for name, tensor in expert.items()} for expert in experts)
 
@@ -153,7 +157,9 @@ def test_ties_where_only_a_sample_is_sorted(over, large, tmp_path):
         assert torch.allclose(merged, base[name] + 0.5 * agreeing(a[name], b[name]).sum(0), atol=1e-6), name
 
 
-def test_the_card_of_a_merge_does_not_depend_on_the_time(tmp_path, toys, monkeypatch):
+def test_the_card_of_a_merge_does_not_depend_on_the_time(
+    tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, time in (("one", "2026-01-01"), ("two", "2027-01-01")):
         monkeypatch.setattr("mergestream.store.candidate.datetime", SimpleNamespace(now=lambda _, t=time: Clock(t)))
         mergestream.merge(toys.base, toys.experts[:2], tmp_path / name, OPCM())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,7 +15,7 @@ from mergestream import Store
 from mergestream.export import places as checks
 from mergestream.storage import open_storage
 from mergestream.store import manifest
-from tests.conftest import files, save_model, toy_base, toy_expert
+from tests.conftest import RunCommand, files, save_model, toy_base, toy_expert
 
 
 def is_export(directory: Path) -> bool:
@@ -33,7 +34,7 @@ class Places(NamedTuple):
 
 
 @pytest.fixture
-def places(tmp_path) -> Places:
+def places(tmp_path: Path) -> Places:
     """A ledger of two experts that adapters can hold, with all models below ``tmp_path / models``."""
     models = tmp_path / "models"
     tensors = {
@@ -53,14 +54,14 @@ def exports(store: Path) -> list[tuple[object, ...]]:
     return [("export", store, *form, "--overwrite", "--quiet") for form in forms]
 
 
-def assert_refused(mergestream, *arguments: object) -> str:
+def assert_refused(mergestream: Any, *arguments: object) -> str:
     result = mergestream(*arguments)
     assert result.code == 1 and result.out == "", result
     assert result.err.startswith("error: ") and result.err.count("\n") == 1, result.err
     return result.err
 
 
-def test_no_export_goes_onto_into_or_around_what_it_is_made_of(places, mergestream):
+def test_no_export_goes_onto_into_or_around_what_it_is_made_of(places: Places, mergestream: RunCommand) -> None:
     (places.root / "link").symlink_to(places.base)
     other = Store.create(places.root / "other-store", places.base).path
     before = files(places.root)
@@ -79,7 +80,9 @@ def test_no_export_goes_onto_into_or_around_what_it_is_made_of(places, mergestre
     assert files(places.root) == before
 
 
-def test_an_export_that_has_become_a_base_or_an_expert_is_safe(places, done, mergestream):
+def test_an_export_that_has_become_a_base_or_an_expert_is_safe(
+    places: Places, done: Callable[..., str], mergestream: RunCommand
+) -> None:
     """It can be recognised as an export, and still is what another merge is made of."""
     done("export", places.store, places.root / "merged", "--quiet")
     merged = places.root / "merged"
@@ -94,7 +97,7 @@ def test_an_export_that_has_become_a_base_or_an_expert_is_safe(places, done, mer
         assert "holds the store" in assert_refused(mergestream, "export", store, places.root / "around", "--overwrite")
 
 
-def test_nothing_but_exports_is_replaced(places, done, mergestream):
+def test_nothing_but_exports_is_replaced(places: Places, done: Callable[..., str], mergestream: RunCommand) -> None:
     precious = save_model(places.root / "precious", {})
     (precious / "README.md").write_text("---\ntags:\n- merge\n---\n\n- mergestream\n")
     (precious / "mergestream.json").write_text("{}")
@@ -110,7 +113,7 @@ def test_nothing_but_exports_is_replaced(places, done, mergestream):
         done(*command[:2], out, *command[2:])
 
 
-def test_exports_of_older_versions_are_known_by_their_card(places, done):
+def test_exports_of_older_versions_are_known_by_their_card(places: Places, done: Callable[..., str]) -> None:
     out = places.root / "merged"
     done("export", places.store, out, "--quiet")
     (out / "mergestream.json").unlink()
@@ -119,7 +122,9 @@ def test_exports_of_older_versions_are_known_by_their_card(places, done):
     assert (out / "mergestream.json").is_file()
 
 
-def test_an_output_behind_a_link_is_written_there(places, done, mergestream):
+def test_an_output_behind_a_link_is_written_there(
+    places: Places, done: Callable[..., str], mergestream: RunCommand
+) -> None:
     elsewhere, link = places.root / "elsewhere", places.root / "link"
     link.symlink_to(elsewhere)
     done("export", places.store, link, "--quiet")
@@ -135,7 +140,7 @@ def test_an_output_behind_a_link_is_written_there(places, done, mergestream):
         assert_refused(mergestream, "export", places.store, out, "--quiet")
 
 
-def test_a_link_in_the_place_of_a_draft_is_not_followed(places, mergestream):
+def test_a_link_in_the_place_of_a_draft_is_not_followed(places: Places, mergestream: RunCommand) -> None:
     (places.root / "precious").mkdir()
     (places.root / "precious" / "file").touch()
     (places.root / ".merged.mergestream").symlink_to(places.root / "precious")
@@ -143,7 +148,9 @@ def test_a_link_in_the_place_of_a_draft_is_not_followed(places, mergestream):
     assert files(places.root / "precious") == {"file": b""}
 
 
-def test_a_report_replaces_a_report_and_nothing_else(places, done, mergestream):
+def test_a_report_replaces_a_report_and_nothing_else(
+    places: Places, done: Callable[..., str], mergestream: RunCommand
+) -> None:
     os.mkfifo(places.root / "pipe")
     (places.root / "link").symlink_to(places.root / "target")
     (places.root / "dangling").symlink_to(places.root / "nowhere")
@@ -167,7 +174,7 @@ def test_a_report_replaces_a_report_and_nothing_else(places, done, mergestream):
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_store_is_known_by_its_manifest(places, tmp_path):
+def test_a_store_is_known_by_its_manifest(places: Places, tmp_path: Path) -> None:
     assert is_store(places.store) and not is_store(places.base) and not is_store(tmp_path / "nowhere")
     (places.store / "manifest.json").write_text("{damaged")
     assert is_store(places.store)

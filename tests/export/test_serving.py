@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,9 @@ def store(tmp_path: Path, base: Path, experts: dict[str, Path]) -> Store:
     return store
 
 
-def test_each_request_is_answered_by_the_base_and_its_expert(serving, tmp_path, workshop, base, experts, store):
+def test_each_request_is_answered_by_the_base_and_its_expert(
+    serving: ModuleType, tmp_path: Path, workshop: Any, base: Path, experts: dict[str, Path], store: Store
+) -> None:
     adapters = serving.write_adapters(store, tmp_path / "out")
     assert list(adapters) == [*experts, "merged"]
     served = serving.load(base, adapters)
@@ -68,7 +71,9 @@ def test_each_request_is_answered_by_the_base_and_its_expert(serving, tmp_path, 
         torch.testing.assert_close(served(prompt).logits.double(), merged.double(), rtol=1e-3, atol=1e-4)
 
 
-def test_it_answers_and_counts_bytes(serving, base, experts, store, capsys):
+def test_it_answers_and_counts_bytes(
+    serving: ModuleType, base: Path, experts: dict[str, Path], store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     serving.main([str(store.path), str(base), "legal: w1 w2", "sql: w1 w2", "merged: w3"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[:3]] == ["legal", "sql", "merged"]
@@ -80,13 +85,15 @@ def test_it_answers_and_counts_bytes(serving, base, experts, store, capsys):
     ]
 
 
-def test_an_unknown_expert_is_told_with_those_there_are(serving, base, store, capsys):
+def test_an_unknown_expert_is_told_with_those_there_are(
+    serving: ModuleType, base: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         serving.main([str(store.path), str(base), "cooking: w1"])
     assert "there is no expert cooking; there are legal, medical, sql, merged" in capsys.readouterr().err
 
 
-def test_the_bytes_are_those_on_disk(serving, tmp_path, base, store):
+def test_the_bytes_are_those_on_disk(serving: ModuleType, tmp_path: Path, base: Path, store: Store) -> None:
     found = serving.sizes(store, base, serving.write_adapters(store, tmp_path / "out"))
     assert found["3 full models"] == 3 * (base / "model.safetensors").stat().st_size
     assert found["one store"] == sum(file.stat().st_size for file in store.path.rglob("*") if file.is_file())

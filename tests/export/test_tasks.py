@@ -21,6 +21,7 @@ from mergestream import Merger, Store
 from mergestream.errors import MergestreamError, MergestreamWarning
 from mergestream.merging.step import Step
 from mergestream.methods import make_method
+from tests.conftest import RunCommand
 from tests.workshop import TEXT, VISION, gpt2, llama, peft, transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore::mergestream.errors.MergestreamWarning")
@@ -144,7 +145,9 @@ def check_tasks(place: Place, store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_one_store_for_classifiers_with_different_labels(name, places, done, tmp_path):
+def test_one_store_for_classifiers_with_different_labels(
+    name: Any, places: Callable[[str], Place], done: Callable[..., str], tmp_path: Path
+) -> None:
     place, store = places(name), tmp_path / "store"
     done("init", store, "--base", place.base, "--heads", place.heads, "--method", "average")
     done("add", store, *place.experts.values())
@@ -156,7 +159,9 @@ def test_one_store_for_classifiers_with_different_labels(name, places, done, tmp
 
 
 @pytest.mark.parametrize("page", ["docs/how-to/heads.md"])
-def test_the_example_works_as_it_is_written(page, classifiers, done, tmp_path, monkeypatch):
+def test_the_example_works_as_it_is_written(
+    page: str, classifiers: Place, done: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
     example = next(block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "--heads" in block)
     (tmp_path / "path" / "to").mkdir(parents=True)
@@ -169,7 +174,7 @@ def test_the_example_works_as_it_is_written(page, classifiers, done, tmp_path, m
     assert loaded(SEQUENCES, model).config.id2label == {number: f"news-{number}" for number in range(5)}
 
 
-def test_a_ledger_reads_a_task_back(classifiers, tmp_path):
+def test_a_ledger_reads_a_task_back(classifiers: Place, tmp_path: Path) -> None:
     store = classifiers.store(tmp_path / "store", method="ledger")
     for expert in classifiers.experts.values():
         store.add(expert)
@@ -182,14 +187,18 @@ def test_a_ledger_reads_a_task_back(classifiers, tmp_path):
     )
 
 
-def test_the_error_offers_extra_tensors_of_a_classifier_as_a_head(classifiers, mergestream, done, tmp_path):
+def test_the_error_offers_extra_tensors_of_a_classifier_as_a_head(
+    classifiers: Place, mergestream: RunCommand, done: Callable[..., str], tmp_path: Path
+) -> None:
     done("init", tmp_path / "store", "--base", classifiers.base)
     refused = mergestream("add", tmp_path / "store", classifiers.experts["spam"])
     assert refused.code == 1 and "--heads 'classifier.*'" in refused.err
     assert "--ignore 'classifier.*'" in refused.err and "103 tensors" not in refused.err
 
 
-def test_a_store_begins_to_keep_heads_when_an_expert_has_one(classifiers, mergestream, done, tmp_path):
+def test_a_store_begins_to_keep_heads_when_an_expert_has_one(
+    classifiers: Place, mergestream: RunCommand, done: Callable[..., str], tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     done("init", store, "--base", classifiers.base, "--method", "average")
     transformers.AutoModel.from_pretrained(classifiers.experts["mood"]).save_pretrained(tmp_path / "bare")
@@ -213,7 +222,7 @@ def test_a_store_begins_to_keep_heads_when_an_expert_has_one(classifiers, merges
     assert refused.code == 2 and "--heads pooler.* matches pooler.dense.bias, which is merged" in refused.err
 
 
-def test_the_note_comes_once_and_is_kept(classifiers, mergestream, tmp_path):
+def test_the_note_comes_once_and_is_kept(classifiers: Place, mergestream: RunCommand, tmp_path: Path) -> None:
     store = classifiers.store(tmp_path / "store").path
     expert = classifiers.experts["spam"]
     sentence = f"{expert}: the prefix bert. of its names is removed, because the base has none"
@@ -224,7 +233,7 @@ def test_the_note_comes_once_and_is_kept(classifiers, mergestream, tmp_path):
     assert again.code == 1 and "absorbed already, as spam" in again.err
 
 
-def test_the_bare_encoder_is_the_same_expert(classifiers, done, tmp_path):
+def test_the_bare_encoder_is_the_same_expert(classifiers: Place, done: Callable[..., str], tmp_path: Path) -> None:
     """And so it is taken out again, or compared, in either form."""
     bare = tmp_path / "bare"
     shutil.copytree(classifiers.base, bare)
@@ -239,7 +248,7 @@ def test_the_bare_encoder_is_the_same_expert(classifiers, done, tmp_path):
     assert [entry.name for entry in store.history] == ["spam"]
 
 
-def test_an_interrupted_step_resumes(classifiers, tmp_path, monkeypatch):
+def test_an_interrupted_step_resumes(classifiers: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = classifiers.store(tmp_path / "whole"), classifiers.store(tmp_path / "cut")
     absorb, calls = Step.absorb, count(1)
 
@@ -259,7 +268,7 @@ def test_an_interrupted_step_resumes(classifiers, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["bare", "task"])
-def test_a_task_model_as_the_base(form, classifiers, tmp_path):
+def test_a_task_model_as_the_base(form: str, classifiers: Place, tmp_path: Path) -> None:
     """Its names are the export's, whatever those of the experts are."""
     store = classifiers.store(tmp_path / "store", classifiers.experts["spam"])
     for name in ("news", "mood"):
@@ -279,7 +288,9 @@ def test_a_task_model_as_the_base(form, classifiers, tmp_path):
         assert loaded(SEQUENCES, tmp_path / "news-again").config.num_labels == 5
 
 
-def test_another_class_as_the_base(classifiers, mergestream, done, tmp_path):
+def test_another_class_as_the_base(
+    classifiers: Place, mergestream: RunCommand, done: Callable[..., str], tmp_path: Path
+) -> None:
     """The head of a masked language model has no place in a classifier."""
     torch.manual_seed(1)
     model = transformers.BertForMaskedLM.from_pretrained(classifiers.base)
@@ -311,7 +322,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_prefixes_of_training_wrappers_are_removed(wrap, classifiers, tmp_path):
+def test_prefixes_of_training_wrappers_are_removed(wrap: Any, classifiers: Place, tmp_path: Path) -> None:
     model = loaded(SEQUENCES, classifiers.experts["news"])
     torch.save(wrap(model).state_dict(), tmp_path / "news.pt")
     store = classifiers.store(tmp_path / "store")
@@ -324,7 +335,7 @@ def test_prefixes_of_training_wrappers_are_removed(wrap, classifiers, tmp_path):
     assert torch.equal(merged.classifier.weight, model.classifier.weight)
 
 
-def test_names_that_are_in_memory_only(places, tmp_path):
+def test_names_that_are_in_memory_only(places: Callable[[str], Place], tmp_path: Path) -> None:
     """transformers calls some tensors otherwise than it stores them: a state dict has the one, a base the other."""
     place = places("dinov2")
     model = loaded(place.family.auto, place.experts["news"])
@@ -336,7 +347,7 @@ def test_names_that_are_in_memory_only(places, tmp_path):
     torch.testing.assert_close(logits(loaded(place.family.auto, tmp_path / "out", num_labels=5)), logits(model))
 
 
-def test_the_prefix_of_a_wrapped_base_stays(classifiers, tmp_path):
+def test_the_prefix_of_a_wrapped_base_stays(classifiers: Place, tmp_path: Path) -> None:
     base = loaded(transformers.AutoModel, classifiers.base)
     torch.save(nn.DataParallel(base).state_dict(), tmp_path / "base.pt")
     store = classifiers.store(tmp_path / "store", tmp_path / "base.pt")
@@ -345,7 +356,7 @@ def test_the_prefix_of_a_wrapped_base_stays(classifiers, tmp_path):
     assert weights(tmp_path / "out").keys() == {f"module.{name}" for name in base.state_dict()}
 
 
-def test_an_adapter_of_a_classifier(classifiers, tmp_path):
+def test_an_adapter_of_a_classifier(classifiers: Place, tmp_path: Path) -> None:
     torch.manual_seed(2)
     model = SEQUENCES.from_pretrained(classifiers.base, num_labels=5)
     config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=2, init_lora_weights=False)
@@ -360,7 +371,7 @@ def test_an_adapter_of_a_classifier(classifiers, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["average", "opcm", "ties"])
-def test_a_one_shot_merge(method, classifiers, mergestream, tmp_path):
+def test_a_one_shot_merge(method: str, classifiers: Place, mergestream: RunCommand, tmp_path: Path) -> None:
     experts = classifiers.experts.values()
     command = ("merge", "--base", classifiers.base, *experts, "-o", tmp_path / "out", "--method", method)
     told = mergestream(*command, "--ignore", "classifier.*")
@@ -373,7 +384,7 @@ def test_a_one_shot_merge(method, classifiers, mergestream, tmp_path):
             torch.testing.assert_close(tensor, expected[name])
 
 
-def test_a_merger_in_memory(classifiers):
+def test_a_merger_in_memory(classifiers: Place) -> None:
     base = loaded(transformers.AutoModel, classifiers.base)
     merger = Merger(base.state_dict(), make_method("average"))
     for path in classifiers.experts.values():
@@ -385,7 +396,7 @@ def test_a_merger_in_memory(classifiers):
     torch.testing.assert_close(base.encoder.layer[1].output.dense.weight.data, expected)
 
 
-def test_legacy_names_are_mapped_to_the_model(classifiers, tmp_path):
+def test_legacy_names_are_mapped_to_the_model(classifiers: Place, tmp_path: Path) -> None:
     """As in BERT's first checkpoints; transformers knows them."""
     old = tmp_path / "old"
     shutil.copytree(classifiers.base, old)
@@ -401,7 +412,7 @@ def test_legacy_names_are_mapped_to_the_model(classifiers, tmp_path):
     torch.testing.assert_close(logits(loaded(SEQUENCES, tmp_path / "out")), logits(spam))
 
 
-def test_a_classifier_gets_no_sentence_transformers_modules(classifiers, tmp_path):
+def test_a_classifier_gets_no_sentence_transformers_modules(classifiers: Place, tmp_path: Path) -> None:
     base = shutil.copytree(classifiers.base, tmp_path / "base")
     kind = "sentence_transformers.models.Pooling"
     (base / "modules.json").write_text(json.dumps([{"idx": 1, "name": "1", "path": "1_Pooling", "type": kind}]))
@@ -416,7 +427,9 @@ def test_a_classifier_gets_no_sentence_transformers_modules(classifiers, tmp_pat
     assert libraries == ["library_name: sentence-transformers", "library_name: transformers"]
 
 
-def test_an_export_without_a_task_says_whose_head_it_has(classifiers, mergestream, tmp_path):
+def test_an_export_without_a_task_says_whose_head_it_has(
+    classifiers: Place, mergestream: RunCommand, tmp_path: Path
+) -> None:
     bare = classifiers.store(tmp_path / "bare")
     headed = classifiers.store(tmp_path / "headed", classifiers.experts["mood"])
     for store, head in ((bare, "no head, like the base"), (headed, "the base's head")):
@@ -430,7 +443,9 @@ def test_an_export_without_a_task_says_whose_head_it_has(classifiers, mergestrea
             export(store, tmp_path / "news", task="news", overwrite=True)
 
 
-def test_the_error_for_a_missing_head_names_experts_with_one(classifiers, mergestream, tmp_path):
+def test_the_error_for_a_missing_head_names_experts_with_one(
+    classifiers: Place, mergestream: RunCommand, tmp_path: Path
+) -> None:
     store = classifiers.store(tmp_path / "store")
     store.add(classifiers.experts["spam"])
     transformers.AutoModel.from_pretrained(classifiers.experts["news"]).save_pretrained(tmp_path / "bare")

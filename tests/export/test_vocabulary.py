@@ -1,8 +1,12 @@
 """Experts with new tokens, in stores and one-shot merges; transformers loads the result."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -24,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::mergestream.errors.MergestreamW
 MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert}
 
 
-def made_family(place, make):
+def made_family(place: Any, make: Any) -> Any:
     """A base and two experts, of whose new tokens one is the same."""
     torch.manual_seed(0)
     base = save(place / "base", make(), tokenizer())
@@ -34,36 +38,38 @@ def made_family(place, make):
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def family(request, tmp_path_factory):
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made_family(tmp_path_factory.mktemp(request.param), MODELS[request.param])
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory):
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One family is enough where it makes no difference."""
     return made_family(tmp_path_factory.mktemp("tied"), gpt2)
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory):
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made_family(tmp_path_factory.mktemp("untied"), llama)
 
 
-def made(place, base, method="average"):
+def made(place: Any, base: Any, method: Any = "average") -> Any:
     return Store.create(place, base, make_method(method, {}))
 
 
-def tables(place):
+def tables(place: Any) -> Any:
     return load_file(place / "model.safetensors")
 
 
-def plain_mean(base, *experts):
+def plain_mean(base: Any, *experts: Any) -> Any:
     """The rows of the base's own tokens, as averaging merges them."""
     return torch.stack([rows(expert, WORDS) for expert in experts]).mean(0)
 
 
 @pytest.mark.parametrize("method", ["average", "ledger"])
-def test_a_grown_model_has_the_tokens_of_all_experts_in_the_order_added(method, family, tmp_path):
+def test_a_grown_model_has_the_tokens_of_all_experts_in_the_order_added(
+    method: str, family: Any, tmp_path: Path
+) -> None:
     base, one, two = family
     store = made(tmp_path / "store", base, method)
     store.add(one, vocab="grow")
@@ -79,7 +85,7 @@ def test_a_grown_model_has_the_tokens_of_all_experts_in_the_order_added(method, 
     model(**words("the <a> sat <b> on", return_tensors="pt", return_token_type_ids=False))
 
 
-def assert_speaks_all(out, one, two):
+def assert_speaks_all(out: Any, one: Any, two: Any) -> None:
     for output in (False, True):
         new = rows(out, ["<a>", "<b>", "<c>"], output)
         both = (rows(one, ["<b>"], output) + rows(two, ["<b>"], output)) / 2
@@ -87,7 +93,7 @@ def assert_speaks_all(out, one, two):
 
 
 @pytest.mark.parametrize("method", ["opcm", "ties", "lawa", "magmax", "ema", "task_arithmetic"])
-def test_new_rows_are_the_same_by_every_method(method, tied, tmp_path):
+def test_new_rows_are_the_same_by_every_method(method: str, tied: Any, tmp_path: Path) -> None:
     base, one, two = tied
     store = made(tmp_path / "store", base, method)
     for expert in (one, two):
@@ -95,7 +101,7 @@ def test_new_rows_are_the_same_by_every_method(method, tied, tmp_path):
     assert_speaks_all(store.export(tmp_path / "out", pictures=False), one, two)
 
 
-def test_rows_in_common_are_merged_and_biases_are_rows_too(tmp_path):
+def test_rows_in_common_are_merged_and_biases_are_rows_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = save(tmp_path / "base", bert(), tokenizer())
     one, two = (expert_of(base, tmp_path / name, [f"<{name}>"], seed) for seed, name in enumerate(("x", "y")))
@@ -108,7 +114,7 @@ def test_rows_in_common_are_merged_and_biases_are_rows_too(tmp_path):
     torch.testing.assert_close(bias, torch.cat([(first[:12] + second[:12]) / 2, first[12:], second[12:]]))
 
 
-def test_base_leaves_new_tokens_out(tied, tmp_path):
+def test_base_leaves_new_tokens_out(tied: Any, tmp_path: Path) -> None:
     base, one, _ = tied
     store = made(tmp_path / "store", base)
     with pytest.warns(
@@ -123,7 +129,7 @@ def test_base_leaves_new_tokens_out(tied, tmp_path):
     assert not (store.path / "experts" / "0001" / "heads.safetensors").exists()
 
 
-def test_union_keeps_new_tokens_with_their_expert(family, tmp_path):
+def test_union_keeps_new_tokens_with_their_expert(family: Any, tmp_path: Path) -> None:
     base, one, two = family
     store = made(tmp_path / "store", base, "ledger")
     store.add(one, vocab="union")
@@ -140,7 +146,7 @@ def test_union_keeps_new_tokens_with_their_expert(family, tmp_path):
             torch.testing.assert_close(rows(out, ["<c>", "<b>"], output), rows(two, ["<c>", "<b>"], output))
 
 
-def test_new_tokens_need_an_option_and_the_error_lists_all_choices(tied, tmp_path):
+def test_new_tokens_need_an_option_and_the_error_lists_all_choices(tied: Any, tmp_path: Path) -> None:
     base, one, _ = tied
     store = made(tmp_path / "store", base)
     sentence = (
@@ -159,7 +165,7 @@ def test_new_tokens_need_an_option_and_the_error_lists_all_choices(tied, tmp_pat
 
 
 @pytest.mark.parametrize("method", ["average", "opcm", "ledger"])
-def test_one_shot_merges_grow_as_a_store_does(method, untied, tmp_path):
+def test_one_shot_merges_grow_as_a_store_does(method: str, untied: Any, tmp_path: Path) -> None:
     base, one, two = untied
     store = made(tmp_path / "store", base, method)
     for expert in (one, two):
@@ -179,7 +185,7 @@ def test_one_shot_merges_grow_as_a_store_does(method, untied, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["average", "ledger"])
-def test_removing_an_expert_removes_its_tokens(method, untied, tmp_path):
+def test_removing_an_expert_removes_its_tokens(method: str, untied: Any, tmp_path: Path) -> None:
     base, one, two = untied
     store = made(tmp_path / "store", base, method)
     for expert in (one, two):
@@ -195,7 +201,7 @@ def test_removing_an_expert_removes_its_tokens(method, untied, tmp_path):
         store.verify()
 
 
-def test_rows_of_shared_tokens_are_weighted_like_their_experts(tied, tmp_path):
+def test_rows_of_shared_tokens_are_weighted_like_their_experts(tied: Any, tmp_path: Path) -> None:
     base, one, two = tied
     store = Store.create(tmp_path / "store", base, Ledger())
     for expert in (one, two):
@@ -207,7 +213,7 @@ def test_rows_of_shared_tokens_are_weighted_like_their_experts(tied, tmp_path):
     torch.testing.assert_close(rows(out, ["<b>"]), rows(two, ["<b>"]))
 
 
-def test_an_expert_that_differs_in_new_rows_only_is_no_duplicate(untied, tmp_path):
+def test_an_expert_that_differs_in_new_rows_only_is_no_duplicate(untied: Any, tmp_path: Path) -> None:
     base, one, _ = untied
     other = tmp_path / "other"
     shutil.copytree(one, other)
@@ -231,14 +237,14 @@ def test_an_expert_that_differs_in_new_rows_only_is_no_duplicate(untied, tmp_pat
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
-def padded(request, tmp_path_factory):
+def padded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A base with 16 rows for 12 tokens."""
     place = tmp_path_factory.mktemp("padded")
     torch.manual_seed(0)
     return save(place / "base", MODELS[request.param](16), tokenizer())
 
 
-def test_new_tokens_take_the_padding_first(padded, tmp_path):
+def test_new_tokens_take_the_padding_first(padded: Any, tmp_path: Path) -> None:
     one = expert_of(padded, tmp_path / "one", ["<a>"], rows=16)
     two = expert_of(padded, tmp_path / "two", [f"<{number}>" for number in range(5)], seed=2)
     store = made(tmp_path / "store", padded)
@@ -258,7 +264,7 @@ def test_new_tokens_take_the_padding_first(padded, tmp_path):
     torch.testing.assert_close(rows(out, WORDS), plain_mean(padded, one, two))
 
 
-def test_a_token_in_a_padding_row_is_noted_without_an_option(padded, tmp_path):
+def test_a_token_in_a_padding_row_is_noted_without_an_option(padded: Any, tmp_path: Path) -> None:
     one = expert_of(padded, tmp_path / "one", ["<a>"], rows=16)
     store = made(tmp_path / "store", padded)
     with pytest.warns(
@@ -268,7 +274,7 @@ def test_a_token_in_a_padding_row_is_noted_without_an_option(padded, tmp_path):
     assert "vocab" not in store.history[0].options
 
 
-def test_padding_alone_needs_no_option(padded, tmp_path):
+def test_padding_alone_needs_no_option(padded: Any, tmp_path: Path) -> None:
     longer = expert_of(padded, tmp_path / "longer", rows=24)
     shorter = expert_of(padded, tmp_path / "shorter", rows=12, seed=2)
     store = made(tmp_path / "store", padded)
@@ -286,7 +292,7 @@ def test_padding_alone_needs_no_option(padded, tmp_path):
 # --- tokens that are elsewhere ----------------------------------------------------------------------------
 
 
-def test_rows_are_matched_by_token_not_by_position(tmp_path):
+def test_rows_are_matched_by_token_not_by_position(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = save(tmp_path / "base", llama(), tokenizer())
     swapped = [*WORDS[:2], "cat", "the", *WORDS[4:-1]]
@@ -307,7 +313,7 @@ def test_rows_are_matched_by_token_not_by_position(tmp_path):
         torch.testing.assert_close(rows(out, WORDS, output), rows(base, WORDS, output), atol=0, rtol=0)
 
 
-def test_a_vocabulary_of_its_own_cannot_be_added(tmp_path):
+def test_a_vocabulary_of_its_own_cannot_be_added(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = save(tmp_path / "base", gpt2(), tokenizer())
     other = auto(base)
@@ -318,7 +324,7 @@ def test_a_vocabulary_of_its_own_cannot_be_added(tmp_path):
         store.add(expert, vocab="grow")
 
 
-def test_without_tokenizers_the_first_rows_are_those_of_the_base(tmp_path):
+def test_without_tokenizers_the_first_rows_are_those_of_the_base(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = save(tmp_path / "base", gpt2(), tokenizer())
     expert = expert_of(base, tmp_path / "expert", ["<a>", "<b>"])
@@ -345,7 +351,7 @@ def test_without_tokenizers_the_first_rows_are_those_of_the_base(tmp_path):
 
 
 @pytest.mark.parametrize("vocab", ["base", "union", "grow"])
-def test_a_classifier_with_a_token_for_padding(vocab, tmp_path):
+def test_a_classifier_with_a_token_for_padding(vocab: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = gpt2().config
     base = save(tmp_path / "base", transformers.GPT2ForSequenceClassification(config), tokenizer())
@@ -368,7 +374,7 @@ def test_a_classifier_with_a_token_for_padding(vocab, tmp_path):
     assert loaded.config.pad_token_id == pad
 
 
-def test_a_head_over_the_vocabulary_has_rows_for_its_tokens(tmp_path):
+def test_a_head_over_the_vocabulary_has_rows_for_its_tokens(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = save(tmp_path / "base", llama(16), tokenizer())
     expert = expert_of(base, tmp_path / "expert", [f"<{number}>" for number in range(5)])
@@ -379,7 +385,7 @@ def test_a_head_over_the_vocabulary_has_rows_for_its_tokens(tmp_path):
         torch.testing.assert_close(rows(out, [*WORDS, "<4>"], output), rows(expert, [*WORDS, "<4>"], output))
 
 
-def test_a_head_that_the_base_lacks_has_rows_for_its_tokens(tmp_path):
+def test_a_head_that_the_base_lacks_has_rows_for_its_tokens(tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole = save(tmp_path / "whole", llama(), tokenizer())
     base = save(tmp_path / "base", auto(whole).model, tokenizer())
@@ -398,7 +404,7 @@ def test_a_head_that_the_base_lacks_has_rows_for_its_tokens(tmp_path):
 # --- what is kept -----------------------------------------------------------------------------------------
 
 
-def test_kept_rows_of_tokens_are_checked(tied, tmp_path):
+def test_kept_rows_of_tokens_are_checked(tied: Any, tmp_path: Path) -> None:
     base, one, _ = tied
     store = made(tmp_path / "store", base)
     store.add(one, vocab="union")
@@ -413,7 +419,7 @@ def test_kept_rows_of_tokens_are_checked(tied, tmp_path):
 
 
 @pytest.mark.parametrize("forge", [lambda rows: rows[:, :3], lambda rows: rows[:1]], ids=["narrow", "few"])
-def test_rows_that_do_not_fit_are_an_error(forge, tied, tmp_path):
+def test_rows_that_do_not_fit_are_an_error(forge: Any, tied: Any, tmp_path: Path) -> None:
     base, one, _ = tied
     store = made(tmp_path / "store", base)
     store.add(one, vocab="grow")
@@ -429,16 +435,18 @@ def test_rows_that_do_not_fit_are_an_error(forge, tied, tmp_path):
         store.export(tmp_path / "out", pictures=False)
 
 
-def test_an_interrupted_add_resumes_with_the_same_tokens_only(untied, tmp_path, monkeypatch):
+def test_an_interrupted_add_resumes_with_the_same_tokens_only(
+    untied: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base, one, _ = untied
     store = made(tmp_path / "store", base)
     record = StepWriter.record
 
-    def cut_short(self, name, *rest):
+    def cut_short(self, name: Any, *rest: Any) -> None:
         record(self, name, *rest)
         raise KeyboardInterrupt
 
-    def resumed(vocab):
+    def resumed(vocab: Any) -> Any:
         monkeypatch.setattr(StepWriter, "record", cut_short)
         with pytest.raises(KeyboardInterrupt):
             store.add(one, vocab="grow")
@@ -460,7 +468,7 @@ def test_an_interrupted_add_resumes_with_the_same_tokens_only(untied, tmp_path, 
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_missing_tokenizer_is_an_error(tied, tmp_path):
+def test_a_missing_tokenizer_is_an_error(tied: Any, tmp_path: Path) -> None:
     base, one, _ = tied
     own = tmp_path / "base"
     shutil.copytree(base, own)
@@ -475,7 +483,7 @@ def test_a_missing_tokenizer_is_an_error(tied, tmp_path):
 # --- adapters ---------------------------------------------------------------------------------------------
 
 
-def adapter_of(base, place, words, **fields):
+def adapter_of(base: Any, place: Any, words: Any, **fields: Any) -> Any:
     """LoRA on a model whose embedding was resized for these tokens, as PEFT saves it."""
     torch.manual_seed(3)
     model, tokens = auto(base), transformers.AutoTokenizer.from_pretrained(base)
@@ -488,7 +496,7 @@ def adapter_of(base, place, words, **fields):
 
 
 @pytest.mark.parametrize("method", ["average", "ledger"])
-def test_an_embedding_that_an_adapter_saved_whole_can_be_exported(method, tmp_path):
+def test_an_embedding_that_an_adapter_saved_whole_can_be_exported(method: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = save(tmp_path / "base", llama(), tokenizer())
     both = ["embed_tokens", "lm_head"]
@@ -507,7 +515,7 @@ def test_an_embedding_that_an_adapter_saved_whole_can_be_exported(method, tmp_pa
         store.export_adapter(tmp_path / "adapter", rank=2)
 
 
-def test_factors_of_a_resized_embedding_are_an_error(tmp_path):
+def test_factors_of_a_resized_embedding_are_an_error(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = save(tmp_path / "base", llama(), tokenizer())
     adapter_of(base, tmp_path / "expert", ["<a>"], target_modules=["embed_tokens"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,23 +25,23 @@ def taken(one: Case) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "config"])
 @settings(max_examples=40)
 @given(SEEDS)
-def test_strange_inputs_are_taken_or_refused(kind, seed):
+def test_strange_inputs_are_taken_or_refused(kind: Any, seed: Any) -> None:
     taken(case(seed, kind))
 
 
 @settings(max_examples=10)
 @given(SEEDS)
-def test_strange_configurations_are_taken_or_refused(seed):
+def test_strange_configurations_are_taken_or_refused(seed: Any) -> None:
     pytest.importorskip("transformers")
     taken(case(seed, "config"))
 
 
 @pytest.mark.parametrize("one", list(known()), ids=lambda one: one.label)
-def test_what_once_did_harm(one):
+def test_what_once_did_harm(one: Any) -> None:
     taken(one)
 
 
-def test_the_check_sees_what_is_wrong(tmp_path):
+def test_the_check_sees_what_is_wrong(tmp_path: Path) -> None:
     def reach_out(place: Path) -> Path:
         (place.parent / "outside").mkdir()
         return place / "nothing"

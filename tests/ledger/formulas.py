@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,16 @@ def is_cut(delta: Tensor, budget: float) -> bool:
     return delta.ndim > 1 and budget * min(delta.flatten(1).shape) >= 8
 
 
-def merged(base, experts, readout="agree", weights=None, budget=1.0, entries="bfloat16", svd="auto", cut_at=None):
+def merged(
+    base: Any,
+    experts: Any,
+    readout: Any = "agree",
+    weights: Any = None,
+    budget: Any = 1.0,
+    entries: Any = "bfloat16",
+    svd: Any = "auto",
+    cut_at: Any = None,
+) -> Any:
     """The merged task vector by a readout with scale 1."""
     weights = weights or [1.0] * len(experts)
     result = {}
@@ -49,7 +59,7 @@ def merged(base, experts, readout="agree", weights=None, budget=1.0, entries="bf
     return result
 
 
-def agree(parts, norms, weights):
+def agree(parts: Any, norms: Any, weights: Any) -> Any:
     """Design section 8, with C as the n×n matrix that it is."""
     C = D = S = 0
     for (U, sigma, V), norm2, c in zip(parts, norms, weights, strict=True):
@@ -73,26 +83,26 @@ def polar(X: Tensor) -> Tensor:
     return U[:, :rank] @ Vh[:rank]
 
 
-def tsv(parts, norms, weights):
+def tsv(parts: Any, norms: Any, weights: Any) -> Any:
     U, V = (torch.cat([part[side] for part in parts], 1) for side in (0, 2))
     sigma = torch.cat([c * part[1] for part, c in zip(parts, weights, strict=True)])
     return polar(U) * sigma @ polar(V).T
 
 
-def iso(parts, norms, weights):
+def iso(parts: Any, norms: Any, weights: Any) -> Any:
     S = sum_(parts, norms, weights)
     sigma = torch.linalg.svdvals(S)
     return sigma[sigma > 1e-6 * sigma[0]].mean() * polar(S)
 
 
-def tempered(parts, norms, weights):
+def tempered(parts: Any, norms: Any, weights: Any) -> Any:
     merged = tsv(parts, norms, weights)
     moved = [(c, math.sqrt(norm2)) for c, norm2 in zip(weights, norms, strict=True) if norm2]
     mean = sum(c * norm for c, norm in moved) / sum(c for c, _ in moved)
     return merged * (mean / float(merged.norm()))
 
 
-def sum_(parts, norms, weights):
+def sum_(parts: Any, norms: Any, weights: Any) -> Any:
     return sum(c * U * sigma @ V.T for (U, sigma, V), c in zip(parts, weights, strict=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import peft
@@ -27,13 +28,15 @@ def llamas(workshop: Workshop) -> tuple[Path, list[Path]]:
     ]
 
 
-def densifying():
+def densifying() -> Any:
     return patch.object(LowRank, "dense", side_effect=AssertionError("an adapter was multiplied out"))
 
 
 @pytest.mark.parametrize("readout", ["agree", "tsv", "tempered", "iso", "sum"])
 @pytest.mark.parametrize("model", [llama, gpt2])
-def test_adapters_are_merged_as_their_dense_forms_and_never_multiplied_out(tmp_path, workshop, model, readout):
+def test_adapters_are_merged_as_their_dense_forms_and_never_multiplied_out(
+    tmp_path: Path, workshop: Any, model: Any, readout: str
+) -> None:
     base = workshop.base(model)
     adapters = [workshop.adapter(base, f"a{s}", seed=s, r=1 + s, target_modules="all-linear") for s in range(3)]
     merged = [workshop.merged(base, adapter, f"m{s}") for s, adapter in enumerate(adapters)]
@@ -45,7 +48,9 @@ def test_adapters_are_merged_as_their_dense_forms_and_never_multiplied_out(tmp_p
     )
 
 
-def test_adapters_are_tempered_and_full_experts_agree_by_default(tmp_path, workshop, llamas):
+def test_adapters_are_tempered_and_full_experts_agree_by_default(
+    tmp_path: Path, workshop: Any, llamas: tuple[Path, list[Path]]
+) -> None:
     base, adapters = llamas
     full = workshop.merged(base, adapters[0], "full")
     store = store_of(tmp_path / "store", base, [full, *adapters[1:]], EXACT)
@@ -58,7 +63,9 @@ def test_adapters_are_tempered_and_full_experts_agree_by_default(tmp_path, works
     assert readout(only=["expert0"]) == readout(readout="agree") == "agree"
 
 
-def test_an_adapter_that_comes_to_full_experts_is_inspected_as_it_would_be_read_out(tmp_path, workshop, llamas):
+def test_an_adapter_that_comes_to_full_experts_is_inspected_as_it_would_be_read_out(
+    tmp_path: Path, workshop: Any, llamas: tuple[Path, list[Path]]
+) -> None:
     base, adapters = llamas
     store = store_of(tmp_path / "store", base, [workshop.merged(base, adapters[0], "full")], EXACT)
     told = store.inspect(adapters[1]).interference
@@ -68,7 +75,9 @@ def test_an_adapter_that_comes_to_full_experts_is_inspected_as_it_would_be_read_
     assert told is not None and told.damage == pytest.approx(found.damage, rel=1e-9)
 
 
-def test_tempered_adapters_move_the_base_as_far_as_they_do_in_the_mean(tmp_path, llamas):
+def test_tempered_adapters_move_the_base_as_far_as_they_do_in_the_mean(
+    tmp_path: Path, llamas: tuple[Path, list[Path]]
+) -> None:
     base, adapters = llamas
     store = store_of(tmp_path / "store", base, adapters, EXACT)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -79,7 +88,7 @@ def test_tempered_adapters_move_the_base_as_far_as_they_do_in_the_mean(tmp_path,
     assert moved == pytest.approx(sum(norms) / len(norms), rel=1e-4)
 
 
-def test_an_entry_has_the_rank_of_its_adapter(tmp_path, llamas):
+def test_an_entry_has_the_rank_of_its_adapter(tmp_path: Path, llamas: tuple[Path, list[Path]]) -> None:
     base, adapters = llamas
     store = store_of(tmp_path / "store", base, adapters, Ledger(budget=8))
     with store.snapshot() as snapshot:
@@ -90,7 +99,7 @@ def test_an_entry_has_the_rank_of_its_adapter(tmp_path, llamas):
             assert reader.entry("model.norm.weight") == {}, "what an adapter leaves alone takes no room"
 
 
-def test_the_merged_model_is_an_adapter_again(tmp_path, workshop, llamas):
+def test_the_merged_model_is_an_adapter_again(tmp_path: Path, workshop: Any, llamas: tuple[Path, list[Path]]) -> None:
     base, adapters = llamas
     store = store_of(tmp_path / "store", base, adapters, EXACT)
     for readout in ("agree", "tsv"):
@@ -100,7 +109,9 @@ def test_the_merged_model_is_an_adapter_again(tmp_path, workshop, llamas):
         assert_same_model(workshop.merged(base, tmp_path / readout, f"{readout}-peft"), full, base, 1e-6)
 
 
-def test_every_expert_is_an_adapter_again_and_peft_switches_between_them(tmp_path, workshop, llamas):
+def test_every_expert_is_an_adapter_again_and_peft_switches_between_them(
+    tmp_path: Path, workshop: Any, llamas: tuple[Path, list[Path]]
+) -> None:
     base, adapters = llamas
     store = store_of(tmp_path / "store", base, adapters, EXACT)
     store.export_adapters(tmp_path / "loras", dtype="float64")
@@ -117,7 +128,7 @@ def test_every_expert_is_an_adapter_again_and_peft_switches_between_them(tmp_pat
             assert torch.allclose(served(tokens).logits, alone(tokens).logits, atol=1e-5)
 
 
-def test_a_chosen_rank_tells_what_it_leaves_out(tmp_path, llamas):
+def test_a_chosen_rank_tells_what_it_leaves_out(tmp_path: Path, llamas: tuple[Path, list[Path]]) -> None:
     base, adapters = llamas
     store = store_of(tmp_path / "store", base, adapters, EXACT)
     assert store.export_adapter(tmp_path / "one", readout="expert:expert1", rank=3).lost_share < 1e-12
@@ -126,7 +137,9 @@ def test_a_chosen_rank_tells_what_it_leaves_out(tmp_path, llamas):
     assert energies["expert0"].lost_share < 1e-12 < 0.01 < energies["expert2"].lost_share
 
 
-def test_full_experts_become_adapters_of_the_rank_that_their_entries_have(tmp_path, workshop, llamas):
+def test_full_experts_become_adapters_of_the_rank_that_their_entries_have(
+    tmp_path: Path, workshop: Any, llamas: tuple[Path, list[Path]]
+) -> None:
     """Biases and norms go along whole."""
     base, adapters = llamas
     merged = [workshop.merged(base, adapter, f"m{s}") for s, adapter in enumerate(adapters)]
@@ -136,7 +149,9 @@ def test_full_experts_become_adapters_of_the_rank_that_their_entries_have(tmp_pa
     assert_same_model(workshop.merged(base, tmp_path / "lora", "again"), full, base, 1e-6)
 
 
-def test_a_base_known_by_its_config_alone_serves_adapters(tmp_path, workshop, llamas):
+def test_a_base_known_by_its_config_alone_serves_adapters(
+    tmp_path: Path, workshop: Any, llamas: tuple[Path, list[Path]]
+) -> None:
     base, adapters = llamas
     (base / "model.safetensors").rename(tmp_path / "weights")
     store = Store.create(tmp_path / "store", base, EXACT, config_only=True)
@@ -152,7 +167,9 @@ def test_a_base_known_by_its_config_alone_serves_adapters(tmp_path, workshop, ll
     store.export(tmp_path / "full")
 
 
-def test_an_adapter_and_a_full_checkpoint_share_a_ledger(tmp_path, workshop, llamas):
+def test_an_adapter_and_a_full_checkpoint_share_a_ledger(
+    tmp_path: Path, workshop: Any, llamas: tuple[Path, list[Path]]
+) -> None:
     base, adapters = llamas
     full = workshop.merged(base, adapters[1], "m1")
     mixed = store_of(tmp_path / "mixed", base, [adapters[0], full, adapters[2]], EXACT)
@@ -162,7 +179,7 @@ def test_an_adapter_and_a_full_checkpoint_share_a_ledger(tmp_path, workshop, lla
         assert all(bool(written.read(name).isfinite().all()) for name in written.tensors)
 
 
-def test_an_expert_whose_name_is_no_directory_is_refused(tmp_path, llamas):
+def test_an_expert_whose_name_is_no_directory_is_refused(tmp_path: Path, llamas: tuple[Path, list[Path]]) -> None:
     base, adapters = llamas
     store = Store.create(tmp_path / "store", base, EXACT)
     store.add(adapters[0], name="legal/contracts")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from mergestream import Store
-from tests.conftest import Toys, files
+from tests.conftest import RunCommand, Toys, files
 
 
 @pytest.fixture
-def ledger(done, toys: Toys, tmp_path: Path) -> Path:
+def ledger(done: Callable[..., str], toys: Toys, tmp_path: Path) -> Path:
     store = tmp_path / "store"
     done("init", store, "--base", toys.base, "--method", "ledger", "--set", "budget=8", "--set", "entries=float32")
     done("add", store, *toys.experts)
@@ -22,7 +24,7 @@ def ledger(done, toys: Toys, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sums(done, toys: Toys, tmp_path: Path) -> Path:
+def sums(done: Callable[..., str], toys: Toys, tmp_path: Path) -> Path:
     store = tmp_path / "sums"
     done("init", store, "--base", toys.base, "--method", "average")
     done("add", store, *toys.experts)
@@ -33,7 +35,7 @@ def model(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def test_every_readout_is_written_and_named_in_the_card(done, ledger, tmp_path):
+def test_every_readout_is_written_and_named_in_the_card(done: Callable[..., str], ledger: Path, tmp_path: Path) -> None:
     found = {}
     for readout in ("agree", "tsv", "tempered", "iso", "sum", "expert:expert-2"):
         out = tmp_path / readout.replace(":", "-")
@@ -47,14 +49,14 @@ def test_every_readout_is_written_and_named_in_the_card(done, ledger, tmp_path):
     assert torch.equal(model(tmp_path / "default")["layers.0.up.weight"], found["agree"])
 
 
-def test_an_expert_comes_back(done, ledger, toys, tmp_path):
+def test_an_expert_comes_back(done: Callable[..., str], ledger: Path, toys: Toys, tmp_path: Path) -> None:
     done("export", ledger, tmp_path / "back", "--readout", "expert:expert-3")
     expert = model(toys.experts[2])
     for name, tensor in model(tmp_path / "back").items():
         torch.testing.assert_close(tensor, expert[name], rtol=1e-2, atol=1e-4)
 
 
-def test_experts_are_chosen_and_weighted(done, ledger, tmp_path):
+def test_experts_are_chosen_and_weighted(done: Callable[..., str], ledger: Path, tmp_path: Path) -> None:
     done("export", ledger, tmp_path / "only", "--only", "expert-1,expert-3")
     done("export", ledger, tmp_path / "without", "--without", "expert-2,expert-4")
     done("export", ledger, tmp_path / "weights", "--weight", "expert-2=0", "--weight", "expert-4=0.0")
@@ -69,14 +71,14 @@ def test_experts_are_chosen_and_weighted(done, ledger, tmp_path):
     done("export", ledger, tmp_path / "scaled", "--scale", "0.5")
 
 
-def test_an_expert_is_removed(done, ledger, mergestream):
+def test_an_expert_is_removed(done: Callable[..., str], ledger: Path, mergestream: RunCommand) -> None:
     assert "expert-2 removed" in done("remove", ledger, "expert-2")
     assert json.loads(done("remove", ledger, "expert-3", "--json"))["name"] == "expert-3"
     assert [entry["name"] for entry in json.loads(done("log", ledger, "--json"))] == ["expert-1", "expert-4"]
     done("verify", ledger)
 
 
-def test_an_expert_is_subtracted(done, sums, toys, mergestream):
+def test_an_expert_is_subtracted(done: Callable[..., str], sums: Path, toys: Toys, mergestream: RunCommand) -> None:
     result = mergestream("remove", sums, "expert-2")
     assert result.code == 2 and "--expert" in result.err
     result = mergestream("remove", sums, "expert-2", "--expert", toys.experts[0])
@@ -110,7 +112,9 @@ def test_an_expert_is_subtracted(done, sums, toys, mergestream):
         (["--task", "expert-1", "--format", "loras"], "--task is for full models"),
     ],
 )
-def test_what_cannot_be_asked_of_a_ledger(mergestream, ledger, tmp_path, options, sentence):
+def test_what_cannot_be_asked_of_a_ledger(
+    mergestream: RunCommand, ledger: Path, tmp_path: Path, options: Any, sentence: str
+) -> None:
     before = files(ledger)
     result = mergestream("export", ledger, tmp_path / "out", *options)
     assert result.code == 2 and result.out == ""
@@ -128,13 +132,17 @@ def test_what_cannot_be_asked_of_a_ledger(mergestream, ledger, tmp_path, options
         (["--format", "loras"], "average keeps one state for all experts"),
     ],
 )
-def test_what_cannot_be_asked_of_a_sum(mergestream, sums, tmp_path, options, sentence):
+def test_what_cannot_be_asked_of_a_sum(
+    mergestream: RunCommand, sums: Path, tmp_path: Path, options: Any, sentence: str
+) -> None:
     result = mergestream("export", sums, tmp_path / "out", *options)
     assert result.code == 2 and sentence in result.err and result.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_what_does_not_add_up_is_read_out_plainly_only(done, mergestream, toys, tmp_path):
+def test_what_does_not_add_up_is_read_out_plainly_only(
+    done: Callable[..., str], mergestream: RunCommand, toys: Toys, tmp_path: Path
+) -> None:
     done("init", tmp_path / "ties", "--base", toys.base, "--method", "ties")
     done("add", tmp_path / "ties", *toys.experts[:2])
     result = mergestream("export", tmp_path / "ties", tmp_path / "out", "--readout", "iso")
@@ -154,19 +162,21 @@ def test_what_does_not_add_up_is_read_out_plainly_only(done, mergestream, toys, 
         (["--max-rank", "4"], "bounded by its budget"),
     ],
 )
-def test_wrong_parameters(mergestream, toys, tmp_path, settings, sentence):
+def test_wrong_parameters(mergestream: RunCommand, toys: Toys, tmp_path: Path, settings: Any, sentence: str) -> None:
     result = mergestream("init", tmp_path / "store", "--base", toys.base, "--method", "ledger", *settings)
     assert result.code == 2 and sentence in result.err and result.err.count("\n") == 1
     assert not (tmp_path / "store").exists()
 
 
-def test_an_unknown_name_cannot_be_removed(mergestream, ledger):
+def test_an_unknown_name_cannot_be_removed(mergestream: RunCommand, ledger: Path) -> None:
     result = mergestream("remove", ledger, "expert-7")
     assert result.code == 2
     assert "no expert named expert-7 has been absorbed; did you mean expert-4? (there are:" in result.err
 
 
-def test_removing_the_only_expert_leaves_an_empty_store(done, mergestream, toys, tmp_path):
+def test_removing_the_only_expert_leaves_an_empty_store(
+    done: Callable[..., str], mergestream: RunCommand, toys: Toys, tmp_path: Path
+) -> None:
     for method in ("ledger", "opcm"):
         store = tmp_path / method
         done("init", store, "--base", toys.base, "--method", method)
@@ -176,7 +186,9 @@ def test_removing_the_only_expert_leaves_an_empty_store(done, mergestream, toys,
         done("add", store, toys.experts[1])
 
 
-def test_one_shot_merge_by_a_ledger_needs_no_store(done, toys, tmp_path, ledger):
+def test_one_shot_merge_by_a_ledger_needs_no_store(
+    done: Callable[..., str], toys: Toys, tmp_path: Path, ledger: Path
+) -> None:
     done("merge", "--base", toys.base, "--method", "ledger", "--set", "budget=8", "--set", "entries=float32",
          *toys.experts, "-o", tmp_path / "merged")  # fmt: skip
     done("export", ledger, tmp_path / "exported")
@@ -184,7 +196,9 @@ def test_one_shot_merge_by_a_ledger_needs_no_store(done, toys, tmp_path, ledger)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_an_export_keeps_to_its_memory(done, mergestream, ledger, tmp_path):
+def test_an_export_keeps_to_its_memory(
+    done: Callable[..., str], mergestream: RunCommand, ledger: Path, tmp_path: Path
+) -> None:
     result = mergestream("export", ledger, tmp_path / "out", "--max-memory", "100B")
     assert result.code == 1 and "raise --max-memory" in result.err and not (tmp_path / "out").exists()
     done("export", ledger, tmp_path / "out", "--max-memory", "1GB", "--device", "cpu", "--engine", "local")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ def test_every_readout_is_under_contract() -> None:
 @pytest.mark.parametrize("entries", ["bfloat16", "float32"])
 @pytest.mark.parametrize("count", [1, 2, 5, 12])
 @pytest.mark.parametrize("budget", [0.7, 1.0, 3.0])
-def test_it_is_the_batch_method_on_the_same_truncated_experts(readout, entries, count, budget):
+def test_it_is_the_batch_method_on_the_same_truncated_experts(
+    readout: Any, entries: str, count: int, budget: float
+) -> None:
     base, *experts = models = make_models(count, torch.float64)
     method = Ledger(budget=budget, entries=entries)
     merged = ledger_of(models, range(1, count + 1), method).state_dict(1, readout=readout)
@@ -39,7 +42,7 @@ def test_it_is_the_batch_method_on_the_same_truncated_experts(readout, entries, 
 
 
 @every_readout
-def test_weights_are_those_of_the_formula(readout):
+def test_weights_are_those_of_the_formula(readout: Any) -> None:
     base, *experts = models = make_models(3, torch.float64)
     weights = [0.5, 2.0, 1.25]
     merged = ledger_of(models, [1, 2, 3]).state_dict(
@@ -51,7 +54,7 @@ def test_weights_are_those_of_the_formula(readout):
 
 
 @every_readout
-def test_weights_too_thin_to_be_cut_and_stacks_of_weights_are_those_of_the_formula(readout):
+def test_weights_too_thin_to_be_cut_and_stacks_of_weights_are_those_of_the_formula(readout: Any) -> None:
     shapes = {"thin.weight": (5, 30), "mlp.experts.up": (3, 20, 16)}
     base, *experts = models = make_models(3, torch.float64, shapes)
     weights = {"1": 0.5, "2": 2.0, "3": 1.25}
@@ -68,7 +71,7 @@ def test_weights_too_thin_to_be_cut_and_stacks_of_weights_are_those_of_the_formu
 
 
 @every_readout
-def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout):
+def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout: Any) -> None:
     """As GPT-2's are: whose inputs an expert answers to must not depend on how a weight is stored."""
     from mergestream.ledger.merge import merge_entries
     from mergestream.ledger.span import Entry
@@ -88,7 +91,7 @@ def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout):
     torch.testing.assert_close(transposed.T, plain, rtol=1e-5, atol=1e-7)
 
 
-def test_a_readout_of_ones_own(monkeypatch):
+def test_a_readout_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of docs/how-to/extending.md."""
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "extending.md").read_text(encoding="utf-8")
     (code,) = (block for block in text.split("```python\n")[1:] if "class Shy" in block)
@@ -100,7 +103,7 @@ def test_a_readout_of_ones_own(monkeypatch):
         READOUTS.register("agree", READOUTS["shy"])
 
 
-def test_one_expert_alone_is_what_every_readout_but_iso_gives_back():
+def test_one_expert_alone_is_what_every_readout_but_iso_gives_back() -> None:
     """Nothing disagrees: agree, tsv and the sum of one expert are its own leading directions."""
     models = make_models(1, torch.float64)
     merger = ledger_of(models, [1], Ledger(budget=8, entries="float32"))
@@ -110,7 +113,7 @@ def test_one_expert_alone_is_what_every_readout_but_iso_gives_back():
             torch.testing.assert_close(merged[name], models[1][name], rtol=1e-6, atol=1e-6)
 
 
-def test_an_expert_comes_back_with_all_that_its_entry_holds():
+def test_an_expert_comes_back_with_all_that_its_entry_holds() -> None:
     """Alone it is not cut for others: what is stored of it is read."""
     models = make_models(10, torch.float64)
     merger = ledger_of(models, range(1, 11))
@@ -121,13 +124,13 @@ def test_an_expert_comes_back_with_all_that_its_entry_holds():
             torch.testing.assert_close(back[name] - models[0][name], expected[name], rtol=1e-9, atol=1e-12)
 
 
-def test_balancing_serves_the_worst_served_better():
+def test_balancing_serves_the_worst_served_better() -> None:
     """An expert that is small beside the others is heard again."""
     base, *experts = make_models(3, torch.float64)
     models = [base, *experts[:2], {name: base[name] + 0.2 * (experts[2][name] - base[name]) for name in base}]
     merger = ledger_of(models, [1, 2, 3], Ledger(budget=8, entries="float32"))
 
-    def damages(**selection):
+    def damages(**selection: Any) -> Any:
         from mergestream.ledger.selection import Selection
 
         reading = merger._reading(Selection(**selection))
@@ -139,7 +142,7 @@ def test_balancing_serves_the_worst_served_better():
 
 
 @every_readout
-def test_damage_is_what_the_definition_says(readout):
+def test_damage_is_what_the_definition_says(readout: Any) -> None:
     base, *experts = models = make_models(3, torch.float64)
     merger = ledger_of(models, [1, 2, 3])
     from mergestream.ledger.selection import Selection

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -28,12 +29,12 @@ from tests.conftest import files
 
 
 @pytest.fixture
-def models():
+def models() -> Any:
     return make_models(20)
 
 
 @pytest.fixture
-def paths(models, tmp_path) -> list[Path]:
+def paths(models: Any, tmp_path: Path) -> list[Path]:
     return save_models(tmp_path, models)
 
 
@@ -45,7 +46,7 @@ def names(store: Store) -> list[str]:
     return [entry.name for entry in store.history]
 
 
-def test_adding_writes_one_entry_and_touches_no_other(tmp_path, paths):
+def test_adding_writes_one_entry_and_touches_no_other(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
     before = entry_files(store)
     store.add(paths[4])
@@ -54,7 +55,7 @@ def test_adding_writes_one_entry_and_touches_no_other(tmp_path, paths):
     assert {Path(name).parts[0] for name in after.keys() - before.keys()} == {"0004"}
 
 
-def test_an_entry_is_laid_out_by_the_rank_rule(tmp_path, paths):
+def test_an_entry_is_laid_out_by_the_rank_rule(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:13])
     for number in (1, 8, 12):
         tensors = load_file(tmp_path / "store" / "steps" / f"{number:04d}" / "model.safetensors")
@@ -68,7 +69,7 @@ def test_an_entry_is_laid_out_by_the_rank_rule(tmp_path, paths):
     assert [entry.cut for entry in store.history] == [8] * 8 + [9, 10, 11, 12]
 
 
-def test_what_is_thin_is_kept_whole(tmp_path):
+def test_what_is_thin_is_kept_whole(tmp_path: Path) -> None:
     shapes = {"token.weight": (1, 30), "thin.weight": (7, 30), "a.weight": (8, 30)}
     base, expert = make_models(1, shapes=shapes)
     store = make_store(tmp_path / "store", Ledger(), *_saved(tmp_path, base, expert))
@@ -79,12 +80,12 @@ def test_what_is_thin_is_kept_whole(tmp_path):
     torch.testing.assert_close(back["thin.weight"], expert["thin.weight"])
 
 
-def _saved(directory, *models):
+def _saved(directory: Any, *models: Any) -> Any:
     base, *experts = save_models(directory, models)
     return base, experts
 
 
-def test_undo_drops_the_last_entry_as_often_as_there_is_one(tmp_path, paths):
+def test_undo_drops_the_last_entry_as_often_as_there_is_one(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:2])
     before = files(store.path, ".json", ".safetensors")
     store.add(paths[2])
@@ -95,7 +96,9 @@ def test_undo_drops_the_last_entry_as_often_as_there_is_one(tmp_path, paths):
 
 
 @pytest.mark.parametrize("removed", [1, 3, 5])
-def test_any_expert_can_be_removed_and_the_store_goes_on(tmp_path, paths, models, removed):
+def test_any_expert_can_be_removed_and_the_store_goes_on(
+    tmp_path: Path, paths: list[Path], models: Any, removed: int
+) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:6])
     before = entry_files(store)
     gone = store.remove(f"expert{removed}")
@@ -113,7 +116,7 @@ def test_any_expert_can_be_removed_and_the_store_goes_on(tmp_path, paths, models
     assert_same(exported(store), ledger_of(models, [1, 2, 3, 4, 5, 6]).state_dict(), "and it came back")
 
 
-def test_a_removal_that_cannot_be_committed_changes_nothing(tmp_path, paths):
+def test_a_removal_that_cannot_be_committed_changes_nothing(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
     before = files(store.path, ".json", ".safetensors")
     with (
@@ -125,7 +128,7 @@ def test_a_removal_that_cannot_be_committed_changes_nothing(tmp_path, paths):
     Store(store.path).verify()
 
 
-def test_a_removal_that_was_killed_before_it_tidied_is_complete(tmp_path, paths):
+def test_a_removal_that_was_killed_before_it_tidied_is_complete(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
     with (
         patch("mergestream.store.remove.clean_up_after_commit", side_effect=KeyboardInterrupt),
@@ -139,7 +142,9 @@ def test_a_removal_that_was_killed_before_it_tidied_is_complete(tmp_path, paths)
     assert sorted(path.name for path in (store.path / "steps").iterdir()) == ["0001", "0003", "0004"]
 
 
-def test_entries_are_shortened_when_they_hold_twice_what_is_read(tmp_path, paths, models):
+def test_entries_are_shortened_when_they_hold_twice_what_is_read(
+    tmp_path: Path, paths: list[Path], models: Any
+) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:16])
     assert {entry.cut for entry in store.history} == {8, 9, 10, 11, 12, 13, 14, 15}
     before = _bytes(store)
@@ -155,7 +160,9 @@ def test_entries_are_shortened_when_they_hold_twice_what_is_read(tmp_path, paths
     exported(store)
 
 
-def test_shortening_that_fails_leaves_longer_entries_and_the_next_step_does_it(tmp_path, paths):
+def test_shortening_that_fails_leaves_longer_entries_and_the_next_step_does_it(
+    tmp_path: Path, paths: list[Path]
+) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:16])
     with patch.object(shorten, "_write", side_effect=MergestreamError("full")):
         store.add(paths[16])
@@ -168,7 +175,7 @@ def test_shortening_that_fails_leaves_longer_entries_and_the_next_step_does_it(t
     again.verify()
 
 
-def test_entries_with_nothing_to_cut_are_not_written_again(tmp_path):
+def test_entries_with_nothing_to_cut_are_not_written_again(tmp_path: Path) -> None:
     base, *experts = save_models(tmp_path, make_models(16, shapes={"a.weight": (8, 30)}))
     store = make_store(tmp_path / "store", Ledger(), base, experts[:15])
     before = entry_files(store)
@@ -179,7 +186,7 @@ def test_entries_with_nothing_to_cut_are_not_written_again(tmp_path):
     store.verify()
 
 
-def test_the_size_does_not_grow_with_the_experts(tmp_path):
+def test_the_size_does_not_grow_with_the_experts(tmp_path: Path) -> None:
     shapes = {"a.weight": (128, 128), "b.weight": (128, 512)}
     models = make_models(30, shapes=shapes)
     base, *experts = save_models(tmp_path, models)
@@ -197,7 +204,7 @@ def _bytes(store: Store) -> int:
     return sum(len(content) for name, content in entry_files(store).items() if name.endswith(".safetensors"))
 
 
-def test_a_damaged_entry_is_named_and_never_read_out(tmp_path, paths):
+def test_a_damaged_entry_is_named_and_never_read_out(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
     path = store.path / "steps" / "0002" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -213,7 +220,7 @@ def test_a_damaged_entry_is_named_and_never_read_out(tmp_path, paths):
     store.verify()
 
 
-def test_a_missing_entry_is_named(tmp_path, paths):
+def test_a_missing_entry_is_named(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
     (store.path / "steps" / "0002").rename(tmp_path / "elsewhere")
     with pytest.raises(MergestreamError, match="0002"):
@@ -222,7 +229,7 @@ def test_a_missing_entry_is_named(tmp_path, paths):
         store.verify()
 
 
-def test_more_experts_than_files_may_be_open(tmp_path, paths):
+def test_more_experts_than_files_may_be_open(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:21])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 10, hard))
@@ -232,7 +239,7 @@ def test_more_experts_than_files_may_be_open(tmp_path, paths):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_heads_stay_with_their_experts_when_others_go(tmp_path):
+def test_heads_stay_with_their_experts_when_others_go(tmp_path: Path) -> None:
     models = [{**model, "head.weight": torch.full((3, 24), float(n))} for n, model in enumerate(make_models(3))]
     base, *experts = save_models(tmp_path, models)
     store = Store.create(tmp_path / "store", base, Ledger(), heads=["head.*"])
@@ -244,7 +251,7 @@ def test_heads_stay_with_their_experts_when_others_go(tmp_path):
         assert torch.equal(load_model(out)["head.weight"], models[number]["head.weight"])
 
 
-def test_every_step_can_be_read_again(tmp_path, paths, models):
+def test_every_step_can_be_read_again(tmp_path: Path, paths: list[Path], models: Any) -> None:
     """A ledger forgets nothing: the state after any step is the entries up to it."""
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:5])
     from mergestream.export.directory import Output
@@ -261,7 +268,9 @@ def test_every_step_can_be_read_again(tmp_path, paths, models):
 
 @pytest.mark.parametrize("method", [Average(), TaskArithmetic()], ids=str)
 @pytest.mark.parametrize("removed", [1, 2, 3])
-def test_an_expert_is_subtracted_from_a_sum(tmp_path, paths, models, method, removed):
+def test_an_expert_is_subtracted_from_a_sum(
+    tmp_path: Path, paths: list[Path], models: Any, method: Any, removed: int
+) -> None:
     store = make_store(tmp_path / "store", method, paths[0], paths[1:4])
     store.remove(f"expert{removed}", paths[removed])
     store.verify()
@@ -281,7 +290,7 @@ def test_an_expert_is_subtracted_from_a_sum(tmp_path, paths, models, method, rem
             store.undo()
 
 
-def test_the_last_expert_of_a_sum_goes_back_to_the_state_that_is_kept(tmp_path, paths):
+def test_the_last_expert_of_a_sum_goes_back_to_the_state_that_is_kept(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Average(), paths[0], paths[1:3])
     two = exported(store)
     store.add(paths[3])
@@ -289,7 +298,7 @@ def test_the_last_expert_of_a_sum_goes_back_to_the_state_that_is_kept(tmp_path, 
     assert_same(exported(store), two, "the kept state")
 
 
-def test_what_is_subtracted_must_be_what_was_absorbed(tmp_path, paths):
+def test_what_is_subtracted_must_be_what_was_absorbed(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Average(), paths[0], paths[1:4])
     before = files(store.path, ".json", ".safetensors")
     with pytest.raises(MergestreamError, match="not the expert that was added as expert1"):
@@ -301,13 +310,13 @@ def test_what_is_subtracted_must_be_what_was_absorbed(tmp_path, paths):
     assert files(store.path, ".json", ".safetensors") == before
 
 
-def test_an_interrupted_subtraction_goes_on(tmp_path, paths, models):
+def test_an_interrupted_subtraction_goes_on(tmp_path: Path, paths: list[Path], models: Any) -> None:
     from mergestream.merging.step import Step
 
     store = make_store(tmp_path / "store", Average(), paths[0], paths[1:4])
     absorb, done = Step.absorb, []
 
-    def until(step, *arguments):
+    def until(step: Any, *arguments: Any) -> Any:
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(arguments[-1])
@@ -323,7 +332,7 @@ def test_an_interrupted_subtraction_goes_on(tmp_path, paths, models):
     assert_close(exported(again), exported(never), models[0], 1e-4, "subtracted")
 
 
-def test_methods_that_mind_the_order_cannot_remove(tmp_path, paths):
+def test_methods_that_mind_the_order_cannot_remove(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", OPCM(), paths[0], paths[1:4])
     with pytest.raises(UsageError, match="opcm cannot take an expert out"):
         store.remove("expert1", paths[1])
@@ -333,7 +342,7 @@ def test_methods_that_mind_the_order_cannot_remove(tmp_path, paths):
 
 
 @pytest.mark.parametrize("method", [OPCM(), Average(), TaskArithmetic()], ids=str)
-def test_the_state_of_a_method_that_adds_up_can_be_read_out_isotropically(tmp_path, method):
+def test_the_state_of_a_method_that_adds_up_can_be_read_out_isotropically(tmp_path: Path, method: Any) -> None:
     models = make_models(3, torch.float64)
     base = models[0]
     paths = save_models(tmp_path, models)

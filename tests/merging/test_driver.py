@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +14,7 @@ from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import UsageError
 from mergestream.methods.base import Method
 from mergestream.report.diff import compare
-from tests.conftest import toy_base, toy_expert
+from tests.conftest import RunCommand, Toys, toy_base, toy_expert
 
 METHODS = [Ledger(), OPCM(), OPCM(scaling="sqrt"), Average(), TIES(), TIES(mode="streaming"), EMA(), LAWA(), MagMax()]
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -19,7 +22,7 @@ TOO_LITTLE = LocalEngine(max_memory=1)
 
 
 @every_method
-def test_a_budget_that_is_too_small_is_refused_everywhere(method, tmp_path, toys):
+def test_a_budget_that_is_too_small_is_refused_everywhere(method: Any, tmp_path: Path, toys: Toys) -> None:
     with pytest.raises(MergestreamError, match=r"tensor .* needs .* raise --max-memory"):
         mergestream.merge(toys.base, toys.experts[:2], tmp_path / "out", method, engine=TOO_LITTLE)
     assert not list(tmp_path.iterdir()), "nothing is left"
@@ -36,12 +39,14 @@ def test_a_budget_that_is_too_small_is_refused_everywhere(method, tmp_path, toys
 
 
 @every_method
-def test_the_arithmetic_runs_on_the_engines_device_everywhere(method, tmp_path, toys, monkeypatch):
+def test_the_arithmetic_runs_on_the_engines_device_everywhere(
+    method: Any, tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is no GPU here: a second name of the processor shows where tensors are put, and they can be read there."""
     moved: list[str] = []
     to = torch.Tensor.to
 
-    def spy(self, *arguments, **options):
+    def spy(self, *arguments: Any, **options: Any) -> Any:
         if arguments == ("cpu:0",):
             moved.append("there")
             return to(self, "cpu")
@@ -64,7 +69,7 @@ def test_the_arithmetic_runs_on_the_engines_device_everywhere(method, tmp_path, 
 # --- the scale is decided when the model is read out --------------------------------------------------------
 
 
-def merged_by(method: Method, experts: int = 3, **options) -> dict[str, torch.Tensor]:
+def merged_by(method: Method, experts: int = 3, **options: Any) -> dict[str, torch.Tensor]:
     merger = Merger(toy_base(), method)
     for number in range(1, experts + 1):
         merger.add(toy_expert(number))
@@ -76,20 +81,20 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("scale", ["mean", 1 / 3, "0.3333333333333333"])
-def test_methods_that_share_a_state_are_each_other_read_out_with_another_scale(scale):
+def test_methods_that_share_a_state_are_each_other_read_out_with_another_scale(scale: Any) -> None:
     average = merged_by(Average())
     assert same(merged_by(mergestream.TaskArithmetic(scale=0.7), scale=scale), average)
     assert not same(merged_by(mergestream.TaskArithmetic(scale=0.7)), average)
 
 
-def test_opcm_is_read_out_by_either_rule_whatever_it_was_made_with():
+def test_opcm_is_read_out_by_either_rule_whatever_it_was_made_with() -> None:
     assert same(merged_by(OPCM(), scale="sqrt"), merged_by(OPCM(scaling="sqrt")))
     assert same(merged_by(OPCM(scaling="sqrt"), scale="adaptive"), merged_by(OPCM()))
 
 
 @pytest.mark.parametrize("method", [OPCM(), OPCM(scaling="sqrt"), Average()], ids=repr)
 @pytest.mark.parametrize("scale", ["adaptive", "sqrt", "mean", 0.25])
-def test_a_store_reads_out_what_the_merger_does(method, scale, tmp_path, toys):
+def test_a_store_reads_out_what_the_merger_does(method: Any, scale: float | str, tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, method)
     for expert in toys.experts[:3]:
         store.add(expert)
@@ -98,7 +103,7 @@ def test_a_store_reads_out_what_the_merger_does(method, scale, tmp_path, toys):
         assert all(torch.equal(found.read(name), expected[name]) for name in expected)
 
 
-def test_adaptive_keeps_the_distance_at_the_mean_norm_for_any_sum(tmp_path, toys):
+def test_adaptive_keeps_the_distance_at_the_mean_norm_for_any_sum(tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, Average())
     for expert in toys.experts[:3]:
         assert store.add(expert).distance is None, "nobody asked for it"
@@ -109,7 +114,9 @@ def test_adaptive_keeps_the_distance_at_the_mean_norm_for_any_sum(tmp_path, toys
 
 
 @pytest.mark.parametrize("method", [EMA(), LAWA(), MagMax(), TIES()], ids=repr)
-def test_rules_for_sums_are_refused_for_what_is_no_sum_and_numbers_are_not(method, tmp_path, toys):
+def test_rules_for_sums_are_refused_for_what_is_no_sum_and_numbers_are_not(
+    method: Any, tmp_path: Path, toys: Toys
+) -> None:
     store = Store.create(tmp_path / "store", toys.base, method)
     store.add(toys.experts[0])
     for rule in ("adaptive", "sqrt", "mean"):
@@ -120,7 +127,9 @@ def test_rules_for_sums_are_refused_for_what_is_no_sum_and_numbers_are_not(metho
 
 
 @pytest.mark.parametrize(("scale", "sentence"), [("sqr", "did you mean sqrt"), ("nan", "finite"), ("much", "adaptive")])
-def test_a_scale_that_is_none_is_wrong_usage(scale, sentence, tmp_path, toys, mergestream):
+def test_a_scale_that_is_none_is_wrong_usage(
+    scale: str, sentence: str, tmp_path: Path, toys: Toys, mergestream: RunCommand
+) -> None:
     mergestream("init", tmp_path / "store", "--base", toys.base)
     mergestream("add", tmp_path / "store", toys.experts[0])
     result = mergestream("export", tmp_path / "store", tmp_path / "out", "--scale", scale)

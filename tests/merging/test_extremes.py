@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def readouts(method: Method) -> list[str | None]:
     ("dtype", "size", "at_zero"), [*((*form, True) for form in SIZES), (*SIZES[0], False), (*SIZES[2], False)], ids=str
 )
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_a_merge_is_finite_or_refused(method, dtype, size, at_zero):
+def test_a_merge_is_finite_or_refused(method: Any, dtype: Any, size: Any, at_zero: Any) -> None:
     models = [extreme(size, dtype, seed) for seed in range(4)]
     try:
         merger = Merger({name: 0 * x for name, x in models[0].items()} if at_zero else models[0], method, engine=ENGINE)
@@ -74,7 +75,7 @@ def test_a_merge_is_finite_or_refused(method, dtype, size, at_zero):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_denormal_differences_are_merged(method):
+def test_denormal_differences_are_merged(method: Any) -> None:
     """They are not nothing, and their squares and inverses are numbers."""
     base = {name: torch.zeros_like(x) for name, x in extreme(1, torch.float32, 0).items()}
     merger = Merger(base, method, engine=ENGINE)
@@ -84,14 +85,14 @@ def test_denormal_differences_are_merged(method):
 
 
 @pytest.mark.parametrize("method", [Average(), Ledger()], ids=repr)
-def test_one_go_refuses_what_leaves_float32(method, tmp_path):
+def test_one_go_refuses_what_leaves_float32(method: Any, tmp_path: Path) -> None:
     places = [save_model(tmp_path / str(n), extreme(2e38 if n else 0, torch.float32, n)) for n in range(4)]
     with pytest.raises(MergestreamError, match=r"tensor a\.weight (becomes too large for float32|cannot be merged)"):
         mergestream.merge(places[0], places[1:], tmp_path / "out", method, engine=ENGINE)
     assert not (tmp_path / "out").exists()
 
 
-def test_one_go_refuses_a_base_with_nan_that_no_expert_touches(tmp_path):
+def test_one_go_refuses_a_base_with_nan_that_no_expert_touches(tmp_path: Path) -> None:
     base, expert = extreme(1, torch.float32, 0), extreme(1, torch.float32, 1)
     base["bias"][3] = math.nan
     del expert["bias"]
@@ -111,7 +112,7 @@ def test_one_go_refuses_a_base_with_nan_that_no_expert_touches(tmp_path):
         (3.5e38, None, None),
     ],
 )
-def test_every_narrowing_is_checked(size, dtype, sentence, tmp_path):
+def test_every_narrowing_is_checked(size: float, dtype: str | None, sentence: str | None, tmp_path: Path) -> None:
     """The base is at home in float64, and the expert hardly moves it."""
     base = {name: torch.full_like(x, size) for name, x in extreme(1, torch.float64, 0).items()}
     expert = {name: x * (1 - 1e-9) for name, x in base.items()}
@@ -133,7 +134,7 @@ def test_every_narrowing_is_checked(size, dtype, sentence, tmp_path):
             assert not out.exists()
 
 
-def test_heads_and_factors_are_checked_too(tmp_path):
+def test_heads_and_factors_are_checked_too(tmp_path: Path) -> None:
     def model(seed: int, head: float) -> Path:
         own = torch.full((2, 3), head, dtype=torch.float64)
         return save_model(tmp_path / str(seed), {**extreme(1, torch.float64, seed), "head.weight": own})
@@ -147,7 +148,7 @@ def test_heads_and_factors_are_checked_too(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_scale_beyond_the_type_is_refused(tmp_path):
+def test_a_scale_beyond_the_type_is_refused(tmp_path: Path) -> None:
     places = [save_model(tmp_path / str(n), extreme(1, torch.float32, n)) for n in range(2)]
     store = Store.create(tmp_path / "store", places[0], Average(), engine=ENGINE)
     store.add(places[1], allow_other_base=True)
@@ -155,7 +156,7 @@ def test_a_scale_beyond_the_type_is_refused(tmp_path):
         store.export(tmp_path / "out", scale=1e300, pictures=False)
 
 
-def test_an_expert_of_a_wider_type_that_the_base_cannot_hold(tmp_path):
+def test_an_expert_of_a_wider_type_that_the_base_cannot_hold(tmp_path: Path) -> None:
     base, expert = extreme(1, torch.float32, 0), extreme(1e100, torch.float64, 1)
     save_file(base, tmp_path / "base.safetensors")
     store = Store.create(tmp_path / "store", tmp_path / "base.safetensors", engine=ENGINE)

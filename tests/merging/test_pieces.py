@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -110,14 +111,14 @@ def as_bytes(tensors: StateDict) -> dict[str, bytes]:
     return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 
-def test_every_method_is_drawn():
+def test_every_method_is_drawn() -> None:
     assert {method.name for method in METHOD_CASES} == set(METHODS)
 
 
 @pytest.mark.parametrize("method", METHOD_CASES, ids=str)
 @settings(max_examples=12)
 @given(models=models(), size=st.integers(1, 100))
-def test_pieces_of_any_size_give_the_same_model(method, models, size):
+def test_pieces_of_any_size_give_the_same_model(method: Any, models: Any, size: Any) -> None:
     expected, history = merged(models, method)
     with pieces_of(size):
         found, history_in_pieces = merged(models, method)
@@ -127,7 +128,9 @@ def test_pieces_of_any_size_give_the_same_model(method, models, size):
 
 @settings(max_examples=60)
 @given(models(), st.integers(1, 100), st.floats(0, 1), st.sampled_from(["model", "tensor"]))
-def test_thresholds_are_those_of_a_full_sort_in_pieces_of_any_size(models, size, density, over):
+def test_thresholds_are_those_of_a_full_sort_in_pieces_of_any_size(
+    models: Any, size: Any, density: Any, over: Any
+) -> None:
     base, *experts = (open_checkpoint(model) for model in models)
     model = BaseModel.examine(base)
     method, vectors = TIES(mode="streaming", density=density, trim=over), [TaskVector(model, base, x) for x in experts]

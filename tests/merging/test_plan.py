@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bytes]:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=called)
-def test_a_step_writes_what_inspect_has_said(method: Method, toys: Toys, tmp_path: Path, monkeypatch) -> None:
+def test_a_step_writes_what_inspect_has_said(
+    method: Method, toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store.create(tmp_path / "store", toys.base, method)
     for number, expert in enumerate(toys.experts[:2], start=1):
         said = store.inspect(expert)
@@ -64,7 +67,9 @@ def test_a_step_writes_what_inspect_has_said(method: Method, toys: Toys, tmp_pat
 
 
 @pytest.mark.parametrize("method", ["opcm", "ledger"])
-def test_an_adapter_reads_its_factors_and_none_of_the_base(method, toys: Toys, tmp_path: Path, monkeypatch) -> None:
+def test_an_adapter_reads_its_factors_and_none_of_the_base(
+    method: str, toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store.create(tmp_path / method, toys.base, method)
     for seed in range(2):
         adapter = handmade_adapter(tmp_path / f"{method}-adapter-{seed}", seed)
@@ -86,12 +91,12 @@ def test_matrices_of_a_7b_need_no_more_than_4_gb(method: Method) -> None:
     assert memory(32000, 4096) <= 4e9
 
 
-def test_the_largest_tensors_are_absorbed_first(toys: Toys, tmp_path: Path, monkeypatch) -> None:
+def test_the_largest_tensors_are_absorbed_first(toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.create(tmp_path / "store", toys.base, engine=LocalEngine(1))
     absorbed: list[str] = []
     original = Ledger.absorb
 
-    def absorb(method, state, delta, context):
+    def absorb(method: Any, state: Any, delta: Any, context: Any) -> Any:
         absorbed.append(context.tensor)
         return original(method, state, delta, context)
 

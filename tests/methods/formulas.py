@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,17 +27,17 @@ def norm(delta: Model) -> float:
     return float(flat(delta).norm())
 
 
-def average(base, experts):
+def average(base: Any, experts: Any) -> Any:
     vectors = deltas(base, experts)
     return {name: sum(v[name] for v in vectors) / len(vectors) for name in base}
 
 
-def task_arithmetic(base, experts, scale=0.3):
+def task_arithmetic(base: Any, experts: Any, scale: Any = 0.3) -> Any:
     vectors = deltas(base, experts)
     return {name: scale * sum(v[name] for v in vectors) for name in base}
 
 
-def ema(base, experts, beta=0.9):
+def ema(base: Any, experts: Any, beta: Any = 0.9) -> Any:
     first, *rest = deltas(base, experts)
     mean = dict(first)
     for vector in rest:
@@ -44,12 +45,12 @@ def ema(base, experts, beta=0.9):
     return mean
 
 
-def lawa(base, experts, window=5):
+def lawa(base: Any, experts: Any, window: Any = 5) -> Any:
     latest = deltas(base, experts)[-window:]
     return {name: sum(v[name] for v in latest) / len(latest) for name in base}
 
 
-def magmax(base, experts, scale=0.5):
+def magmax(base: Any, experts: Any, scale: Any = 0.5) -> Any:
     vectors = deltas(base, experts)
     merged = {}
     for name in base:
@@ -58,7 +59,7 @@ def magmax(base, experts, scale=0.5):
     return merged
 
 
-def dare(base, experts, density=0.5, seed=0, scale=0.3):
+def dare(base: Any, experts: Any, density: Any = 0.5, seed: Any = 0, scale: Any = 0.3) -> Any:
     vectors = [_drawn(vector, density, seed, number) for number, vector in enumerate(deltas(base, experts), 1)]
     return {name: scale / density * sum(vector[name] for vector in vectors) for name in base}
 
@@ -74,17 +75,17 @@ def _drawn(delta: Model, density: float, seed: int, number: int) -> Model:
 
 
 def weighted(
-    base,
-    experts,
-    weights="1",
-    densities="1",
-    thin="largest",
-    elect=False,
-    normalize=False,
-    rescale=False,
-    scale=1.0,
-    seed=0,
-):
+    base: Any,
+    experts: Any,
+    weights: Any = "1",
+    densities: Any = "1",
+    thin: Any = "largest",
+    elect: Any = False,
+    normalize: Any = False,
+    rescale: Any = False,
+    scale: Any = 1.0,
+    seed: Any = 0,
+) -> Any:
     """mergekit's task arithmetic and its kin, entry by entry in Python's own arithmetic."""
     w, d = (
         [*map(float, text.split(","))] + [float(text.split(",")[-1])] * len(experts) for text in (weights, densities)
@@ -115,7 +116,7 @@ def _largest(x: Tensor, density: float) -> Tensor:
     return x * (x.abs() >= x.abs().flatten().sort(descending=True).values[max(1, int(density * x.numel())) - 1])
 
 
-def model_stock(base, experts):
+def model_stock(base: Any, experts: Any) -> Any:
     vectors, k = deltas(base, experts), len(experts)
     merged = {}
     for name in base:
@@ -140,7 +141,9 @@ def _trim(delta: Model, density: float, trim: str) -> Model:
     return {name: x * (x.abs() >= threshold(x.reshape(-1))) for name, x in delta.items()}
 
 
-def ties(base, experts, density=0.2, scale=0.3, mode="continual", trim="model"):
+def ties(
+    base: Any, experts: Any, density: Any = 0.2, scale: Any = 0.3, mode: Any = "continual", trim: Any = "model"
+) -> Any:
     vectors = deltas(base, experts)
     if mode == "streaming":
         trimmed = [_trim(v, density, trim) for v in vectors]
@@ -179,7 +182,14 @@ def project(S: Tensor, delta: Tensor, alpha: float, projection: str) -> Tensor:
     return U @ (coefficients * keep) @ Vh
 
 
-def opcm(base, experts, alpha=0.5, projection="reference", scaling="adaptive", linear=("a.weight", "b.weight")):
+def opcm(
+    base: Any,
+    experts: Any,
+    alpha: Any = 0.5,
+    projection: Any = "reference",
+    scaling: Any = "adaptive",
+    linear: Any = ("a.weight", "b.weight"),
+) -> Any:
     """Algorithm 1 of the paper, in its own recursive form."""
     vectors = deltas(base, experts)
     merged, scale, n = dict(vectors[0]), 1.0, norm(vectors[0])
@@ -195,7 +205,7 @@ def opcm(base, experts, alpha=0.5, projection="reference", scaling="adaptive", l
     return merged
 
 
-def ledger(base, experts, **parameters):
+def ledger(base: Any, experts: Any, **parameters: Any) -> Any:
     from tests.ledger.formulas import merged
 
     return merged(base, experts, "agree", **parameters)

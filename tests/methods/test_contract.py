@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -60,38 +62,38 @@ def test_the_contract(check: Check) -> None:
     check()
 
 
-def formula(method: Method, base, experts) -> dict[str, Tensor]:
+def formula(method: Method, base: Any, experts: Any) -> dict[str, Tensor]:
     return getattr(formulas, method.name)(base, experts, **method.parameters)
 
 
-def assert_equals_the_formula(method: Method, base, experts) -> None:
+def assert_equals_the_formula(method: Method, base: Any, experts: Any) -> None:
     merged = merged_in_memory(method, base, experts)
     expected = formula(method, base, experts)
     for name in base:
         torch.testing.assert_close(merged[name] - base[name], expected[name], rtol=1e-7, atol=1e-9)
 
 
-def test_every_registered_method_is_under_contract():
+def test_every_registered_method_is_under_contract() -> None:
     assert {method.name for method in METHOD_CASES} == {
         name for name in METHODS if METHODS.origin(name) == "mergestream"
     }
 
 
 @every_method
-def test_equals_the_formula_in_float64(method):
+def test_equals_the_formula_in_float64(method: Any) -> None:
     base, *experts = make_models(dtype=torch.float64)
     assert_equals_the_formula(method, base, experts)
 
 
 @every_method
-def test_zero_vectors_give_what_the_formula_says(method):
+def test_zero_vectors_give_what_the_formula_says(method: Any) -> None:
     base, one, other = make_models(2, dtype=torch.float64)
     for experts in ([base, one, other], [one, base, other], [one, other, base]):
         assert_equals_the_formula(method, base, experts)
 
 
 @every_method
-def test_float32_state_stays_close_to_the_formula(method, models):
+def test_float32_state_stays_close_to_the_formula(method: Any, models: list[dict[str, Tensor]]) -> None:
     base, *experts = models
     merged = merged_in_memory(method, base, experts)
     expected = formula(method, base, experts)
@@ -100,7 +102,7 @@ def test_float32_state_stays_close_to_the_formula(method, models):
 
 
 @every_method
-def test_first_model_alone(method, models):
+def test_first_model_alone(method: Any, models: list[dict[str, Tensor]]) -> None:
     base, expert, *_ = models
     merged = merged_in_memory(method, base, [expert])
     expected = formula(method, base, [expert])
@@ -109,7 +111,7 @@ def test_first_model_alone(method, models):
 
 
 @every_method
-def test_methods_that_are_not_commutative_mind_the_order(method, models):
+def test_methods_that_are_not_commutative_mind_the_order(method: Any, models: list[dict[str, Tensor]]) -> None:
     base, *experts = models
     forth = merged_in_memory(method, base, experts)
     back = merged_in_memory(method, base, experts, backwards=True)

@@ -1,6 +1,9 @@
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from mergestream import Store
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError
 from mergestream.report.diagnostics import layer_of, natural
-from tests.conftest import files, save_model
+from tests.conftest import RunCommand, files, save_model
 from tests.report.conftest import EXPERTS, make_store
 
 
@@ -40,12 +43,14 @@ def test_sketches_do_not_depend_on_the_number_of_workers(scored: Store, models: 
     assert sketches == files(many.path, "sketch.safetensors") == files(scored.path, "sketch.safetensors")
 
 
-def test_an_interrupted_add_gives_the_same_sketch(store: Store, scored: Store, models: Path, monkeypatch) -> None:
+def test_an_interrupted_add_gives_the_same_sketch(
+    store: Store, scored: Store, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mergestream.store.steps import StepWriter
 
     record, count = StepWriter.record, 0
 
-    def interrupted(self, *arguments) -> None:
+    def interrupted(self, *arguments: Any) -> None:
         nonlocal count
         record(self, *arguments)
         count += 1
@@ -134,14 +139,14 @@ def test_inspect_tells_cosines_interference_and_size(store: Store, models: Path)
     assert files(store.path, ".json", ".safetensors") == before
 
 
-def test_inspect_prints_them(store: Store, models: Path, mergestream) -> None:
+def test_inspect_prints_them(store: Store, models: Path, mergestream: RunCommand) -> None:
     told = mergestream("inspect", store.path, models / "giant")
     assert "cosine to each expert" in told.out and "layers with the smallest share kept" in told.out
     assert told.err.startswith("note: ") and "outweighs" in told.err
     assert mergestream("inspect", store.path, models / "pets").err == ""
 
 
-def test_add_notes_an_expert_that_outweighs_the_others(store: Store, models: Path, mergestream) -> None:
+def test_add_notes_an_expert_that_outweighs_the_others(store: Store, models: Path, mergestream: RunCommand) -> None:
     result = mergestream("add", store.path, models / "giant")
     assert result.code == 0
     assert "times as long as the mean of the experts before it" in result.err

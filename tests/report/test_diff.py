@@ -1,4 +1,7 @@
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,7 +63,7 @@ def test_a_step_that_is_not_there(store: Store, models: Path, which: str, messag
         compare(store, which, "3")
 
 
-def test_the_command_prints_both_forms(scored: Store, done) -> None:
+def test_the_command_prints_both_forms(scored: Store, done: Callable[..., str]) -> None:
     out = done("diff", scored.path, 2, 3)
     assert "layers with the largest differences" in out and "A: step 2 (digits)" in out
     data = json.loads(done("diff", scored.path, 2, 3, "--json"))

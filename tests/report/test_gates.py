@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import json
 import shlex
 import sys
@@ -9,7 +11,7 @@ from mergestream import Average, Store
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.report.diff import compare
 from mergestream.report.gates import Gate, GateError, Gatekeeper, evaluate
-from tests.conftest import files
+from tests.conftest import RunCommand, Toys, files
 
 SCORE = shlex.join([sys.executable, "-c", "import os, sys; print(len(os.listdir(sys.argv[1])), 'files'); print('{}')"])
 
@@ -55,7 +57,9 @@ def test_gates_that_hold_are_recorded_with_their_values(store: Store, models: Pa
     assert again.gates[2]["value"] == pytest.approx(entry.norm / store.history[1].mean_norm)
 
 
-def test_every_failed_gate_has_its_sentence_and_the_store_is_unchanged(store: Store, models: Path, mergestream) -> None:
+def test_every_failed_gate_has_its_sentence_and_the_store_is_unchanged(
+    store: Store, models: Path, mergestream: RunCommand
+) -> None:
     before = contents(store)
     gates = ("--gate", "kept>=0.999", "--gate", "max_cosine<=0.01", "--gate", "norm>=0", "--gate", "distance<=0")
     result = mergestream("add", store.path, models / "pets", *gates)
@@ -92,7 +96,9 @@ def test_the_candidate_is_the_model_that_export_writes_afterwards(store: Store, 
 COPY = "import shutil, sys; shutil.copytree(sys.argv[2], sys.argv[1]); print(1)"
 
 
-def test_a_score_that_is_too_low_leaves_the_store_unchanged(store: Store, models: Path, mergestream) -> None:
+def test_a_score_that_is_too_low_leaves_the_store_unchanged(
+    store: Store, models: Path, mergestream: RunCommand
+) -> None:
     before = contents(store)
     options = ("--evaluate", command("0.4 0.75"), "--gate", "score>=0.8")
     result = mergestream("add", store.path, models / "pets", *options)
@@ -150,7 +156,7 @@ def test_gate_errors_are_errors_of_the_input() -> None:
     assert GateError.exit_code == 1
 
 
-def test_a_gate_on_the_distance_has_it_measured_where_the_method_does_not_need_it(tmp_path, toys):
+def test_a_gate_on_the_distance_has_it_measured_where_the_method_does_not_need_it(tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, Average())
     assert store.add(toys.experts[0]).distance is None
     with pytest.raises(MergestreamError, match="the distance of the merged model to the base is"):

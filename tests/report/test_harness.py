@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,19 @@ def written(place: Path, *contents: Any) -> Path:
     return place
 
 
-def test_of_lm_eval_each_task_or_its_group_has_its_first_metric_of_which_more_is_better(tmp_path: Path):
+def test_of_lm_eval_each_task_or_its_group_has_its_first_metric_of_which_more_is_better(tmp_path: Path) -> None:
     found = read_evaluation("harness", written(tmp_path, LM_EVAL))
     assert found["scores"] == {"topic": 0.5, "facts": 0.7, "wiki": 12.5}
     assert found["score"] == pytest.approx(0.6)  # perplexities are no part of it
     assert describe_evaluation(found) == "0.6 (topic 0.5, facts 0.7, wiki 12.5)"
 
 
-def test_where_less_is_better_everywhere_the_score_is_the_mean_all_the_same(tmp_path: Path):
+def test_where_less_is_better_everywhere_the_score_is_the_mean_all_the_same(tmp_path: Path) -> None:
     only = {**LM_EVAL, "results": {"wiki": LM_EVAL["results"]["wiki"]}}
     assert read_evaluation("harness", written(tmp_path, only))["score"] == 12.5
 
 
-def test_plain_objects_will_do_and_files_add_up(tmp_path: Path):
+def test_plain_objects_will_do_and_files_add_up(tmp_path: Path) -> None:
     found = read_evaluation("mine", written(tmp_path, {"a": 1, "model": "x", "b": 0.5}, {"c": 0}))
     assert (found["score"], found["scores"]) == (0.5, {"a": 1.0, "b": 0.5, "c": 0.0})
     many = read_evaluation("mine", written(tmp_path, {f"t{i:02}": i for i in range(30)}))
@@ -69,7 +70,7 @@ def test_plain_objects_will_do_and_files_add_up(tmp_path: Path):
         ([[1]], "not a JSON object"),
     ],
 )
-def test_what_has_no_scores_is_told(tmp_path: Path, contents: list[Any], reason: str):
+def test_what_has_no_scores_is_told(tmp_path: Path, contents: list[Any], reason: str) -> None:
     with pytest.raises(CommandError, match=rf"--evaluate 'mine' .*{reason}.*; nothing was added"):
         read_evaluation("mine", written(tmp_path, *contents))
 
@@ -130,7 +131,7 @@ def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_lm_eval_scores_the_merged_model_before_it_counts(language: Path, done):
+def test_lm_eval_scores_the_merged_model_before_it_counts(language: Path, done: Callable[..., str]) -> None:
     command = shlex.join([sys.executable, "-m", "lm_eval", "--model", "hf", "--tasks", "colours", "--device", "cpu"])
     command += f" --model_args pretrained={{model}} --include_path {language / 'tasks'} --output_path {{scores}}"
     store = language / "store"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from mergestream.report.facts import Facts
 from mergestream.report.ledger import HIGH_DAMAGE, HIGH_OVERLAP, LedgerFacts
 from mergestream.report.render import render_html
 from mergestream.report.sections import make_sections
-from tests.conftest import files, save_model
+from tests.conftest import RunCommand, files, save_model
 from tests.report.conftest import EXPERTS, expert, make_store, model
 
 LINEAR = ("pooler.weight", *(f"encoder.layer.{n}.{part}.weight" for n in (1, 2, 10) for part in ("up", "down")))
@@ -200,7 +201,7 @@ def test_inspect_predicts_what_the_report_tells_afterwards(pair: Store, models: 
     assert told.kept == pair.history[-1].kept
 
 
-def test_inspect_as_json_and_as_text(pair: Store, models: Path, done) -> None:
+def test_inspect_as_json_and_as_text(pair: Store, models: Path, done: Callable[..., str]) -> None:
     data = json.loads(done("inspect", pair.path, models / "pets", "--json"))
     assert data["lambda"] is None and data["distance"] is None and data["held"] == data["kept"] < 1
     assert list(data["damage"]) == ["cars", "digits", "pets"] and all(value >= 0 for value in data["damage"].values())
@@ -230,7 +231,9 @@ def test_gates_on_damage_and_held_are_recorded_with_their_values(pair: Store, mo
     assert entry.gates[1]["value"] == found.held[-1]
 
 
-def test_an_expert_that_would_do_too_much_damage_is_not_added(pair: Store, models: Path, mergestream) -> None:
+def test_an_expert_that_would_do_too_much_damage_is_not_added(
+    pair: Store, models: Path, mergestream: RunCommand
+) -> None:
     before = files(pair.path)
     result = mergestream("add", pair.path, models / "pets", "--gate", "damage<=0.0001", "--gate", "held>=0.99")
     assert result.code == 1
@@ -240,14 +243,14 @@ def test_an_expert_that_would_do_too_much_damage_is_not_added(pair: Store, model
 
 
 @pytest.mark.parametrize("quantity", ["lambda", "distance"])
-def test_a_ledger_has_no_scale_to_gate_on(pair: Store, mergestream, quantity: str) -> None:
+def test_a_ledger_has_no_scale_to_gate_on(pair: Store, mergestream: RunCommand, quantity: str) -> None:
     result = mergestream("add", pair.path, "no-such-expert", "--gate", f"{quantity}>=0")
     assert result.code == 2 and len(result.err.splitlines()) == 1
     assert f"a ledger has no {quantity} before it is exported" in result.err
 
 
 @pytest.mark.parametrize("quantity", ["damage", "held"])
-def test_only_a_ledger_predicts_damage(store: Store, mergestream, quantity: str) -> None:
+def test_only_a_ledger_predicts_damage(store: Store, mergestream: RunCommand, quantity: str) -> None:
     result = mergestream("add", store.path, "no-such-expert", "--gate", f"{quantity}>=0")
     assert result.code == 2 and len(result.err.splitlines()) == 1
     assert f"only a ledger has {quantity}, and this store uses opcm" in result.err
@@ -273,7 +276,7 @@ def test_the_page_has_the_sections_of_a_ledger_and_none_of_a_state(ledger: Store
     assert render_html(Facts.of(Store(ledger.path))) == text
 
 
-def test_json_and_markdown_have_the_same_facts(ledger: Store, done) -> None:
+def test_json_and_markdown_have_the_same_facts(ledger: Store, done: Callable[..., str]) -> None:
     found = facts_of(ledger)
     data = json.loads(done("report", ledger.path, "--format", "json"))
     assert data["ledger"]["held"] == list(found.held) and data["ledger"]["damage"] == list(found.damage)
@@ -327,7 +330,7 @@ def test_findings_name_who_is_served_badly_and_who_collides(tmp_path: Path, mode
     assert f"The ledger holds only {found.held[1]:.0%} of digits." in sentences
 
 
-def test_the_commands_make_the_same_ledger_again(ledger: Store, tmp_path: Path, mergestream) -> None:
+def test_the_commands_make_the_same_ledger_again(ledger: Store, tmp_path: Path, mergestream: RunCommand) -> None:
     again = tmp_path / "again"
     for line in Facts.of(ledger).commands:
         program, *arguments = shlex.split(line.replace(str(ledger.path), str(again)))
@@ -355,7 +358,9 @@ def flip(path: Path, tensor: str) -> None:
 
 
 @pytest.mark.parametrize("tensor", ["left:pooler.weight", "sigma:pooler.weight"])
-def test_a_damaged_entry_is_named(pair: Store, models: Path, mergestream, tmp_path: Path, tensor: str) -> None:
+def test_a_damaged_entry_is_named(
+    pair: Store, models: Path, mergestream: RunCommand, tmp_path: Path, tensor: str
+) -> None:
     damaged = pair.path / "steps/0002/model.safetensors"
     flip(damaged, tensor)
     before = files(pair.path)

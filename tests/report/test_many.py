@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_text_of_many_experts_has_all_in_one_table(many: Store) -> None:
     assert f"This shows {MAX_EXPERTS} of {MANY} experts" in text
 
 
-def test_json_of_many_experts_has_all(many: Store, done) -> None:
+def test_json_of_many_experts_has_all(many: Store, done: Callable[..., str]) -> None:
     data = json.loads(done("report", many.path, "--format", "json"))
     assert len(data["experts"]) == len(data["similarity"]["cosines"]) == len(data["similarity"]["cosines"][0]) == MANY
     assert len(data["findings"]) < 5 * MAX_FINDINGS
@@ -146,7 +147,7 @@ def test_the_chosen_are_the_latest_the_closest_and_the_most_opposed() -> None:
     assert Similarity(("a", "b"), ((1, 0), (0, 1))).choose() == (0, 1)
 
 
-def test_inspect_lists_the_closest_of_many(many: Store, models: Path, done) -> None:
+def test_inspect_lists_the_closest_of_many(many: Store, models: Path, done: Callable[..., str]) -> None:
     text = done("inspect", many.path, models / "giant")
     assert text.count("expert-") == 20 and f"… and {MANY - 20} more (--json lists all)" in text
     assert len(json.loads(done("inspect", many.path, models / "giant", "--json"))["cosines"]) == MANY

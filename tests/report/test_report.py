@@ -1,8 +1,11 @@
+from __future__ import annotations
+
 import json
 import math
 import re
 import sys
 from base64 import b64encode
+from collections.abc import Callable
 from hashlib import sha256
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -16,10 +19,11 @@ from mergestream.report.render import render_html, render_markdown
 from mergestream.report.sections import make_sections
 from mergestream.report.verdict import next_step
 from mergestream.report.wording import short_name
+from tests.conftest import RunCommand
 from tests.report.conftest import EXPERTS, make_store
 
 
-def test_json_has_all_facts(scored: Store, done) -> None:
+def test_json_has_all_facts(scored: Store, done: Callable[..., str]) -> None:
     data = json.loads(done("report", scored.path, "--format", "json"))
     assert [entry["name"] for entry in data["experts"]] == list(EXPERTS)
     last = data["experts"][-1]
@@ -33,7 +37,7 @@ def test_json_has_all_facts(scored: Store, done) -> None:
     assert data["base"]["digest"] == scored.manifest.base.digest
 
 
-def test_markdown_has_the_same_facts(scored: Store, done) -> None:
+def test_markdown_has_the_same_facts(scored: Store, done: Callable[..., str]) -> None:
     text = done("report", scored.path, "--format", "md")
     for heading in ("## Experts", "## Similarity", "## Share kept", "## Scores (accuracy)", "## Commands"):
         assert heading in text
@@ -82,13 +86,15 @@ def test_long_names_are_shortened_in_one_way_everywhere(tmp_path: Path, models: 
     )
 
 
-def test_the_ending_of_the_file_decides_the_format(scored: Store, tmp_path: Path, done) -> None:
+def test_the_ending_of_the_file_decides_the_format(scored: Store, tmp_path: Path, done: Callable[..., str]) -> None:
     for name, start in (("a.json", "{"), ("a.md", "# "), ("a.html", "<!doctype html>"), ("a", "<!doctype html>")):
         done("report", scored.path, "-o", tmp_path / name)
         assert (tmp_path / name).read_text(encoding="utf-8").startswith(start)
 
 
-def test_the_page_goes_beside_the_store_by_default(store: Store, done, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_goes_beside_the_store_by_default(
+    store: Store, done: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     beside = store.path.with_name("store-report.html")
     for given in (store.path, f"{store.path}/"):
         assert f"{beside}: report on" in done("report", given)
@@ -117,7 +123,7 @@ def test_the_page_allows_its_own_script_only(scored: Store) -> None:
     assert policy and f"default-src 'none'; script-src 'sha256-{digest}';" in policy[1]
 
 
-def test_the_commands_make_the_same_store_again(scored: Store, tmp_path: Path, mergestream) -> None:
+def test_the_commands_make_the_same_store_again(scored: Store, tmp_path: Path, mergestream: RunCommand) -> None:
     import shlex
 
     again = tmp_path / "again"
@@ -232,7 +238,7 @@ def test_cells_carry_their_values_in_a_colour_that_can_be_read() -> None:
 
 
 def test_without_matplotlib_the_card_has_no_pictures_and_a_note_says_so(
-    scored: Store, tmp_path: Path, monkeypatch, mergestream
+    scored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mergestream: RunCommand
 ) -> None:
     monkeypatch.setitem(sys.modules, "mergestream.report.figures", None)
     result = mergestream("export", scored.path, tmp_path / "merged")
@@ -242,7 +248,7 @@ def test_without_matplotlib_the_card_has_no_pictures_and_a_note_says_so(
 
 
 def test_without_matplotlib_the_page_says_what_to_install(
-    scored: Store, tmp_path: Path, monkeypatch, mergestream
+    scored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mergestream: RunCommand
 ) -> None:
     monkeypatch.delattr("mergestream.report.figures")
     monkeypatch.setitem(sys.modules, "mergestream.report.figures", None)

@@ -190,7 +190,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Toys:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["toys", "adapters"])
-def test_add_killed_at_every_change_of_the_disk(kind, tmp_path, request, monkeypatch):
+def test_add_killed_at_every_change_of_the_disk(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     toys = request.getfixturevalue(kind)
     _, _, third, fourth = toys.experts
     start = make_store(tmp_path / "start", toys, 2)
@@ -230,7 +232,7 @@ def test_add_killed_at_every_change_of_the_disk(kind, tmp_path, request, monkeyp
 
 
 @pytest.mark.slow
-def test_undo_killed_at_every_change_of_the_disk(tmp_path, toys):
+def test_undo_killed_at_every_change_of_the_disk(tmp_path: Path, toys: Toys) -> None:
     first, _, third, _ = toys.experts
     start = make_store(tmp_path / "start", toys, 2)
     other = Store.create(tmp_path / "other", toys.base, OPCM(), engine=one_worker())
@@ -254,7 +256,7 @@ def test_undo_killed_at_every_change_of_the_disk(tmp_path, toys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replaces", [False, True])
-def test_export_killed_at_every_change_of_the_disk(replaces, tmp_path, toys):
+def test_export_killed_at_every_change_of_the_disk(replaces: bool, tmp_path: Path, toys: Toys) -> None:
     store = make_store(tmp_path / "store", toys, 1)
     export(store, tmp_path / "old-model")
     Store(store, engine=one_worker()).add(toys.experts[1])
@@ -282,7 +284,7 @@ def test_export_killed_at_every_change_of_the_disk(replaces, tmp_path, toys):
     assert seen == ({"old", "new"} if replaces else {"new"})
 
 
-def test_init_killed_at_every_change_of_the_disk_can_be_run_again(tmp_path, toys):
+def test_init_killed_at_every_change_of_the_disk_can_be_run_again(tmp_path: Path, toys: Toys) -> None:
     for number in range(1, 100):
         store = tmp_path / f"store-{number}"
         died = dies(number, create, store, toys.base)
@@ -315,7 +317,7 @@ def add_with_two_workers(store: Path, expert: Path) -> None:
 
 
 @pytest.mark.slow
-def test_add_killed_after_any_time_goes_on_to_the_same_bytes(tmp_path, larger):
+def test_add_killed_after_any_time_goes_on_to_the_same_bytes(tmp_path: Path, larger: Toys) -> None:
     expected = make_store(tmp_path / "expected", larger, 3)
     store = make_store(tmp_path / "store", larger, 1)
     delay = 0.0
@@ -336,7 +338,7 @@ def test_add_killed_after_any_time_goes_on_to_the_same_bytes(tmp_path, larger):
 
 
 @pytest.mark.slow
-def test_the_command_line_is_killed_and_resumes(tmp_path, larger, monkeypatch):
+def test_the_command_line_is_killed_and_resumes(tmp_path: Path, larger: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(tmp_path / "store", larger, 1)
     expected = make_store(tmp_path / "expected", larger, 2)
     command = [sys.executable, "-m", "mergestream", "add", store, larger.experts[1], "--workers", "2"]
@@ -353,7 +355,7 @@ def test_the_command_line_is_killed_and_resumes(tmp_path, larger, monkeypatch):
     assert state(store) == state(expected)
 
 
-def test_a_step_that_was_cut_short_is_not_taken_for_another_expert(tmp_path, toys):
+def test_a_step_that_was_cut_short_is_not_taken_for_another_expert(tmp_path: Path, toys: Toys) -> None:
     _, _, third, fourth = toys.experts
     store = make_store(tmp_path / "store", toys, 2)
     cut_short(store, third)
@@ -364,7 +366,9 @@ def test_a_step_that_was_cut_short_is_not_taken_for_another_expert(tmp_path, toy
     assert state(store) == state(other)
 
 
-def test_a_step_that_was_cut_short_goes_on_where_the_base_is_given_again(tmp_path, toys, monkeypatch):
+def test_a_step_that_was_cut_short_goes_on_where_the_base_is_given_again(
+    tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As by ``add --base``, which tells the store where its base is before it resumes."""
     _, _, third, _ = toys.experts
     store = make_store(tmp_path / "store", toys, 2)
@@ -377,7 +381,7 @@ def test_a_step_that_was_cut_short_goes_on_where_the_base_is_given_again(tmp_pat
     assert state(store) == state(expected)
 
 
-def test_an_expert_that_changed_after_the_kill_is_read_again(tmp_path, toys):
+def test_an_expert_that_changed_after_the_kill_is_read_again(tmp_path: Path, toys: Toys) -> None:
     expert = save_model(tmp_path / "expert", toy_expert(3))
     store = make_store(tmp_path / "store", toys, 2)
     cut_short(store, expert)
@@ -388,7 +392,7 @@ def test_an_expert_that_changed_after_the_kill_is_read_again(tmp_path, toys):
     assert state(store) == state(other)
 
 
-def test_damage_to_what_was_cut_short_is_noticed_and_done_again(tmp_path, toys):
+def test_damage_to_what_was_cut_short_is_noticed_and_done_again(tmp_path: Path, toys: Toys) -> None:
     _, _, third, _ = toys.experts
     store = make_store(tmp_path / "store", toys, 2)
     expected = make_store(tmp_path / "expected", toys, 3)

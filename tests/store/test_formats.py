@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def assert_same_model(found: Path, expected: Path, name: str) -> None:
 
 
 @every_store
-def test_all_that_it_remembers_is_read_and_nothing_written(name, place):
+def test_all_that_it_remembers_is_read_and_nothing_written(name: Any, place: Path) -> None:
     before = files(place / name)
     assert written_format(place / name) == 1
     store = Store(place / name)
@@ -70,7 +71,7 @@ def test_all_that_it_remembers_is_read_and_nothing_written(name, place):
     assert files(place / name) == before
 
 
-def test_wide_sketches_from_before_they_were_folded_are_compared_with_folded_ones(place):
+def test_wide_sketches_from_before_they_were_folded_are_compared_with_folded_ones(place: Path) -> None:
     store = moved(place, "opcm")
     before = store.similarity()
     store.add(third(place, "opcm"))
@@ -84,7 +85,7 @@ def test_wide_sketches_from_before_they_were_folded_are_compared_with_folded_one
     store.verify()
 
 
-def test_the_globs_that_the_base_was_examined_with_are_told_from_the_rules(place):
+def test_the_globs_that_the_base_was_examined_with_are_told_from_the_rules(place: Path) -> None:
     base = Store(place / "opcm").manifest.base
     assert (base.linear, base.not_linear, base.heads) == ((), ("layers.0.up.*",), ())
     assert {name for name, tensor in base.tensors.items() if tensor.module is not None} == set()
@@ -93,7 +94,7 @@ def test_the_globs_that_the_base_was_examined_with_are_told_from_the_rules(place
     assert Store(place / "ties").manifest.base.not_linear == ()
 
 
-def test_what_else_the_rules_tell_is_told_from_them(place):
+def test_what_else_the_rules_tell_is_told_from_them(place: Path) -> None:
     data = json.loads((place / "opcm" / "manifest.json").read_text())["base"]
     rules = {
         "layers.0.q.weight": "--linear *.q.*",
@@ -110,7 +111,7 @@ def test_what_else_the_rules_tell_is_told_from_them(place):
     assert [base.tensors[name].module for name in rules] == [None, "Conv1D", None, "torch.nn.Conv2d", None]
 
 
-def test_scores_are_still_attached_to_the_steps_that_they_belong_to(place):
+def test_scores_are_still_attached_to_the_steps_that_they_belong_to(place: Path) -> None:
     store = moved(place, "opcm")
     assert store.scores is not None and store.scores.matrix == ((0.5, 0.25), (0.75, 0.5))
     store.undo()
@@ -118,7 +119,7 @@ def test_scores_are_still_attached_to_the_steps_that_they_belong_to(place):
     assert Store(place / "ties").scores is None
 
 
-def test_heads_are_still_those_of_their_experts(place, tmp_path):
+def test_heads_are_still_those_of_their_experts(place: Path, tmp_path: Path) -> None:
     store = moved(place, "average")
     head = "layers.0.norm.weight"
     for expert in ("expert-1", "expert-2"):
@@ -127,7 +128,7 @@ def test_heads_are_still_those_of_their_experts(place, tmp_path):
 
 
 @every_store
-def test_it_verifies_exports_the_same_and_goes_on_to_the_same(name, place, tmp_path):
+def test_it_verifies_exports_the_same_and_goes_on_to_the_same(name: Any, place: Path, tmp_path: Path) -> None:
     store = moved(place, name)
     store.verify()
     assert_same_model(store.export(tmp_path / "merged", pictures=False), place / f"{name}-merged", name)
@@ -141,7 +142,7 @@ def test_it_verifies_exports_the_same_and_goes_on_to_the_same(name, place, tmp_p
 
 
 @every_store
-def test_undo_goes_back_behind_what_the_earlier_version_did(name, place, tmp_path):
+def test_undo_goes_back_behind_what_the_earlier_version_did(name: Any, place: Path, tmp_path: Path) -> None:
     store = moved(place, name)
     first, second = store.history
     state = files(store.path / "steps" / "0002")
@@ -156,7 +157,7 @@ def test_undo_goes_back_behind_what_the_earlier_version_did(name, place, tmp_pat
 
 
 @every_store
-def test_an_edited_manifest_is_refused(name, place):
+def test_an_edited_manifest_is_refused(name: Any, place: Path) -> None:
     path = place / name / "manifest.json"
     path.write_text(path.read_text().replace('"keep": 1', '"keep": 2'))
     with pytest.raises(MergestreamError, match="damaged or was edited"):
@@ -164,7 +165,7 @@ def test_an_edited_manifest_is_refused(name, place):
 
 
 @every_store
-def test_a_damaged_step_is_found(name, place):
+def test_a_damaged_step_is_found(name: Any, place: Path) -> None:
     store = moved(place, name)
     path = place / name / "steps" / "0002" / "model.safetensors"
     data = bytearray(path.read_bytes())

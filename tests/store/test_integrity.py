@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mergestream import OPCM, TIES, Average, MergestreamError, Store
 from mergestream.methods import make_method
-from tests.conftest import Toys, files, save_model, toy_base, toy_expert
+from tests.conftest import RunCommand, Toys, files, save_model, toy_base, toy_expert
 from tests.handmade import handmade_adapter
 
 
@@ -30,7 +31,9 @@ def flip(path: Path, tensor: str) -> None:
     ids=["opcm", "average", "ties"],
 )
 @pytest.mark.parametrize("name", ["layers.0.q.weight", "layers.0.down.bias"])
-def test_a_damaged_state_is_neither_exported_nor_built_on(method, slot, name, tmp_path, toys: Toys, mergestream):
+def test_a_damaged_state_is_neither_exported_nor_built_on(
+    method: Any, slot: str, name: str, tmp_path: Path, toys: Toys, mergestream: RunCommand
+) -> None:
     store = Store.create(tmp_path / "store", toys.base, method)
     for expert in toys.experts[:2]:
         store.add(expert)
@@ -52,7 +55,7 @@ def test_a_damaged_state_is_neither_exported_nor_built_on(method, slot, name, tm
     store.export(tmp_path / "out", pictures=False)
 
 
-def test_a_damaged_sum_cannot_be_subtracted_from(tmp_path, toys: Toys):
+def test_a_damaged_sum_cannot_be_subtracted_from(tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, Average())
     for expert in toys.experts[:2]:
         store.add(expert)
@@ -62,7 +65,7 @@ def test_a_damaged_sum_cannot_be_subtracted_from(tmp_path, toys: Toys):
     assert len(Store(store.path).history) == 2
 
 
-def test_undo_is_not_advised_for_factors_that_steps_share(tmp_path, toys: Toys):
+def test_undo_is_not_advised_for_factors_that_steps_share(tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, OPCM())
     for number in (1, 2):
         store.add(handmade_adapter(tmp_path / f"adapter-{number}", number))
@@ -82,7 +85,7 @@ def test_undo_is_not_advised_for_factors_that_steps_share(tmp_path, toys: Toys):
     assert not (tmp_path / "out").exists() and len(Store(store.path).history) == 2
 
 
-def test_an_index_of_factors_that_was_changed_is_damaged(tmp_path, toys: Toys):
+def test_an_index_of_factors_that_was_changed_is_damaged(tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, OPCM())
     store.add(handmade_adapter(tmp_path / "adapter", 1, rank=2))
     path = store.path / "steps/0001/factors.json"
@@ -94,7 +97,7 @@ def test_an_index_of_factors_that_was_changed_is_damaged(tmp_path, toys: Toys):
             attempt()
 
 
-def test_a_damaged_head_is_not_put_in_place(tmp_path):
+def test_a_damaged_head_is_not_put_in_place(tmp_path: Path) -> None:
     head = {"head.weight": torch.ones(2, 3)}
     base = save_model(tmp_path / "base", toy_base() | head)
     store = Store.create(tmp_path / "store", base, Average(), heads=["head.*"])
@@ -106,7 +109,9 @@ def test_a_damaged_head_is_not_put_in_place(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_records_and_sketches_are_told_by_report_and_gates(tmp_path, toys: Toys, mergestream):
+def test_damaged_records_and_sketches_are_told_by_report_and_gates(
+    tmp_path: Path, toys: Toys, mergestream: RunCommand
+) -> None:
     store = Store.create(tmp_path / "store", toys.base, Average())
     store.add(toys.experts[0])
     record, sketch = (store.path / "experts/0001" / name for name in ("tensors.json", "sketch.safetensors"))
@@ -125,7 +130,7 @@ def test_damaged_records_and_sketches_are_told_by_report_and_gates(tmp_path, toy
     assert len(Store(store.path).history) == 1
 
 
-def test_verify_covers_the_scores(tmp_path, toys: Toys):
+def test_verify_covers_the_scores(tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, Average())
     store.add(toys.experts[0])
     store.attach_scores(["task"], [[0.5]])
@@ -136,7 +141,7 @@ def test_verify_covers_the_scores(tmp_path, toys: Toys):
         store.verify()
 
 
-def test_what_could_not_be_read_again_is_not_written(tmp_path, toys: Toys):
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, Average())
     store.add(toys.experts[0])
     before = files(store.path)
@@ -148,6 +153,6 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path, toys: Toys):
 
 
 @pytest.mark.parametrize("value", [None, [], 10**400, "x"], ids=["null", "list", "long", "text"])
-def test_a_parameter_that_is_no_number_is_told(value):
+def test_a_parameter_that_is_no_number_is_told(value: Any) -> None:
     with pytest.raises(MergestreamError, match=r"opcm: alpha=.* is not a number"):
         make_method("opcm", {"alpha": value})

@@ -67,7 +67,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_store_whose_parts_are_links_is_refused(part, store, tmp_path, toys):
+def test_a_store_whose_parts_are_links_is_refused(part: Any, store: Store, tmp_path: Path, toys: Toys) -> None:
     outside, place = tmp_path / "outside", store.path / part
     if place.exists():
         place.rename(outside)
@@ -85,7 +85,7 @@ def test_a_store_whose_parts_are_links_is_refused(part, store, tmp_path, toys):
 
 
 @pytest.mark.parametrize("part", ["lock", MANIFEST, "scores.json", "steps/0002/digests.json", "steps/0003"])
-def test_nobody_waits_for_a_pipe_in_a_store(part, store):
+def test_nobody_waits_for_a_pipe_in_a_store(part: Any, store: Store) -> None:
     place = store.path / part
     if place.exists():
         place.unlink()
@@ -94,7 +94,7 @@ def test_nobody_waits_for_a_pipe_in_a_store(part, store):
         Store(store.path)
 
 
-def test_a_place_for_a_store_with_a_link_in_it_is_refused(tmp_path, toys):
+def test_a_place_for_a_store_with_a_link_in_it_is_refused(tmp_path: Path, toys: Toys) -> None:
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "lock").symlink_to(tmp_path / "victim")
@@ -103,7 +103,7 @@ def test_a_place_for_a_store_with_a_link_in_it_is_refused(tmp_path, toys):
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-def test_the_lock_is_not_taken_through_a_link(store, tmp_path):
+def test_the_lock_is_not_taken_through_a_link(store: Store, tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("mine")
     (store.path / "lock").unlink()
     (store.path / "lock").symlink_to(tmp_path / "victim")
@@ -113,7 +113,7 @@ def test_the_lock_is_not_taken_through_a_link(store, tmp_path):
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-def test_a_store_may_be_reached_through_a_link(store, toys, tmp_path):
+def test_a_store_may_be_reached_through_a_link(store: Store, toys: Toys, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(store.path)
     linked = Store(tmp_path / "link")
     linked.add(toys.experts[2])
@@ -124,7 +124,9 @@ def test_a_store_may_be_reached_through_a_link(store, toys, tmp_path):
 # --- init --------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_init_leaves_a_store_alone_that_was_made_meanwhile(tmp_path, toys, monkeypatch):
+def test_a_slow_init_leaves_a_store_alone_that_was_made_meanwhile(
+    tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place, examine = tmp_path / "store", BaseModel.examine
     before: dict[str, bytes] = {}
 
@@ -140,14 +142,14 @@ def test_a_slow_init_leaves_a_store_alone_that_was_made_meanwhile(tmp_path, toys
     assert before and files(place) | {"lock": b""} == before | {"lock": b""}
 
 
-def test_two_inits_at_once_are_one(tmp_path, toys):
+def test_two_inits_at_once_are_one(tmp_path: Path, toys: Toys) -> None:
     (tmp_path / "store").mkdir()
     with open_storage(tmp_path / "store").writing("manifest.json"), pytest.raises(StoreBusyError):
         Store.create(tmp_path / "store", toys.base)
     Store.create(tmp_path / "store", toys.base)
 
 
-def test_a_manifest_is_never_made_over_another(store):
+def test_a_manifest_is_never_made_over_another(store: Store) -> None:
     before = files(store.path)
     with pytest.raises(StoreBusyError, match=r"manifest\.json was changed by another process"):
         dataclasses.replace(store.manifest, version=None).save(store.place)
@@ -211,7 +213,9 @@ def test_what_fails_after_the_commit_is_only_told(
     assert names(again, "experts") == names(reference, "experts")
 
 
-def test_nothing_is_removed_while_the_manifest_may_still_be_lost(store, toys, monkeypatch):
+def test_nothing_is_removed_while_the_manifest_may_still_be_lost(
+    store: Store, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where its name cannot be brought to the disk, a power cut may bring back the old one, which needs its steps."""
     store.progress = notes = Notes()
 
@@ -228,8 +232,16 @@ def test_nothing_is_removed_while_the_manifest_may_still_be_lost(store, toys, mo
 @pytest.mark.parametrize(("number", "code", "what"), [(2, 130, "interrupted"), (15, 143, "terminated")])
 @pytest.mark.parametrize(("command", "step"), [("add", 3), ("undo", 1), ("keep", 2)])
 def test_a_signal_during_the_commit_waits_for_it(
-    command, step, number, code, what, store, toys, mergestream, monkeypatch
-):
+    command: str,
+    step: int,
+    number: int,
+    code: int,
+    what: str,
+    store: Store,
+    toys: Toys,
+    mergestream: RunCommand,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with at_the_commit(monkeypatch, lambda: os.kill(os.getpid(), number)):
         result = mergestream(*commands(store.path, toys)[command])
     assert result.code == code
@@ -238,7 +250,9 @@ def test_a_signal_during_the_commit_waits_for_it(
     Store(store.path).verify()
 
 
-def test_a_signal_before_the_commit_leaves_a_step_to_be_resumed(store, toys, mergestream, monkeypatch):
+def test_a_signal_before_the_commit_leaves_a_step_to_be_resumed(
+    store: Store, toys: Toys, mergestream: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     absorb, left = Step.absorb, 4
 
     def terminated(self: Step, *arguments: Any) -> Any:
@@ -285,7 +299,9 @@ def no_room_for_the_manifest(monkeypatch: pytest.MonkeyPatch, full: Callable[[],
 
 
 @pytest.mark.parametrize("command", ["add", "remove"])
-def test_a_step_for_whose_manifest_there_is_no_room_is_abandoned(command, store, toys, mergestream, monkeypatch):
+def test_a_step_for_whose_manifest_there_is_no_room_is_abandoned(
+    command: str, store: Store, toys: Toys, mergestream: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = files(store.path, ".json", ".safetensors")
     with no_room_for_the_manifest(monkeypatch, lambda: True):
         result = mergestream(*commands(store.path, toys)[command])
@@ -299,7 +315,9 @@ def test_a_step_for_whose_manifest_there_is_no_room_is_abandoned(command, store,
 
 
 @pytest.mark.parametrize("operation", [Store.undo, lambda store: store.remove("expert-2")], ids=["undo", "remove"])
-def test_on_a_full_disk_a_step_that_was_cut_short_makes_room(operation, tmp_path, toys, monkeypatch):
+def test_on_a_full_disk_a_step_that_was_cut_short_makes_room(
+    operation: Any, tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store.create(tmp_path / "store", toys.base, Ledger())
     store.add(toys.experts[0])
     store.add(toys.experts[1])
@@ -318,7 +336,7 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_add_clears_what_others_have_left(store, toys):
+def test_an_add_clears_what_others_have_left(store: Store, toys: Toys) -> None:
     """As a shortening that was cut short, whose steps have later numbers."""
     for number in ("0003", "0004", "0005"):
         shutil.copytree(store.path / "steps" / "0002", store.path / "steps" / number)
@@ -376,7 +394,9 @@ def cuts(store: Store) -> list[int]:
     return [entry.cut for entry in store.history]
 
 
-def test_all_entries_are_shortened_by_one_commit(fifteen, tmp_path, monkeypatch):
+def test_all_entries_are_shortened_by_one_commit(
+    fifteen: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(shutil.copytree(fifteen[0], tmp_path / "store"))
     commits = count_commits(monkeypatch)
     store.add(fifteen[1])
@@ -386,7 +406,9 @@ def test_all_entries_are_shortened_by_one_commit(fifteen, tmp_path, monkeypatch)
     store.verify()
 
 
-def test_shortening_that_fails_halfway_keeps_what_it_has(fifteen, tmp_path, monkeypatch):
+def test_shortening_that_fails_halfway_keeps_what_it_has(
+    fifteen: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(shutil.copytree(fifteen[0], tmp_path / "store"), progress=(notes := Notes()))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with monkeypatch.context() as patch:
@@ -398,7 +420,9 @@ def test_shortening_that_fails_halfway_keeps_what_it_has(fifteen, tmp_path, monk
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MergestreamError("full")], ids=["interrupted", "full"])
-def test_shortening_that_does_not_reach_its_commit_changes_nothing(error, fifteen, tmp_path, monkeypatch):
+def test_shortening_that_does_not_reach_its_commit_changes_nothing(
+    error: Any, fifteen: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(shutil.copytree(fifteen[0], tmp_path / "store"), progress=Notes())
     original = Manifest.save
 
@@ -427,7 +451,7 @@ def test_shortening_that_does_not_reach_its_commit_changes_nothing(error, fiftee
 # --- readers -----------------------------------------------------------------------------------------------
 
 
-def test_a_report_during_an_undo_is_of_the_store_after_it(store, monkeypatch):
+def test_a_report_during_an_undo_is_of_the_store_after_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     original, undone = diagnostics.tensor_records, []
 
     def undo_first(*arguments: Any) -> Any:
@@ -441,7 +465,9 @@ def test_a_report_during_an_undo_is_of_the_store_after_it(store, monkeypatch):
     assert facts.survival.experts == facts.similarity.experts == ("expert-1",)
 
 
-def test_a_status_during_an_undo_is_no_error(tmp_path, toys, mergestream, monkeypatch):
+def test_a_status_during_an_undo_is_no_error(
+    tmp_path: Path, toys: Toys, mergestream: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store.create(tmp_path / "store", toys.base)
     store.add(toys.experts[0])
     original = Path.is_file
@@ -469,7 +495,7 @@ def run_as_nobody(commands: list[list[str]]) -> None:
                 os._exit(number + 10 * code)
 
 
-def test_who_only_reads_needs_no_write_access(toys):
+def test_who_only_reads_needs_no_write_access(toys: Toys) -> None:
     place = Path(tempfile.mkdtemp())  # others may not look into pytest's
     try:
         shutil.copytree(toys.base.parent, place, dirs_exist_ok=True)
@@ -506,7 +532,7 @@ def test_who_only_reads_needs_no_write_access(toys):
 # --- keep --------------------------------------------------------------------------------------------------
 
 
-def test_more_can_be_kept_later(store, toys, mergestream):
+def test_more_can_be_kept_later(store: Store, toys: Toys, mergestream: RunCommand) -> None:
     store.undo()
     result = mergestream("undo", store.path)
     assert result.code == 0
@@ -524,7 +550,7 @@ def test_more_can_be_kept_later(store, toys, mergestream):
     store.verify()
 
 
-def test_fewer_are_kept_at_once(store):
+def test_fewer_are_kept_at_once(store: Store) -> None:
     store.keep(0)
     assert names(store, "steps") == ["0002"] and Store(store.path).manifest.keep == 0
     with pytest.raises(MergestreamError, match="keeps are used up"):
@@ -537,7 +563,7 @@ def test_fewer_are_kept_at_once(store):
         store.keep(-1)
 
 
-def test_a_reader_that_met_an_expert_which_was_taken_back_since_reads_once_more(store, toys):
+def test_a_reader_that_met_an_expert_which_was_taken_back_since_reads_once_more(store: Store, toys: Toys) -> None:
     """The manifest is what it was when it began, but not what it read by."""
     reader, attempts = Store(store.path), []
 

@@ -256,7 +256,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
     )
 
 
-def test_any_sequence_equals_the_undisturbed_store(toys, tmp_path):
+def test_any_sequence_equals_the_undisturbed_store(toys: Toys, tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
 
     class Here(Sequences):

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def steps(store: Store) -> list[int]:
 
 
 @pytest.mark.parametrize("method", [OPCM(), TIES(density=0.4)], ids=["opcm", "ties"])
-def test_one_worker_and_many_give_the_same_bytes(method, tmp_path, toys):
+def test_one_worker_and_many_give_the_same_bytes(method: Any, tmp_path: Path, toys: Toys) -> None:
     results = []
     for workers in (1, 2, 5):
         store = Store.create(tmp_path / f"store-{workers}", toys.base, method, engine=LocalEngine(workers))
@@ -54,7 +55,7 @@ def test_one_worker_and_many_give_the_same_bytes(method, tmp_path, toys):
     assert results[0] == results[1] == results[2]
 
 
-def test_a_digest_does_not_depend_on_how_a_checkpoint_is_stored(tmp_path, toys):
+def test_a_digest_does_not_depend_on_how_a_checkpoint_is_stored(tmp_path: Path, toys: Toys) -> None:
     tensors = toy_expert(1)
     torch.save(tensors, tmp_path / "expert.bin")
     digests = set()
@@ -63,7 +64,7 @@ def test_a_digest_does_not_depend_on_how_a_checkpoint_is_stored(tmp_path, toys):
     assert len(digests) == 1
 
 
-def test_the_state_is_float32_and_float64_for_float64_and_none_for_integers(store):
+def test_the_state_is_float32_and_float64_for_float64_and_none_for_integers(store: Store) -> None:
     state = load_file(store.path / "steps" / "0002" / "model.safetensors")
     base = toy_base()
     assert {name.partition(":")[2] for name in state} == {n for n, t in base.items() if t.is_floating_point()}
@@ -76,7 +77,7 @@ def test_the_state_is_float32_and_float64_for_float64_and_none_for_integers(stor
 # --- undo and keep -----------------------------------------------------------------------------------------
 
 
-def test_undo_takes_back_the_last_expert_and_its_bytes(tmp_path, toys):
+def test_undo_takes_back_the_last_expert_and_its_bytes(tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base)
     store.add(toys.experts[0])
     before = files(store.path, ".safetensors", ".json")
@@ -91,7 +92,7 @@ def test_undo_takes_back_the_last_expert_and_its_bytes(tmp_path, toys):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
-def test_keep_says_how_far_undo_can_go(keep, tmp_path, toys):
+def test_keep_says_how_far_undo_can_go(keep: int, tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, Average(), keep=keep)
     for expert in toys.experts:
         store.add(expert)
@@ -107,7 +108,7 @@ def test_keep_says_how_far_undo_can_go(keep, tmp_path, toys):
     store.verify()
 
 
-def test_undone_experts_can_come_again(store, toys):
+def test_undone_experts_can_come_again(store: Store, toys: Toys) -> None:
     bytes_before = files(store.path / "steps" / "0002", ".safetensors")
     store.undo()
     store.add(toys.experts[1])
@@ -117,7 +118,7 @@ def test_undone_experts_can_come_again(store, toys):
 # --- one writer, many readers ------------------------------------------------------------------------------
 
 
-def test_a_second_writer_is_turned_away(store, toys):
+def test_a_second_writer_is_turned_away(store: Store, toys: Toys) -> None:
     with open_storage(store.path).writing("manifest.json"):
         for write in (lambda: store.add(toys.experts[2]), store.undo, lambda: store.relocate(toys.base)):
             with pytest.raises(StoreBusyError, match="another process"):
@@ -126,7 +127,7 @@ def test_a_second_writer_is_turned_away(store, toys):
     store.add(toys.experts[2])
 
 
-def test_a_second_process_exits_with_3_and_says_who_is_writing(store, toys):
+def test_a_second_process_exits_with_3_and_says_who_is_writing(store: Store, toys: Toys) -> None:
     with open_storage(store.path).writing("manifest.json"):
         command = [sys.executable, "-m", "mergestream", "undo", store.path]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -135,7 +136,7 @@ def test_a_second_process_exits_with_3_and_says_who_is_writing(store, toys):
 
 
 @pytest.mark.parametrize("method", [OPCM(), Ledger()], ids=str)
-def test_readers_are_unharmed_while_a_writer_adds_and_undoes(tmp_path, toys, method):
+def test_readers_are_unharmed_while_a_writer_adds_and_undoes(tmp_path: Path, toys: Toys, method: Any) -> None:
     """Every export is the model of one of the steps that were committed, whatever happens meanwhile."""
     models: dict[int, list[dict[str, bytes]]] = {}
     writer = Store.create(tmp_path / "store", toys.base, method)
@@ -179,7 +180,9 @@ def model_of(tmp_path: Path, toys: Toys, *experts: Path) -> dict[str, bytes]:
     return files(fresh.export(tmp_path / "fresh-model", overwrite=True), ".safetensors")
 
 
-def test_a_reader_notices_that_its_step_was_taken_back_and_another_written(store, toys, tmp_path):
+def test_a_reader_notices_that_its_step_was_taken_back_and_another_written(
+    store: Store, toys: Toys, tmp_path: Path
+) -> None:
     first, _, third, _ = toys.experts
     reader = Store(store.path)
     store.undo()
@@ -188,7 +191,9 @@ def test_a_reader_notices_that_its_step_was_taken_back_and_another_written(store
     assert exported == model_of(tmp_path, toys, first, third)
 
 
-def test_a_reader_does_not_take_a_step_in_the_making_for_its_own(store, toys, tmp_path, monkeypatch):
+def test_a_reader_does_not_take_a_step_in_the_making_for_its_own(
+    store: Store, toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, _, third, _ = toys.experts
     reader = Store(store.path)
     store.undo()
@@ -218,7 +223,7 @@ def flip(path: Path, position: int, bit: int) -> None:
     path.write_bytes(data)
 
 
-def test_verify_finds_one_flipped_bit_in_every_file(tmp_path):
+def test_verify_finds_one_flipped_bit_in_every_file(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", toy_base() | {"head.weight": torch.ones(2, 3)})
     expert = save_model(tmp_path / "expert", toy_expert(1) | {"head.weight": torch.zeros(2, 3)})
     store = Store.create(tmp_path / "store", base, heads=["head.*"], engine=LocalEngine(workers=1))
@@ -247,21 +252,21 @@ def test_verify_finds_one_flipped_bit_in_every_file(tmp_path):
 @pytest.mark.parametrize(
     "lost", ["steps/0002", "steps/0002/digests.json", "experts/0001", "steps/0002/model.safetensors"]
 )
-def test_verify_finds_what_is_missing(lost, store):
+def test_verify_finds_what_is_missing(lost: str, store: Store) -> None:
     path = store.path / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(MergestreamError, match=Path(lost).parts[0]):
         Store(store.path).verify()
 
 
-def test_an_edited_manifest_is_refused(store):
+def test_an_edited_manifest_is_refused(store: Store) -> None:
     path = store.path / "manifest.json"
     path.write_text(path.read_text().replace('"alpha": 0.5', '"alpha": 0.4'))
     with pytest.raises(MergestreamError, match="edited"):
         Store(store.path)
 
 
-def test_a_newer_format_is_refused(store):
+def test_a_newer_format_is_refused(store: Store) -> None:
     path = store.path / "manifest.json"
     path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
     with pytest.raises(MergestreamError, match="upgrade"):
@@ -271,7 +276,7 @@ def test_a_newer_format_is_refused(store):
 # --- the base ----------------------------------------------------------------------------------------------
 
 
-def test_a_base_that_moved_is_found_again(tmp_path, toys):
+def test_a_base_that_moved_is_found_again(tmp_path: Path, toys: Toys) -> None:
     old = shutil.copytree(toys.base, tmp_path / "old")
     store = Store.create(tmp_path / "store", old)
     store.add(toys.experts[0])
@@ -287,7 +292,7 @@ def test_a_base_that_moved_is_found_again(tmp_path, toys):
     again.verify()
 
 
-def test_another_model_is_not_taken_for_the_base(store, toys, tmp_path):
+def test_another_model_is_not_taken_for_the_base(store: Store, toys: Toys, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", {"other": torch.ones(2)})
     with pytest.raises(MergestreamError, match="is not the base of this store"):
         store.relocate(other)
@@ -296,7 +301,7 @@ def test_another_model_is_not_taken_for_the_base(store, toys, tmp_path):
     assert Store(store.path).manifest.base.source == str(toys.base)
 
 
-def test_a_base_that_changes_under_the_store_is_noticed(tmp_path, toys):
+def test_a_base_that_changes_under_the_store_is_noticed(tmp_path: Path, toys: Toys) -> None:
     base = shutil.copytree(toys.base, tmp_path / "base")
     store = Store.create(tmp_path / "store", base, Average())
     store.add(toys.experts[0])
@@ -316,7 +321,7 @@ def test_a_base_that_changes_under_the_store_is_noticed(tmp_path, toys):
     assert not (tmp_path / "model").exists()
 
 
-def test_a_store_wants_a_base_that_can_be_found_again(tmp_path):
+def test_a_store_wants_a_base_that_can_be_found_again(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="save the base first"):
         Store.create(tmp_path / "store", toy_base())
 
@@ -335,18 +340,18 @@ def unchanged(store: Store, refused: Callable[[], object], match: str) -> None:
     store.verify()
 
 
-def test_duplicates_are_refused_unless_allowed(store, toys):
+def test_duplicates_are_refused_unless_allowed(store: Store, toys: Toys) -> None:
     unchanged(store, lambda: store.add(toys.experts[0]), "absorbed already, as expert-1")
     assert store.add(toys.experts[0], allow_duplicate=True).name == "expert-1-2"
 
 
-def test_an_expert_identical_to_the_base_is_refused_unless_allowed(store, toys):
+def test_an_expert_identical_to_the_base_is_refused_unless_allowed(store: Store, toys: Toys) -> None:
     unchanged(store, lambda: store.add(toys.base), "identical to the base")
     assert store.add(toys.base, allow_duplicate=True).norm == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_nan_and_inf_are_refused_with_file_and_tensor(value, store, tmp_path):
+def test_nan_and_inf_are_refused_with_file_and_tensor(value: Any, store: Store, tmp_path: Path) -> None:
     tensors = toy_expert(3)
     tensors["layers.0.up.weight"][3, 4] = value
     expert = save_model(tmp_path / "bad", tensors)
@@ -355,7 +360,7 @@ def test_nan_and_inf_are_refused_with_file_and_tensor(value, store, tmp_path):
     )
 
 
-def test_a_base_with_nan_makes_no_store(tmp_path):
+def test_a_base_with_nan_makes_no_store(tmp_path: Path) -> None:
     tensors = toy_base()
     tensors["layers.0.norm.weight"][0] = float("nan")
     with pytest.raises(MergestreamError, match=r"layers.0.norm.weight in model.safetensors .* holds NaN"):
@@ -363,7 +368,7 @@ def test_a_base_with_nan_makes_no_store(tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-def test_partial_experts_count_as_unchanged_where_they_lack_tensors(tmp_path, toys):
+def test_partial_experts_count_as_unchanged_where_they_lack_tensors(tmp_path: Path, toys: Toys) -> None:
     expert = toy_expert(1)
     adapted = {name: tensor for name, tensor in expert.items() if name.startswith("layers.0.q")}
     store = Store.create(tmp_path / "store", toys.base, Average())
@@ -377,7 +382,7 @@ def test_partial_experts_count_as_unchanged_where_they_lack_tensors(tmp_path, to
         assert torch.equal(merged[name], adapted.get(name, tensor)), name
 
 
-def test_ignored_tensors_are_left_out(tmp_path, toys):
+def test_ignored_tensors_are_left_out(tmp_path: Path, toys: Toys) -> None:
     expert = toy_expert(1) | {"embed_tokens.weight": torch.ones(30, 8), "extra.weight": torch.ones(2)}
     path = save_model(tmp_path / "expert", expert)
     store = Store.create(tmp_path / "store", toys.base, Average())
@@ -391,7 +396,7 @@ def test_ignored_tensors_are_left_out(tmp_path, toys):
     assert merged.keys() == toy_base().keys()
 
 
-def test_a_full_disk_leaves_the_store_as_it_was(tmp_path, toys):
+def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, toys: Toys) -> None:
     """A real small file system where we may mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -421,7 +426,9 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path, toys):
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "posix_fallocate", "replace", "mkdir"])
-def test_an_error_of_the_disk_is_a_sentence_and_the_store_goes_on(call, store, toys, monkeypatch):
+def test_an_error_of_the_disk_is_a_sentence_and_the_store_goes_on(
+    call: str, store: Store, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = getattr(os, call)
     left = 3 if call in ("pwrite", "fsync") else 1
 
@@ -444,7 +451,9 @@ def test_an_error_of_the_disk_is_a_sentence_and_the_store_goes_on(call, store, t
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])  # the note in the lock, the plan of the step
-def test_a_disk_that_is_full_from_the_start_is_a_sentence_and_takes_no_room(call, store, toys, monkeypatch):
+def test_a_disk_that_is_full_from_the_start_is_a_sentence_and_takes_no_room(
+    call: str, store: Store, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -469,7 +478,7 @@ def with_heads(tmp_path: Path) -> Iterator[Store]:
     return store
 
 
-def test_heads_stay_with_their_expert(with_heads, tmp_path):
+def test_heads_stay_with_their_expert(with_heads: Store, tmp_path: Path) -> None:
     store = with_heads
     assert store.history[0].fates["head"] == 1
     store.export(tmp_path / "plain")
@@ -484,13 +493,13 @@ def test_heads_stay_with_their_expert(with_heads, tmp_path):
         store.export(tmp_path / "model-3", task="other")
 
 
-def test_a_head_does_not_change_the_merge(with_heads, tmp_path, toys):
+def test_a_head_does_not_change_the_merge(with_heads: Store, tmp_path: Path, toys: Toys) -> None:
     plain = Store.create(tmp_path / "plain-store", toys.base)
     plain.add(toys.experts[0])
     assert with_heads.history[0].norm == plain.history[0].norm
 
 
-def test_an_expert_without_a_head_has_none_to_export(with_heads, tmp_path):
+def test_an_expert_without_a_head_has_none_to_export(with_heads: Store, tmp_path: Path) -> None:
     with_heads.add(save_model(tmp_path / "bare", toy_expert(3)))
     with pytest.raises(MergestreamError, match="expert bare has no head of its own"):
         with_heads.export(tmp_path / "model", task="bare")
@@ -499,14 +508,14 @@ def test_an_expert_without_a_head_has_none_to_export(with_heads, tmp_path):
 # --- memory ------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_that_is_too_small_says_which_tensor_and_what_to_do(store, toys):
+def test_a_budget_that_is_too_small_says_which_tensor_and_what_to_do(store: Store, toys: Toys) -> None:
     small = Store(store.path, engine=LocalEngine(workers=2, max_memory=100))
     unchanged(
         store, lambda: small.add(toys.experts[2]), r"tensor \S+ needs [\d.]+ kB of memory to be merged, .*--max-memory"
     )
 
 
-def test_a_budget_changes_nothing_but_the_memory(store, toys, tmp_path):
+def test_a_budget_changes_nothing_but_the_memory(store: Store, toys: Toys, tmp_path: Path) -> None:
     copy = shutil.copytree(store.path, tmp_path / "copy")
     enough_for_one = Store(store.path, engine=LocalEngine(workers=1)).inspect(toys.experts[2]).memory
     with pytest.raises(MergestreamError, match="--max-memory"):
@@ -519,7 +528,7 @@ def test_a_budget_changes_nothing_but_the_memory(store, toys, tmp_path):
 # --- inspection --------------------------------------------------------------------------------------------
 
 
-def test_inspection_tells_what_adding_then_does(store, toys):
+def test_inspection_tells_what_adding_then_does(store: Store, toys: Toys) -> None:
     before = files(store.path)
     told = store.inspect(toys.experts[2])
     assert files(store.path) == before
@@ -542,13 +551,13 @@ def test_inspection_tells_what_adding_then_does(store, toys):
     assert store.inspect(toys.experts[2]).duplicate_of == "expert-3"
 
 
-def test_names_are_free_but_unique(store, toys):
+def test_names_are_free_but_unique(store: Store, toys: Toys) -> None:
     assert store.add(toys.experts[2], "legal").name == "legal"
     with pytest.raises(MergestreamError, match="an expert named legal has been absorbed already"):
         store.add(toys.experts[3], "legal")
 
 
-def test_a_store_is_not_made_over_something_else(tmp_path, toys):
+def test_a_store_is_not_made_over_something_else(tmp_path: Path, toys: Toys) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -559,13 +568,13 @@ def test_a_store_is_not_made_over_something_else(tmp_path, toys):
         Store.create(tmp_path / "new", toys.base, keep=-1)
 
 
-def test_an_at_sign_in_a_path_is_no_revision(tmp_path, toys):
+def test_an_at_sign_in_a_path_is_no_revision(tmp_path: Path, toys: Toys) -> None:
     place = save_model(tmp_path / "weeks@2026" / "legal@v2", toy_expert(1))
     store = Store.create(tmp_path / "store", toys.base)
     assert store.add(place).name == "legal@v2"
 
 
-def test_a_new_store_outlives_a_power_cut(tmp_path, toys, monkeypatch):
+def test_a_new_store_outlives_a_power_cut(tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of its directory is flushed, too."""
     flushed = []
     monkeypatch.setattr("mergestream.files.sync_directory", lambda path: flushed.append(path.resolve()))

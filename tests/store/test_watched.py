@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mergestream import Average, MergestreamError, MergestreamWarning, Store
 from mergestream.store.watched import NAME, SkippedExpert, recall, remember, signature
-from tests.conftest import save_model, toy_expert
+from tests.conftest import Toys, save_model, toy_expert
 
 
 @pytest.fixture
-def store(tmp_path, toys):
+def store(tmp_path: Path, toys: Toys) -> Any:
     store = Store.create(tmp_path / "store", toys.base, Average())
     store.add(toys.experts[0])
     return store
 
 
-def test_who_is_taken_back_or_removed_is_left_alone(store, toys):
+def test_who_is_taken_back_or_removed_is_left_alone(store: Any, toys: Toys) -> None:
     store.undo()
     store.add(toys.experts[1])
     store.add(toys.experts[2])
@@ -29,7 +31,7 @@ def test_who_is_taken_back_or_removed_is_left_alone(store, toys):
     store.verify()
 
 
-def test_an_expert_whose_files_are_gone_is_not_remembered(tmp_path, store):
+def test_an_expert_whose_files_are_gone_is_not_remembered(tmp_path: Path, store: Any) -> None:
     gone = save_model(tmp_path / "gone", toy_expert(7))
     store.add(gone)
     (gone / "model.safetensors").unlink()
@@ -39,7 +41,7 @@ def test_an_expert_whose_files_are_gone_is_not_remembered(tmp_path, store):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"experts": {"a": 1}, "digest": ""}', '{"experts": 1, "digest": 2}'])
-def test_damage_is_found_and_stops_no_undo(text, store):
+def test_damage_is_found_and_stops_no_undo(text: str, store: Any) -> None:
     (store.path / NAME).write_text(text)
     for reading in (lambda: recall(store.place), store.verify):
         with pytest.raises(MergestreamError, match=NAME):
@@ -49,7 +51,7 @@ def test_damage_is_found_and_stops_no_undo(text, store):
     assert store.history == ()
 
 
-def test_a_flipped_bit_is_found(store, toys):
+def test_a_flipped_bit_is_found(store: Any, toys: Toys) -> None:
     with store.writing():
         remember(store.place, {"a": SkippedExpert("x", "because")})
     path = store.path / NAME
@@ -58,7 +60,7 @@ def test_a_flipped_bit_is_found(store, toys):
         recall(store.place)
 
 
-def test_a_signature_changes_with_names_sizes_and_times(tmp_path):
+def test_a_signature_changes_with_names_sizes_and_times(tmp_path: Path) -> None:
     directory = tmp_path / "expert"
     directory.mkdir()
     assert signature(directory) == ""

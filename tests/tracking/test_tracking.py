@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ def expected(store: Store) -> list[dict[str, float]]:
     return [TrackedStep.of(store, entry).scalars for entry in store.history]
 
 
-def test_the_numbers_of_a_step(store: Store, toys: Toys, tmp_path: Path):
+def test_the_numbers_of_a_step(store: Store, toys: Toys, tmp_path: Path) -> None:
     store.add(toys.experts[0], name="one")
     (tmp_path / "result.json").write_text('{"topic": 0.5, "code": 1}')
     command = f"sh -c 'cp {tmp_path}/result.json $0' {{scores}} {{model}}"
@@ -56,7 +56,7 @@ def test_the_numbers_of_a_step(store: Store, toys: Toys, tmp_path: Path):
     assert TrackedStep.of(store, store.history[0]).scalars.keys().isdisjoint({"relative_norm", "max_cosine", "score"})
 
 
-def test_of_a_ledger_what_is_held_and_damaged_takes_the_place_of_the_scale(tmp_path: Path, toys: Toys):
+def test_of_a_ledger_what_is_held_and_damaged_takes_the_place_of_the_scale(tmp_path: Path, toys: Toys) -> None:
     ledger = Store.create(tmp_path / "ledger", toys.base)
     for number, expert in enumerate(toys.experts[:2]):
         entry = ledger.add(expert, name=f"e{number}", log=f"jsonl:{tmp_path / 'steps.jsonl'}")
@@ -66,13 +66,13 @@ def test_of_a_ledger_what_is_held_and_damaged_takes_the_place_of_the_scale(tmp_p
     assert entry.name == "e1" and {"scale", "lambda", "distance"}.isdisjoint(last)
 
 
-def test_of_an_average_there_is_a_scale_and_no_lambda(tmp_path: Path, toys: Toys):
+def test_of_an_average_there_is_a_scale_and_no_lambda(tmp_path: Path, toys: Toys) -> None:
     average = Store.create(tmp_path / "average", toys.base, Average())
     found = TrackedStep.of(average, average.add(toys.experts[0])).scalars
     assert found["scale"] == 1.0 and "lambda" not in found
 
 
-def test_jsonl_has_a_line_a_step(store: Store, toys: Toys, done, tmp_path: Path):
+def test_jsonl_has_a_line_a_step(store: Store, toys: Toys, done: Callable[..., str], tmp_path: Path) -> None:
     done("add", store.path, *toys.experts[:2], "--log", "jsonl")
     done("undo", store.path)
     done("add", store.path, toys.experts[2], "--log", "jsonl", "--name", WEIRD)
@@ -83,7 +83,7 @@ def test_jsonl_has_a_line_a_step(store: Store, toys: Toys, done, tmp_path: Path)
         assert {name: value for name, value in line.items() if isinstance(value, float)} == pytest.approx(values)
 
 
-def test_tensorboard(store: Store, toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tensorboard(store: Store, toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.chdir(tmp_path)
@@ -108,7 +108,7 @@ def mlflow_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     mlflow.set_tracking_uri(before)
 
 
-def test_mlflow(store: Store, toys: Toys, mlflow_uri: str):
+def test_mlflow(store: Store, toys: Toys, mlflow_uri: str) -> None:
     import mlflow
 
     store.add(toys.experts[0], name=WEIRD, log="mlflow:merging")
@@ -141,7 +141,7 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def test_wandb(store: Store, toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb(store: Store, toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -167,7 +167,7 @@ def test_wandb(store: Store, toys: Toys, tmp_path: Path, monkeypatch: pytest.Mon
         assert {name: row[name] for name in values} == pytest.approx(values)
 
 
-def test_a_tracker_that_fails_is_a_note_and_the_step_is_done(store: Store, toys: Toys, tmp_path: Path):
+def test_a_tracker_that_fails_is_a_note_and_the_step_is_done(store: Store, toys: Toys, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(MergestreamWarning, match=r"expert-1 is added, but not logged by jsonl:.*"):
         store.add(toys.experts[0], log=[f"jsonl:{tmp_path}/file/x.jsonl", f"jsonl:{tmp_path}/good.jsonl"])
@@ -188,7 +188,7 @@ def test_a_tracker_that_fails_is_a_note_and_the_step_is_done(store: Store, toys:
 )
 def test_what_cannot_be_meant_is_refused_before_any_work(
     store: Store, toys: Toys, given: str, error: type[MergestreamError], told: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr("mergestream.tracking.trackers.find_spec", lambda name: None)
     if given.startswith("tensorboard"):
         monkeypatch.undo()

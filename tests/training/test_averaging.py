@@ -66,7 +66,7 @@ def expected(method: Method, models: list[dict[str, Tensor]], name: str) -> Tens
 
 @pytest.mark.parametrize("method", [EMA(beta=0.7), LAWA(window=3), Average()], ids=lambda method: method.name)
 @pytest.mark.parametrize(("every", "start"), [(1, 0), (3, 0), (2, 5)])
-def test_the_average_is_that_of_the_recorded_weights(method: Method, every: int, start: int):
+def test_the_average_is_that_of_the_recorded_weights(method: Method, every: int, start: int) -> None:
     training = Training()
     averaging = Averaging(training.model, method, every=every, start=start)
     for _ in range(STEPS):
@@ -86,7 +86,7 @@ def test_the_average_is_that_of_the_recorded_weights(method: Method, every: int,
     assert set(averaging.state_dict()).isdisjoint({"frozen.weight", "scratch", "norm.num_batches_tracked"})
 
 
-def test_training_goes_on_as_if_nobody_averaged():
+def test_training_goes_on_as_if_nobody_averaged() -> None:
     alone, watched = Training(), Training()
     averaging = Averaging(watched.model, every=2)
     for _ in range(STEPS):
@@ -100,7 +100,7 @@ def test_training_goes_on_as_if_nobody_averaged():
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_weights_come_back_after_an_exception():
+def test_the_weights_come_back_after_an_exception() -> None:
     training = Training()
     averaging = Averaging(training.model)
     for _ in range(3):
@@ -117,7 +117,7 @@ def test_the_weights_come_back_after_an_exception():
     assert all(torch.equal(t, training.record[-1][n]) for n, t in training.model.state_dict().items())
 
 
-def test_a_model_that_has_diverged_is_not_taken_in():
+def test_a_model_that_has_diverged_is_not_taken_in() -> None:
     training = Training()
     averaging = Averaging(training.model)
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_model_that_has_diverged_is_not_taken_in():
     assert all(torch.equal(tensor, before[name]) for name, tensor in averaging.state_dict().items())
 
 
-def test_before_the_first_update_there_is_nothing_to_swap():
+def test_before_the_first_update_there_is_nothing_to_swap() -> None:
     training = Training()
     averaging = Averaging(training.model, start=5)
     training.step()
@@ -145,7 +145,7 @@ def test_before_the_first_update_there_is_nothing_to_swap():
 
 @pytest.mark.parametrize("method", [EMA(beta=0.7), LAWA(window=3), Average()], ids=lambda method: method.name)
 @pytest.mark.parametrize("stop", [1, 5])
-def test_it_goes_on_from_a_file(method: Method, stop: int, tmp_path: Path):
+def test_it_goes_on_from_a_file(method: Method, stop: int, tmp_path: Path) -> None:
     training = Training()
     whole, first = (Averaging(training.model, method, every=2) for _ in range(2))
     second = Averaging(training.model, method, every=2)
@@ -162,7 +162,7 @@ def test_it_goes_on_from_a_file(method: Method, stop: int, tmp_path: Path):
     assert all(torch.equal(tensor, after[name]) for name, tensor in whole.state_dict().items())
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path):
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     training, path = Training(), tmp_path / "average.safetensors"
     averaging = Averaging(training.model)
     training.step()
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
         averaging.update()
 
 
-def test_whole_models_in_wrappers_are_averaged_and_sharded_ones_refused(tmp_path: Path):
+def test_whole_models_in_wrappers_are_averaged_and_sharded_ones_refused(tmp_path: Path) -> None:
     from torch import distributed
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel

@@ -58,7 +58,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_the_average_is_evaluated_and_saved_and_training_does_not_notice(tmp_path: Path):
+def test_the_average_is_evaluated_and_saved_and_training_does_not_notice(tmp_path: Path) -> None:
     alone, recorded_alone = make_trainer(tmp_path / "alone")
     alone.train()
     trainer, recorded = make_trainer(tmp_path / "watched")
@@ -80,7 +80,7 @@ def test_the_average_is_evaluated_and_saved_and_training_does_not_notice(tmp_pat
 
 
 @pytest.mark.parametrize("method", [EMA(beta=0.5), LAWA(window=3)], ids=lambda method: method.name)
-def test_a_resumed_run_goes_on_with_its_average(method: EMA | LAWA, tmp_path: Path):
+def test_a_resumed_run_goes_on_with_its_average(method: EMA | LAWA, tmp_path: Path) -> None:
     trainer, _ = make_trainer(tmp_path)
     trainer.add_callback(AveragingCallback(trainer, method))
     trainer.train()
@@ -94,7 +94,7 @@ def test_a_resumed_run_goes_on_with_its_average(method: EMA | LAWA, tmp_path: Pa
     assert_same(load_file(tmp_path / "averaged/model.safetensors"), whole)
 
 
-def test_the_weights_come_back_where_an_evaluation_fails(tmp_path: Path):
+def test_the_weights_come_back_where_an_evaluation_fails(tmp_path: Path) -> None:
     def fails(prediction: Any) -> dict[str, float]:
         assert not torch.equal(trainer.model.lm_head.weight, recorded.weights[-1]["lm_head.weight"])
         raise RuntimeError("no metric")
@@ -107,7 +107,7 @@ def test_the_weights_come_back_where_an_evaluation_fails(tmp_path: Path):
     assert_same(dict(trainer.model.named_parameters()), recorded.weights[-1])
 
 
-def test_training_weights_are_evaluated_where_asked_for(tmp_path: Path):
+def test_training_weights_are_evaluated_where_asked_for(tmp_path: Path) -> None:
     trainer, recorded = make_trainer(tmp_path, save_strategy="no")
     trainer.model_init = lambda: LlamaForCausalLM(trainer.model.config)  # another model than the callback has seen
     callback = AveragingCallback(trainer, swap=False)
@@ -117,7 +117,7 @@ def test_training_weights_are_evaluated_where_asked_for(tmp_path: Path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss_of(trainer, recorded.weights[-1]), rel=1e-5)
 
 
-def test_what_could_not_be_averaged_is_told(tmp_path: Path):
+def test_what_could_not_be_averaged_is_told(tmp_path: Path) -> None:
     trainer, _ = make_trainer(tmp_path)
     trainer.train()
     resumed, _ = make_trainer(tmp_path)

@@ -104,7 +104,7 @@ def stories(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_of_llama2c_computes_the_same(tied, tmp_path):
+def test_a_model_of_llama2c_computes_the_same(tied: bool, tmp_path: Path) -> None:
     content, weights = llama2c_bytes(tied)
     config, tensors, size = read_llama2c(content + b"the tokenizer")
     assert size == len(content)
@@ -118,7 +118,7 @@ def test_a_model_of_llama2c_computes_the_same(tied, tmp_path):
     assert Store.create(tmp_path / "store", base=tmp_path).path.is_dir()
 
 
-def test_its_tokenizer_merges_by_score(stories):
+def test_its_tokenizer_merges_by_score(stories: Path) -> None:
     tokenizer = Tokenizer.from_file(str(stories / "tokenizer.json"))
     # "▁a" has a higher score than "ab", and no piece is "▁ab" + "c" before "▁abc" is
     assert tokenizer.encode("abc").tokens == ["<s>", "▁abc"]
@@ -128,7 +128,7 @@ def test_its_tokenizer_merges_by_score(stories):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_a_gguf_model_is_dequantised(tmp_path):
+def test_a_gguf_model_is_dequantised(tmp_path: Path) -> None:
     kept = write_gguf(tmp_path / "tiny.gguf")
     base = tmp_path / "base"
     base.mkdir()
@@ -173,7 +173,7 @@ def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> list[int]
 PROMPTS = [[1, 7, 30, 12], [1, 5], [1, 20, 21, 22, 23, 24, 25], [1, 33, 8]]
 
 
-def test_an_answer_is_right_where_greedy_decoding_writes_it(model):
+def test_an_answer_is_right_where_greedy_decoding_writes_it(model: LlamaForCausalLM) -> None:
     written = [greedy(model, prompt, 3 + number) for number, prompt in enumerate(PROMPTS)]
     right = [Encoded(prompt, answer) for prompt, answer in zip(PROMPTS, written, strict=True)]
     assert writes_answers(model, right) == [True] * 4
@@ -184,7 +184,7 @@ def test_an_answer_is_right_where_greedy_decoding_writes_it(model):
     assert share_right(model, [*right, wrong[0]], batch_size=2) == 0.8
 
 
-def test_padding_changes_nothing(model):
+def test_padding_changes_nothing(model: LlamaForCausalLM) -> None:
     batch = [Encoded(prompt, [9, 10, END][: number + 1]) for number, prompt in enumerate(PROMPTS[:3])]
     with torch.inference_mode():
         together, tokens, rows = answer_logits(model, batch)
@@ -195,7 +195,7 @@ def test_padding_changes_nothing(model):
     torch.testing.assert_close(together[1:3], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_likeliest_of_the_choices_is_chosen(model):
+def test_the_likeliest_of_the_choices_is_chosen(model: LlamaForCausalLM) -> None:
     choices = [5, 9, 30]
     with torch.inference_mode():
         best = [max(choices, key=lambda c: float(model(torch.tensor([p])).logits[0, -1, c])) for p in PROMPTS]
@@ -207,14 +207,14 @@ def test_the_likeliest_of_the_choices_is_chosen(model):
         share_right(model, right, [5, 5])
 
 
-def test_the_loss_is_that_of_the_answers_alone(model):
+def test_the_loss_is_that_of_the_answers_alone(model: LlamaForCausalLM) -> None:
     batch = [Encoded(PROMPTS[0], [9, END])]
     with torch.inference_mode():
         log = model(torch.tensor([[*PROMPTS[0], 9]])).logits[0].log_softmax(-1)
         assert float(answer_loss(model, batch)) == pytest.approx(-float(log[3, 9] + log[4, END]) / 2, rel=1e-5)
 
 
-def test_perplexity_is_that_of_the_definition(model):
+def test_perplexity_is_that_of_the_definition(model: LlamaForCausalLM) -> None:
     passages = [[1, 5, 9, 13], [1, 6, 10, 14], [1, 7, 11, 15]]
     with torch.inference_mode():
         log = model(torch.tensor(passages)).logits.log_softmax(-1)
@@ -222,7 +222,7 @@ def test_perplexity_is_that_of_the_definition(model):
     assert perplexity(model, passages, batch_size=2) == pytest.approx(math.exp(-total / 9), rel=1e-5)
 
 
-def test_prompt_and_answer_are_encoded_as_one_text(stories):
+def test_prompt_and_answer_are_encoded_as_one_text(stories: Path) -> None:
     tokenizer = Tokenizer.from_file(str(stories / "tokenizer.json"))
     found = encode(tokenizer, "ab:", "abc")
     assert tokenizer.decode(found.prompt + found.answer) == "ab: abc"

@@ -97,7 +97,7 @@ def bench(endpoint: str, home: Path, output: Path, tasks: int) -> subprocess.Com
 
 
 @pytest.mark.slow
-def test_the_papers_suite_runs_from_a_hub(hub, tmp_path):
+def test_the_papers_suite_runs_from_a_hub(hub: str, tmp_path: Path) -> None:
     done = bench(hub, tmp_path / "home", tmp_path / "out", 2)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -138,7 +138,7 @@ def zero_shot(base: Path, files: Files) -> float:
     return right / len(rows)
 
 
-def test_the_task_groups_are_the_papers():
+def test_the_task_groups_are_the_papers() -> None:
     groups = paper_results()["task_groups"]
     for count in (8, 14, 20):
         assert list(open_suite("clip", tasks=count).tasks) == groups[str(count)]
@@ -149,7 +149,7 @@ def test_the_task_groups_are_the_papers():
         open_suite("clip", tasks=21)
 
 
-def test_images_are_prepared_as_clip_does():
+def test_images_are_prepared_as_clip_does() -> None:
     from PIL import Image
 
     picture = Image.new("RGB", (60, 30), (255, 0, 0))

@@ -8,6 +8,7 @@ import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,20 +65,20 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("kind", "make"), [("pypi", wheel), ("npm", tarball), ("debian", debian)])
-def test_a_package_is_unpacked_without_links(kind, make, registry):
+def test_a_package_is_unpacked_without_links(kind: str, make: Any, registry: dict[str, bytes]) -> None:
     registry["file"] = make({"data/a.csv": b"1,2", "code.py": b"raise SystemExit"})
     directory = fetch(pinned(kind, registry["file"]))
     assert (directory / "data" / "a.csv").read_bytes() == b"1,2"
     assert sorted(path.name for path in directory.rglob("*") if not path.is_dir()) == ["a.csv", "code.py"]
 
 
-def test_only_what_is_wanted_is_kept(registry):
+def test_only_what_is_wanted_is_kept(registry: dict[str, bytes]) -> None:
     registry["file"] = wheel({"a.csv": b"1", "b.py": b"2"})
     directory = fetch(pinned("pypi", registry["file"], keep=(".csv",)))
     assert [path.name for path in directory.iterdir()] == ["a.csv"]
 
 
-def test_what_is_in_the_cache_is_not_fetched_again(registry):
+def test_what_is_in_the_cache_is_not_fetched_again(registry: dict[str, bytes]) -> None:
     registry["file"] = wheel({"a.csv": b"1"})
     package = pinned("pypi", registry["file"])
     first = fetch(package)
@@ -85,7 +86,7 @@ def test_what_is_in_the_cache_is_not_fetched_again(registry):
     assert fetch(package) == first
 
 
-def test_another_file_than_the_pinned_one_is_refused(registry, own_cache):
+def test_another_file_than_the_pinned_one_is_refused(registry: dict[str, bytes], own_cache: Any) -> None:
     package = pinned("pypi", wheel({"a.csv": b"1"}))
     registry["file"] = wheel({"a.csv": b"tampered"})
     with pytest.raises(MergestreamError, match=r"some-data 1\.0 from PyPI is not the file that was pinned"):
@@ -93,7 +94,7 @@ def test_another_file_than_the_pinned_one_is_refused(registry, own_cache):
     assert not package.directory.exists() and not package.archive.exists()
 
 
-def test_a_path_that_leads_outside_is_refused(registry, tmp_path):
+def test_a_path_that_leads_outside_is_refused(registry: dict[str, bytes], tmp_path: Path) -> None:
     registry["file"] = tarball({"../outside.txt": b"x"})
     package = pinned("npm", registry["file"])
     with pytest.raises(MergestreamError, match="leads outside"):
@@ -101,7 +102,7 @@ def test_a_path_that_leads_outside_is_refused(registry, tmp_path):
     assert not list(tmp_path.rglob("outside.txt")) and not package.directory.exists()
 
 
-def test_a_missing_tool_is_one_sentence(monkeypatch):
+def test_a_missing_tool_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MergestreamError) as error:
         fetch(pinned("npm", b"absent"))
@@ -109,8 +110,8 @@ def test_a_missing_tool_is_one_sentence(monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_an_unreachable_registry_is_one_sentence(monkeypatch):
-    def fail(command, **_):
+def test_an_unreachable_registry_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(command: Any, **_: Any) -> Any:
         return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: Could not find a version\n")
 
     monkeypatch.setattr(subprocess, "run", fail)
@@ -120,10 +121,10 @@ def test_an_unreachable_registry_is_one_sentence(monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_only_wheels_are_asked_for_and_no_scripts_run(monkeypatch):
+def test_only_wheels_are_asked_for_and_no_scripts_run(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
-    def record(command, **_):
+    def record(command: Any, **_: Any) -> Any:
         commands.append(command)
         return subprocess.CompletedProcess(command, 1, "", "stop")
 
@@ -135,7 +136,7 @@ def test_only_wheels_are_asked_for_and_no_scripts_run(monkeypatch):
     assert "--ignore-scripts" in commands[1] and commands[2][:2] == ["apt-get", "download"]
 
 
-def test_every_pin_of_the_suites_is_complete():
+def test_every_pin_of_the_suites_is_complete() -> None:
     from benchmarks.suites import scripts, text, vision
 
     packages = [value for part in (text, vision) for value in vars(part).values() if isinstance(value, Package)]

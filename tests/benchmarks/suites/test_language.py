@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> LanguageSuite:
 
 
 @pytest.mark.slow
-def test_experts_are_trained_merged_and_scored_beside_perplexity(suite, tmp_path):
+def test_experts_are_trained_merged_and_scored_beside_perplexity(suite: LanguageSuite, tmp_path: Path) -> None:
     plan = Plan(parse_rows("average,ledger@expert,continual_finetuning"), orders=2, full_orders=0, workers=1)
     results = run_bench(suite, plan, tmp_path / "out", lambda *_: None)
     assert all(results.fine_tuned[task] > results.pretrained[task] for task in suite.tasks)
@@ -90,7 +91,7 @@ def test_experts_are_trained_merged_and_scored_beside_perplexity(suite, tmp_path
     assert lines[0][3].strip() == f"{results.beside['perplexity']:.2f}"
 
 
-def test_adapters_are_experts_too(suite):
+def test_adapters_are_experts_too(suite: LanguageSuite) -> None:
     adapters = replace(suite, recipe=LoRARecipe(samples=48, epochs=16, batch_size=16, learning_rate=2e-2))
     expert = adapters.expert("next")
     config = json.loads((expert / "adapter_config.json").read_text())
@@ -99,7 +100,7 @@ def test_adapters_are_experts_too(suite):
     assert adapters.accuracy(expert, "next") > adapters.accuracy(adapters.base(), "next")
 
 
-def test_a_model_is_measured_on_the_passages_that_are_long_enough(suite):
+def test_a_model_is_measured_on_the_passages_that_are_long_enough(suite: LanguageSuite) -> None:
     assert [len(passage) for passage in suite.passages()] == [language.PASSAGE_TOKENS] * 2
     assert suite.accuracy(suite.base(), "perplexity") > 1
     keys = [suite.evaluation_key(name) for name in (*suite.tasks, "perplexity")]
@@ -108,7 +109,9 @@ def test_a_model_is_measured_on_the_passages_that_are_long_enough(suite):
     assert suite.limited(test_limit=3).evaluation_key("next") != keys[0]
 
 
-def test_layers_that_multiply_in_bfloat16_are_another_suite_of_keys_and_logits_stay_in_float32(suite):
+def test_layers_that_multiply_in_bfloat16_are_another_suite_of_keys_and_logits_stay_in_float32(
+    suite: LanguageSuite,
+) -> None:
     half = replace(suite, backbone=replace(suite.backbone, bfloat16=True))
     batch = [suite.encoded("next", *example) for example in suite.data("next")[1]]
     exact, rounded = (answer_logits(each.load(each.base()), batch)[0] for each in (suite, half))
@@ -121,7 +124,7 @@ def test_layers_that_multiply_in_bfloat16_are_another_suite_of_keys_and_logits_s
 @pytest.mark.parametrize(
     ("module", "backbone", "adapters"), [(language, SMOLLM2, True), (language_tiny, STORIES, False)]
 )
-def test_the_suites_are_known_by_name(module, backbone, adapters):
+def test_the_suites_are_known_by_name(module: Any, backbone: Any, adapters: bool) -> None:
     suite = open_suite(module.SUITE.name)
     assert suite.tasks == tuple(task.name for task in TASKS) and suite.test_limit == 200
     assert suite.backbone == backbone and isinstance(suite.recipe, LoRARecipe) == adapters
@@ -130,14 +133,14 @@ def test_the_suites_are_known_by_name(module, backbone, adapters):
     assert all(len(suite.package.sha256) == 64 for suite in (SMOLLM2, STORIES))
 
 
-def test_the_larger_encoder_has_the_tasks_of_the_smaller():
+def test_the_larger_encoder_has_the_tasks_of_the_smaller() -> None:
     suite = open_suite("text-base")
     assert suite.tasks == text.SUITE.tasks[:4] and open_suite("text-base", tasks=8).tasks == text.SUITE.tasks
     assert suite.data_of == "text" and text_base.SUITE.recipe.steps(10**6) == text.RECIPE.steps(10**6)
     assert all(len(package.sha256) == 64 for package in MPNET)
 
 
-def test_the_larger_encoder_is_joined_of_parts(tmp_path):
+def test_the_larger_encoder_is_joined_of_parts(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import MPNetConfig, MPNetModel
 
@@ -167,7 +170,7 @@ def test_the_larger_encoder_is_joined_of_parts(tmp_path):
     torch.testing.assert_close(padded[:1], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_a_task_the_suite_has_not_is_told(suite):
+def test_a_task_the_suite_has_not_is_told(suite: LanguageSuite) -> None:
     from mergestream.errors import UsageError
 
     with pytest.raises(UsageError, match="the suite tiny has no task 'other'"):
@@ -175,7 +178,7 @@ def test_a_task_the_suite_has_not_is_told(suite):
 
 
 @pytest.mark.slow
-def test_all_experts_are_served_from_one_store(suite, tmp_path):
+def test_all_experts_are_served_from_one_store(suite: LanguageSuite, tmp_path: Path) -> None:
     recipe = LoRARecipe(samples=48, epochs=16, batch_size=16, learning_rate=1e-2)
     found = serving.serving(replace(suite, recipe=recipe), tmp_path)
     for scores in found["scores"].values():

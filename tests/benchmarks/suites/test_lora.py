@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def whole(suite: TrainedSuite, task: str, output: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_merged_and_scored(suite, tmp_path):
+def test_adapters_are_trained_merged_and_scored(suite: TrainedSuite, tmp_path: Path) -> None:
     plan = Plan(parse_rows("average,opcm,continual_finetuning"), orders=1, workers=1)
     results = run_bench(suite, plan, tmp_path / "out", lambda *_: None)
     assert results.suite == "tiny-lora"
@@ -48,7 +49,7 @@ def test_adapters_are_trained_merged_and_scored(suite, tmp_path):
     assert recipe == asdict(suite.recipe) and (recipe["rank"], recipe["learning_rate"]) == (16, 1e-2)
 
 
-def test_an_expert_is_a_directory_of_pefts(suite):
+def test_an_expert_is_a_directory_of_pefts(suite: TrainedSuite) -> None:
     expert = suite.expert("rows")
     config = json.loads((expert / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["lora_dropout"], config["bias"]) == (16, 32, 0, "none")
@@ -63,7 +64,9 @@ def test_an_expert_is_a_directory_of_pefts(suite):
     assert factors == {f"base_model.model.{name}" for name in linear}
 
 
-def test_training_is_deterministic_and_cached(suite, monkeypatch, tmp_path):
+def test_training_is_deterministic_and_cached(
+    suite: TrainedSuite, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     expert = suite.expert("rows")
     written = (expert / "adapter_model.safetensors").stat().st_mtime_ns
     torch.manual_seed(1)  # whatever was drawn before
@@ -74,14 +77,14 @@ def test_training_is_deterministic_and_cached(suite, monkeypatch, tmp_path):
     assert again != expert and model_digest(again) == model_digest(expert)
 
 
-def test_the_same_factors_scaled_otherwise_are_another_model(suite):
+def test_the_same_factors_scaled_otherwise_are_another_model(suite: TrainedSuite) -> None:
     expert = suite.expert("rows")
     digest, path = model_digest(expert), expert / "adapter_config.json"
     path.write_text(path.read_text().replace('"lora_alpha": 32', '"lora_alpha": 16'))
     assert model_digest(expert) != digest
 
 
-def test_data_and_heads_are_the_plain_suites(suite, own_cache):
+def test_data_and_heads_are_the_plain_suites(suite: TrainedSuite, own_cache: Any) -> None:
     plain = tiny_trained_suite()
     assert torch.equal(suite.head("rows").weight, plain.head("rows").weight)
     assert suite.expert_directory("rows") != plain.expert_directory("rows")
@@ -89,12 +92,12 @@ def test_data_and_heads_are_the_plain_suites(suite, own_cache):
     assert [path.name for path in (own_cache / "heads").iterdir()] == ["tiny"]
 
 
-def test_the_recipe_of_full_experts_has_no_more_fields():
+def test_the_recipe_of_full_experts_has_no_more_fields() -> None:
     """They are part of the name under which an expert is cached: one more, and all are trained again."""
     assert set(asdict(Recipe())) == {"samples", "epochs", "batch_size", "learning_rate", "seed"}
 
 
-def test_peft_and_mergestream_make_the_same_model_of_an_adapter(suite, tmp_path):
+def test_peft_and_mergestream_make_the_same_model_of_an_adapter(suite: TrainedSuite, tmp_path: Path) -> None:
     expected = suite.load(whole(suite, "rows", tmp_path / "whole")).state_dict()
     store = Store.create(tmp_path / "store", base=suite.base(), method=Average())
     store.add(suite.expert("rows"))
@@ -105,7 +108,9 @@ def test_peft_and_mergestream_make_the_same_model_of_an_adapter(suite, tmp_path)
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_adapters_are_scored_and_compared_as_the_whole_models_are(suite, tmp_path, monkeypatch):
+def test_adapters_are_scored_and_compared_as_the_whole_models_are(
+    suite: TrainedSuite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scores = [score_individual(suite, task) for task in suite.tasks]
     found = cosines(suite, lambda *_: None)
     models = {task: whole(suite, task, tmp_path / task) for task in suite.tasks}
@@ -114,6 +119,6 @@ def test_adapters_are_scored_and_compared_as_the_whole_models_are(suite, tmp_pat
     torch.testing.assert_close(torch.tensor(found), torch.tensor(cosines(suite, lambda *_: None)), rtol=0, atol=1e-4)
 
 
-def test_peft_is_imported_where_it_is_needed_only():
+def test_peft_is_imported_where_it_is_needed_only() -> None:
     code = "import sys, benchmarks.suites.text_lora, benchmarks.suites.vision_lora; sys.exit('peft' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True)

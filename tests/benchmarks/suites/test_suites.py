@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ SUITES = ROOT / "benchmarks" / "suites"
 
 
 @pytest.mark.parametrize("module", [text, vision])
-def test_a_short_name_means_the_file_in_the_checkout(module):
+def test_a_short_name_means_the_file_in_the_checkout(module: Any) -> None:
     by_name, by_path = open_suite(module.SUITE.name), load_suite(Path(module.__file__))
     assert isinstance(by_name, TrainedSuite) and isinstance(by_path, TrainedSuite)
     assert by_name.tasks == by_path.tasks == module.SUITE.tasks == tuple(task.name for task in module.TASKS[:8])
@@ -30,7 +31,7 @@ def test_a_short_name_means_the_file_in_the_checkout(module):
 
 
 @pytest.mark.parametrize(("module", "plain"), [(text_lora, text), (vision_lora, vision)])
-def test_the_suites_of_adapters_differ_in_their_experts_alone(module, plain):
+def test_the_suites_of_adapters_differ_in_their_experts_alone(module: Any, plain: Any) -> None:
     by_name, by_path = open_suite(f"{plain.SUITE.name}-lora"), load_suite(Path(module.__file__))
     assert isinstance(by_name, TrainedSuite) and isinstance(by_path, TrainedSuite)
     assert by_name.recipe == by_path.recipe == LoRARecipe.like(plain.SUITE.recipe)
@@ -40,7 +41,7 @@ def test_the_suites_of_adapters_differ_in_their_experts_alone(module, plain):
     assert by_name.data_of == plain.SUITE.name and by_name.tasks == plain.SUITE.tasks
 
 
-def test_tasks_and_samples_are_limited_as_asked():
+def test_tasks_and_samples_are_limited_as_asked() -> None:
     suite = open_suite("vision", tasks=14, test_limit=20)
     assert isinstance(suite, TrainedSuite)
     assert suite.tasks == tuple(task.name for task in vision.TASKS[:14]) and suite.test_limit == 20
@@ -52,18 +53,18 @@ def test_tasks_and_samples_are_limited_as_asked():
             open_suite("text", **choice)
 
 
-def described(*suites):
+def described(*suites: Any) -> Any:
     return [(suite.name, suite.tasks, suite.test_limit, suite.recipe.samples) for suite in suites]
 
 
-def test_they_survive_the_way_into_a_spawned_process():
+def test_they_survive_the_way_into_a_spawned_process() -> None:
     suite = load_suite(SUITES / "vision.py")
     chosen = open_suite(str(SUITES / "vision.py"), tasks=3, test_limit=7)
     (found,) = run_parallel(described, [(suite, chosen)], workers=2)
     assert found == [("vision", suite.tasks, 500, 2500), ("vision", suite.tasks[:3], 7, 2500)]
 
 
-def test_the_path_works_from_anywhere(tmp_path):
+def test_the_path_works_from_anywhere(tmp_path: Path) -> None:
     """With nothing of the repository on Python's path but the package."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "mergestream").symlink_to(ROOT / "mergestream")
@@ -75,7 +76,9 @@ def test_the_path_works_from_anywhere(tmp_path):
     assert done.returncode == 2 and "is a file; name a directory" in done.stderr, done.stderr
 
 
-def test_a_wrong_sweep_or_output_is_told_before_any_training(tmp_path, capsys, monkeypatch):
+def test_a_wrong_sweep_or_output_is_told_before_any_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TrainedSuite, "prepare", lambda *_: pytest.fail("work was begun"))
     output = ["-o", str(tmp_path / "out")]
     assert main(["bench", "text", *output, "--methods", "average", "--sweep", "colour=0:1:1"]) == 2

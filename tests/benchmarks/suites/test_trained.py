@@ -70,7 +70,7 @@ def tiny_trained_suite() -> TrainedSuite:
 
 
 @pytest.mark.slow
-def test_experts_are_trained_merged_and_scored(tmp_path):
+def test_experts_are_trained_merged_and_scored(tmp_path: Path) -> None:
     suite = tiny_trained_suite()
     plan = Plan(parse_rows("average,continual_finetuning"), orders=1, workers=1)
     results = run_bench(suite, plan, tmp_path / "out", lambda *_: None)
@@ -87,7 +87,7 @@ def test_experts_are_trained_merged_and_scored(tmp_path):
     }
 
 
-def test_training_is_deterministic_and_cached(monkeypatch, tmp_path):
+def test_training_is_deterministic_and_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from mergestream.evaluation.streams import model_digest
 
     suite = tiny_trained_suite()
@@ -102,14 +102,14 @@ def test_training_is_deterministic_and_cached(monkeypatch, tmp_path):
     assert again != expert and model_digest(again) == model_digest(expert)
 
 
-def test_heads_come_from_the_base_and_stay(tmp_path):
+def test_heads_come_from_the_base_and_stay(tmp_path: Path) -> None:
     suite = tiny_trained_suite()
     head = suite.head("rows")
     suite.expert("rows")
     assert torch.equal(suite.head("rows").weight, head.weight)
 
 
-def test_a_class_mean_head_finds_the_nearest_mean(tmp_path):
+def test_a_class_mean_head_finds_the_nearest_mean(tmp_path: Path) -> None:
     features = torch.tensor([[5.0, 1.0], [5.0, -1.0], [-5.0, 1.0], [-5.0, -1.0]])
     head = class_mean_head(features, torch.tensor([0, 0, 1, 1]), 2)
     head.save(tmp_path / "head.safetensors")

@@ -1,7 +1,10 @@
 """Our reading of an adapter is PEFT's: the same task vectors, in float64."""
 
+from __future__ import annotations
+
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
-def test_scaling_is_that_of_peft(workshop, fields):
+def test_scaling_is_that_of_peft(workshop: Any, fields: Any) -> None:
     base = workshop.base(llama)
     assert_equals_peft(workshop, base, workshop.adapter(base, target_modules=ATTENTION, **fields))
 
@@ -45,13 +48,13 @@ def test_scaling_is_that_of_peft(workshop, fields):
         (clip_vision, ["fc1", "patch_embedding"]),
     ],
 )
-def test_every_kind_of_module(workshop, model, targets):
+def test_every_kind_of_module(workshop: Any, model: Any, targets: Any) -> None:
     base = workshop.base(model)
     assert_equals_peft(workshop, base, workshop.adapter(base, r=3, target_modules=targets))
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_conv1d_is_transposed_whatever_the_flag_says(workshop, flag):
+def test_conv1d_is_transposed_whatever_the_flag_says(workshop: Any, flag: bool) -> None:
     """The attention's c_proj is square: only its neighbours show that it is stored input × output."""
     base = workshop.base(gpt2)
     adapter = workshop.adapter(base, r=3, target_modules=["c_proj", "c_fc"])
@@ -59,7 +62,7 @@ def test_conv1d_is_transposed_whatever_the_flag_says(workshop, flag):
     assert_equals_peft(workshop, base, adapter)
 
 
-def test_square_conv1d_alone_is_told_by_the_model_or_the_flag(workshop):
+def test_square_conv1d_alone_is_told_by_the_model_or_the_flag(workshop: Any) -> None:
     base = workshop.base(gpt2)
     adapter = workshop.adapter(base, r=3, target_modules=r".*attn\.c_proj")
     assert open_adapter(adapter).config.fan_in_fan_out  # PEFT corrects the flag
@@ -78,13 +81,13 @@ def test_square_conv1d_alone_is_told_by_the_model_or_the_flag(workshop):
         (clip, {"modules_to_save": ["visual_projection"]}, {"visual_projection.weight"}),
     ],
 )
-def test_whole_tensors(workshop, model, fields, whole):
+def test_whole_tensors(workshop: Any, model: Any, fields: Any, whole: Any) -> None:
     base = workshop.base(model)
     bound = assert_equals_peft(workshop, base, workshop.adapter(base, **{"target_modules": ATTENTION, **fields}))
     assert whole is None or set(bound.whole) == whole
 
 
-def test_tied_modules_add_up(workshop):
+def test_tied_modules_add_up(workshop: Any) -> None:
     base = workshop.base(llama, tie_word_embeddings=True)
     assert "lm_head.weight" not in open_checkpoint(base).tensors
     spellings = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -95,7 +98,7 @@ def test_tied_modules_add_up(workshop):
         shutil.rmtree(adapter)
 
 
-def test_torch_files_are_read_too(workshop):
+def test_torch_files_are_read_too(workshop: Any) -> None:
     base = workshop.base(llama)
     adapter = workshop.adapter(base, target_modules=ATTENTION)
     torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
@@ -103,7 +106,7 @@ def test_torch_files_are_read_too(workshop):
     assert_equals_peft(workshop, base, adapter)
 
 
-def test_an_adapter_of_another_class_of_the_same_model(workshop):
+def test_an_adapter_of_another_class_of_the_same_model(workshop: Any) -> None:
     """The base model alone has no ``model.`` before its layers."""
     base = workshop.base(llama)
     adapter = workshop.adapter(base, target_modules=ATTENTION)
@@ -120,7 +123,7 @@ def test_an_adapter_of_another_class_of_the_same_model(workshop):
         assert torch.equal(bound.delta(name, torch.float64).dense(), expected.delta(name, torch.float64).dense())
 
 
-def test_prefixes_that_may_mean_two_things_are_refused():
+def test_prefixes_that_may_mean_two_things_are_refused() -> None:
     spellings = {name: name for name in ("encoder.layer.0.q.weight", "decoder.layer.0.q.weight")}
     with pytest.raises(MergestreamError, match=r"decoder\.layer\.0\.q\.weight or encoder"):
         make_translator(["layer.0.q.weight"], spellings)
@@ -131,7 +134,7 @@ def test_prefixes_that_may_mean_two_things_are_refused():
     assert make_translator(["layer.0.q.weight"], {"layer.1.q.weight": ""})("layer.0.q.weight") is None  # another layer
 
 
-def test_a_new_head_is_extra(workshop):
+def test_a_new_head_is_extra(workshop: Any) -> None:
     base = workshop.base(llama)
     adapter = workshop.adapter(base, target_modules=ATTENTION)
     state = load_file(adapter / "adapter_model.safetensors")
@@ -163,20 +166,20 @@ def test_a_new_head_is_extra(workshop):
         ({"alpha_pattern": {"q_proj": float("inf")}}, "not valid JSON with finite numbers"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(workshop, fields, message):
+def test_what_cannot_be_honoured_is_refused_by_name(workshop: Any, fields: Any, message: str) -> None:
     adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
     edit_config(adapter, **fields)
     with pytest.raises(MergestreamError, match=f"adapter_config.json(:| is) .*{message}"):
         open_adapter(adapter)
 
 
-def test_unknown_fields_that_are_off_do_no_harm(workshop):
+def test_unknown_fields_that_are_off_do_no_harm(workshop: Any) -> None:
     adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
     edit_config(adapter, magic_config=None, use_magic=False)
     open_adapter(adapter)
 
 
-def test_real_dora_and_bias_factors_are_refused_even_if_the_config_hides_them(workshop):
+def test_real_dora_and_bias_factors_are_refused_even_if_the_config_hides_them(workshop: Any) -> None:
     base = workshop.base(llama)
     for fields in ({"use_dora": True}, {"lora_bias": True}):
         adapter = workshop.adapter(base, target_modules=ATTENTION, **fields)
@@ -188,7 +191,7 @@ def test_real_dora_and_bias_factors_are_refused_even_if_the_config_hides_them(wo
         shutil.rmtree(adapter)
 
 
-def damaged(adapter, change):
+def damaged(adapter: Any, change: Any) -> None:
     file = adapter / "adapter_model.safetensors"
     state = load_file(file)
     change(state)
@@ -198,7 +201,7 @@ def damaged(adapter, change):
 KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-def test_corrupt_adapters_are_refused(workshop):
+def test_corrupt_adapters_are_refused(workshop: Any) -> None:
     base = workshop.base(llama)
     adapter = workshop.adapter(base, r=4, target_modules=ATTENTION)
     file = adapter / "adapter_model.safetensors"
@@ -249,13 +252,13 @@ def test_corrupt_adapters_are_refused(workshop):
         open_adapter(adapter)
 
 
-def test_an_adapter_of_another_model_is_refused(workshop):
+def test_an_adapter_of_another_model_is_refused(workshop: Any) -> None:
     adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
     with pytest.raises(MergestreamError, match=r"has no tensor .*q_proj.weight: it was made for another model"):
         bind(adapter, workshop.base(gpt2, "gpt2"))
 
 
-def test_factors_and_whole_tensor_together_are_refused(workshop):
+def test_factors_and_whole_tensor_together_are_refused(workshop: Any) -> None:
     base = workshop.base(llama)
     adapter = workshop.adapter(base, target_modules=ATTENTION)
     name = KEY.replace("lora_A.weight", "weight")
@@ -264,7 +267,7 @@ def test_factors_and_whole_tensor_together_are_refused(workshop):
         bind(adapter, base)
 
 
-def test_config_is_never_a_place_for_code(workshop):
+def test_config_is_never_a_place_for_code(workshop: Any) -> None:
     adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
     text = json.loads((adapter / "adapter_config.json").read_text())
     assert text["peft_type"] == "LORA"
@@ -284,7 +287,7 @@ def test_config_is_never_a_place_for_code(workshop):
         ({"rank_pattern": {"(?i)a": 2}}, "expression in rank_pattern cannot be honoured .*flags"),
     ],
 )
-def test_numbers_and_expressions_that_are_none(workshop, fields, message):
+def test_numbers_and_expressions_that_are_none(workshop: Any, fields: Any, message: str) -> None:
     adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
     edit_config(adapter, **fields)
     with pytest.raises(MergestreamError, match=f"adapter_config.json(:| is) .*{message}"):
@@ -292,7 +295,7 @@ def test_numbers_and_expressions_that_are_none(workshop, fields, message):
 
 
 @pytest.mark.parametrize("alpha", [1e308, 1e200])
-def test_a_scaling_that_leaves_float64_is_not_nothing(workshop, alpha):
+def test_a_scaling_that_leaves_float64_is_not_nothing(workshop: Any, alpha: float) -> None:
     base = workshop.base(llama)
     adapter = workshop.adapter(base, target_modules=ATTENTION)
     edit_config(adapter, lora_alpha=alpha)

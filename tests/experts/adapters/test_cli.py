@@ -1,17 +1,22 @@
 """Adapters on the command line."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import RunCommand, Toys
 from tests.handmade import handmade_adapter
 
 
 @pytest.fixture
-def cli(mergestream):
+def cli(mergestream: RunCommand) -> Any:
     """Runs a command that must end with ``code``."""
 
-    def run(*arguments, code=0):
+    def run(*arguments: Any, code: Any = 0) -> Any:
         result = mergestream(*arguments)
         assert result.code == code, result.err
         return result
@@ -20,11 +25,11 @@ def cli(mergestream):
 
 
 @pytest.fixture
-def adapters(tmp_path):
+def adapters(tmp_path: Path) -> Any:
     return [handmade_adapter(tmp_path / "adapters" / name, seed) for seed, name in enumerate(["law", "code", "poems"])]
 
 
-def test_from_init_to_an_adapter(tmp_path, toys, cli, adapters):
+def test_from_init_to_an_adapter(tmp_path: Path, toys: Toys, cli: Any, adapters: Any) -> None:
     store, out = tmp_path / "store", tmp_path / "merged"
     cli("init", store, "--base", toys.base, "--method", "opcm", "--max-rank", 2)
     printed = cli("add", store, *adapters)
@@ -46,13 +51,13 @@ def test_from_init_to_an_adapter(tmp_path, toys, cli, adapters):
     cli("verify", store)
 
 
-def test_an_adapter_may_be_named_by_its_weights(tmp_path, toys, cli, adapters):
+def test_an_adapter_may_be_named_by_its_weights(tmp_path: Path, toys: Toys, cli: Any, adapters: Any) -> None:
     store = tmp_path / "store"
     cli("init", store, "--base", toys.base)
     assert "step 1: law" in cli("add", store, adapters[0] / "adapter_model.safetensors").out
 
 
-def test_dry_run_and_inspect(tmp_path, toys, cli, adapters):
+def test_dry_run_and_inspect(tmp_path: Path, toys: Toys, cli: Any, adapters: Any) -> None:
     store = tmp_path / "store"
     cli("init", store, "--base", toys.base)
     assert "would be step 1" in cli("add", store, adapters[0], "--dry-run").out
@@ -61,20 +66,20 @@ def test_dry_run_and_inspect(tmp_path, toys, cli, adapters):
     assert facts["tensors"]["layers.0.q.weight"]["kept"] == 1
 
 
-def test_methods_that_need_dense_tensors_say_so(tmp_path, toys, cli, adapters):
+def test_methods_that_need_dense_tensors_say_so(tmp_path: Path, toys: Toys, cli: Any, adapters: Any) -> None:
     store = tmp_path / "store"
     cli("init", store, "--base", toys.base, "--method", "ties")
     assert "ties needs dense tensors: the adapter is multiplied out" in cli("add", store, adapters[0]).err
 
 
-def test_an_adapter_of_another_base_is_noted(tmp_path, toys, cli):
+def test_an_adapter_of_another_base_is_noted(tmp_path: Path, toys: Toys, cli: Any) -> None:
     store = tmp_path / "store"
     cli("init", store, "--base", toys.base)
     adapter = handmade_adapter(tmp_path / "alien", 1, base_model_name_or_path="somebody/else")
     assert "made for somebody/else" in cli("add", store, adapter).err
 
 
-def test_mistakes_are_one_sentence(tmp_path, toys, cli, adapters):
+def test_mistakes_are_one_sentence(tmp_path: Path, toys: Toys, cli: Any, adapters: Any) -> None:
     store = tmp_path / "store"
     cli("init", store, "--base", toys.base)
     dora = handmade_adapter(tmp_path / "dora", 1, use_dora=True)
@@ -85,6 +90,6 @@ def test_mistakes_are_one_sentence(tmp_path, toys, cli, adapters):
     assert "is an adapter" in cli("init", tmp_path / "s2", "--base", adapters[0], code=1).err
 
 
-def test_merge_takes_adapters(tmp_path, toys, cli, adapters):
+def test_merge_takes_adapters(tmp_path: Path, toys: Toys, cli: Any, adapters: Any) -> None:
     cli("merge", "--base", toys.base, "--method", "average", *adapters, toys.experts[0], "-o", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -1,6 +1,10 @@
 """Adapters and bases by hub id, against the server of tests/checkpoints/test_hub.py."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +30,7 @@ for config_only in (False, True):
 
 
 @pytest.fixture
-def repositories(hub, tmp_path):  # noqa: F811
+def repositories(hub: Any, tmp_path: Path) -> Any:  # noqa: F811
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=24
@@ -39,7 +43,7 @@ def repositories(hub, tmp_path):  # noqa: F811
     return hub
 
 
-def test_weights_come_only_when_a_full_model_is_asked_for(repositories, tmp_path):
+def test_weights_come_only_when_a_full_model_is_asked_for(repositories: Any, tmp_path: Path) -> None:
     home = tmp_path / "home"
     answer, full, bare = run(["org/model", "org/adapter", str(home / "store")], repositories.endpoint, home, PROGRAM)
     assert answer["base"] == f"org/model@{COMMIT}"

@@ -1,7 +1,10 @@
 """Adapters in a store: the same as their dense forms, for every method, in factors where the method allows it."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +40,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]
     return base, adapters, [workshop.merged(base, adapter, f"merged{i}") for i, adapter in enumerate(adapters)]
 
 
-def store_of(path, base, experts, method, **options):
+def store_of(path: Any, base: Any, experts: Any, method: Any, **options: Any) -> Any:
     store = Store.create(path, base, method, **options)
     for number, expert in enumerate(experts):
         store.add(expert, f"expert{number}")
@@ -60,7 +63,9 @@ def in_factors(store: Store) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("method", [*FACTORED, *DENSE], ids=str)
-def test_adapters_equal_their_dense_forms(tmp_path, material, method):
+def test_adapters_equal_their_dense_forms(
+    tmp_path: Path, material: tuple[Path, list[Path], list[Path]], method: Any
+) -> None:
     base, adapters, merged = material
     ours = store_of(tmp_path / "ours", base, adapters, method)
     dense = store_of(tmp_path / "dense", base, merged, method)
@@ -77,7 +82,9 @@ def test_adapters_equal_their_dense_forms(tmp_path, material, method):
 
 @pytest.mark.parametrize("method", [OPCM(), Average(), LAWA(window=2), TIES(mode="streaming")], ids=str)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_full_checkpoints_and_adapters_in_one_store(tmp_path, material, method, order):
+def test_full_checkpoints_and_adapters_in_one_store(
+    tmp_path: Path, material: tuple[Path, list[Path], list[Path]], method: Any, order: Any
+) -> None:
     base, adapters, merged = material
     mixed = [adapters[0], merged[1], adapters[2]]
     ours = store_of(tmp_path / "ours", base, [mixed[i] for i in order], method)
@@ -86,7 +93,7 @@ def test_full_checkpoints_and_adapters_in_one_store(tmp_path, material, method, 
     assert_same_model(ours.export(tmp_path / "a"), dense.export(tmp_path / "b"), base)
 
 
-def test_whole_modules_make_only_their_tensors_dense(tmp_path, workshop):
+def test_whole_modules_make_only_their_tensors_dense(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(gpt2)
     fields = {"r": 2, "target_modules": ["c_attn", "c_proj"]}
     adapters = [
@@ -104,7 +111,7 @@ def test_whole_modules_make_only_their_tensors_dense(tmp_path, workshop):
     assert_same_model(ours.export(tmp_path / "a"), dense.export(tmp_path / "b"), base)
 
 
-def test_clip_adapters_with_convolutions(tmp_path, workshop):
+def test_clip_adapters_with_convolutions(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(clip)
     adapters = [
         workshop.adapter(base, f"a{seed}", seed=seed, r=2, target_modules=["q_proj", "fc2", "patch_embedding"])
@@ -117,7 +124,7 @@ def test_clip_adapters_with_convolutions(tmp_path, workshop):
 
 
 @pytest.mark.slow
-def test_twenty_adapters_until_dense_is_cheaper(tmp_path, workshop):
+def test_twenty_adapters_until_dense_is_cheaper(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(llama)
     adapters = [
         workshop.adapter(base, f"a{seed}", seed=seed, r=1 + seed % 2, target_modules=["q_proj", "up_proj"])
@@ -138,7 +145,9 @@ def test_twenty_adapters_until_dense_is_cheaper(tmp_path, workshop):
     assert_same_model(store.export(tmp_path / "a"), dense.export(tmp_path / "b"), base, 1e-6)
 
 
-def test_a_bounded_rank_is_the_nearest_and_tells_what_it_costs(tmp_path, material):
+def test_a_bounded_rank_is_the_nearest_and_tells_what_it_costs(
+    tmp_path: Path, material: tuple[Path, list[Path], list[Path]]
+) -> None:
     base, adapters, _ = material
     exact = store_of(tmp_path / "exact", base, adapters, Average())
     bounded = store_of(tmp_path / "bounded", base, adapters, Average(), max_rank=3)
@@ -165,7 +174,7 @@ def test_a_bounded_rank_is_the_nearest_and_tells_what_it_costs(tmp_path, materia
     bounded.verify()
 
 
-def test_bounded_rank_with_every_factored_method(tmp_path, material):
+def test_bounded_rank_with_every_factored_method(tmp_path: Path, material: tuple[Path, list[Path], list[Path]]) -> None:
     base, adapters, _ = material
     for method in FACTORED:
         store = store_of(tmp_path / str(method), base, adapters, method, max_rank=2)
@@ -174,7 +183,7 @@ def test_bounded_rank_with_every_factored_method(tmp_path, material):
         assert all(max(ranks) <= 2 for ranks in state.ranks(state.forms(name), name))
 
 
-def test_bytes_do_not_depend_on_workers(tmp_path, material):
+def test_bytes_do_not_depend_on_workers(tmp_path: Path, material: tuple[Path, list[Path], list[Path]]) -> None:
     base, adapters, _ = material
     one = store_of(tmp_path / "one", base, adapters, OPCM(), engine=LocalEngine(1))
     four = store_of(tmp_path / "four", base, adapters, OPCM(), engine=LocalEngine(4))
@@ -182,7 +191,7 @@ def test_bytes_do_not_depend_on_workers(tmp_path, material):
         assert path.read_bytes() == (four.path / "steps" / "0003" / path.name).read_bytes(), path.name
 
 
-def test_steps_share_the_blocks_of_their_bases(tmp_path, material):
+def test_steps_share_the_blocks_of_their_bases(tmp_path: Path, material: tuple[Path, list[Path], list[Path]]) -> None:
     base, adapters, _ = material
     store = store_of(tmp_path / "store", base, adapters, OPCM(), keep=2)
     first = store.path / "steps" / "0001" / "factors-0001.safetensors"
@@ -198,7 +207,7 @@ def test_steps_share_the_blocks_of_their_bases(tmp_path, material):
     assert store.history[-1].state == again.history[-1].state
 
 
-def test_zero_and_duplicate_adapters(tmp_path, workshop):
+def test_zero_and_duplicate_adapters(tmp_path: Path, workshop: Any) -> None:
     base = workshop.base(llama)
     adapter = workshop.adapter(base, "one", r=2, target_modules=["q_proj"])
     zero = workshop.adapter(base, "zero", r=2, target_modules=["q_proj"])
@@ -221,7 +230,7 @@ def test_zero_and_duplicate_adapters(tmp_path, workshop):
     assert store.history[-1].kept < 1e-20  # all of it lies on the diagonal
 
 
-def test_one_shot_merges_take_adapters(tmp_path, material):
+def test_one_shot_merges_take_adapters(tmp_path: Path, material: tuple[Path, list[Path], list[Path]]) -> None:
     base, adapters, merged = material
     for method in (Average(), OPCM(), TIES(mode="streaming")):
         merge(base, [adapters[0], merged[1], adapters[2]], tmp_path / f"{method}a", method)
@@ -229,7 +238,7 @@ def test_one_shot_merges_take_adapters(tmp_path, material):
         assert_same_model(tmp_path / f"{method}a", tmp_path / f"{method}b", base)
 
 
-def test_inspect_tells_what_adding_would_do(tmp_path, material):
+def test_inspect_tells_what_adding_would_do(tmp_path: Path, material: tuple[Path, list[Path], list[Path]]) -> None:
     base, adapters, _ = material
     store = store_of(tmp_path / "store", base, adapters[:2], OPCM())
     inspection = store.inspect(adapters[2])
@@ -243,7 +252,7 @@ def test_inspect_tells_what_adding_would_do(tmp_path, material):
     assert math.isclose(inspection.distance, entry.distance)
 
 
-def test_float32_store_is_accurate_to_1e_5(tmp_path, workshop):
+def test_float32_store_is_accurate_to_1e_5(tmp_path: Path, workshop: Any) -> None:
     torch.manual_seed(0)
     base = workshop.directory / "single"
     llama().float().save_pretrained(base)
