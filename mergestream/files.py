@@ -194,7 +194,7 @@ def _exchange_at_once(one: Path, other: Path) -> bool:
         rename = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):
         return False
-    return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def remove(directory: Path) -> None:

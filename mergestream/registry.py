@@ -62,7 +62,8 @@ class Registry(Mapping[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self._own:
             module, _, attribute = self._own[name].partition(":")
-            return getattr(import_module(module), attribute)
+            item: T = getattr(import_module(module), attribute)
+            return item
         if name in self._registered:
             return self._registered[name]
         entry = self._external[name]

@@ -32,7 +32,7 @@ from fusion_bench.method.opcm.task_arithmetic import ContinualTaskArithmeticForC
 from fusion_bench.method.opcm.ties_merging import ContinualTiesMergingForCLIP  # noqa: E402
 
 
-class DirectoryPool(BaseModelPool):
+class DirectoryPool(BaseModelPool):  # type: ignore[misc]
     """A pool of models in directories, loaded on demand."""
 
     def load_model(self, name: str, *args: object, **kwargs: object) -> torch.nn.Module:

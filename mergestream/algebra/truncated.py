@@ -109,7 +109,8 @@ def _leading_subspace(matrix: Tensor, rank: int, width: int) -> Tensor:
 
 def _orthonormal(x: Tensor) -> Tensor:
     """The Q of a QR decomposition: as fast as two rounds of Cholesky, and always defined."""
-    return torch.linalg.qr(x).Q
+    orthonormal: Tensor = torch.linalg.qr(x)[0]
+    return orthonormal
 
 
 def _chebyshev_2(x: float) -> float:

@@ -36,18 +36,20 @@ class UnpackedWork(Generic[Result]):
 
 def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Collector]]:
     """The work as bytes, and its collectors, in the order in which `unpack` returns their copies."""
-    from ray.cloudpickle import Pickler
+    from ray import cloudpickle
 
     collectors: list[Collector] = []
 
-    class Packer(Pickler):
+    pickler: Any = cloudpickle.Pickler  # not annotated
+
+    class Packer(pickler):  # type: ignore[misc]
         def reducer_override(self, item: Any) -> Any:
             if isinstance(item, Collector):
                 collectors.append(item)
             return super().reducer_override(item)
 
     packed = io.BytesIO()
-    packer = Packer(packed)
+    packer: Any = Packer(packed)
     packer.dump((Path.cwd(), cache_in_use()))
     packer.dump(work)
     packer.dump(list(collectors))  # by reference: one packer dumps each object once
@@ -55,9 +57,10 @@ def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Collector]]:
 
 
 def unpack(packed: bytes) -> UnpackedWork[Any]:
+    """Restore the work in a worker process, with the same directory and cache."""
     unpickler = pickle.Unpickler(io.BytesIO(packed))
     directory, cache = unpickler.load()
-    with suppress(OSError):  # where it is not there, paths that are relative to it are not either
+    with suppress(OSError):  # if the directory is missing here, so are the paths relative to it
         os.chdir(directory)
     cache_objects(*cache)
     return UnpackedWork(unpickler.load(), unpickler.load())

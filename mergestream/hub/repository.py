@@ -74,7 +74,8 @@ def connect() -> HfApi:
     package = _package()
     if not sys.stderr.isatty():  # nobody sees progress bars
         package.utils.disable_progress_bars()
-    return package.HfApi()
+    client: HfApi = package.HfApi()
+    return client
 
 
 def _package() -> ModuleType:
