@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mergestream.algebra.lowrank import Basis, LowRank, dense, squared_norm
-from mergestream.algebra.projection import project, protected_directions
+from mergestream.algebra.projection import Projection, project, protected_directions
 from mergestream.algebra.svd import thin_svd
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
@@ -74,7 +74,8 @@ def test_with_a_dense_matrix_the_result_is_dense(dtype: Any) -> None:
 @DTYPES
 def test_bases_grow_only_by_what_is_new(dtype: Any) -> None:
     a, A = random_pair(30, 40, 5, dtype, 1)
-    again = LowRank.from_factors(*(f.to(dtype) for f in random_factors(30, 40, 5, 1)), dtype)
+    left, right = random_factors(30, 40, 5, 1)
+    again = LowRank.from_factors(left.to(dtype), right.to(dtype), dtype)
     total = a + again * 0.5 - a * 0.25
     assert (total.left.rank, total.right.rank) == (5, 5)
     assert relative_error(total, 1.25 * A) < TOLERANCE[dtype]
@@ -90,6 +91,7 @@ def test_nearly_dependent_factors_stay_accurate(dtype: Any) -> None:
     tilted = left + 1e-4 * torch.randn(200, 6, dtype=torch.float64)
     b = LowRank.from_factors(tilted.to(dtype), right.to(dtype), dtype)
     total = a + b
+    assert isinstance(total, LowRank)
     assert_orthonormal(total.left)
     expected = left.to(dtype).double() @ right.to(dtype).double()
     expected = expected + tilted.to(dtype).double() @ right.to(dtype).double()
@@ -167,12 +169,15 @@ def test_truncation_finds_the_numerical_rank() -> None:
 @pytest.mark.parametrize("projection", ["reference", "paper", "block"])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(60, 90), (90, 60), (70, 70)])
-def test_chains_of_projections_equal_the_dense_formula(projection: str, alpha: float, shape: Any) -> None:
+def test_chains_of_projections_equal_the_dense_formula(
+    projection: Projection, alpha: float, shape: tuple[int, int]
+) -> None:
     """20 steps of OPCM, adapters of differing ranks, in float64 elementwise (design section 3)."""
-    S = D = None
+    S: LowRank | None = None
+    D: Tensor | None = None
     for t in range(20):
         delta, plain = random_pair(*shape, 1 + t % 3, torch.float64, seed=t)
-        if S is None:
+        if S is None or D is None:
             S, D = delta, plain
             continue
         svd, reference = thin_svd(S), thin_svd(D)
@@ -183,28 +188,34 @@ def test_chains_of_projections_equal_the_dense_formula(projection: str, alpha: f
         if projection != "block":
             inner = float((kept.dense() * D).sum())
             assert abs(inner) < 1e-12 * float(D.norm() * plain.norm())
-        S, D = S + kept, D + plain_kept
+        total = S + kept
+        assert isinstance(total, LowRank)
+        S, D = total, D + plain_kept
+    assert S is not None
     assert S.rank == sum(1 + t % 3 for t in range(20))
     assert relative_error(S, D) < 1e-9
 
 
 def test_twenty_float32_steps_stay_within_1e_5_of_float64() -> None:
     for projection in ("reference", "block"):
-        S = D = None
+        S: LowRank | None = None
+        D: Tensor | None = None
         for t in range(20):
             delta, plain = random_pair(256, 384, 8, torch.float32, seed=t)
-            if S is None:
+            if S is None or D is None:
                 S, D = delta, plain
                 continue
             svd, reference = thin_svd(S), thin_svd(D)
             q = protected_directions(svd.s, 0.5)
-            S, D = S + project(delta, svd, q, projection), D + project(plain, reference, q, projection)
+            total = S + project(delta, svd, q, projection)
+            assert isinstance(total, LowRank)
+            S, D = total, D + project(plain, reference, q, projection)
         assert relative_error(S, D) < 1e-5
 
 
 @DTYPES
 @pytest.mark.parametrize("projection", ["reference", "paper", "block"])
-def test_mixed_dense_and_factored_projections(dtype: Any, projection: str) -> None:
+def test_mixed_dense_and_factored_projections(dtype: Any, projection: Projection) -> None:
     (a, A), (b, B) = random_pair(30, 40, 5, dtype, 1), random_pair(30, 40, 7, dtype, 2)
     q = 2
     expected = project(B, thin_svd(A), q, projection)
@@ -273,9 +284,13 @@ def after(pair: Pair, operation: str, other: Pair, factor: float) -> Pair:
     value, expected, size = pair
     match operation:
         case "+":
-            return Pair(value + other.value, expected + other.expected, size + other.size)
+            total = value + other.value
+            assert isinstance(total, LowRank)
+            return Pair(total, expected + other.expected, size + other.size)
         case "-":
-            return Pair(value - other.value, expected - other.expected, size + other.size)
+            difference = value - other.value
+            assert isinstance(difference, LowRank)
+            return Pair(difference, expected - other.expected, size + other.size)
         case "*":
             return Pair(value * factor, expected * factor, size * abs(factor))
         case "/":

@@ -27,7 +27,8 @@ def kth(tensors: list[Tensor], count: int, piece: int = 4096) -> tuple[float, in
     while search.found is None:
         passes += 1
         assert passes < 10, "it must come to an end"
-        search.narrow([tally(part.abs(), search.bracket) for tensor in tensors for part in tensor.split(piece)])
+        parts = (part for tensor in tensors for part in tensor.split(piece))  # type: ignore[no-untyped-call]
+        search.narrow([tally(part.abs(), search.bracket) for part in parts])
     return search.found, passes
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mergestream.algebra import lapack
 from mergestream.algebra.projection import project, protected_directions
@@ -75,7 +76,7 @@ def test_equals_the_sum_of_the_kept_terms(shape: Any, projection: Any, alpha: fl
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rank_deficient_state_loses_the_diagonal_only_where_it_has_one(
-    shape: Any, projection: Any, alpha: float, dtype: Any
+    shape: tuple[int, int], projection: Any, alpha: float, dtype: Any
 ) -> None:
     S = with_spectrum(*shape, power_law(5, 0.5), seed=3, dtype=dtype)
     delta = randn(*shape, seed=4, dtype=dtype)
@@ -155,7 +156,7 @@ def test_leading_vectors_are_the_first_of_all(count: int, dtype: Any, shape: Any
 def test_leading_vectors_are_orthonormal_where_singular_values_are_equal(state: str, count: int) -> None:
     S = {
         "orthogonal": torch.linalg.qr(randn(24, 24, seed=15, dtype=torch.float64))[0].float(),
-        "of equal blocks": torch.block_diag(*[torch.ones(4, 4)] * 6),
+        "of equal blocks": torch.block_diag(*[torch.ones(4, 4)] * 6),  # type: ignore[no-untyped-call]
         "of rank one": torch.ones(24, 24),
         "zero": torch.zeros(24, 24),
     }[state]
@@ -170,7 +171,8 @@ def test_leading_vectors_are_orthonormal_where_singular_values_are_equal(state: 
 def test_no_subnormal_number_is_rotated(exponent: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many processors are a hundred times slower with them: leading vectors would cost more than all."""
     S = with_spectrum(512, 512, power_law(512, exponent), seed=22)
-    ormqr, subnormal = torch.ormqr, []
+    ormqr = torch.ormqr
+    subnormal: list[int] = []
 
     def watched(*factors: Any) -> Any:
         subnormal.extend(int(((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum()) for x in factors)
@@ -203,7 +205,9 @@ def test_block_keeps_the_state_beside_the_protected_directions() -> None:
     ("exponent", "tolerance"),
     [(0.3, 1e-5), (0.7, 1e-5), (1.0, 1e-5), (1.5, 1e-5), (2.0, 5e-5)],  # 2: steeper than fine-tuning makes them
 )
-def test_float32_is_within_1e_5_of_the_float64_formula(shape: Any, exponent: float, tolerance: float) -> None:
+def test_float32_is_within_1e_5_of_the_float64_formula(
+    shape: tuple[int, int], exponent: float, tolerance: float
+) -> None:
     S = with_spectrum(*shape, power_law(min(shape), exponent), seed=12)
     delta = with_spectrum(*shape, power_law(min(shape), 0.7), seed=14) + S / 3
     exact = keep_terms(S, delta, 0.5, "reference")
@@ -247,7 +251,7 @@ def test_the_same_bits_on_one_thread_and_on_four() -> None:
     ]
 
     def run(workers: Any) -> Any:
-        def work(pair: Any) -> Any:
+        def work(pair: tuple[Tensor, Tensor]) -> Any:
             torch.set_num_threads(1)
             return projected(*pair, 0.5, "reference")
 

@@ -17,7 +17,7 @@ from mergestream.algebra.truncated import truncated_svd
 from mergestream.engine import single_threaded
 from tests.algebra.test_svd import power_law, randn, with_spectrum
 
-METHODS = ["exact", "randomised"]
+METHODS: list[truncated.Method] = ["exact", "randomised"]
 SHAPES = [(96, 96), (160, 64), (64, 160), (1, 40), (40, 1), (1, 1), (2, 3)]
 SPECTRA = {
     "Gaussian": lambda m, n: randn(m, n, seed=1, dtype=torch.float32),
@@ -96,7 +96,9 @@ def test_any_rank_can_be_had_at_random(rank: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rank", [1, 5, 12])
 @pytest.mark.parametrize("shape", [(200, 200), (300, 100), (100, 300)])
-def test_a_matrix_of_low_rank_comes_back_whole_and_no_column_more(shape: Any, rank: int, method: Any) -> None:
+def test_a_matrix_of_low_rank_comes_back_whole_and_no_column_more(
+    shape: tuple[int, int], rank: int, method: Any
+) -> None:
     S = with_spectrum(*shape, power_law(rank, 2.5), seed=11)
     svd = truncated_svd(S, 16, method)
     assert svd.rank == rank
@@ -140,7 +142,7 @@ def test_denormal_entries_are_decomposed_too() -> None:
 @pytest.mark.parametrize(("shape", "rank"), [((384, 400), 48), ((383, 400), 48), ((384, 400), 96)])
 def test_auto_is_random_for_few_directions_of_a_large_matrix(shape: Any, rank: int) -> None:
     S = SPECTRA["j^-0.7"](*shape)
-    chosen = "randomised" if (min(shape), rank) == (384, 48) else "exact"
+    chosen: truncated.Method = "randomised" if (min(shape), rank) == (384, 48) else "exact"
     assert same_bits(truncated_svd(S, rank), truncated_svd(S, rank, chosen))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from mergestream.base.architecture import load_architecture
 from mergestream.base.config_only import open_base
@@ -34,35 +34,35 @@ TEXT_INPUT = {"input_ids": torch.tensor([[3, 7, 5]])}
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
 
-def clip() -> nn.Module:
+def clip() -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=16))
 
 
-def llama() -> nn.Module:
+def llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_key_value_heads=1))
 
 
-def tied_llama() -> nn.Module:
+def tied_llama() -> Any:
     config = transformers.LlamaConfig(**TEXT, num_key_value_heads=1, tie_word_embeddings=True)
     return transformers.LlamaForCausalLM(config)
 
 
-def gpt2() -> nn.Module:
+def gpt2() -> Any:
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=32)
     return transformers.GPT2LMHeadModel(config)
 
 
-def t5() -> nn.Module:
+def t5() -> Any:
     config = transformers.T5Config(d_model=16, d_ff=24, num_layers=2, num_heads=2, d_kv=8, vocab_size=40)
     return transformers.T5ForConditionalGeneration(config)
 
 
-def bert() -> nn.Module:
+def bert() -> Any:
     return transformers.BertForMaskedLM(transformers.BertConfig(**TEXT))
 
 
-def mixtral() -> nn.Module:
+def mixtral() -> Any:
     config = transformers.MixtralConfig(**TEXT, num_key_value_heads=1, num_local_experts=3)
     return transformers.MixtralForCausalLM(config)
 
@@ -72,7 +72,7 @@ NOT_LINEAR = ("embed", "wte", "wpe", "shared", "norm", "ln_", "relative_attentio
 """Parts of the names of matrices (and of tensors tied to them) that are not the weight of a linear layer."""
 
 
-def make_models(architecture: Callable[[], nn.Module], dtype: torch.dtype, experts: int) -> list[nn.Module]:
+def make_models(architecture: Callable[[], Any], dtype: torch.dtype, experts: int) -> list[Any]:
     """A base with random weights and perturbed copies of it."""
     torch.manual_seed(0)
     base = architecture().to(dtype)
@@ -82,12 +82,12 @@ def make_models(architecture: Callable[[], nn.Module], dtype: torch.dtype, exper
         expert.load_state_dict(base.state_dict())
         with torch.no_grad():
             for parameter in expert.parameters():  # tied ones once
-                parameter += (torch.randn(parameter.shape) * 0.01).to(dtype)
+                parameter.add_((torch.randn(parameter.shape) * 0.01).to(dtype))
         models.append(expert)
     return models
 
 
-def save_all(models: Sequence[nn.Module], place: Path, save: Callable[[nn.Module, Path], None]) -> list[Path]:
+def save_all(models: Sequence[Any], place: Path, save: Callable[[Any, Path], None]) -> list[Path]:
     directories = []
     for number, model in enumerate(models):
         directory = place / (f"expert-{number}" if number else "base")
@@ -98,11 +98,11 @@ def save_all(models: Sequence[nn.Module], place: Path, save: Callable[[nn.Module
     return directories
 
 
-def save_sharded(model: nn.Module, directory: Path) -> None:
+def save_sharded(model: Any, directory: Path) -> None:
     model.save_pretrained(directory, max_shard_size="8KB")
 
 
-def save_bin(model: nn.Module, directory: Path) -> None:
+def save_bin(model: Any, directory: Path) -> None:
     """As older versions of transformers did."""
     directory.mkdir()
     model.config.architectures = [type(model).__name__]
@@ -110,12 +110,12 @@ def save_bin(model: nn.Module, directory: Path) -> None:
     torch.save(model.state_dict(), directory / "pytorch_model.bin")
 
 
-def save_bin_shards(model: nn.Module, directory: Path) -> None:
+def save_bin_shards(model: Any, directory: Path) -> None:
     save_bin(model, directory)
     (directory / "pytorch_model.bin").unlink()
     tensors = model.state_dict()
     names = list(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
         file = f"pytorch_model-{number:05d}-of-00002.bin"
         torch.save({name: tensors[name].clone() for name in part}, directory / file)
@@ -146,7 +146,8 @@ def project(S: Tensor, delta: Tensor, alpha: float = 0.5) -> Tensor:
     coordinates = U.T @ delta @ Vh.T
     coordinates[:q, :q] = 0
     coordinates.diagonal()[:] = 0
-    return U @ coordinates @ Vh
+    result: Tensor = U @ coordinates @ Vh
+    return result
 
 
 def opcm_direction(deltas: Sequence[Tensor], linear: bool) -> Tensor:

@@ -29,7 +29,7 @@ TEXT = {
 EXPERTS = 4
 
 
-def clip() -> nn.Module:
+def clip() -> Any:
     config = transformers.CLIPVisionConfig(
         hidden_size=16,
         intermediate_size=32,
@@ -41,30 +41,30 @@ def clip() -> nn.Module:
     return transformers.CLIPVisionModel(config)
 
 
-def llama(tied: bool = False) -> nn.Module:
+def llama(tied: bool = False) -> Any:
     config = transformers.LlamaConfig(**TEXT, num_key_value_heads=2, tie_word_embeddings=tied)
     return transformers.LlamaForCausalLM(config)
 
 
-def tied_llama() -> nn.Module:
+def tied_llama() -> Any:
     return llama(tied=True)
 
 
-def gpt2() -> nn.Module:
+def gpt2() -> Any:
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
     return transformers.GPT2LMHeadModel(config)
 
 
-def t5() -> nn.Module:
+def t5() -> Any:
     config = transformers.T5Config(d_model=16, d_ff=32, num_layers=2, num_heads=2, d_kv=8, vocab_size=64)
     return transformers.T5ForConditionalGeneration(config)
 
 
-def bert() -> nn.Module:
+def bert() -> Any:
     return transformers.BertForMaskedLM(transformers.BertConfig(**TEXT))
 
 
-def mixtral() -> nn.Module:
+def mixtral() -> Any:
     config = transformers.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=EXPERTS)
     return transformers.MixtralForCausalLM(config)
 
@@ -72,7 +72,7 @@ def mixtral() -> nn.Module:
 MODELS = [clip, llama, tied_llama, gpt2, t5, bert, mixtral]
 
 
-def save(model: nn.Module, directory: Path) -> Path:
+def save(model: Any, directory: Path) -> Path:
     model.save_pretrained(directory)
     return directory
 
@@ -163,9 +163,14 @@ def test_code_beside_the_config_is_never_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DetrForObjectDetection", "org/name"])
 def test_the_network_is_never_asked(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    asked: list[Any] = []
+
+    def getaddrinfo(*address: Any, **_: Any) -> list[Any]:
+        asked.append(address)
+        return []
+
     monkeypatch.setattr("socket.socket.connect", lambda _, address: asked.append(address))
-    monkeypatch.setattr("socket.getaddrinfo", lambda *address, **_: asked.append(address) or [])
+    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
     save_file({"fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     pretrained = {"use_pretrained_backbone": True, "use_timm_backbone": True, "backbone": "resnet50"}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": "x"} | pretrained))

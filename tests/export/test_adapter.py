@@ -159,12 +159,12 @@ def test_weights_are_not_read_before_they_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base, adapters, merged = material
-    reads = []
+    reads: list[str] = []
     import mergestream.checkpoints.checkpoint as formats
 
     original = formats.FileCheckpoint.read
 
-    def read(self, name: Any) -> Any:
+    def read(self: formats.FileCheckpoint, name: str) -> Any:
         if self.source == str(base):
             reads.append(name)
         return original(self, name)
@@ -212,9 +212,9 @@ def test_quantised_bases_are_refused(tmp_path: Path, workshop: Any) -> None:
 
 class Notes(Progress):
     def __init__(self) -> None:
-        self.notes = []
+        self.notes: list[str] = []
 
-    def note(self, text: Any) -> None:
+    def note(self, text: str) -> None:
         self.notes.append(text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,15 +14,16 @@ from safetensors.torch import load_file, save_file
 from mergestream import Average, MergestreamError, Store, merge
 from tests.conftest import save_model, toy_base, toy_expert
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+Model = TypeVar("Model", bound=torch.nn.Module)
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
-def moved(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+def moved(model: Model, seed: int) -> Model:
     """A little away from where it is."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.01 * torch.randn_like(parameter)
+            parameter.add_(0.01 * torch.randn_like(parameter))
     return model
 
 
@@ -37,7 +38,7 @@ def tiny_unet() -> Any:
     from diffusers import UNet2DModel
 
     torch.manual_seed(0)
-    return UNet2DModel(
+    return UNet2DModel(  # type: ignore[no-untyped-call]
         sample_size=8,
         block_out_channels=(8, 8),
         layers_per_block=1,
@@ -52,7 +53,9 @@ def tiny_vae() -> Any:
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
-    return AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=2, sample_size=8)
+    return AutoencoderKL(  # type: ignore[no-untyped-call]
+        block_out_channels=(8,), norm_num_groups=4, latent_channels=2, sample_size=8
+    )
 
 
 @pytest.mark.parametrize("make", [tiny_unet, tiny_vae])
@@ -99,8 +102,8 @@ def test_the_plain_weights_of_a_component_come_before_its_variants(tmp_path: Pat
 @pytest.fixture
 def sentences(tmp_path: Path) -> Any:
     """A tiny sentence-transformers model: a transformer, a pooling and a dense layer."""
-    from sentence_transformers import SentenceTransformer, models
-    from transformers import BertConfig, BertModel, BertTokenizerFast
+    from sentence_transformers import SentenceTransformer, models  # type: ignore[attr-defined]
+    from transformers import BertConfig, BertModel, BertTokenizerFast  # type: ignore[attr-defined]
 
     torch.manual_seed(0)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "sentence", "of", "words"]

@@ -42,7 +42,7 @@ def test_the_first_expert_of_an_average_comes_out_as_it_came_in(store: Store, tm
 def test_shards_hold_at_most_what_they_may_and_the_index_says_where(store: Store, tmp_path: Path) -> None:
     out = store.export(tmp_path / "merged", max_shard_size=800)
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for path in out.glob("*.safetensors"):
         tensors = load_file(path)
         assert sum(t.numel() * t.element_size() for t in tensors.values()) <= 800
@@ -154,7 +154,7 @@ def test_a_kill_at_any_rename_keeps_the_old_export_or_leaves_the_new_one(
                     os._exit(9)
                 original(*paths)
 
-            Path.rename = rename  # in the child alone
+            Path.rename = rename  # type: ignore[method-assign, assignment]  # in the child alone
             write(path, "new", overwrite=True)
 
         write(path, "old", overwrite=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -138,7 +138,7 @@ def agreeing(a: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize("over", ["model", "tensor"])
-def test_ties_where_only_a_sample_is_sorted(over: str, large: Any, tmp_path: Path) -> None:
+def test_ties_where_only_a_sample_is_sorted(over: Literal["model", "tensor"], large: Any, tmp_path: Path) -> None:
     base, *experts = map(weights, large)
     first, second = ({name: tensor - base[name] for name, tensor in expert.items()} for expert in experts)
 

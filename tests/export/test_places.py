@@ -58,7 +58,8 @@ def assert_refused(mergestream: Any, *arguments: object) -> str:
     result = mergestream(*arguments)
     assert result.code == 1 and result.out == "", result
     assert result.err.startswith("error: ") and result.err.count("\n") == 1, result.err
-    return result.err
+    error: str = result.err
+    return error
 
 
 def test_no_export_goes_onto_into_or_around_what_it_is_made_of(places: Places, mergestream: RunCommand) -> None:

@@ -32,7 +32,7 @@ def base(workshop: Workshop) -> Path:
     base = workshop.base(llama, max_position_embeddings=64)
     words = {word: number for number, word in enumerate(["<s>", "</s>", *(f"w{n}" for n in range(38))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(base)
     return base
 
@@ -40,7 +40,7 @@ def base(workshop: Workshop) -> Path:
 @pytest.fixture
 def experts(workshop: Workshop, base: Path) -> dict[str, Path]:
     # of rank 1, the share of a width of 8 that a ledger keeps of each expert: as little is cut as with real ones
-    fields = {"r": 1, "lora_alpha": 4, "target_modules": "all-linear"}
+    fields: dict[str, Any] = {"r": 1, "lora_alpha": 4, "target_modules": "all-linear"}
     return {name: workshop.adapter(base, name, seed, **fields) for seed, name in enumerate(("legal", "medical", "sql"))}
 
 

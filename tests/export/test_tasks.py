@@ -316,7 +316,7 @@ class Module(nn.Module):
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "DDP": nn.DataParallel,
     "compile": torch.compile,
-    "both": lambda model: nn.DataParallel(torch.compile(model)),  # type: ignore[arg-type]
+    "both": lambda model: nn.DataParallel(torch.compile(model)),
     "Lightning": Module,
 }
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from mergestream import Store
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError, MergestreamWarning, UsageError
+from mergestream.experts.vocabulary import Vocab
 from mergestream.export.one_shot import merge
 from mergestream.files import write_json
 from mergestream.ledger.method import Ledger
@@ -351,7 +352,7 @@ def test_without_tokenizers_the_first_rows_are_those_of_the_base(tmp_path: Path)
 
 
 @pytest.mark.parametrize("vocab", ["base", "union", "grow"])
-def test_a_classifier_with_a_token_for_padding(vocab: str, tmp_path: Path) -> None:
+def test_a_classifier_with_a_token_for_padding(vocab: Vocab, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = gpt2().config
     base = save(tmp_path / "base", transformers.GPT2ForSequenceClassification(config), tokenizer())
@@ -442,7 +443,7 @@ def test_an_interrupted_add_resumes_with_the_same_tokens_only(
     store = made(tmp_path / "store", base)
     record = StepWriter.record
 
-    def cut_short(self, name: Any, *rest: Any) -> None:
+    def cut_short(self: StepWriter, name: Any, *rest: Any) -> None:
         record(self, name, *rest)
         raise KeyboardInterrupt
 
@@ -451,9 +452,15 @@ def test_an_interrupted_add_resumes_with_the_same_tokens_only(
         with pytest.raises(KeyboardInterrupt):
             store.add(one, vocab="grow")
         monkeypatch.setattr(StepWriter, "record", record)
-        done = []
+        done: list[Any] = []
         begin = StepWriter._begin
-        monkeypatch.setattr(StepWriter, "_begin", lambda self, *rest: (begin(self, *rest), done.extend(self.done))[0])
+
+        def begun(self: StepWriter, *rest: Any) -> Any:
+            result = begin(self, *rest)
+            done.extend(self.done)
+            return result
+
+        monkeypatch.setattr(StepWriter, "_begin", begun)
         store.add(one, vocab=vocab)
         monkeypatch.setattr(StepWriter, "_begin", begin)
         return done

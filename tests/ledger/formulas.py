@@ -80,7 +80,8 @@ def agree(parts: Any, norms: Any, weights: Any) -> Any:
 def polar(X: Tensor) -> Tensor:
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     rank = int((sigma > 1e-6 * sigma[0]).sum()) if sigma[0] else 0
-    return U[:, :rank] @ Vh[:rank]
+    result: Tensor = U[:, :rank] @ Vh[:rank]
+    return result
 
 
 def tsv(parts: Any, norms: Any, weights: Any) -> Any:

@@ -56,7 +56,7 @@ def test_adapters_are_tempered_and_full_experts_agree_by_default(
     store = store_of(tmp_path / "store", base, [full, *adapters[1:]], EXACT)
 
     def readout(**chosen: object) -> str:
-        card = (store.export(tmp_path / "out", overwrite=True, **chosen) / "README.md").read_text("utf-8")
+        card: str = (store.export(tmp_path / "out", overwrite=True, **chosen) / "README.md").read_text("utf-8")
         return card.partition("* Readout: `")[2].partition("`")[0]
 
     assert readout() == readout(without=["expert1"]) == "tempered"

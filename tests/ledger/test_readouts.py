@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from mergestream import READOUTS, Ledger
 from mergestream.errors import UsageError
@@ -31,7 +32,7 @@ def test_every_readout_is_under_contract() -> None:
 @pytest.mark.parametrize("count", [1, 2, 5, 12])
 @pytest.mark.parametrize("budget", [0.7, 1.0, 3.0])
 def test_it_is_the_batch_method_on_the_same_truncated_experts(
-    readout: Any, entries: str, count: int, budget: float
+    readout: Any, entries: Literal["bfloat16", "float32"], count: int, budget: float
 ) -> None:
     base, *experts = models = make_models(count, torch.float64)
     method = Ledger(budget=budget, entries=entries)
@@ -59,7 +60,7 @@ def test_weights_too_thin_to_be_cut_and_stacks_of_weights_are_those_of_the_formu
     base, *experts = models = make_models(3, torch.float64, shapes)
     weights = {"1": 0.5, "2": 2.0, "3": 1.25}
     merged = ledger_of(models, [1, 2, 3], Ledger(entries="float32")).state_dict(1, readout=readout, weights=weights)
-    expected = {name: [] for name in shapes}
+    expected: dict[str, list[Tensor]] = {name: [] for name in shapes}
     for name in shapes:
         stacks = [(expert[name] - base[name]).reshape(-1, *base[name].shape[-2:]) for expert in experts]
         for deltas in zip(*stacks, strict=True):
@@ -74,6 +75,7 @@ def test_weights_too_thin_to_be_cut_and_stacks_of_weights_are_those_of_the_formu
 def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout: Any) -> None:
     """As GPT-2's are: whose inputs an expert answers to must not depend on how a weight is stored."""
     from mergestream.ledger.merge import merge_entries
+    from mergestream.ledger.readouts.base import EntriesReadout
     from mergestream.ledger.span import Entry
     from mergestream.methods.base import Context
 
@@ -84,10 +86,11 @@ def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout: Any
     for scale in (1.0, 0.2, 4.0):
         delta = scale * torch.randn(40, 24, generator=generator, dtype=torch.float64)
         for stored, context, held in zip((delta, delta.T.contiguous()), contexts, entries, strict=True):
-            held.append(Entry(method.absorb(None, stored, context).state))
-    plain, transposed = (
-        merge_entries(READOUTS[readout](), held, context) for held, context in zip(entries, contexts, strict=True)
-    )
+            held.append(Entry(cast("dict[str, Tensor]", method.absorb(None, stored, context).state)))
+    chosen = READOUTS[readout]()
+    assert isinstance(chosen, EntriesReadout)
+    plain, transposed = (merge_entries(chosen, held, context) for held, context in zip(entries, contexts, strict=True))
+    assert isinstance(transposed, Tensor)
     torch.testing.assert_close(transposed.T, plain, rtol=1e-5, atol=1e-7)
 
 

@@ -314,7 +314,8 @@ def test_an_interrupted_subtraction_goes_on(tmp_path: Path, paths: list[Path], m
     from mergestream.merging.step import Step
 
     store = make_store(tmp_path / "store", Average(), paths[0], paths[1:4])
-    absorb, done = Step.absorb, []
+    absorb = Step.absorb
+    done: list[Any] = []
 
     def until(step: Any, *arguments: Any) -> Any:
         if len(done) == 2:
@@ -348,8 +349,12 @@ def test_the_state_of_a_method_that_adds_up_can_be_read_out_isotropically(tmp_pa
     paths = save_models(tmp_path, models)
     store = make_store(tmp_path / "store", method, paths[0], paths[1:])
     merged = exported(store, readout="iso")
+    state = {}
     with store.snapshot() as snapshot:
-        state = {name: snapshot.state.read("sum", name).clone() for name in base}
+        for name in base:
+            value = snapshot.state.read("sum", name)
+            assert isinstance(value, torch.Tensor)
+            state[name] = value.clone()
     for name, S in state.items():
         expected = S / 3
         if name in ("a.weight", "b.weight"):

@@ -46,7 +46,7 @@ def test_the_arithmetic_runs_on_the_engines_device_everywhere(
     moved: list[str] = []
     to = torch.Tensor.to
 
-    def spy(self, *arguments: Any, **options: Any) -> Any:
+    def spy(self: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         if arguments == ("cpu:0",):
             moved.append("there")
             return to(self, "cpu")

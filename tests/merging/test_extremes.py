@@ -98,7 +98,7 @@ def test_one_go_refuses_a_base_with_nan_that_no_expert_touches(tmp_path: Path) -
     del expert["bias"]
     places = [save_model(tmp_path / name, model) for name, model in (("base", base), ("expert", expert))]
     with pytest.raises(MergestreamError, match="tensor bias"):
-        mergestream.merge(*places[:1], places[1:], tmp_path / "out", Average(), partial=True)
+        mergestream.merge(places[0], places[1:], tmp_path / "out", Average(), partial=True)
     assert not (tmp_path / "out").exists()
 
 

@@ -179,7 +179,8 @@ def project(S: Tensor, delta: Tensor, alpha: float, projection: str) -> Tensor:
     keep = (i >= q) & (j >= q) if projection == "paper" else ~((i < q) & (j < q))
     if projection != "block":
         keep = keep & ~((i == j) & (i < rank))
-    return U @ (coefficients * keep) @ Vh
+    result: Tensor = U @ (coefficients * keep) @ Vh
+    return result
 
 
 def opcm(

@@ -63,7 +63,8 @@ def test_the_contract(check: Check) -> None:
 
 
 def formula(method: Method, base: Any, experts: Any) -> dict[str, Tensor]:
-    return getattr(formulas, method.name)(base, experts, **method.parameters)
+    result: dict[str, Tensor] = getattr(formulas, method.name)(base, experts, **method.parameters)
+    return result
 
 
 def assert_equals_the_formula(method: Method, base: Any, experts: Any) -> None:

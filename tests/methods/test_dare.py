@@ -56,7 +56,8 @@ def test_a_removed_expert_takes_along_what_it_brought(tmp_path: Path) -> None:
 
 def test_an_add_that_goes_on_under_another_name_begins_again() -> None:
     models = make_models(1)
-    absorb, done = Step.absorb, []
+    absorb = Step.absorb
+    done: list[object] = []
 
     def interrupted(step: Step, *arguments: object) -> object:
         if len(done) == 3:

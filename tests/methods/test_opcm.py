@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from mergestream import OPCM, Merger
+from mergestream.algebra.lowrank import Value
+from mergestream.algebra.projection import Projection
 from mergestream.errors import UsageError
 from mergestream.methods import make_method
-from mergestream.methods.base import Context
+from mergestream.methods.base import Context, State
 from mergestream.testing import make_models
 from tests.methods import formulas
 
@@ -41,7 +43,7 @@ def test_one_step_equals_the_full_svd_formula(shape: Any, projection: Any, alpha
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("projection", ["reference", "paper"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_theorem_1_the_kept_part_is_orthogonal_to_the_state(shape: Any, projection: str, dtype: Any) -> None:
+def test_theorem_1_the_kept_part_is_orthogonal_to_the_state(shape: Any, projection: Projection, dtype: Any) -> None:
     S, delta = random_pair(shape, dtype)
     kept = absorbed(OPCM(projection=projection), S, delta).kept.double()
     tolerance = 1e-6 if dtype == torch.float32 else 1e-12
@@ -80,11 +82,14 @@ def test_adaptive_scaling_keeps_the_distance_at_the_mean_norm() -> None:
 
 def test_general_term_formula_the_state_is_the_sum_of_what_was_kept() -> None:
     generator = torch.Generator().manual_seed(1)
-    method, state, kept = OPCM(), None, torch.zeros(20, 15, dtype=torch.float64)
+    method = OPCM()
+    state: State | None = None
+    kept: Value = torch.zeros(20, 15, dtype=torch.float64)
     for t in range(1, 6):
         delta = torch.randn(20, 15, generator=generator, dtype=torch.float64) * (1, 0.2, 4)[t % 3]
         step = method.absorb(state, delta, Context(t, linear=True))
         state, kept = step.state, kept + (delta if step.kept is None else step.kept)
+    assert state is not None
     torch.testing.assert_close(state["sum"], kept)
 
 
@@ -144,7 +149,9 @@ def test_stacked_experts_are_projected_slice_by_slice() -> None:
 def test_tensors_that_are_no_linear_weights_are_added_up() -> None:
     S, delta = random_pair((10, 6))
     step = OPCM().absorb({"sum": S}, delta, Context(t=2, linear=False))
-    assert torch.equal(step.state["sum"], S + delta)
+    total = step.state["sum"]
+    assert isinstance(total, torch.Tensor)
+    assert torch.equal(total, S + delta)
 
 
 @pytest.mark.parametrize(
