@@ -128,7 +128,8 @@ def _taking(handler: type[Any], repositories: Any, uploads: Uploads) -> type[Bas
 
         def do_GET(self) -> None:  # noqa: N802
             if uploads.refuse(self.path):
-                return self.reply(410)
+                self.reply(410)
+                return
             if self.path.startswith("/api/models/") and "/revision/" not in self.path and "/tree/" not in self.path:
                 repo = urlsplit(self.path).path.removeprefix("/api/models/")
                 if repo in repositories:
@@ -146,7 +147,8 @@ def _taking(handler: type[Any], repositories: Any, uploads: Uploads) -> type[Bas
             oid = self.path.rpartition("/")[2]
             assert "Authorization" not in self.headers, "storage is no business of the token"
             if uploads.refuse(self.path):
-                return self.reply(410)
+                self.reply(410)
+                return
             assert hashlib.sha256(data).hexdigest() == oid
             uploads.objects[oid] = data
             uploads.received.append(oid)

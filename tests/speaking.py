@@ -15,25 +15,44 @@ WORDS = ["<unk>", "<eos>", "the", "cat", "sat", "on", "a", "mat", "and", "dog", 
 def tokenizer(words: Sequence[str] = WORDS) -> Any:
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<eos>")
+    return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=made, unk_token="<unk>", eos_token="<eos>"
+    )
 
 
 def gpt2(rows: int = len(WORDS), **options: Any) -> Any:
     """Its head is the embedding."""
-    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "bos_token_id": 1, "eos_token_id": 1}
+    sizes: dict[str, Any] = {
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, vocab_size=rows, **options))
 
 
 def llama(rows: int = len(WORDS)) -> Any:
     """Its head is a matrix of its own."""
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ids = {"bos_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": False}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": False}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids, vocab_size=rows))
 
 
 def bert(rows: int = len(WORDS)) -> Any:
     """Its head has a bias."""
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=rows, max_position_embeddings=16))
 
 
@@ -71,7 +90,8 @@ def rows(place: Path, words: Sequence[str], output: bool = False) -> torch.Tenso
     table = model.get_output_embeddings() if output else model.get_input_embeddings()
     numbers = tokens.convert_tokens_to_ids(list(words))
     assert len(set(numbers)) == len(words), "a token is not known"
-    return table.weight.detach()[numbers]
+    found: torch.Tensor = table.weight.detach()[numbers]
+    return found
 
 
 @lru_cache(maxsize=16)

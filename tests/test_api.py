@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_a_method_is_chosen_by_its_name(store: Store, base: nn.Module) -> None:
         Merger(base, "opmc")
     for wrong in (3, mergestream.OPCM):
         with pytest.raises(UsageError, match=r"pass a name such as 'opcm', or a method .*OPCM\(alpha=0.4\)"):
-            Merger(base, wrong)
+            Merger(base, wrong)  # type: ignore[arg-type]
 
 
 def test_modules_state_dicts_and_paths_are_the_same(store: Store, base: nn.Module, tmp_path: Path) -> None:
@@ -69,7 +70,8 @@ def test_modules_state_dicts_and_paths_are_the_same(store: Store, base: nn.Modul
     assert len(digests) == 1
     mergers = [Merger(source, "average") for source in (base, base.state_dict(), tmp_path / "base.safetensors")]
     merged = []
-    for merger, source in zip(mergers, (expert, expert.state_dict(), tmp_path / "expert.safetensors"), strict=True):
+    sources: list[nn.Module | dict[str, Any] | Path] = [expert, expert.state_dict(), tmp_path / "expert.safetensors"]
+    for merger, source in zip(mergers, sources, strict=True):
         merger.add(source)
         merged.append(merger.state_dict())
     for name, tensor in merged[0].items():
@@ -79,7 +81,7 @@ def test_modules_state_dicts_and_paths_are_the_same(store: Store, base: nn.Modul
 def test_what_is_no_model_is_told_what_one_is(store: Store, base: nn.Module, tmp_path: Path) -> None:
     for wrong in (3, None, [base], object()):
         with pytest.raises(UsageError, match="a path, a hub id org/name, a torch module or a state dict, not"):
-            store.add(wrong)
+            store.add(wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="save the base first, or use a Merger"):
         Store.create(tmp_path / "other", base=base)
     assert not (tmp_path / "other").exists() and not store.history

@@ -178,7 +178,7 @@ def test_source_files_that_a_page_names_exist(name: str) -> None:
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(ROOT / "docs/tutorials/digits.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / "docs/tutorials/digits.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
 

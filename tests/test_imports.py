@@ -48,6 +48,7 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
         for name in names:
             package, _, rest = name.partition(".")
             if package == PACKAGE.name and rest != "__version__":
+                assert isinstance(node, ast.Import | ast.ImportFrom)
                 yield rest or "__init__", node.lineno
 
 

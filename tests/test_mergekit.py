@@ -13,7 +13,7 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.mergekit import Recipe, read_recipe
 
 
-def recipe(method: str = "ties", **changes: Any) -> dict[str, Any]:
+def recipe(method: str | None = "ties", **changes: Any) -> dict[str, Any]:
     models = [
         {"model": "org/one", "parameters": {"weight": 0.5, "density": 0.3}},
         {"model": "org/two", "parameters": {"weight": 0.25}},

@@ -35,7 +35,7 @@ def test_a_kernel_shows_bars_and_tables(tmp_path: Path, toys: Toys) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     seen: list[str] = []
 
-    class Client(nbclient.NotebookClient):
+    class Client(nbclient.NotebookClient):  # type: ignore[name-defined,misc]
         def process_message(self, msg: Any, cell: Any, cell_index: Any) -> Any:
             content = msg["content"]
             seen.append(content.get("data", {}).get("text/html", ""))

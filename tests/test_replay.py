@@ -54,7 +54,7 @@ def here(toys: Toys, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=" ".join,
 )
-def test_a_ledger(tmp_path: Path, here: Path, done: RunCommand, options: tuple[str, ...]) -> None:
+def test_a_ledger(tmp_path: Path, here: Path, done: Callable[..., str], options: tuple[str, ...]) -> None:
     ignored = ("--ignore", "temperature", "--ignore", "layers.0.experts.up", "--ignore", "empty")
     done("init", tmp_path / "store", "--base", "base", "--not-linear", "layers.0.q.*")
     done("add", tmp_path / "store", "expert-1", *ignored)
@@ -67,7 +67,7 @@ def test_a_ledger(tmp_path: Path, here: Path, done: RunCommand, options: tuple[s
 
 
 @pytest.mark.parametrize("method", ["opcm", "ties", "average"])
-def test_a_state(tmp_path: Path, here: Path, done: RunCommand, method: str) -> None:
+def test_a_state(tmp_path: Path, here: Path, done: Callable[..., str], method: str) -> None:
     done("init", tmp_path / "store", "--base", "base", "--method", method)
     done("add", tmp_path / "store", "expert-1", "expert-2", "expert-3")
     done("undo", tmp_path / "store")
@@ -77,7 +77,7 @@ def test_a_state(tmp_path: Path, here: Path, done: RunCommand, method: str) -> N
 
 
 @pytest.mark.parametrize("method", ["opcm", "average", "ledger", "dare"])
-def test_a_one_shot_merge(tmp_path: Path, here: Path, done: RunCommand, method: str) -> None:
+def test_a_one_shot_merge(tmp_path: Path, here: Path, done: Callable[..., str], method: str) -> None:
     done("merge", "--base", "base", "--method", method, "expert-1", "expert-2", "-o", tmp_path / "first")
     done("replay", tmp_path / "first", "-o", tmp_path / "again")
     assert_made_again(tmp_path / "first", tmp_path / "again")

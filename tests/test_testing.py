@@ -66,12 +66,10 @@ class DividesByZero(Unlike):
 
 @dataclass(frozen=True)
 class NotASum(Unlike):
+    additive = False
+
     def check_scale(self, rule: object) -> None:
         """Accepts all."""
-
-    @property
-    def additive(self) -> bool:
-        return False
 
 
 @pytest.fixture(autouse=True)

@@ -30,8 +30,8 @@ def store(tmp_path: Path, toys: Toys, done: Callable[..., str]) -> Path:
     return tmp_path / "store"
 
 
-def python(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, **options)
+def python(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=env)
 
 
 # --- speed -------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_standard_error_has_only_notes_without_a_terminal(tmp_path: Path, toys: 
 
 def test_a_terminal_sees_progress_bars(tmp_path: Path, toys: Toys) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "mergestream", "init", tmp_path / "store", "--base", toys.base]
+    command = [sys.executable, "-m", "mergestream", "init", str(tmp_path / "store"), "--base", str(toys.base)]
     process = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, check=True)
     os.close(theirs)
     assert b"reading the base" in os.read(ours, 10_000) and b"reading" not in process.stdout

@@ -20,7 +20,7 @@ def test_methods_are_described_as_they_are() -> None:
     for name in METHODS:
         described, method = describe_method(name), METHODS[name]
         assert described["name"] == name and described["origin"] == METHODS.origin(name)
-        assert described["summary"] and described["summary"] == getdoc(method).partition("\n")[0]
+        assert described["summary"] and described["summary"] == (getdoc(method) or "").partition("\n")[0]
         assert described["commutative"] == method().commutative
         assert described["parameters"] == [
             {
@@ -36,7 +36,7 @@ def test_methods_are_described_as_they_are() -> None:
 def test_readouts_are_described_as_they_are() -> None:
     for name in READOUTS:
         described, readout = describe_readout(name), READOUTS[name]
-        assert described["summary"] and described["summary"] == getdoc(readout).partition("\n")[0]
+        assert described["summary"] and described["summary"] == (getdoc(readout) or "").partition("\n")[0]
         assert described["of_ledgers"] == issubclass(readout, EntriesReadout)
 
 

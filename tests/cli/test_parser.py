@@ -14,6 +14,7 @@ import pytest
 
 from mergestream.cli.options import ComputingOptions, add_arguments
 from mergestream.cli.parser import COMMANDS, load, parse
+from mergestream.engine import LocalEngine
 from tests.conftest import RunCommand
 
 
@@ -31,6 +32,7 @@ def test_every_command_has_the_same_shape(name: Any, mergestream: RunCommand) ->
     text = mergestream(name, "--help").out
     assert "--json" in text and "examples:" in text
     assert f"{summary[0].upper()}{summary[1:]}.\n" in text, "the description is a sentence"
+    assert command.__file__
     source = Path(command.__file__).read_text("utf-8")
     assert "answer(" in source or "emit(" in source, "the command supports --json"
 
@@ -51,6 +53,7 @@ def test_options_have_the_parsed_values() -> None:
     assert (options.store, options.experts, options.gate) == ("store", ["a", "b"], ["kept>=0.6"])
     assert isinstance(options, ComputingOptions)
     engine = options.make_engine()
+    assert isinstance(engine, LocalEngine)
     assert (engine.workers, engine.max_memory, engine.device) == (3, 4_000_000_000, "cpu")
 
 

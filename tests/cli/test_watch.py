@@ -173,7 +173,9 @@ def test_temporary_errors_are_retried_after_a_growing_pause(
     for _ in range(10):
         assert bench.look(2) == ["one.safetensors"]
         expected = r"error: one.safetensors: No space left on device; next attempt in (\d+) s\n"
-        pauses.append(int(re.fullmatch(expected, capsys.readouterr().err)[1]))
+        told = re.fullmatch(expected, capsys.readouterr().err)
+        assert told
+        pauses.append(int(told[1]))
         bench.now += pauses[-1] - 1
         assert bench.look() == []
         bench.now += 1

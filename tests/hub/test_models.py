@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -23,7 +24,7 @@ def store(tmp_path: Path, toys: Toys) -> Path:
     return store.path
 
 
-def test_an_export_is_pushed_with_its_card(tmp_path: Path, store: Path, hub: Hub, done: RunCommand) -> None:
+def test_an_export_is_pushed_with_its_card(tmp_path: Path, store: Path, hub: Hub, done: Callable[..., str]) -> None:
     said = done("export", store, tmp_path / "out", "--max-shard-size", "1000B", "--push", "org/merged", "--private")
     assert "out pushed to http://127.0.0.1" in said and said.rstrip().endswith("org/merged")
     pushed = hub.files("org/merged")

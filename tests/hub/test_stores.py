@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def store(tmp_path: Path, toys: Toys) -> Store:
     return store
 
 
-def test_there_and_back(tmp_path: Path, store: Store, hub: Hub, done: RunCommand, toys: Toys) -> None:
+def test_there_and_back(tmp_path: Path, store: Store, hub: Hub, done: Callable[..., str], toys: Toys) -> None:
     store.attach_scores(["one", "two", "three"], [[0.5] * 3] * 3)
     store.undo()
     assert "pushed to http://127.0.0.1" in done("push", store.path, "hf://org/store", "--private")
@@ -109,7 +110,12 @@ def test_a_pull_that_broke_off_goes_on(tmp_path: Path, store: Store, hub: Hub, m
     assert result.code == 1 and "org/store cannot be pulled (" in result.err and "it resumes" in result.err
     assert not (tmp_path / "pulled").exists()
     got = [name for name in parts(tmp_path / ".pulled.pull") if not name.startswith(".cache")]
-    hub.refuse = lambda path: bool(asked.append(path))
+
+    def whole(path: str) -> bool:
+        asked.append(path)
+        return False
+
+    hub.refuse = whole
     asked.clear()
     assert mergestream("pull", "hf://org/store", tmp_path / "pulled").code == 0
     assert parts(tmp_path / "pulled") == parts(store.path)

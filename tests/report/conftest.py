@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ def expert(base: StateDict, seed: int, shared: float = 0.3, size: float = 0.01) 
         )
         for name, tensor in base.items()
     }
+
+
+def known(values: Iterable[float | None]) -> list[float]:
+    """The values, none of which may be missing."""
+    found = []
+    for value in values:
+        assert value is not None
+        found.append(value)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mergestream import Store
+from mergestream.base.names import layer_of, natural
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError
-from mergestream.report.diagnostics import layer_of, natural
 from tests.conftest import RunCommand, files, save_model
-from tests.report.conftest import EXPERTS, make_store
+from tests.report.conftest import EXPERTS, known, make_store
 
 
 def flat_delta(models: Path, name: str) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_an_interrupted_add_gives_the_same_sketch(
 
     record, count = StepWriter.record, 0
 
-    def interrupted(self, *arguments: Any) -> None:
+    def interrupted(self: StepWriter, *arguments: Any) -> None:
         nonlocal count
         record(self, *arguments)
         count += 1
@@ -101,7 +101,7 @@ def test_q_of_a_layer_is_the_mean_over_its_projected_weights(scored: Store) -> N
     found, layers = scored.survival(), scored.survival().by_layer()
     ranks = dict(zip(found.parts, found.protected[1], strict=True))
     of_layer = dict(zip(layers.parts, layers.protected[1], strict=True))
-    up, down = (ranks[f"encoder.layer.1.{part}.weight"] for part in ("up", "down"))
+    up, down = known(ranks[f"encoder.layer.1.{part}.weight"] for part in ("up", "down"))
     assert of_layer["encoder.layer.1"] == (up + down) / 2
     assert of_layer["embeddings"] is None
 

@@ -16,7 +16,7 @@ from mergestream import Store
 from mergestream.commands import CommandError
 from mergestream.report.harness import describe_evaluation, read_evaluation
 
-LM_EVAL = {
+LM_EVAL: dict[str, Any] = {
     "results": {
         "topic": {"alias": "topic", "sample_len": 40, "ppl,none": 9.0, "acc,none": 0.5, "acc_stderr,none": 0.1},
         "facts": {"alias": "facts", "acc,none": 0.7, "acc_stderr,none": "N/A"},
@@ -98,9 +98,11 @@ def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=words, unk_token="<unk>", eos_token="</s>"
+    )
     torch.manual_seed(0)
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": len(WORDS),
         "n_positions": 8,
         "n_embd": 16,

@@ -20,6 +20,7 @@ from mergestream.report.facts import Facts
 from mergestream.report.render import render_html, render_markdown
 from mergestream.report.sections import make_sections
 from mergestream.report.wording import MAX_FINDINGS
+from mergestream.store.records import read_sketch
 from tests.report.conftest import EXPERTS
 
 MANY = 500
@@ -55,7 +56,8 @@ def embedded(text: str) -> dict[str, Any]:
     """The data of a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert found
-    return json.loads(found[1])
+    data: dict[str, Any] = json.loads(found[1])
+    return data
 
 
 def assert_bounded(text: str, count: int) -> None:
@@ -115,17 +117,19 @@ def test_the_card_of_many_experts_has_a_picture_like_any_other(
 ) -> None:
     from matplotlib.image import imread
 
-    read = []
-    monkeypatch.setattr(diagnostics, "read_sketch", lambda *place: read.append(place) or original(*place))
+    read: list[Any] = []
+
+    def recorded(*place: Any) -> Any:
+        read.append(place)
+        return read_sketch(*place)
+
+    monkeypatch.setattr(diagnostics, "read_sketch", recorded)
     out = many.export(tmp_path / "merged")
     card = (out / "README.md").read_text(encoding="utf-8")
     assert len(read) == MANY, "each sketch is read once"
     assert f"![Cosine similarity of {MAX_EXPERTS} of the experts' task vectors](similarity.png)" in card
     assert all(f"| expert-{i} |" in card for i in range(MANY))
     assert max(imread(out / "similarity.png").shape) < 1800 and max(imread(out / "lambda.png").shape) < 800
-
-
-original = diagnostics.read_sketch
 
 
 def test_a_matrix_has_a_largest_size_and_so_many_names(tmp_path: Path) -> None:

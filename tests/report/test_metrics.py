@@ -40,7 +40,7 @@ def test_retention_is_measured_on_tasks_that_are_not_merged() -> None:
 
 
 def test_a_metric_that_lacks_an_entry_is_unknown_and_not_wrong() -> None:
-    ends = [[0.9, None, None], [None, 0.8, None], [0.6, 0.5, 0.7]]
+    ends: list[list[float | None]] = [[0.9, None, None], [None, 0.8, None], [0.6, 0.5, 0.7]]
     assert average_accuracy(ends) == average_accuracy(MATRIX)
     assert backward_transfer(ends) == backward_transfer(MATRIX)
     assert seen_means(ends) == [0.9, None, pytest.approx(0.6)]

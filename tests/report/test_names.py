@@ -66,7 +66,7 @@ def test_the_card_names_no_base_that_is_none(hostile: Store, tmp_path: Path, mod
 
     for remembered, found in (("org/model", "org/model"), ("a/b\n---\nx: y", None), ("a/b: c", None), ("../b", None)):
         (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": remembered}))
-        assert hub_id(Base()) == found
+        assert hub_id(Base()) == found  # type: ignore[arg-type]
     base = dataclasses.replace(hostile.manifest.base, given="b`a\nse")
     manifest = dataclasses.replace(hostile.manifest, base=base, method="m", parameters={"x\n": "# y"}, history=())
     facts = CardFacts(manifest, 1.0, 1.0)

@@ -77,7 +77,8 @@ class Page:
         return self.browser.find_element(By.CSS_SELECTOR, selector)
 
     def all(self, selector: str) -> list[Any]:
-        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+        found: list[Any] = self.browser.find_elements(By.CSS_SELECTOR, selector)
+        return found
 
     def texts(self, selector: str) -> list[str]:
         script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"

@@ -114,7 +114,9 @@ def test_mlflow(store: Store, toys: Toys, mlflow_uri: str) -> None:
     store.add(toys.experts[0], name=WEIRD, log="mlflow:merging")
     store.add(toys.experts[1], log="mlflow:merging")
     client = mlflow.MlflowClient(mlflow_uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("merging").experiment_id])
+    experiment = client.get_experiment_by_name("merging")
+    assert experiment
+    (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status, run.data.params["method"]) == ("store", "FINISHED", "opcm")
     assert run.data.tags["step.1"] == WEIRD
     values = expected(store)
@@ -143,7 +145,7 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
 
 def test_wandb(store: Store, toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -151,6 +153,7 @@ def test_wandb(store: Store, toys: Toys, tmp_path: Path, monkeypatch: pytest.Mon
     try:
         for expert in toys.experts[:2]:
             store.add(expert, log="wandb:team/merging")
+        assert wandb.run
         assert (wandb.run.project, wandb.run.entity, wandb.run.name) == ("merging", "team", "store")
         assert wandb.run.config["method"] == "opcm"
     finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ STEPS = 12
 class Net(nn.Module):
     """Tied weights, batch statistics, a frozen layer, something that is not saved, and a tensor in 16 bits."""
 
+    scratch: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.body, self.out = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
@@ -32,7 +36,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.scratch += 1
-        return self.out(self.frozen(self.norm(self.body(self.embed(x)))) * self.gain.float())
+        found: Tensor = self.out(self.frozen(self.norm(self.body(self.embed(x)))) * self.gain.float())
+        return found
 
 
 class Training:
@@ -47,7 +52,7 @@ class Training:
     def step(self) -> None:
         generator = torch.Generator().manual_seed(len(self.record))
         x = torch.randint(6, (8,), generator=generator)
-        nn.functional.cross_entropy(self.model(x), (x + 1) % 6).backward()
+        nn.functional.cross_entropy(self.model(x), (x + 1) % 6).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.record.append(copy.deepcopy(self.model.state_dict()))
@@ -107,7 +112,7 @@ def test_the_weights_come_back_after_an_exception() -> None:
         training.step()
         averaging.step()
     with pytest.raises(KeyboardInterrupt), averaging.swap():
-        assert not torch.equal(training.model.body.weight, training.record[-1]["body.weight"])
+        assert not torch.equal(training.model.get_parameter("body.weight"), training.record[-1]["body.weight"])
         with averaging.swap():  # once more is once
             pass
         training.model.requires_grad_(False)  # as some evaluations do
@@ -125,7 +130,7 @@ def test_a_model_that_has_diverged_is_not_taken_in() -> None:
         averaging.step()
     before = averaging.state_dict()
     with torch.no_grad():
-        training.model.body.weight[0, 0] = torch.nan
+        training.model.get_parameter("body.weight")[0, 0] = torch.nan
     with pytest.raises(MergestreamError, match=r"tensor body.weight in memory .*holds NaN or Inf"):
         averaging.step()
     assert averaging.updates == 2
@@ -138,7 +143,7 @@ def test_before_the_first_update_there_is_nothing_to_swap() -> None:
     training.step()
     assert not averaging.step()
     with averaging.swap():
-        assert torch.equal(training.model.body.weight, training.record[-1]["body.weight"])
+        assert torch.equal(training.model.get_parameter("body.weight"), training.record[-1]["body.weight"])
     with pytest.raises(UsageError, match="nothing has been averaged"):
         averaging.state_dict()
 
@@ -206,14 +211,15 @@ def test_whole_models_in_wrappers_are_averaged_and_sharded_ones_refused(tmp_path
         wanted = expected(Average(), training.record, "module.0.weight")
         assert torch.allclose(averaging.state_dict()["0.weight"].double(), wanted, atol=1e-6)
         on_cpu = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
-        for shard, who in ((fully_shard, "FSDP2"), (on_cpu, "FSDP")):
+        shardings: list[tuple[Callable[..., Any], str]] = [(fully_shard, "FSDP2"), (on_cpu, "FSDP")]
+        for shard, who in shardings:
             with pytest.raises(UsageError, match=rf"sharded by {who}.*mergestream merge"):
                 Averaging(shard(nn.Sequential(nn.Linear(4, 4))))
     finally:
         distributed.destroy_process_group()
-    compiled = torch.compile(nn.Linear(2, 2))
+    compiled: Any = torch.compile(nn.Linear(2, 2))
     assert Averaging(compiled).model is compiled._orig_mod
     parameter = nn.Linear(2, 2)
-    parameter.weight.ds_id = 0
+    parameter.weight.ds_id = 0  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="DeepSpeed"):
         Averaging(parameter)

@@ -31,7 +31,8 @@ class Recorder(TrainerCallback):
 
 def make_trainer(directory: Path, **options: Any) -> tuple[Trainer, Recorder]:
     torch.manual_seed(0)
-    model, recorder = LlamaForCausalLM(LlamaConfig(**TEXT, num_key_value_heads=1, attention_dropout=0.1)), Recorder()
+    settings: dict[str, Any] = {**TEXT, "num_key_value_heads": 1, "attention_dropout": 0.1}
+    model, recorder = LlamaForCausalLM(LlamaConfig(**settings)), Recorder()
     arguments = TrainingArguments(
         str(directory),
         max_steps=STEPS,
@@ -45,12 +46,17 @@ def make_trainer(directory: Path, **options: Any) -> tuple[Trainer, Recorder]:
     return Trainer(model, arguments, train_dataset=DATA, eval_dataset=DATA[:4], callbacks=[recorder]), recorder
 
 
+def model_of(trainer: Trainer) -> LlamaForCausalLM:
+    assert isinstance(trainer.model, LlamaForCausalLM)
+    return trainer.model
+
+
 def loss_of(trainer: Trainer, weights: dict[str, Tensor]) -> float:
     """By hand, of a copy of the model."""
-    model = LlamaForCausalLM(trainer.model.config).eval()
+    model = LlamaForCausalLM(model_of(trainer).config).eval()  # type: ignore[no-untyped-call]
     model.load_state_dict(weights)
     rows = torch.stack([item["input_ids"] for item in DATA[:4]])
-    return model(input_ids=rows, labels=rows).loss.item()
+    return float(model(input_ids=rows, labels=rows).loss.item())
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -66,7 +72,7 @@ def test_the_average_is_evaluated_and_saved_and_training_does_not_notice(tmp_pat
     trainer.train()
     for one, other in zip(recorded_alone.weights, recorded.weights, strict=True):
         assert_same(one, other)
-    assert_same(load_file(tmp_path / "alone/checkpoint-8/model.safetensors"), dict(trainer.model.state_dict()))
+    assert_same(load_file(tmp_path / "alone/checkpoint-8/model.safetensors"), dict(model_of(trainer).state_dict()))
 
     taken = [recorded.weights[step - 1] for step in (4, 6, 8)]
     mean = {name: torch.stack([weights[name].double() for weights in taken]).mean(0).float() for name in taken[0]}
@@ -96,7 +102,7 @@ def test_a_resumed_run_goes_on_with_its_average(method: EMA | LAWA, tmp_path: Pa
 
 def test_the_weights_come_back_where_an_evaluation_fails(tmp_path: Path) -> None:
     def fails(prediction: Any) -> dict[str, float]:
-        assert not torch.equal(trainer.model.lm_head.weight, recorded.weights[-1]["lm_head.weight"])
+        assert not torch.equal(model_of(trainer).lm_head.weight, recorded.weights[-1]["lm_head.weight"])
         raise RuntimeError("no metric")
 
     trainer, recorded = make_trainer(tmp_path)
@@ -104,12 +110,12 @@ def test_the_weights_come_back_where_an_evaluation_fails(tmp_path: Path) -> None
     trainer.add_callback(AveragingCallback(trainer))
     with pytest.raises(RuntimeError, match="no metric"):
         trainer.train()
-    assert_same(dict(trainer.model.named_parameters()), recorded.weights[-1])
+    assert_same(dict(model_of(trainer).named_parameters()), recorded.weights[-1])
 
 
 def test_training_weights_are_evaluated_where_asked_for(tmp_path: Path) -> None:
     trainer, recorded = make_trainer(tmp_path, save_strategy="no")
-    trainer.model_init = lambda: LlamaForCausalLM(trainer.model.config)  # another model than the callback has seen
+    trainer.model_init = lambda: LlamaForCausalLM(model_of(trainer).config)  # another model than the callback has seen
     callback = AveragingCallback(trainer, swap=False)
     trainer.add_callback(callback)
     trainer.train()
