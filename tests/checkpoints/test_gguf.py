@@ -64,8 +64,9 @@ def test_it_is_what_transformers_makes_of_it(tmp_path: Path, options: Any) -> No
         assert set(checkpoint.tensors) | {"lm_head.weight"} == set(expected), "which may be tied"
         for name, info in checkpoint.tensors.items():
             assert torch.equal(checkpoint.read(name), expected[name]) and info.shape == tuple(expected[name].shape)
-        assert checkpoint.fingerprint and (checkpoint.directory / "config.json").is_file()
-    assert not checkpoint.directory.exists()
+        directory = checkpoint.directory
+        assert checkpoint.fingerprint and directory is not None and (directory / "config.json").is_file()
+    assert checkpoint.directory == directory and not directory.exists()
 
 
 def test_the_only_one_of_a_directory_is_taken(tmp_path: Path) -> None:

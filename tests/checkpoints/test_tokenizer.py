@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from mergestream.checkpoints.tokenizer import add_tokens, read_tokenizer, same_tokenizer
+from mergestream.checkpoints.tokenizer import Tokenizer, add_tokens, read_tokenizer, same_tokenizer
 
 FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
 BERT = {
@@ -31,12 +31,18 @@ def put(place: Any, files: Any) -> Any:
     return place
 
 
+def read(directory: Path) -> Tokenizer:
+    found = read_tokenizer(directory)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("files", [BERT, GPT2], ids=["bert", "gpt2"])
 @pytest.mark.parametrize(
     "more", [{}, {"added_tokens.json": "NUMBERS"}, {"tokenizer_config.json": "DECODER"}], ids=["", "added", "decoder"]
 )
 def test_tokens_are_read_and_added_as_transformers_does(files: Any, more: Any, tmp_path: Path) -> None:
-    end = read_tokenizer(put(tmp_path / "plain", files)).end
+    end = read(put(tmp_path / "plain", files)).end
     texts = {
         "NUMBERS": json.dumps({"<new>": end}),
         "DECODER": json.dumps({"added_tokens_decoder": {str(end): NEW}}),
@@ -47,11 +53,11 @@ def test_tokens_are_read_and_added_as_transformers_does(files: Any, more: Any, t
     tokenizer.save_pretrained(whole)
     (whole / "config.json").write_text(files["config.json"])
     for directory in (place, whole):
-        found = read_tokenizer(directory)
+        found = read(directory)
         assert found.ids == tokenizer.get_vocab() and found.end == len(tokenizer)
         add_tokens(directory, {"<more>": (found.end, FLAGS), "<most>": (found.end + 1, {**FLAGS, "special": True})})
         grown = transformers.AutoTokenizer.from_pretrained(directory)
-        assert grown.get_vocab() == read_tokenizer(directory).ids
+        assert grown.get_vocab() == read(directory).ids
         assert grown.convert_tokens_to_ids(["<more>", "<most>"]) == [found.end, found.end + 1]
         assert found.end in grown("a <more> b").input_ids
     assert same_tokenizer(place, place) and not same_tokenizer(place, whole)
@@ -61,7 +67,7 @@ def test_scored_pieces_are_numbered_by_their_place(tmp_path: Path) -> None:
     model = {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.0]], "unk_id": 0}
     added = [{"id": 2, "content": "<x>", **FLAGS, "special": True}]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
-    found = read_tokenizer(tmp_path)
+    found = read(tmp_path)
     assert found.ids == {"<unk>": 0, "a": 1, "<x>": 2}
     assert found.added == {"<x>": {**FLAGS, "special": True}}
 

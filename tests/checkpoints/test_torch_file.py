@@ -30,7 +30,7 @@ def refused(path: Path, message: str) -> None:
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth"])
 @pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "module"])
 def test_state_dicts_are_read_wrapped_or_not(tmp_path: Path, suffix: str, wrapper: str | None) -> None:
-    tensors = {
+    tensors: dict[str, Any] = {
         "a": torch.nn.Parameter(torch.randn(3, 4)),
         "half": torch.randn(5).bfloat16(),
         "scalar": torch.tensor(7),

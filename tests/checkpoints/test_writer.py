@@ -107,10 +107,12 @@ def test_transformers_loads_the_shards(tmp_path: Path) -> None:
 def test_many_threads_write_at_once(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((1000,), float(i)) for i in range(64)}
     with SafetensorsWriter(tmp_path, layout_of(tensors), max_shard_size=50_000) as writer:
-        threads = [
-            threading.Thread(target=lambda k=k: [writer.write(f"t{i}", tensors[f"t{i}"]) for i in range(k, 64, 4)])
-            for k in range(4)
-        ]
+
+        def write(first: int) -> None:
+            for i in range(first, 64, 4):
+                writer.write(f"t{i}", tensors[f"t{i}"])
+
+        threads = [threading.Thread(target=write, args=(k,)) for k in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -197,7 +199,7 @@ def test_an_interrupted_writer_is_gone_on_with(tmp_path: Path, tensors: dict[str
 def test_files_of_another_plan_are_not_gone_on_with(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     write_all(tmp_path, tensors, max_shard_size=800)
     for options in ({"max_shard_size": 400}, {"max_shard_size": 800, "metadata": {"step": "2"}}):
-        with SafetensorsWriter(tmp_path, layout_of(tensors), resume=True, **options) as writer:  # type: ignore[arg-type]
+        with SafetensorsWriter(tmp_path, layout_of(tensors), resume=True, **options) as writer:
             assert not writer.resumed
             with pytest.raises(ValueError, match="must be written"):
                 writer.keep(next(iter(tensors)))

@@ -11,10 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-obstore = pytest.importorskip("obstore")
+if TYPE_CHECKING:
+    import obstore
+else:
+    obstore = pytest.importorskip("obstore")
 moto = pytest.importorskip("moto.server")
 
 SECRET = "thisisasecretofthetests"

@@ -93,10 +93,15 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "00" / "mine.txt").write_text("mine")
     os.utime(tmp_path / "00" / "mine.txt", (0, 0))
-    cache, fetched = Cache(tmp_path, 1000), []
+    cache = Cache(tmp_path, 1000)
+    fetched: list[str] = []
 
     def read(key: str, size: int = 100) -> bytes:
-        return cache.read(key, lambda: fetched.append(key) or key.encode() * size)
+        def fetch() -> bytes:
+            fetched.append(key)
+            return key.encode() * size
+
+        return cache.read(key, fetch)
 
     for age, key in enumerate("abcdefgh"):
         read(key)

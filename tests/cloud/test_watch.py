@@ -12,6 +12,7 @@ import obstore
 import pytest
 from moto.s3.models import s3_backends
 from safetensors.torch import save
+from torch import Tensor
 
 from mergestream import Store
 from mergestream.cli.watch import LONGEST_PAUSE, Watcher
@@ -75,8 +76,11 @@ def test_folders_and_files_are_absorbed_oldest_first(bench: Bench) -> None:
 
 
 def test_an_upload_that_is_under_way_is_waited_for(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    index = {"weight_map": {}}
-    shards = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
+    index: dict[str, dict[str, str]] = {"weight_map": {}}
+    shards: dict[str, dict[str, Tensor]] = {
+        "model-00001-of-00002.safetensors": {},
+        "model-00002-of-00002.safetensors": {},
+    }
     for number, (name, tensor) in enumerate(toy_expert(1).items()):
         shard = list(shards)[number % 2]
         index["weight_map"][name], shards[shard][name] = shard, tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -79,6 +79,7 @@ def test_the_first_error_is_raised_and_nothing_more_is_admitted(workers: int) ->
 def test_stopping_early_stops_the_workers() -> None:
     ran: list[str] = []
     jobs = LocalEngine(workers=2).run({f"job {n}": 1 for n in range(100)}, ran.append)
+    assert isinstance(jobs, Generator)
     next(jobs)
     jobs.close()
     seen = len(ran)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from mergestream import LocalEngine, MergestreamError, RayEngine, Store, merge
-from mergestream.engine import ResultsByTensor
+from mergestream.engine import Engine, ResultsByTensor
 from mergestream.engine import ray as engine
 from mergestream.engine.packing import pack, unpack
 from mergestream.errors import EngineError, UsageError
@@ -30,7 +30,7 @@ from tests import hub_server
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
 WEIGHTS = ".safetensors", "digests.json", "factors.json"
-NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "node_ip_address": "127.0.0.1"}
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20, "node_ip_address": "127.0.0.1"}
 QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
 
@@ -49,7 +49,7 @@ def cluster() -> Iterator[Any]:
         yield cluster
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 def grown(path: Path, toys: Toys, method: str, engine: Any, experts: int = 3) -> Store:
@@ -78,8 +78,9 @@ def test_a_store_has_the_same_bytes_as_by_the_local_engine(
 
 
 def test_a_merge_has_the_same_bytes_as_by_the_local_engine(cluster: Any, toys: Toys, tmp_path: Path) -> None:
+    engines: dict[str, Engine] = {"local": LocalEngine(1), "ray": RayEngine()}
     for method in ("task_arithmetic", "opcm"):
-        for name, by in {"local": LocalEngine(1), "ray": RayEngine()}.items():
+        for name, by in engines.items():
             merge(toys.base, toys.experts, tmp_path / f"{method}-{name}", method, engine=by)
         one, other = (files(tmp_path / f"{method}-{name}") for name in ("local", "ray"))
         assert one == other
@@ -204,7 +205,8 @@ def test_a_killed_driver_leaves_a_step_that_resumes_here_and_there(cluster: Any,
     os.kill(child.pid or 0, signal.SIGKILL)
     child.join()
     shutil.copytree(store.path, tmp_path / "copy")
-    for path, by in {store.path: RayEngine(), tmp_path / "copy": LocalEngine(1)}.items():
+    engines: dict[Path, Engine] = {store.path: RayEngine(), tmp_path / "copy": LocalEngine(1)}
+    for path, by in engines.items():
         Store(path, engine=by).add(toys.experts[1])
         assert files(path / "steps", *WEIGHTS) == files(expected.path / "steps", *WEIGHTS)
         assert files(path / "experts") == files(expected.path / "experts")
@@ -228,8 +230,8 @@ def test_an_interrupt_cancels_the_tasks(cluster: Any, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         list(Disturbed(begun, name="a").run({"a": 1}, str.upper))
     signal.signal(signal.SIGINT, before)
-    cores = ray.cluster_resources()["CPU"]
-    until(lambda: ray.available_resources().get("CPU") == cores)
+    cores = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
+    until(lambda: ray.available_resources().get("CPU") == cores)  # type: ignore[no-untyped-call]
 
 
 def test_an_error_is_raised_as_it_is_and_ends_all(cluster: Any, toys: Toys, tmp_path: Path) -> None:
@@ -253,8 +255,13 @@ def test_a_path_that_a_node_does_not_see_is_told_before_any_work(cluster: Any, t
             return Path.read_bytes, (tmp_path / "not there",)
 
     here = Elsewhere()
+
+    def work(name: str) -> Elsewhere:
+        ran.touch()
+        return here
+
     with pytest.raises(EngineError, match=r"the node 127.0.0.1 of the Ray cluster does not see .*not there"):
-        list(RayEngine().run({"a": 1}, lambda name: (here, ran.touch())))
+        list(RayEngine().run({"a": 1}, work))
     assert not ran.exists()
 
 

@@ -104,9 +104,12 @@ def test_nothing_is_scored_twice(tiny_suite: Path, tmp_path: Path, monkeypatch: 
     scored: list[tuple[str, str]] = []
     suite = load_suite(tiny_suite)
     accuracy = type(suite).accuracy
-    monkeypatch.setattr(
-        type(suite), "accuracy", lambda self, model, task: scored.append(task) or accuracy(self, model, task)
-    )
+
+    def noting(self: Any, model: Any, task: Any) -> Any:
+        scored.append(task)
+        return accuracy(self, model, task)
+
+    monkeypatch.setattr(type(suite), "accuracy", noting)
     plan = Plan(parse_rows("average"), orders=4, full_orders=0, workers=1)
     run_bench(suite, plan, tmp_path / "out", silent)
     # base and experts: 6; the last model of all orders is one: 3; the others by diagonal, at most one of each

@@ -84,7 +84,7 @@ def test_a_merger_leaves_new_rows_out_where_it_is_told_to() -> None:
     with pytest.raises(MergestreamError, match="has 13 rows and the base has 12"):
         merger.add(expert)
     with pytest.raises(UsageError, match="a Merger keeps no tokens"):
-        merger.add(expert, vocab="grow")
+        merger.add(expert, vocab="grow")  # type: ignore[arg-type]
     with pytest.warns(MergestreamWarning, match=r"1 token \(<12>\) that the base does not have: they are left out"):
         merger.add(expert, vocab="base")
     torch.testing.assert_close(merger.state_dict()["lm_head.bias"], expert["lm_head.bias"][:12])

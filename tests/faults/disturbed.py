@@ -12,6 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from tests.faults import children
 from tests.faults.cases import Case
@@ -39,7 +40,7 @@ def prepare(scenario: Scenario, toys: Path, work: Path) -> Prepared:
     before = state(place)
     shim = Shim(place, toys, room=sys.maxsize, exchanges=scenario.exchanges)
 
-    def watched() -> tuple:
+    def watched() -> tuple[Any, ...]:
         shim.install()
         code = scenario.run(scenario.command, toys)()
         return code, shim.calls, shim.kinds, shim.counted[True], shim.most_taken
@@ -72,7 +73,7 @@ def warm(work: Path) -> None:
                 in_process(scenario, words, toys)
         finally:
             os.chdir(home)
-        Figure.savefig = _write_picture
+        Figure.savefig = _write_picture  # type: ignore[method-assign, assignment]
 
 
 def _write_picture(figure: object, path: Path | StringIO, **_: object) -> None:
@@ -116,7 +117,7 @@ def examine(prepared: Prepared, place: Path, outcome: Outcome | None, finished: 
     return None if last == prepared.following else f"after the next command: {difference(last, prepared.following)}"
 
 
-def _inconsistent(prepared: Prepared, found: dict, outcome: Outcome | None, finished: bool) -> str | None:
+def _inconsistent(prepared: Prepared, found: dict[str, Any], outcome: Outcome | None, finished: bool) -> str | None:
     """Where what a command says is not what it did."""
     watches = prepared.scenario.name == "watch"  # which goes on, whatever becomes of an expert
     if outcome and not outcome.was_killed and not watches:
@@ -129,16 +130,16 @@ def _inconsistent(prepared: Prepared, found: dict, outcome: Outcome | None, fini
     return None
 
 
-def _is_before(found: dict, prepared: Prepared) -> bool:
+def _is_before(found: dict[str, Any], prepared: Prepared) -> bool:
     return bool(found == prepared.before)
 
 
-def _is_after(found: dict, prepared: Prepared) -> bool:
+def _is_after(found: dict[str, Any], prepared: Prepared) -> bool:
     """As it was to be. Entries may be longer than they need be, and of two experts the first may be in the store."""
     return bool(found == prepared.after) or _names(found) == _names(prepared.after) != _names(prepared.before)
 
 
-def _names(found: dict) -> list[str] | None:
+def _names(found: dict[str, Any]) -> list[str] | None:
     return found["store"] and [entry["name"] for entry in found["store"]["history"]]
 
 

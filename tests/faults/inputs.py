@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,10 @@ class Evil:
 
 
 # --- kinds of inputs --------------------------------------------------------------------------------------
+
+
+def _put_adapter(place: Path, config: str) -> Path:
+    return _put(place, adapter_config__json=config, adapter_model__safetensors=factors())
 
 
 def _put(place: Path, **files: bytes | str) -> Path:
@@ -429,9 +433,7 @@ def known() -> Iterator[Case]:
         "rope_theta": 10**400,
     }.items():
         config = json.dumps({**LLAMA, name: value})
-        yield of(
-            f"{name}: {value:.0e}" if value < 1e300 else name, lambda place, text=config: _put(place, config__json=text)
-        )
+        yield of(f"{name}: {value:.0e}" if value < 1e300 else name, partial(_put, config__json=config))
     yield of("a configuration 3,000 levels deep", lambda place: _put(place, config__json=f'{{"a":{deep(3000)}}}'))
     for field in (
         {"lora_alpha": 10**400},
@@ -441,7 +443,4 @@ def known() -> Iterator[Case]:
         {"rank_pattern": {"(a+)+$": 2, "((.*)*)*x": 2}},
     ):
         text = json.dumps({**ADAPTER, **field})
-        yield of(
-            f"an adapter with {str(field)[:40]}",
-            lambda place, text=text: _put(place, adapter_config__json=text, adapter_model__safetensors=factors()),
-        )
+        yield of(f"an adapter with {str(field)[:40]}", partial(_put_adapter, config=text))

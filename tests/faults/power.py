@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.faults.shim import Call
 
@@ -42,7 +43,7 @@ class Change:
     """One that a power cut may undo: of the bytes of a file, or of names in some directories."""
 
     touches: tuple[Node, ...]
-    apply: Callable[[dict[Node, Node]], None]
+    apply: Callable[[dict[Node, Node]], object]
     """To the copies of all nodes that make up the disk"""
     of_names: bool
 
@@ -111,7 +112,7 @@ class Disk:
         self._files[descriptor] = new
         return self._done((parent,), lambda at: at[parent].names.__setitem__(name, at[new]), True)
 
-    def _change_bytes(self, node: Node, name: str, arguments: Sequence) -> Change:
+    def _change_bytes(self, node: Node, name: str, arguments: Sequence[Any]) -> Change:
         if name == "write":
             offset, data = arguments
             return self._done((node,), lambda at: at[node].write(offset, data), False)

@@ -171,8 +171,6 @@ SCENARIOS = {
 
 def watch(directory: str, looks: int = 2, seconds: float = 0) -> int:
     """So many looks; what has not changed between two of them is complete."""
-    from mergestream.cli import watch
-
     left = iter(range(looks))
 
     def pause(_: float) -> None:
@@ -181,7 +179,7 @@ def watch(directory: str, looks: int = 2, seconds: float = 0) -> int:
         wait(seconds)
 
     wait = time.sleep
-    with patch.object(watch.time, "sleep", pause):
+    with patch("mergestream.cli.watch.time.sleep", pause):
         return children.command("watch", "store", directory, *QUIET)()
 
 

@@ -133,11 +133,11 @@ class Shim:
             self._originals[name] = os.fstat if KINDS.get(name) == "fsync" else getattr(os, name)
             setattr(os, name, special.get(name) or self._patched(name))
         self._originals["mmap"] = mmap.mmap
-        mmap.mmap = self._mmap
+        mmap.mmap = self._mmap  # type: ignore[misc, assignment]
         self._originals["exchange"] = mergestream.files._exchange_at_once
         mergestream.files._exchange_at_once = self._exchange
         io.open = builtins.open = _pyio.open
-        shutil._USE_CP_SENDFILE = False
+        shutil._USE_CP_SENDFILE = False  # type: ignore[attr-defined]
         sys.addaudithook(self._refuse_bypass)
 
     # --- the calls ------------------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ def _disturb(method: str, place: Path, dice: random.Random, history: list[str]) 
     """Now and then the last expert is taken back, or one of a ledger is removed, and that may be killed too."""
     happens = dice.random()
     if happens < 0.08:
-        words, leaving = ("undo", "store"), history[-1]
+        leaving = history[-1]
+        words: tuple[str, ...] = ("undo", "store")
     elif happens < 0.12 and method == "ledger":
         leaving = dice.choice(history)
         words = ("remove", "store", leaving)

@@ -22,7 +22,7 @@ QUICK = [family.name for family in FAMILIES if family.quick]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[dict[str, str]]]:
     log = tmp_path_factory.mktemp("quick") / "log"
-    command = [sys.executable, "-m", "tests.faults.torture", "--quick", "--log", log]
+    command: list[str | Path] = [sys.executable, "-m", "tests.faults.torture", "--quick", "--log", log]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     assert lines, done.stderr

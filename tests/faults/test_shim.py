@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import files
 from tests.faults import children
 from tests.faults.power import after_cut, saved
-from tests.faults.shim import Fault, Shim
+from tests.faults.shim import Call, Fault, Shim
 
 
 def session(place: Path) -> None:
@@ -98,7 +98,7 @@ def cut(place: Path, variant: str, changes: int | None = None) -> dict[str, byte
     (start / "file").write_text("old")
     shutil.copytree(start, work)
 
-    def act() -> list:
+    def act() -> list[Call]:
         shim = Shim(work)
         shim.install()
         with (work / "new").open("w") as file:

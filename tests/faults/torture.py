@@ -110,7 +110,7 @@ def _work(home: Path, cases: Sequence[tuple[Family, Case]], log: Path, deadline:
         shutil.rmtree(home, ignore_errors=True)
         place.mkdir(parents=True)
         started = time.monotonic()
-        outcome = children.run(lambda case=case: case.run(place), place, family.limit)
+        outcome = children.run(partial(case.run, place), place, family.limit)
         wrong = outcome.result if outcome.code == 0 else outcome.err.strip()[-2000:] or f"it ended with {outcome.code}"
         line = {"family": family.name, "case": case.name, "wrong": wrong, "seconds": time.monotonic() - started}
         with log.open("a", encoding="utf-8") as file:

@@ -101,7 +101,7 @@ def add_and_die(store: Path, expert: Path, finished: int) -> None:
         if left == 0:
             die()
 
-    StepWriter.record = record  # type: ignore[method-assign]
+    StepWriter.record = record  # type: ignore[method-assign, assignment]
     add(store, expert)
 
 
@@ -341,7 +341,7 @@ def test_add_killed_after_any_time_goes_on_to_the_same_bytes(tmp_path: Path, lar
 def test_the_command_line_is_killed_and_resumes(tmp_path: Path, larger: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(tmp_path / "store", larger, 1)
     expected = make_store(tmp_path / "expected", larger, 2)
-    command = [sys.executable, "-m", "mergestream", "add", store, larger.experts[1], "--workers", "2"]
+    command: list[str | Path] = [sys.executable, "-m", "mergestream", "add", store, larger.experts[1], "--workers", "2"]
     journal = store / "steps" / "0002" / "journal"
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None and (not journal.exists() or journal.read_text().count("\n") < 3):

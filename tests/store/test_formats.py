@@ -44,7 +44,8 @@ def moved(place: Path, name: str) -> Store:
 
 
 def written_format(store: Path) -> int:
-    return json.loads((store / "manifest.json").read_text())["format"]
+    found: int = json.loads((store / "manifest.json").read_text())["format"]
+    return found
 
 
 def assert_same_model(found: Path, expected: Path, name: str) -> None:
@@ -65,7 +66,8 @@ def test_all_that_it_remembers_is_read_and_nothing_written(name: Any, place: Pat
     assert [entry.name for entry in store.history] == experts
     assert all(entry.norm > 0 and entry.direction_norm is not None for entry in store.history)
     ((same, cosine), (mirrored, _)) = store.similarity().cosines
-    assert same == pytest.approx(1, abs=1e-3) and cosine == mirrored and abs(cosine) < 0.2
+    assert same == pytest.approx(1, abs=1e-3) and cosine == mirrored
+    assert cosine is not None and abs(cosine) < 0.2
     facts = json.loads(json.dumps(Facts.of(store).to_json(), allow_nan=False))
     assert [expert["name"] for expert in facts["experts"]] == experts
     assert files(place / name) == before
@@ -113,9 +115,11 @@ def test_what_else_the_rules_tell_is_told_from_them(place: Path) -> None:
 
 def test_scores_are_still_attached_to_the_steps_that_they_belong_to(place: Path) -> None:
     store = moved(place, "opcm")
-    assert store.scores is not None and store.scores.matrix == ((0.5, 0.25), (0.75, 0.5))
+    scores = store.scores
+    assert scores is not None and scores.matrix == ((0.5, 0.25), (0.75, 0.5))
     store.undo()
-    assert store.scores is not None and store.scores.matrix == ((0.5, 0.25),)
+    scores = store.scores
+    assert scores is not None and scores.matrix == ((0.5, 0.25),)
     assert Store(place / "ties").scores is None
 
 

@@ -11,6 +11,7 @@ import torch
 
 from mergestream import OPCM, TIES, Average, MergestreamError, Store
 from mergestream.methods import make_method
+from mergestream.storage import open_storage
 from tests.conftest import RunCommand, Toys, files, save_model, toy_base, toy_expert
 from tests.handmade import handmade_adapter
 
@@ -148,7 +149,7 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, toys: Toys)
     (expert,) = store.history
     twice = store.manifest.with_expert(expert)
     with pytest.raises(MergestreamError, match=r"not written: .*two experts have the same name"):
-        twice.save(store.path)
+        twice.save(open_storage(store.path))
     assert files(store.path) == before
 
 

@@ -28,6 +28,7 @@ from mergestream.storage.local import LocalStorage
 from mergestream.store import shorten
 from mergestream.store.add import add_expert
 from mergestream.store.manifest import Manifest
+from mergestream.store.records import tensor_records
 from tests.conftest import RunCommand, Toys, files, save_model, toy_expert
 from tests.store.test_crash import children
 
@@ -54,7 +55,8 @@ def store(tmp_path: Path, toys: Toys) -> Store:
 
 
 def names(store: Store | Path, kind: str) -> list[str]:
-    return sorted(path.name for path in (getattr(store, "path", store) / kind).iterdir())
+    directory = store.path if isinstance(store, Store) else store
+    return sorted(path.name for path in (directory / kind).iterdir())
 
 
 # --- a store from somebody else ----------------------------------------------------------------------------
@@ -452,12 +454,12 @@ def test_shortening_that_does_not_reach_its_commit_changes_nothing(
 
 
 def test_a_report_during_an_undo_is_of_the_store_after_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, undone = diagnostics.tensor_records, []
+    undone: list[object] = []
 
     def undo_first(*arguments: Any) -> Any:
         if not undone:
             undone.append(Store(store.path).undo())
-        return original(*arguments)
+        return tensor_records(*arguments)
 
     monkeypatch.setattr(diagnostics, "tensor_records", undo_first)
     facts = Facts.of(store)

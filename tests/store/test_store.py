@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,9 @@ def test_one_worker_and_many_give_the_same_bytes(method: Any, tmp_path: Path, to
         for expert in toys.experts[:3]:
             store.add(expert)
         store.export(tmp_path / f"model-{workers}")
-        results.append((files(store.path, ".safetensors"), files(tmp_path / f"model-{workers}", ".safetensors")))
+        model = files(tmp_path / f"model-{workers}", ".safetensors")
         scalars = [(e.norm, e.kept, e.scale, e.mean_norm, e.distance, e.state, e.digest) for e in store.history]
-        results[-1] += (scalars,)
+        results.append((files(store.path, ".safetensors"), model, scalars))
     assert results[0] == results[1] == results[2]
 
 
@@ -59,7 +59,8 @@ def test_a_digest_does_not_depend_on_how_a_checkpoint_is_stored(tmp_path: Path, 
     tensors = toy_expert(1)
     torch.save(tensors, tmp_path / "expert.bin")
     digests = set()
-    for number, expert in enumerate((toys.experts[0], tmp_path / "expert.bin", tensors)):
+    experts: list[Path | dict[str, torch.Tensor]] = [toys.experts[0], tmp_path / "expert.bin", tensors]
+    for number, expert in enumerate(experts):
         digests.add(Store.create(tmp_path / f"store-{number}", toys.base, Average()).add(expert).digest)
     assert len(digests) == 1
 
@@ -129,7 +130,7 @@ def test_a_second_writer_is_turned_away(store: Store, toys: Toys) -> None:
 
 def test_a_second_process_exits_with_3_and_says_who_is_writing(store: Store, toys: Toys) -> None:
     with open_storage(store.path).writing("manifest.json"):
-        command = [sys.executable, "-m", "mergestream", "undo", store.path]
+        command: list[str | Path] = [sys.executable, "-m", "mergestream", "undo", store.path]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 3
     assert result.stderr.startswith("error: ") and f"process {os.getpid()}" in result.stderr
@@ -199,7 +200,7 @@ def test_a_reader_does_not_take_a_step_in_the_making_for_its_own(
     store.undo()
     original, left = Step.absorb, 4
 
-    def killed(self: Step, *arguments: object) -> object:
+    def killed(self: Step, *arguments: Any) -> object:
         nonlocal left
         left -= 1
         if left == 0:
@@ -400,7 +401,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, toys: Toys) -> N
     """A real small file system where we may mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]
+    mount: list[str | Path] = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]
     mounted = subprocess.run(mount, capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("may not mount a file system here")
@@ -469,7 +470,7 @@ def test_a_disk_that_is_full_from_the_start_is_a_sentence_and_takes_no_room(
 
 
 @pytest.fixture
-def with_heads(tmp_path: Path) -> Iterator[Store]:
+def with_heads(tmp_path: Path) -> Store:
     base = save_model(tmp_path / "base", toy_base() | {"head.weight": torch.zeros(2, 8)})
     store = Store.create(tmp_path / "store", base, heads=["head.*"])
     for number, labels in ((1, 2), (2, 5)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.suites import causal
+from benchmarks.suites.backbones import write_checkpoint
 from benchmarks.suites.causal import (
     END,
     Encoded,
@@ -108,7 +110,7 @@ def test_a_model_of_llama2c_computes_the_same(tied: bool, tmp_path: Path) -> Non
     content, weights = llama2c_bytes(tied)
     config, tensors, size = read_llama2c(content + b"the tokenizer")
     assert size == len(content)
-    causal.write_checkpoint(tmp_path, tensors, config)
+    write_checkpoint(tmp_path, tensors, config)
     model = LlamaForCausalLM.from_pretrained(tmp_path)
     tokens = [1, 260, 7, 42, 261, 3, 9]
     with torch.inference_mode():
@@ -161,11 +163,14 @@ def model() -> LlamaForCausalLM:
         eos_token_id=END,
         initializer_range=0.5,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config)
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> list[int]:
-    written = model.generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False, pad_token_id=0)
+    generate: Callable[..., Tensor] = model.generate  # type: ignore[misc]
+    written = generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False, pad_token_id=0)
     found: list[int] = written[0, len(prompt) :].tolist()
     return found
 

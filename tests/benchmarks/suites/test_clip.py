@@ -56,7 +56,7 @@ def models(scratch: Path) -> dict[str, Files]:
         tower = CLIPVisionModel.from_pretrained(scratch / "base")
         with torch.no_grad():
             for parameter in tower.parameters():
-                parameter += 0.02 * torch.randn_like(parameter)
+                parameter.add_(0.02 * torch.randn_like(parameter))
         tower.save_pretrained(scratch / key)
         found[f"tanganke/clip-vit-base-patch32_{key}"] = folder(scratch / key)
     return found
@@ -121,7 +121,8 @@ def zero_shot(base: Path, files: Files) -> float:
 
     from benchmarks.suites.clip_suite import PHOTO
 
-    model, words = CLIPModel.from_pretrained(base).eval(), Tokenizer.from_str(tokenizer().decode())
+    model, words = CLIPModel.from_pretrained(base), Tokenizer.from_str(tokenizer().decode())
+    model.eval()  # type: ignore[no-untyped-call]
     rows = pyarrow.parquet.read_table(io.BytesIO(files["default/test/0000.parquet"])).to_pylist()
     right = 0
     with torch.no_grad():

@@ -8,7 +8,7 @@ import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -25,7 +25,7 @@ def wheel(members: dict[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
-def tarball(members: dict[str, bytes], mode: str = "w:gz") -> bytes:
+def tarball(members: dict[str, bytes], mode: Literal["w:gz", "w:xz"] = "w:gz") -> bytes:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode=mode) as archive:
         for name, content in members.items():

