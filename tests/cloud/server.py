@@ -17,6 +17,7 @@ import pytest
 
 if TYPE_CHECKING:
     import obstore
+    from obstore.store import S3Config
 else:
     obstore = pytest.importorskip("obstore")
 moto = pytest.importorskip("moto.server")
@@ -43,7 +44,12 @@ def serve() -> Iterator[str]:
 
 def opened(endpoint: str, bucket: str = BUCKET) -> obstore.store.S3Store:
     """The bucket as others see it."""
-    config = {"endpoint": endpoint, "region": "us-east-1", "access_key_id": "x", "secret_access_key": "y"}
+    config: S3Config = {
+        "endpoint": endpoint,
+        "region": "us-east-1",
+        "access_key_id": "x",
+        "secret_access_key": "y",
+    }
     return obstore.store.S3Store(bucket, config=config, client_options={"allow_http": True})
 
 

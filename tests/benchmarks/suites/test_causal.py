@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,8 +169,8 @@ def model() -> LlamaForCausalLM:
 
 
 def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> list[int]:
-    generate: Callable[..., Tensor] = model.generate  # type: ignore[misc]
-    written = generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False, pad_token_id=0)
+    options: dict[str, Any] = {"max_new_tokens": length, "do_sample": False, "pad_token_id": 0}
+    written: Any = model.generate(torch.tensor([prompt]), **options)  # type: ignore[misc]
     found: list[int] = written[0, len(prompt) :].tolist()
     return found
 
