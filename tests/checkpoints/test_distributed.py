@@ -35,7 +35,7 @@ class Malicious:
 def save(content: dict[str, Any], directory: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(content, checkpoint_id=directory)  # type: ignore[attr-defined]
+        dcp.save(content, checkpoint_id=directory)
     return directory
 
 
@@ -55,7 +55,7 @@ def refused(directory: Path, message: str) -> None:
 def optimizer_state() -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([parameter])
-    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    parameter.sum().backward()
     optimizer.step()
     return optimizer.state_dict()
 

@@ -49,7 +49,7 @@ def cluster() -> Iterator[Any]:
         yield cluster
     finally:
         ray.shutdown()
-        cluster.shutdown()  # type: ignore[no-untyped-call]
+        cluster.shutdown()
 
 
 def grown(path: Path, toys: Toys, method: str, engine: Any, experts: int = 3) -> Store:
@@ -230,8 +230,8 @@ def test_an_interrupt_cancels_the_tasks(cluster: Any, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         list(Disturbed(begun, name="a").run({"a": 1}, str.upper))
     signal.signal(signal.SIGINT, before)
-    cores = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
-    until(lambda: ray.available_resources().get("CPU") == cores)  # type: ignore[no-untyped-call]
+    cores = ray.cluster_resources()["CPU"]
+    until(lambda: ray.available_resources().get("CPU") == cores)
 
 
 def test_an_error_is_raised_as_it_is_and_ends_all(cluster: Any, toys: Toys, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def model() -> LlamaForCausalLM:
         initializer_range=0.5,
     )
     model = LlamaForCausalLM(config)
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     return model
 
 

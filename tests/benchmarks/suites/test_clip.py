@@ -122,7 +122,7 @@ def zero_shot(base: Path, files: Files) -> float:
     from benchmarks.suites.clip_suite import PHOTO
 
     model, words = CLIPModel.from_pretrained(base), Tokenizer.from_str(tokenizer().decode())
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     rows = pyarrow.parquet.read_table(io.BytesIO(files["default/test/0000.parquet"])).to_pylist()
     right = 0
     with torch.no_grad():
