@@ -15,9 +15,7 @@ WORDS = ["<unk>", "<eos>", "the", "cat", "sat", "on", "a", "mat", "and", "dog", 
 def tokenizer(words: Sequence[str] = WORDS) -> Any:
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=made, unk_token="<unk>", eos_token="<eos>"
-    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<eos>")
 
 
 def gpt2(rows: int = len(WORDS), **options: Any) -> Any:

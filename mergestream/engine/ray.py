@@ -83,8 +83,8 @@ class RayEngine:
         if not costs:
             return
         memory = memory or {}
-        packed, collectors = pack(work)
         ray = connected(self.address)
+        packed, collectors = pack(work)
         check_budget(memory, self.max_memory)
         nodes = _nodes(ray)
         _check_room(nodes, {name: memory.get(name, 0) for name in costs})
@@ -161,11 +161,11 @@ def connected(address: str | None) -> Any:
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     _check_reachable(address)
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start tells nobody of it
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start sends no usage statistics
     try:
         with own_sigterm():  # Ray's would end the process without our clean-up
             ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **options)
-    except Exception as error:  # of many types, for each way in which a cluster may not be one
+    except Exception as error:  # Ray raises many types for an unusable cluster
         raise EngineError(f"the Ray cluster at {address} cannot be used: {first_line(error)}") from error
     return ray
 

@@ -27,7 +27,7 @@ def kth(tensors: list[Tensor], count: int, piece: int = 4096) -> tuple[float, in
     while search.found is None:
         passes += 1
         assert passes < 10, "it must come to an end"
-        parts = (part for tensor in tensors for part in tensor.split(piece))  # type: ignore[no-untyped-call]
+        parts = (part for tensor in tensors for part in tensor.split(piece))
         search.narrow([tally(part.abs(), search.bracket) for part in parts])
     return search.found, passes
 

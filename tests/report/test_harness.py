@@ -98,9 +98,7 @@ def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=words, unk_token="<unk>", eos_token="</s>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": len(WORDS),
