@@ -92,7 +92,7 @@ def _export_again(recipe: Recipe, store: Store, target: Target) -> None:
     # Entries of a ledger are cut for the number of experts at the time, some of which may have been removed.
     cuts = {expert.name: expert.cut for expert in recipe.experts}
     history = [dataclasses.replace(entry, cut=max(entry.cut, cuts[entry.name])) for entry in store.history]
-    dataclasses.replace(store.manifest, history=tuple(history)).save(store.place)
+    dataclasses.replace(store.manifest, history=tuple(history)).save(store.storage)
     with store.snapshot() as snapshot:
         draw = None
         if recipe.form.pictures:

@@ -17,5 +17,5 @@ Options = StoreOptions
 def run(options: Options) -> None:
     store = options.open_store()
     removed = store.gc()
-    answer({"store": str(store.place), "removed": removed})
-    say(f"{store.place}: {format_size(removed)} deleted")
+    answer({"store": str(store.storage), "removed": removed})
+    say(f"{store.storage}: {format_size(removed)} deleted")

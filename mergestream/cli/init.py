@@ -46,5 +46,5 @@ def run(options: Options) -> None:
     )
     status = status_json(store)
     answer(status)
-    say(f"{store.place}: {store.manifest.method_text} on {store.manifest.base.source}")
+    say(f"{store.storage}: {store.manifest.method_text} on {store.manifest.base.source}")
     say(f"tensors: {counts_text(status['counts'])}")

@@ -22,5 +22,5 @@ class Options(StoreOptions):
 def run(options: Options) -> None:
     store = options.open_store()
     store.keep(options.steps)
-    answer({"store": str(store.place), "keep": options.steps})
-    say(f"{store.place} now keeps {counted(options.steps, 'earlier step')}")
+    answer({"store": str(store.storage), "keep": options.steps})
+    say(f"{store.storage} now keeps {counted(options.steps, 'earlier step')}")

@@ -29,7 +29,7 @@ def run(options: Options) -> None:
     held = _held_shares(store)
     answer([entry_json(entry, held.get(entry.name)) for entry in store.history])
     if not store.history:
-        say(f"{store.place} has no experts yet")
+        say(f"{store.storage} has no experts yet")
     else:
         _print_experts(store.manifest.method, store.history, held)
     _print_notes(store.history)

@@ -27,4 +27,4 @@ def run(options: Options) -> None:
     store = options.open_store()
     removed = store.remove(options.name, options.expert)
     answer(entry_json(removed))
-    say(f"{removed.name} removed; {store.place} has {counted(store.manifest.step, 'expert')}")
+    say(f"{removed.name} removed; {store.storage} has {counted(store.manifest.step, 'expert')}")

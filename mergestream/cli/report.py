@@ -47,7 +47,7 @@ def run(options: Options) -> None:
     if out is not None:
         refuse_file(out, *store.sources)
         write_text(out, _render(Facts.of(store), form))
-        answer({"store": str(store.place), "out": str(out), "format": form})
+        answer({"store": str(store.storage), "out": str(out), "format": form})
         say(f"{out}: report on {options.store}")
         return
     facts = Facts.of(store)

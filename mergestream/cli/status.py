@@ -33,7 +33,7 @@ def run(options: Options) -> None:
     status = status_json(store)
     answer(status)
     manifest = store.manifest
-    say(f"{store.place}: {manifest.summary}")
+    say(f"{store.storage}: {manifest.summary}")
     say(f"base: {manifest.base.source}")
     say(f"tensors: {counts_text(status['counts'])}")
     if manifest.history:
@@ -119,5 +119,5 @@ def _ledger_json(store: Store) -> dict[str, Any] | None:
     manifest = store.manifest
     if not manifest.is_ledger:
         return None
-    taken = sum(step_bytes(store.place, entry.folder) for entry in manifest.history)
+    taken = sum(step_bytes(store.storage, entry.folder) for entry in manifest.history)
     return {"room_for": manifest.sharing, "bytes": taken, "budget": manifest.parameters["budget"]}

@@ -14,5 +14,5 @@ Options = StoreOptions
 def run(options: Options) -> None:
     store = options.open_store()
     undone = store.undo()
-    answer({"store": str(store.place), "step": store.manifest.step, "undone": entry_json(undone)})
-    say(f"{undone.name} taken back; {store.place} is at step {store.manifest.step}")
+    answer({"store": str(store.storage), "step": store.manifest.step, "undone": entry_json(undone)})
+    say(f"{undone.name} taken back; {store.storage} is at step {store.manifest.step}")

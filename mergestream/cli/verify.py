@@ -13,5 +13,5 @@ Options = WorkingStoreOptions
 def run(options: Options) -> None:
     store = options.open_store()
     store.verify()
-    answer({"store": str(store.place), "step": store.manifest.step})
-    say(f"{store.place}: all digests match")
+    answer({"store": str(store.storage), "step": store.manifest.step})
+    say(f"{store.storage}: all digests match")

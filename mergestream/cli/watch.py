@@ -64,13 +64,13 @@ def run(options: Options) -> None:
 
     source = open_watch_source(options.directory)
     store = options.open_store()
-    _check_apart(source.place, store.place)
+    _check_apart(source.place, store.storage)
     dict(source.look())  # report an unreadable directory, a wrong gate or a wrong tracker now
     Gatekeeper.of(options.gate, options.evaluate, store.manifest)
     parse_trackers(options.log, store)
     watcher = Watcher(store, source, options.adding, options.interval, log=options.log)
-    say(f"watching {source.place} for {store.place}; stop with Ctrl-C")
-    emit({"event": "watching", "store": str(store.place), "directory": str(source.place)})
+    say(f"watching {source.place} for {store.storage}; stop with Ctrl-C")
+    emit({"event": "watching", "store": str(store.storage), "directory": str(source.place)})
     with suppress(KeyboardInterrupt):
         while True:
             watcher.look()
@@ -127,7 +127,7 @@ class Watcher:
         self._list_refused()
         try:
             self.store.refresh()  # before recall: undo and remove list an expert before they change the manifest
-            left_alone = recall(self.store.place)
+            left_alone = recall(self.store.storage)
             found = dict(self.source.look())
         except (MergestreamError, OSError) as error:
             self._skip(self.source.place, error)
@@ -198,7 +198,7 @@ class Watcher:
 
         if self._refused:
             with suppress(MergestreamError, OSError), self.store.writing():
-                remember(self.store.place, self._refused)
+                remember(self.store.storage, self._refused)
                 self._refused = {}
 
     def _store_is_usable(self) -> bool:

@@ -207,7 +207,7 @@ class AdapterPlan:
         """Write the pictures and the card of the adapter."""
         manifest = self.snapshot.manifest
         distance = math.sqrt(energy.total + scale**2 * math.fsum(self.reading.norm2.values()))
-        pictures, removed = draw(directory) if draw else {}, removed_experts(self.snapshot.place, manifest)
+        pictures, removed = draw(directory) if draw else {}, removed_experts(self.snapshot.storage, manifest)
         facts = CardFacts(manifest, scale, distance, command, None, pictures, self.reading, removed)
         (directory / CARD).write_text(model_card(facts, Labels("peft")), encoding="utf-8")
 

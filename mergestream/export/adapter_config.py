@@ -64,7 +64,7 @@ def saved_modules(paths: Collection[str], whole: Collection[str]) -> set[str]:
 
 def common_fields(snapshot: Snapshot, experts: Sequence[Expert]) -> tuple[AdapterConfig, list[str]]:
     """The fields that the experts' own configurations agree on, and a note for each disagreement."""
-    records = {entry.name: read_record(snapshot.place, entry).get("adapter") for entry in experts}
+    records = {entry.name: read_record(snapshot.storage, entry).get("adapter") for entry in experts}
     configs = {name: config for name, config in records.items() if config is not None}
     for_other_base = {entry.name for entry in experts if entry.options.get("allow_other_base")}
     base = snapshot.manifest.base

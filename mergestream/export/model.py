@@ -73,7 +73,7 @@ def write_model(
         own_tokens = tokens[choice.task].tokens if choice.task in tokens else ()
         write_companions(draft, base, output.dtype, extended, config, own_tokens)
         pictures = draw(draft) if draw else {}
-        removed = removed_experts(snapshot.place, snapshot.manifest)
+        removed = removed_experts(snapshot.storage, snapshot.manifest)
         about = scale, source.distance, output.command, choice.task, pictures, reading, removed
         write_card(draft, CardFacts(snapshot.manifest, *about), base, has_other_class(base, config))
         form = Form(dtype=output.dtype, max_shard_size=output.max_shard_size, pictures=draw is not None)

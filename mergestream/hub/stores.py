@@ -46,7 +46,7 @@ def push_store(store: Store, address: str, *, private: bool = False) -> str:
             store.progress.note(
                 f"readers of {name} see the local paths of the base and the experts; --private hides it"
             )
-        (copy / _CARD).write_text(_card(store.place, manifest, name), encoding="utf-8")
+        (copy / _CARD).write_text(_card(store.storage, manifest, name), encoding="utf-8")
         files = {path.relative_to(copy).as_posix(): path for path in sorted(copy.rglob("*")) if path.is_file()}
         message = f"A store of mergestream at step {manifest.step}"
         return push_files(
@@ -57,16 +57,16 @@ def push_store(store: Store, address: str, *, private: bool = False) -> str:
 @contextmanager
 def _copied(store: Store) -> Iterator[tuple[Path, Manifest]]:
     """A local copy of the files that belong to one manifest, made of hard links if possible."""
-    local = store.place.path()
+    local = store.storage.path()
     parent = local.resolve().parent if local else None
     beside = parent if parent and os.access(parent, os.W_OK) else None
-    with TemporaryDirectory(prefix=f".{store.place.name}.push-", dir=beside) as temporary:
+    with TemporaryDirectory(prefix=f".{store.storage.name}.push-", dir=beside) as temporary:
         copy = Path(temporary) / "store"
 
         def copy_files() -> Manifest:
             shutil.rmtree(copy, ignore_errors=True)
             for name in _parts(store):
-                store.place.save_to(name, copy / name)
+                store.storage.save_to(name, copy / name)
             store.refresh()
             return Manifest.load(open_storage(copy))
 
@@ -76,12 +76,12 @@ def _copied(store: Store) -> Iterator[tuple[Path, Manifest]]:
 def _parts(store: Store) -> Iterator[str]:
     """The names of all files that the manifest needs."""
     yield MANIFEST
-    if store.place.stat("scores.json"):
+    if store.storage.stat("scores.json"):
         yield "scores.json"
     for entry in store.history:
         folders = [record_folder(entry.folder), *([f"steps/{entry.folder}"] if entry.state else [])]
         for folder in folders:
-            files = store.place.files(folder)
+            files = store.storage.files(folder)
             yield from (f"{folder}/{name}" for name in files if name != PLAN and not is_journal(name))
 
 

@@ -138,7 +138,7 @@ class Survival:
 
 def similarity(store: Store | Snapshot) -> Similarity:
     """Cosines of the task vectors of a store, or of one of its snapshots."""
-    sketches = [read_sketch(store.place, entry) for entry in store.manifest.history]
+    sketches = [read_sketch(store.storage, entry) for entry in store.manifest.history]
     width = min(map(len, sketches), default=WIDTH)
     return Similarity(tuple(store.manifest.names), tuple(map(tuple, cosines(sketches))), cosine_error(width))
 
@@ -148,12 +148,12 @@ def survival(store: Store) -> Survival:
     if store.manifest.entries:
         with store.snapshot() as snapshot:
             return ledger_survival(snapshot)
-    return _read_survival(store.place, store.manifest)
+    return _read_survival(store.storage, store.manifest)
 
 
 def ledger_survival(snapshot: Snapshot) -> Survival:
     """The share of each expert that a ledger holds now: it shrinks as experts are added."""
-    return _read_survival(snapshot.place, snapshot.manifest, snapshot.held())
+    return _read_survival(snapshot.storage, snapshot.manifest, snapshot.held())
 
 
 def _read_survival(

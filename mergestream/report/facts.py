@@ -81,12 +81,12 @@ class Facts:
             with store.snapshot() as snapshot:
                 ledger = LedgerFacts.of(snapshot, store.engine, store.progress)
         return cls(
-            store=str(store.place),
+            store=str(store.storage),
             manifest=store.manifest,
             similarity=similarity(store),
             survival=ledger.survival if ledger else survival(store),
             scores=attached(store),
-            commands=tuple(_commands(str(store.place), store.manifest)),
+            commands=tuple(_commands(str(store.storage), store.manifest)),
             ledger=ledger,
         )
 

@@ -161,7 +161,7 @@ def evaluate(command: str, model: Path, scores: Path) -> Evaluation:
 def _evaluate_candidate(candidate: Candidate, command: str) -> Evaluation:
     """Export the model that the step would give to a temporary directory, and evaluate it."""
     store = candidate.store
-    with store.place.workspace() as directory:
+    with store.storage.workspace() as directory:
         output = Output(directory / "model")
         with candidate.snapshot() as snapshot, output.draft() as draft:
             write_model(snapshot, Target(draft, output, store.engine, store.progress))

@@ -126,7 +126,7 @@ def attach(store: Store, scores: Scores) -> None:
     """Write scores to the store; they replace earlier ones."""
     if not scores.matrix or len(scores.matrix) > store.manifest.step:
         raise MergestreamError(
-            f"{counted(len(scores.matrix), 'row')} of scores do not fit {store.place}, "
+            f"{counted(len(scores.matrix), 'row')} of scores do not fit {store.storage}, "
             f"which has {counted(store.manifest.step, 'expert')}"
         )
     if scores.error:
@@ -136,7 +136,7 @@ def attach(store: Store, scores: Scores) -> None:
         # Scores belong to a state: after an undo and another add they are not valid.
         "states": [_state(entry) for entry in store.history[: len(scores.matrix)]],
     }
-    storage, text = store.place, to_json({**data, "digest": json_digest(data)})
+    storage, text = store.storage, to_json({**data, "digest": json_digest(data)})
     storage.put_if(NAME, text.encode(), storage.stat(NAME))
     try:
         storage.sync()
@@ -146,10 +146,10 @@ def attach(store: Store, scores: Scores) -> None:
 
 def attached(store: Store) -> Scores | None:
     """The scores that are valid for the history of the store, or None."""
-    path = f"{store.place}/{NAME}"
-    if store.place.read(NAME) is None:
+    path = f"{store.storage}/{NAME}"
+    if store.storage.read(NAME) is None:
         return None
-    data = read_json(store.place, NAME)
+    data = read_json(store.storage, NAME)
     if data.pop("digest", None) != json_digest(data):
         raise damaged(path, "its digest does not match", "attach the scores once more")
     scores, states = validate(data, Scores, path), validate(data.get("states"), list[str], path)

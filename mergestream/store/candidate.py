@@ -50,7 +50,7 @@ class Candidate:
 
     def __init__(self, store: Store, vector: TaskVector, name: str, options: Options, given: str) -> None:
         self.store, self.vector, self.name, self.options, self.given = store, vector, name, options, given
-        self.number, self.mark = store.manifest.next_number, store.place.new_mark()
+        self.number, self.mark = store.manifest.next_number, store.storage.new_mark()
         self.folder = folder_name(self.number, self.mark)
         tensors = vector.model.tensors
         self.sketch = Sketch({name: tensors[name] for name in vector.names})
@@ -93,7 +93,7 @@ class Candidate:
     @contextmanager
     def writing(self) -> Iterator[StepWriter]:
         """Begin the new step, or resume it. An error removes the step; an interruption leaves it to be resumed."""
-        writer = self.open_writer(self.store.place)
+        writer = self.open_writer(self.store.storage)
         try:
             yield writer
         except (EngineError, StoreBusyError):
@@ -101,7 +101,7 @@ class Candidate:
             raise
         except (MergestreamError, OSError):  # free the space, the disk may be full
             writer.abandon()
-            drop_record(self.store.place, self.folder)
+            drop_record(self.store.storage, self.folder)
             raise
         except BaseException:
             writer.pause()
@@ -147,7 +147,7 @@ class Candidate:
 
     def write_record(self, state: str, started: float) -> Expert:
         """Write the record of the expert beside its step; returns its entry in the history."""
-        record = write_record(self.store.place, self.folder, self, self.sketch.values())
+        record = write_record(self.store.storage, self.folder, self, self.sketch.values())
         self.expert = self.as_expert(state, record, time.monotonic() - started)
         return self.expert
 
@@ -211,11 +211,11 @@ class Candidate:
 
     def cosines(self) -> dict[str, float | None]:
         """The cosine to the task vector of every expert in the store, by name."""
-        return cosines_to(self.store.place, self.store.history, self.sketch.values())
+        return cosines_to(self.store.storage, self.store.history, self.sketch.values())
 
     def snapshot(self) -> Snapshot:
         """The store as it would be with this expert."""
-        return Snapshot.open(self.store.place, self.store.manifest.with_expert(self.expert))
+        return Snapshot.open(self.store.storage, self.store.manifest.with_expert(self.expert))
 
     def note(self, sentence: str) -> None:
         """Show a note to the user, and keep it for the history as one printable line."""

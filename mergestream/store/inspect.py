@@ -49,7 +49,7 @@ def inspect_expert(store: Store, expert: ExpertSource, options: Mapping[str, Any
             entry = memory = MemoryState(candidate.step)
             candidate.absorb(memory, "inspecting")
         else:
-            storage = stack.enter_context(store.place.scratch())
+            storage = stack.enter_context(store.storage.scratch())
             writer = candidate.open_writer(storage)
             candidate.absorb(writer, "inspecting")
             state = writer.finish(candidate.outcomes)
@@ -166,7 +166,7 @@ class Inspection:
         store, totals, before = candidate.store, candidate.totals, candidate.mean_norm_before
         peaks = sorted((plan.memory for plan in candidate.step.plans.values()), reverse=True)
         disk = sum(spec.nbytes for spec in (*candidate.layout.values(), *candidate.blocks.values()))
-        predicted = Estimate.of(seconds, disk, store.place.path())
+        predicted = Estimate.of(seconds, disk, store.storage.path())
         return cls(
             source=candidate.source,
             method=store.manifest.method,

@@ -37,13 +37,13 @@ def keep_steps(store: Store, steps: int) -> None:
 
 def collect_garbage(store: Store) -> int:
     """Delete everything that the manifest does not need; returns the bytes."""
-    before = total_bytes(store.place.files())
+    before = total_bytes(store.storage.files())
     with store.writing():
         commit(store, store.manifest)  # a concurrent writer cannot win any more
         store.replaced_commit = ""
-        store.place.clean_scratch()
+        store.storage.clean_scratch()
         delete_unused(store)
-    return before - total_bytes(store.place.files())
+    return before - total_bytes(store.storage.files())
 
 
 def verify_files(store: Store, with_base: bool) -> None:
@@ -52,22 +52,22 @@ def verify_files(store: Store, with_base: bool) -> None:
     if with_base and manifest.base.measured:
         with store.open_base() as base:
             manifest.base.check_digest(base, store.engine, store.progress)
-    recall(store.place)
-    folders = store.place.folders("steps")
+    recall(store.storage)
+    folders = store.storage.folders("steps")
     for entry in manifest.history:
         if entry.state and entry.folder in folders:
-            reader = StepReader(store.place, entry)
+            reader = StepReader(store.storage, entry)
             with closing(reader), store.progress.task(f"verifying {entry.name}", reader.nbytes) as advance:
                 for size in reader.verify(store.engine):
                     advance(size)
         elif entry in manifest.needed:
-            raise MergestreamError(f"{store.place}/steps/{entry.folder} is missing; restore the store from a backup")
-        verify_record(store.place, entry, store.engine)
+            raise MergestreamError(f"{store.storage}/steps/{entry.folder} is missing; restore the store from a backup")
+        verify_record(store.storage, entry, store.engine)
 
 
 def relocate_base(store: Store, base: str | Path) -> None:
     """Refer to the base at another path; in memory only where the store is read-only."""
-    if not store.place.is_writable:
+    if not store.storage.is_writable:
         store.moved_base = _found_base(store, base)
         store.refresh()
         return

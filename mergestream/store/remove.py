@@ -23,11 +23,11 @@ def undo_last(store: Store) -> Expert:
     """Go back to before the last expert; returns its entry."""
     with store.writing():
         if not store.history:
-            raise MergestreamError(f"{store.place} has absorbed nothing, there is nothing to undo")
+            raise MergestreamError(f"{store.storage} has absorbed nothing, there is nothing to undo")
         undone, before = store.history[-1], store.manifest.at(store.manifest.step - 1)
         if not has_files(store, before):
             kept = counted(store.manifest.keep, "earlier step")
-            raise MergestreamError(f"the {kept} that {store.place} keeps are used up; {keep_more(store)}")
+            raise MergestreamError(f"the {kept} that {store.storage} keeps are used up; {keep_more(store)}")
         _commit_without(store, undone, before)
         return undone
 
@@ -81,7 +81,7 @@ def _subtract(store: Store, removed: Expert, source: ExpertSource | None, rest: 
             if candidate.digest != removed.digest:
                 raise MergestreamError(f"{candidate.source} is not the expert that was added as {removed.name}")
             last = rest.history[-1]
-            copy_record(store.place, last.folder, candidate.folder)
+            copy_record(store.storage, last.folder, candidate.folder)
             state = writer.finish(candidate.outcomes)
             last = dataclasses.replace(last, number=candidate.number, mark=candidate.mark, state=state)
             _tell_watch(store, removed)
@@ -92,6 +92,6 @@ def _subtract(store: Store, removed: Expert, source: ExpertSource | None, rest: 
 def _tell_watch(store: Store, removed: Expert) -> None:
     """Record that `watch` must not add the expert again."""
     try:
-        remember_departed(store.place, removed.source)
+        remember_departed(store.storage, removed.source)
     except MergestreamError as error:
         store.progress.note(f"watch may add {removed.name} again: {error}")

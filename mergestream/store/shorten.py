@@ -43,25 +43,25 @@ def shorten_entries(store: Store) -> None:
 
 def _shorten(store: Store, manifest: Manifest, expert: Expert, cut: int) -> Expert:
     """Write an entry as it is read with ``cut`` experts, under a new number; an entry that is short enough stays."""
-    shorter = dataclasses.replace(expert, number=manifest.next_number, mark=store.place.new_mark(), cut=cut)
-    files = StepStorage(store.place, shorter.folder)
+    shorter = dataclasses.replace(expert, number=manifest.next_number, mark=store.storage.new_mark(), cut=cut)
+    files = StepStorage(store.storage, shorter.folder)
     files.claim(manifest.commit)
     try:
         digests = _write(store, files, manifest, expert, cut)
         if digests is None:
             files.remove()
             return dataclasses.replace(expert, cut=cut)
-        copy_record(store.place, expert.folder, shorter.folder)
+        copy_record(store.storage, expert.folder, shorter.folder)
     except BaseException:
         files.remove()
-        drop_record(store.place, shorter.folder)
+        drop_record(store.storage, shorter.folder)
         raise
     return dataclasses.replace(shorter, state=combined_digest(digests))
 
 
 def _write(store: Store, files: StepStorage, manifest: Manifest, expert: Expert, cut: int) -> dict[str, str] | None:
     """Write the shorter entry; returns its digests, or None where there is nothing to cut."""
-    with closing(StepReader(store.place, expert)) as reader:
+    with closing(StepReader(store.storage, expert)) as reader:
 
         def shorter(name: str) -> dict[str, Tensor]:
             context = tensor_context(manifest.base, name, cut)

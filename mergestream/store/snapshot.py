@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 class Snapshot:
     """The state or the entries after the last expert of a history; open files stay readable even if removed."""
 
-    place: Storage
+    storage: Storage
     manifest: Manifest
     """Its history ends with the last expert of the snapshot"""
     readers: Mapping[int, StepReader]
     """By the number of the expert: the state after the last one, or the entries of all"""
 
     def __repr__(self) -> str:
-        return f"<Snapshot of {str(self.place)!r} at step {self.manifest.step}: {self.manifest.summary}>"
+        return f"<Snapshot of {str(self.storage)!r} at step {self.manifest.step}: {self.manifest.summary}>"
 
     @classmethod
-    def open(cls, place: Storage, manifest: Manifest) -> Snapshot:
+    def open(cls, storage: Storage, manifest: Manifest) -> Snapshot:
         entries = manifest.needed
         allow_open_files(len(entries))
         with ExitStack() as opened:
             readers: dict[int, StepReader] = {}
-            snapshot = cls(place, manifest, readers)
+            snapshot = cls(storage, manifest, readers)
             for entry in entries:
-                readers[entry.number] = StepReader(place, entry)
+                readers[entry.number] = StepReader(storage, entry)
                 opened.callback(readers[entry.number].close)
             snapshot._check_layout()
             opened.pop_all()
@@ -128,11 +128,11 @@ class Snapshot:
     @property
     def tasks(self) -> list[str]:
         """The experts with heads of their own."""
-        return [entry.name for entry in self.manifest.history if has_task(self.place, entry)]
+        return [entry.name for entry in self.manifest.history if has_task(self.storage, entry)]
 
     def open_task(self, name: str) -> Task:
         """The heads that were kept for one expert."""
-        task = open_task(self.place, self.manifest.expert(name))
+        task = open_task(self.storage, self.manifest.expert(name))
         if task is None:
             others = f"these have: {', '.join(self.tasks)}" if self.tasks else "--heads GLOB at init keeps them"
             raise MergestreamError(f"expert {name} has no head of its own; {others}")
@@ -142,4 +142,4 @@ class Snapshot:
         """The tokens whose rows were kept for an expert, in their order."""
         if expert.options.get("vocab") not in ("union", "grow"):
             return []
-        return read_record(self.place, expert)["tokens"]
+        return read_record(self.storage, expert)["tokens"]

@@ -56,11 +56,11 @@ class Store:
         manifest: Manifest | None = None,
     ) -> None:
         """Open a store; ``manifest`` is the first one of a store that is being created."""
-        self.place = open_storage(path)
-        self.place.check()
+        self.storage = open_storage(path)
+        self.storage.check()
         self.moved_base: BaseModel | None = None  # where the base was found, if the store is read-only
         self.replaced_commit = ""  # by our last commit: another writer that has read it can no longer win
-        self.manifest = manifest or Manifest.load(self.place)
+        self.manifest = manifest or Manifest.load(self.storage)
         self.progress = progress or default_progress()
         self.engine: Engine = engine or LocalEngine()
 
@@ -93,7 +93,7 @@ class Store:
         return create_store(cls, path, base, method, globs, kept, config_only, engine, progress)
 
     def __repr__(self) -> str:
-        return f"<Store {str(self.place)!r}: {self.manifest.summary}, base {self.manifest.base.source!r}>"
+        return f"<Store {str(self.storage)!r}: {self.manifest.summary}, base {self.manifest.base.source!r}>"
 
     def _repr_html_(self) -> str:
         return self.history.table(repr(self)[1:-1])
@@ -106,7 +106,7 @@ class Store:
     @property
     def path(self) -> Path:
         """The directory of a local store."""
-        return self.place.path() or local_path(str(self.place))
+        return self.storage.path() or local_path(str(self.storage))
 
     @cached_property
     def method(self) -> Method:
@@ -115,7 +115,7 @@ class Store:
     @property
     def sources(self) -> tuple[str, ...]:
         """The store itself, its base and its experts: no output is written there."""
-        return str(self.place), self.manifest.base.source, *(entry.source for entry in self.manifest.history)
+        return str(self.storage), self.manifest.base.source, *(entry.source for entry in self.manifest.history)
 
     def open_base(self) -> Checkpoint:
         """The files of the base, checked by their headers."""
@@ -370,7 +370,7 @@ class Store:
 
     def tensor_records(self, number: int) -> dict[str, TensorRecord]:
         """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
-        return tensor_records(self.place, self.manifest.history[number - 1], self.manifest.base.merged)
+        return tensor_records(self.storage, self.manifest.history[number - 1], self.manifest.base.merged)
 
     @property
     def scores(self) -> Scores | None:

@@ -23,8 +23,8 @@ Result = TypeVar("Result")
 def load_manifest(store: Store) -> Manifest:
     """The manifest as it is now; it is read only if it has changed. A base that has moved is where it was found."""
     manifest = store.manifest
-    if not store.place.is_current(manifest.version):
-        manifest = Manifest.load(store.place)
+    if not store.storage.is_current(manifest.version):
+        manifest = Manifest.load(store.storage)
     return dataclasses.replace(manifest, base=store.moved_base) if store.moved_base else manifest
 
 
@@ -76,7 +76,7 @@ def open_snapshot(store: Store, step: int | None, read: Callable[[Snapshot], Res
 def open_files(store: Store, manifest: Manifest) -> Snapshot:
     """Open the files that a manifest names."""
     try:
-        return Snapshot.open(store.place, manifest)
+        return Snapshot.open(store.storage, manifest)
     except UsageError:
         raise
     except (MergestreamError, OSError) as error:
@@ -87,30 +87,30 @@ def _check_kept(store: Store, number: int) -> None:
     """Refuse a step that the store has not taken, or no longer keeps."""
     manifest = store.manifest
     if not manifest.history:
-        raise MergestreamError(f"{store.place} has absorbed nothing yet; add an expert first")
+        raise MergestreamError(f"{store.storage} has absorbed nothing yet; add an expert first")
     if number > manifest.step:
         taken = counted(manifest.step, "step")
-        raise MergestreamError(f"{store.place} has taken {taken}, there is no step {number}")
+        raise MergestreamError(f"{store.storage} has taken {taken}, there is no step {number}")
     if number < manifest.step and not has_files(store, manifest.at(number)):
-        raise MergestreamError(f"{store.place} no longer keeps step {number}; {keep_more(store)}")
+        raise MergestreamError(f"{store.storage} no longer keeps step {number}; {keep_more(store)}")
 
 
 def keep_more(store: Store) -> str:
     """What to type to go back further."""
-    return f"to go back further in future: mergestream keep {store.place} {store.manifest.keep + 1}"
+    return f"to go back further in future: mergestream keep {store.storage} {store.manifest.keep + 1}"
 
 
 def has_files(store: Store, manifest: Manifest) -> bool:
     """Whether all files that another manifest needs are there, and stay."""
-    there = store.manifest.kept_folders & set(store.place.folders("steps"))
+    there = store.manifest.kept_folders & set(store.storage.folders("steps"))
     return all(entry.state and entry.folder in there for entry in manifest.needed)
 
 
 @contextmanager
 def writing(store: Store) -> Iterator[None]:
     """Be the only writer, with the manifest as it is now. An interrupted step is left to be resumed."""
-    with store.place.writing(MANIFEST):
-        store.place.check()
+    with store.storage.writing(MANIFEST):
+        store.storage.check()
         store.refresh()
         found = store.manifest
         with suppress(OSError, MergestreamError):
@@ -120,7 +120,7 @@ def writing(store: Store) -> Iterator[None]:
         except KeyboardInterrupt as interrupt:
             if store.manifest == found:
                 raise
-            done = f"it is done all the same, {store.place} is at step {store.manifest.step}"
+            done = f"it is done all the same, {store.storage} is at step {store.manifest.step}"
             raise type(interrupt)(done) from None
 
 
@@ -130,14 +130,14 @@ def commit(store: Store, manifest: Manifest) -> None:
     If this fails, nothing has changed. If it returns, or is interrupted afterwards, the new manifest counts.
     """
     with uninterrupted():
-        manifest = dataclasses.replace(manifest, commit=store.place.new_mark(), version=store.manifest.version)
-        store.manifest, store.replaced_commit = manifest.save(store.place), store.manifest.commit
+        manifest = dataclasses.replace(manifest, commit=store.storage.new_mark(), version=store.manifest.version)
+        store.manifest, store.replaced_commit = manifest.save(store.storage), store.manifest.commit
 
 
 def delete_unused(store: Store, *, resumable: bool = False) -> None:
     """Make the manifest durable, then delete what it does not need; a ``resumable`` step stays."""
     kept = store.manifest.kept_folders
-    clean_up(store.place, store.manifest, kept, None if resumable else store.replaced_commit)
+    clean_up(store.storage, store.manifest, kept, None if resumable else store.replaced_commit)
 
 
 def clean_up_after_commit(store: Store, *, resumable: bool = False) -> None:
@@ -149,6 +149,6 @@ def clean_up_after_commit(store: Store, *, resumable: bool = False) -> None:
         if isinstance(error, OSError):
             where, why = error.filename or where, error.strerror or why
         store.progress.note(
-            f"{store.place} is at step {store.manifest.step}, but {where} could not be deleted: {why}; "
+            f"{store.storage} is at step {store.manifest.step}, but {where} could not be deleted: {why}; "
             "the next command that writes does it"
         )

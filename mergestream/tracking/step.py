@@ -37,7 +37,7 @@ class TrackedStep:
     def of(cls, store: Store, entry: Expert) -> TrackedStep:
         """Collect the numbers of a step; in a ledger, damage takes a pass over the linear weights of all experts."""
         manifest = store.manifest
-        place = store.place.address
+        place = store.storage.address
         return cls(
             store=Path(place).name,
             place=place,

@@ -36,7 +36,7 @@ class Tracker:
                 f"(there are: {', '.join(TRACKERS)})"
             )
         if name == "jsonl":
-            target = target or f"{store.place.address}.jsonl"
+            target = target or f"{store.storage.address}.jsonl"
             if not target.endswith(".jsonl") or Path(target).is_dir():
                 raise UsageError(f"--log {text}: lines are appended to the file, so it must end in .jsonl")
         elif find_spec(name) is None:

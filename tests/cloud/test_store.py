@@ -186,9 +186,9 @@ def test_a_directory_is_watched_for_it(toys: Toys, key: str, tmp_path: Path) -> 
     watcher.look()
     watcher.look()
     assert [entry.name for entry in Store(address(key)).history] == ["expert-1", "another"]
-    assert [Path(source).name for source in recall(Store(address(key)).place)] == ["duplicate"]
+    assert [Path(source).name for source in recall(Store(address(key)).storage)] == ["duplicate"]
     store.undo()
-    assert [Path(source).name for source in recall(Store(address(key)).place)] == ["duplicate", "another"]
+    assert [Path(source).name for source in recall(Store(address(key)).storage)] == ["duplicate", "another"]
     watcher.look()
     assert store.manifest.step == 1
 

@@ -152,7 +152,7 @@ def test_the_name_on_the_hub_is_the_same_whatever_the_commit(store: Any, tmp_pat
     base = dataclasses.replace(store.manifest.base, source="Org/Model@0123abc")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mergestream.store.Manifest, "open_base", lambda self: open_checkpoint(tmp_path / "base"))
-        dataclasses.replace(store.manifest, base=base).save(store.place)
+        dataclasses.replace(store.manifest, base=base).save(store.storage)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             Store(store.path).add(adapter_of("org/model", tmp_path))

@@ -431,7 +431,7 @@ def test_rows_that_do_not_fit_are_an_error(forge: Any, tied: Any, tmp_path: Path
     record["heads"] = {name: tensor_digest(tensor) for name, tensor in forged.items()}
     write_json(place / "tensors.json", record)
     entry = dataclasses.replace(store.history[0], record=text_digest((place / "tensors.json").read_text()))
-    store.manifest.replacing(store.history[0], entry).save(store.place)
+    store.manifest.replacing(store.history[0], entry).save(store.storage)
     with pytest.raises(MergestreamError, match="was not written by mergestream"):
         store.export(tmp_path / "out", pictures=False)
 

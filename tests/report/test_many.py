@@ -40,7 +40,7 @@ def crowded(path: Path, models: Path, method: Any, count: int) -> Store:
         dataclasses.replace(store.history[which], name=f"expert-{i}", number=i + 1) for i, which in enumerate(came)
     ]
     store.manifest = dataclasses.replace(store.manifest, history=tuple(history))
-    store.manifest.save(store.place)
+    store.manifest.save(store.storage)
     return store
 
 

@@ -29,7 +29,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Store:
         for entry, name in zip(store.history, HOSTILE, strict=True)
     )
     store.manifest = dataclasses.replace(store.manifest, history=history)
-    store.manifest.save(store.place)
+    store.manifest.save(store.storage)
     store.attach_scores(HOSTILE, SCORES, metric="%{x}<b>")
     return store
 

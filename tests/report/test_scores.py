@@ -22,7 +22,7 @@ def test_scores_that_are_there_are_no_error(store: Store, monkeypatch: pytest.Mo
     def failing(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(type(store.place), "sync", failing)
+    monkeypatch.setattr(type(store.storage), "sync", failing)
     with pytest.warns(MergestreamWarning, match=r"scores\.json is written, but may not survive a power cut"):
         store.attach_scores(["cars"], [[0.9]])
     assert store.scores is not None and store.scores.matrix == ((0.9,),)

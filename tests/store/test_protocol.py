@@ -154,12 +154,12 @@ def test_two_inits_at_once_are_one(tmp_path: Path, toys: Toys) -> None:
 def test_a_manifest_is_never_made_over_another(store: Store) -> None:
     before = files(store.path)
     with pytest.raises(StoreBusyError, match=r"manifest\.json was changed by another process"):
-        dataclasses.replace(store.manifest, version=None).save(store.place)
+        dataclasses.replace(store.manifest, version=None).save(store.storage)
     stale = store.manifest
     store.keep(3)
     before = files(store.path)
     with pytest.raises(StoreBusyError, match=r"manifest\.json was changed by another process"):
-        stale.save(store.place)
+        stale.save(store.storage)
     assert files(store.path) == before
 
 

@@ -25,7 +25,7 @@ def test_who_is_taken_back_or_removed_is_left_alone(store: Any, toys: Toys) -> N
     store.add(toys.experts[1])
     store.add(toys.experts[2])
     store.remove("expert-2", toys.experts[1])
-    left = recall(store.place)
+    left = recall(store.storage)
     assert list(left) == [str(path) for path in toys.experts[:2]]
     assert all(entry.applies_to(signature(path), {}) for entry, path in zip(left.values(), toys.experts, strict=False))
     store.verify()
@@ -43,7 +43,7 @@ def test_an_expert_whose_files_are_gone_is_not_remembered(tmp_path: Path, store:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"experts": {"a": 1}, "digest": ""}', '{"experts": 1, "digest": 2}'])
 def test_damage_is_found_and_stops_no_undo(text: str, store: Any) -> None:
     (store.path / NAME).write_text(text)
-    for reading in (lambda: recall(store.place), store.verify):
+    for reading in (lambda: recall(store.storage), store.verify):
         with pytest.raises(MergestreamError, match=NAME):
             reading()
     with pytest.warns(MergestreamWarning, match="watch may add expert-1 again"):
@@ -53,11 +53,11 @@ def test_damage_is_found_and_stops_no_undo(text: str, store: Any) -> None:
 
 def test_a_flipped_bit_is_found(store: Any, toys: Toys) -> None:
     with store.writing():
-        remember(store.place, {"a": SkippedExpert("x", "because")})
+        remember(store.storage, {"a": SkippedExpert("x", "because")})
     path = store.path / NAME
     path.write_text(path.read_text().replace("because", "becausf"))
     with pytest.raises(MergestreamError, match="is damaged"):
-        recall(store.place)
+        recall(store.storage)
 
 
 def test_a_signature_changes_with_names_sizes_and_times(tmp_path: Path) -> None:
