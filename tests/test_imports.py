@@ -12,7 +12,7 @@ PACKAGE = Path(mergestream.__file__).parent
 ORDER = [
     *("errors", "escaping", "display", "sizes", "digest", "files", "schema", "storage", "progress", "interrupts"),
     *("registry", "commands"),
-    *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "merging", "training"),
+    *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "merging"),
     *("store", "export", "hub", "report", "tracking", "mergekit", "replay"),
     *("evaluation", "testing", "cli", "__init__", "__main__"),
 ]
@@ -21,7 +21,6 @@ ORDER = [
 OUTER = {
     "mergekit": set[str](),
     "evaluation": {"report"},
-    "training": set[str](),
     "tracking": set[str](),
 }
 """What the outer folders still import beside the public names and UTILITIES; remove an entry once nothing needs it"""

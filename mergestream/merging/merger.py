@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,8 +27,6 @@ from mergestream.sizes import counted
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-_HISTORY = "history"
 
 
 class MemoryState(dict[tuple[str, str], Tensor]):
@@ -196,34 +192,6 @@ class Merger:
         stored = {name: tensor.numel for name, tensor in self._model.tensors.items() if tensor.tied_to is None}
         merged = dict(engine.run(stored, merge, reading.memory))
         return {name: merged[tensor.tied_to or name] for name, tensor in self._model.tensors.items()}
-
-    def remembered(self) -> dict[str, Tensor]:
-        """All that `recall` needs to continue, for methods that keep a state."""
-        state = {f"state/{slot}/{name}": tensor for last in self._states for (slot, name), tensor in last.items()}
-        base = {f"base/{name}": self._base.read(name) for name in self._model.tensors}
-        totals = [
-            [math.nan if value is None else value for value in dataclasses.astuple(totals)] for totals in self.history
-        ]
-        return {_HISTORY: torch.tensor(totals, dtype=torch.float64), **base, **state}
-
-    @classmethod
-    def recall(cls, remembered: Mapping[str, Tensor], method: Method, *, workers: int | None = None) -> Merger:
-        """Continue where another Merger stopped; KeyError or ValueError if it had another model or method."""
-        base = {name: tensor for key, tensor in remembered.items() if (name := key.removeprefix("base/")) != key}
-        merger = cls(base, method, workers=workers)
-        for t, norm, mean_norm, direction_norm, *others in remembered[_HISTORY].tolist():
-            known = None if math.isnan(direction_norm) else direction_norm
-            merger.history.append(Totals(int(t), norm, mean_norm, known, *others))
-            merger.names.append(str(int(t)))
-        if merger.history:
-            vector = make_task_vector(merger._model, merger._base, merger._base)
-            state = MemoryState(Step(method=method, vector=vector, absorbed=len(merger.history) - 1))
-            for (slot, name), value in state.items():
-                if (found := remembered[f"state/{slot}/{name}"]).shape != value.shape:
-                    raise ValueError(f"{slot} of {name} has the shape {list(found.shape)}")
-                value.copy_(found)
-            merger._states = [state]
-        return merger
 
     def _reading(self, selection: Selection) -> Reading:
         states = [*[None] * (len(self.history) - len(self._states)), *self._states]
