@@ -157,11 +157,6 @@ def without_revision(source: str) -> str:
     return source.removeprefix("hf://").partition("@")[0] if _HUB_ID.fullmatch(source) else source
 
 
-def is_commit(source: str) -> bool:
-    """Whether a source is a commit on the hub, ``org/name@commit``."""
-    return bool(_HUB_ID.fullmatch(source)) and re.fullmatch(r"[0-9a-f]{40}", source.partition("@")[2]) is not None
-
-
 def hub_name(source: str) -> str | None:
     """The hub id of a source, without its ``@commit``; None for a local path."""
     is_id = _is_hub_id(source) and (parse_url(source) is not None or not _resolved(source).exists())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 
-from mergestream.cli.parser import parse, wants_json
+from mergestream.cli.parser import COMMANDS, make_parser, parse, wants_json
 from mergestream.cli.printing import error_sentences, finish, print_error, replying
 from mergestream.errors import MergestreamError
 from mergestream.escaping import check_utf8
@@ -25,9 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success. 1: the input or the store is at fault. 2: wrong usage. 3: the store is busy. 130, 143: interrupted.
     """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
-        from mergestream.cli.completion import complete
+        import argcomplete
 
-        complete()
+        argcomplete.autocomplete(make_parser(COMMANDS)[0], always_complete_options=False)
     words = sys.argv[1:] if arguments is None else arguments
     with terminated_like_interrupted(), replying(wants_json(words)):
         return _run(words)

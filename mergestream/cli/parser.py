@@ -42,7 +42,6 @@ COMMANDS = {
     "diff": "compare two steps of a store, or a step and a checkpoint",
     "export": "write the merged model as a directory that from_pretrained loads",
     "merge": "merge experts in one go, without a store",
-    "replay": "repeat an export from its recipe and its sources",
     "push": "upload a store or an export to the Hugging Face hub",
     "pull": "download a store from the Hugging Face hub and verify it",
     "from-mergekit": "run a merge recipe that was written for mergekit",

@@ -26,7 +26,7 @@ from mergestream.export.adapter_config import adapter_config, common_fields, sav
 from mergestream.export.card import CardFacts, model_card, removed_experts
 from mergestream.export.labels import Labels
 from mergestream.export.model import DrawPictures, Target, cast_spec
-from mergestream.export.recipe import Form, ReadoutChoice, Recipe
+from mergestream.export.recipe import ReadoutChoice, make_recipe
 from mergestream.files import write_json
 from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.plan import WORKSPACE
@@ -94,8 +94,8 @@ def write_merged_adapter(
     with progress.task(f"writing {output.path.name}", plan.size) as advance:
         energy = plan.write(draft, target, scale, advance)
     plan.write_card(draft, output.command, scale, energy, draw)
-    form = Form("lora", rank, output.dtype, pictures=draw is not None)
-    output.mark(draft, Recipe.of(snapshot.manifest, form, _digest(draft), readout=choice).to_json())
+    form = {"format": "lora", "rank": rank, "dtype": output.dtype, "pictures": draw is not None}
+    output.mark(draft, make_recipe(snapshot.manifest, form, _digest(draft), choice))
     return energy
 
 
@@ -115,7 +115,8 @@ def write_expert_adapters(snapshot: Snapshot, target: Target, rank: int | None =
             energies[name] = plan.write(draft / name, target, 1.0, advance)
             plan.write_card(draft / name, output.command, 1.0, energies[name])
     digest = combined_digest({name: _digest(draft / name) for name in plans})
-    output.mark(draft, Recipe.of(snapshot.manifest, Form("loras", rank, output.dtype), digest).to_json())
+    form = {"format": "loras", "rank": rank, "dtype": output.dtype}
+    output.mark(draft, make_recipe(snapshot.manifest, form, digest))
     return energies
 
 

@@ -15,7 +15,7 @@ from mergestream.export.card import CardFacts, hub_id, model_card, removed_exper
 from mergestream.export.companions import has_other_class, write_companions
 from mergestream.export.directory import Output
 from mergestream.export.labels import labels
-from mergestream.export.recipe import Form, ReadoutChoice, Recipe
+from mergestream.export.recipe import ReadoutChoice, make_recipe
 from mergestream.export.source import Source, StateSource
 from mergestream.export.vocabulary import ExtendedVocabularySource, select_tokens
 from mergestream.progress import Progress
@@ -76,8 +76,8 @@ def write_model(
         removed = removed_experts(snapshot.storage, snapshot.manifest)
         about = scale, source.distance, output.command, choice.task, pictures, reading, removed
         write_card(draft, CardFacts(snapshot.manifest, *about), base, has_other_class(base, config))
-        form = Form(dtype=output.dtype, max_shard_size=output.max_shard_size, pictures=draw is not None)
-        output.mark(draft, Recipe.of(snapshot.manifest, form, digest, readout=choice).to_json())
+        form = {"dtype": output.dtype, "max_shard_size": output.max_shard_size, "pictures": draw is not None}
+        output.mark(draft, make_recipe(snapshot.manifest, form, digest, choice))
 
 
 def write_tensors(source: Source | ExtendedVocabularySource, target: Target) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, open_checkpoint
@@ -23,7 +22,7 @@ from mergestream.export.card import CardFacts, without_dates
 from mergestream.export.companions import write_companions
 from mergestream.export.directory import Output
 from mergestream.export.model import Target, write_card, write_model, write_tensors
-from mergestream.export.recipe import Form, Recipe
+from mergestream.export.recipe import make_recipe
 from mergestream.export.source import ExpertsSource
 from mergestream.export.vocabulary import ExpertTokens, ExtendedVocabularySource
 from mergestream.merging.carry import Carry, can_carry
@@ -37,26 +36,16 @@ from mergestream.store.manifest import Expert, Manifest, Options
 from mergestream.store.store import Store
 
 
-class MergeExpert(NamedTuple):
-    """An expert of a one-shot merge, and the options it is added with; by default its name is the end of its path."""
-
-    source: str | Path
-    options: Options
-    name: str | None = None
-
-
 @dataclass(frozen=True)
 class MergeInputs:
-    """What a merge combines: a base, experts in their order, and a method."""
+    """What a merge combines: a base, experts in their order with the options of all, and a method."""
 
     base: str | Path
-    experts: Sequence[MergeExpert]
+    experts: Sequence[str | Path]
+    options: Options
     method: Method
     linear: Sequence[str]
     not_linear: Sequence[str]
-    heads: Sequence[str] = ()
-    max_rank: int | None = None
-    config_only: bool = False
 
 
 def merge(
@@ -92,19 +81,18 @@ def merge(
     options["allow_other_base"] = allow_other_base
     if vocab is not None:
         options["vocab"] = vocab
-    added = [MergeExpert(expert, options) for expert in experts]
-    inputs = MergeInputs(base, added, as_method(method), linear, not_linear)
+    inputs = MergeInputs(base, experts, options, as_method(method), linear, not_linear)
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     output.keep_off(base, *experts)
     with output.draft() as draft:
         target = Target(draft, output, engine or LocalEngine(), progress or default_progress())
         if can_carry(inputs.method, len(experts)):
-            return merge_in_one_pass(inputs, target)
-        with temporary_store(inputs, target).snapshot() as snapshot:
+            return _merge_in_one_pass(inputs, target)
+        with _temporary_store(inputs, target).snapshot() as snapshot:
             write_model(without_dates(snapshot), target)
 
 
-def temporary_store(inputs: MergeInputs, target: Target) -> Store:
+def _temporary_store(inputs: MergeInputs, target: Target) -> Store:
     """A store beside the draft, with all experts added."""
     store = Store.create(
         target.draft.with_name("store"),
@@ -112,19 +100,16 @@ def temporary_store(inputs: MergeInputs, target: Target) -> Store:
         inputs.method,
         linear=inputs.linear,
         not_linear=inputs.not_linear,
-        heads=inputs.heads,
         keep=0,
-        max_rank=inputs.max_rank,
-        config_only=inputs.config_only,
         engine=target.engine,
         progress=target.progress,
     )
-    for source, options, name in inputs.experts:
-        add_expert(store, source, name, **options)
+    for expert in inputs.experts:
+        add_expert(store, expert, **inputs.options)
     return store
 
 
-def merge_in_one_pass(inputs: MergeInputs, target: Target) -> None:
+def _merge_in_one_pass(inputs: MergeInputs, target: Target) -> None:
     """Merge each tensor of all experts at once, and write it."""
     draft, output, engine, progress = target
     with ExitStack() as stack:
@@ -132,8 +117,8 @@ def merge_in_one_pass(inputs: MergeInputs, target: Target) -> None:
         model = BaseModel.examine(base, linear=inputs.linear, not_linear=inputs.not_linear, measure=False)
         vectors = _open_experts(inputs, model, base, stack, progress)
         names: list[str] = []
-        for expert, vector in zip(inputs.experts, vectors, strict=True):
-            names.append(expert.name or expert_name(vector.expert.source, names))
+        for vector in vectors:
+            names.append(expert_name(vector.expert.source, names))
         step = Carry(inputs.method, vectors, names, engine.device)
         source = ExpertsSource(step, base, find_thresholds(inputs.method, vectors, step.counts, None, engine))
         tokens = [ExpertTokens(vector.tokens, vector.expert) for vector in vectors if vector.tokens]
@@ -142,19 +127,19 @@ def merge_in_one_pass(inputs: MergeInputs, target: Target) -> None:
         manifest = _manifest(source, inputs, progress)
         write_companions(draft, base, output.dtype, extended)
         write_card(draft, CardFacts(manifest, source.scale, source.distance, output.command), base)
-        form = Form(dtype=output.dtype, max_shard_size=output.max_shard_size)
-        output.mark(draft, Recipe.of(manifest, form, digest, made_by="merge").to_json())
+        form = {"dtype": output.dtype, "max_shard_size": output.max_shard_size}
+        output.mark(draft, make_recipe(manifest, form, digest, made_by="merge"))
 
 
 def _open_experts(
     inputs: MergeInputs, model: BaseModel, base: Checkpoint, stack: ExitStack, progress: Progress
 ) -> list[TaskVector]:
     """The task vectors of all experts, whose files ``stack`` closes."""
-    vectors, notes = [], [base.note]
-    for source, options, _ in inputs.experts:
+    vectors, notes, options = [], [base.note], inputs.options
+    partial, ignore, vocab = options.get("partial", False), options.get("ignore", ()), options.get("vocab")
+    for source in inputs.experts:
         expert = open_expert(source)
         stack.callback(expert.close)
-        partial, ignore, vocab = options.get("partial", False), options.get("ignore", ()), options.get("vocab")
         vector = make_task_vector(model, base, expert, partial=partial, ignore=ignore, vocab=vocab)
         for name in vector.heads:  # rows of new tokens: reading them checks them, and adds them to the digest
             vector.head(name)
@@ -179,10 +164,10 @@ def _manifest(source: ExpertsSource, inputs: MergeInputs, progress: Progress) ->
     history: list[Expert] = []
     found = zip(inputs.experts, source.step.experts, source.step.vectors, source.totals(), strict=True)
     for number, (expert, name, vector, totals) in enumerate(found, 1):
-        _check_origin(vector, expert.options, progress)
+        _check_origin(vector, inputs.options, progress)
         digest = combined_digest(vector.digests)
         same = "the base" if totals.norm == 0 else next((old.name for old in history if old.digest == digest), None)
-        if same is not None and not expert.options.get("allow_duplicate"):
+        if same is not None and not inputs.options.get("allow_duplicate"):
             raise MergestreamError(
                 f"{vector.expert.source} is the same model as {same}; pass --allow-duplicate to merge it again"
             )
@@ -191,7 +176,7 @@ def _manifest(source: ExpertsSource, inputs: MergeInputs, progress: Progress) ->
                 name=name,
                 number=number,
                 source=vector.expert.source,
-                given=str(expert.source),
+                given=str(expert),
                 digest=digest,
                 added="",
                 seconds=0.0,
@@ -200,7 +185,7 @@ def _manifest(source: ExpertsSource, inputs: MergeInputs, progress: Progress) ->
                 state="",
                 record="",
                 fates={},
-                options=expert.options,
+                options=inputs.options,
                 **{key: value for key, value in vars(totals).items() if key != "t"},
             )
         )

@@ -234,7 +234,7 @@ class Candidate:
             )
 
     def _needed_options(self) -> Options:
-        """The options that were given, and those that a replay needs."""
+        """The options that were given, and those that adding the expert again would need."""
         options: Options = {**self.options}
         if self.duplicate_of is not None or self.totals.norm == 0:
             options["allow_duplicate"] = True

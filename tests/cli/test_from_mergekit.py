@@ -138,12 +138,6 @@ def test_output_as_text_and_json(models: list[StateDict], capsys: pytest.Capture
     assert result["parameters"]["seed"] == 2 and len(result["notes"]) == 2
 
 
-def test_replay_repeats_a_mergekit_recipe(models: list[StateDict]) -> None:
-    merged = run("dare_ties", own(DENSITIES), "--seed", "4")
-    assert main(["replay", "out", "-o", "again"]) == 0
-    assert_same(load_model(Path("again")), merged, "replayed")
-
-
 def test_the_output_does_not_replace_the_recipe(models: list[StateDict], capsys: pytest.CaptureFixture[str]) -> None:
     run("ties", own())
     Path("recipe.yaml").rename("out/recipe.yaml")

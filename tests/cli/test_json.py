@@ -38,7 +38,6 @@ def far_expert(place: Path) -> Path:
 
 
 def test_every_command_prints_one_object_with_notes(store: Path, toys: Toys, tmp_path: Path, run_json: Any) -> None:
-    sources = [word for path in toys.experts[:2] for word in ("--source", f"{path.name}={path}")]
     commands: dict[str, tuple[tuple[object, ...], set[str]]] = {
         "init": ((tmp_path / "new", "--base", toys.base), {"method", "parameters", "base", "counts"}),
         "inspect": ((store, toys.experts[2]), {"norm", "kept", "tensors"}),
@@ -46,10 +45,6 @@ def test_every_command_prints_one_object_with_notes(store: Path, toys: Toys, tmp
         "verify": ((store,), {"store", "step"}),
         "keep": ((store, 3), {"store", "keep"}),
         "export": ((store, tmp_path / "exported"), {"out", "format", "method", "readout", "experts"}),
-        "replay": (
-            (tmp_path / "exported", "-o", tmp_path / "again", "--base", toys.base, *sources),
-            {"out", "method", "experts", "same"},
-        ),
         "merge": (("--base", toys.base, *toys.experts, "-o", tmp_path / "merged"), {"out", "method", "experts"}),
         "report": ((store,), {"method", "experts", "commands"}),
         "diff": ((store, 1, 2), {"total", "layers"}),
