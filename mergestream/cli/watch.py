@@ -60,7 +60,7 @@ class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
 def run(options: Options) -> None:
     from mergestream.report.gates import Gatekeeper
     from mergestream.store.watched import open_watch_source
-    from mergestream.tracking.trackers import parse_trackers
+    from mergestream.tracking import parse_trackers
 
     source = open_watch_source(options.directory)
     store = options.open_store()

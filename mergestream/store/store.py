@@ -164,7 +164,7 @@ class Store:
         """
         from mergestream.report.gates import Gatekeeper
         from mergestream.store.add import add_expert
-        from mergestream.tracking.trackers import parse_trackers, track
+        from mergestream.tracking import parse_trackers, track
 
         gatekeeper, trackers = Gatekeeper.of(gates, evaluate, self.manifest), parse_trackers(log, self)
         options: dict[str, Any] = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}

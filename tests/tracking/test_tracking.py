@@ -10,7 +10,7 @@ import pytest
 
 from mergestream import OPCM, Average, MergestreamError, MergestreamWarning, Store
 from mergestream.errors import UsageError
-from mergestream.tracking.step import TrackedStep
+from mergestream.tracking import TrackedStep
 from tests.conftest import Toys
 
 WEIRD = "über 50% [x]"
@@ -192,7 +192,7 @@ def test_a_tracker_that_fails_is_a_note_and_the_step_is_done(store: Store, toys:
 def test_what_cannot_be_meant_is_refused_before_any_work(
     store: Store, toys: Toys, given: str, error: type[MergestreamError], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergestream.tracking.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("mergestream.tracking.find_spec", lambda name: None)
     if given.startswith("tensorboard"):
         monkeypatch.undo()
     with pytest.raises(error, match=told):

@@ -1,1 +1,0 @@
-"""Send the numbers of each step to experiment trackers: one file per tracker."""
