@@ -31,7 +31,6 @@ _HOMES = {
     "LocalEngine": "mergestream.engine",
     "RayEngine": "mergestream.engine.ray",
     "ENGINES": "mergestream.engine",
-    "cache_objects": "mergestream.storage",
     "METHODS": "mergestream.methods",
     "READOUTS": "mergestream.ledger.readouts",
     "register_readout": "mergestream.ledger.readouts",
@@ -95,6 +94,5 @@ if TYPE_CHECKING:
     from mergestream.methods.task_arithmetic import TaskArithmetic as TaskArithmetic
     from mergestream.methods.ties import TIES as TIES
     from mergestream.methods.weighted import Weighted as Weighted
-    from mergestream.storage import cache_objects as cache_objects
     from mergestream.store.manifest import Expert as Expert
     from mergestream.store.store import Store as Store

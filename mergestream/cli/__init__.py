@@ -38,13 +38,9 @@ def _run(words: Sequence[str]) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # for terminals that cannot show λ
     try:
-        command, options = parse(words)  # imports the options only if there is a command
-        from mergestream.cli.options import RunningOptions
-
+        command, options = parse(words)
         for word in words:
             check_utf8(word)
-        if isinstance(options, RunningOptions):
-            options.use_cache()
         command.run(options)
         finish()
         return 0

@@ -101,21 +101,11 @@ def make_engine(named: str, **options: Any) -> Engine:
 
 @dataclass(frozen=True)
 class RunningOptions:
-    """How a command runs: engine, workers, cache, progress."""
+    """How a command runs: engine, workers, progress."""
 
     workers: int | None = argument("--workers", type=at_least(1), metavar="N", help="tensors in parallel (all cores)")
     quiet: bool = switch("--quiet", "show no progress bars and no notes")
     engine: str = engine_argument()
-    cache: str | None = argument("--cache", metavar="DIR", help="cache downloads from object storage and hf:// here")
-    cache_size: int = argument(
-        "--cache-size", type=size, default="100GB", metavar="SIZE", help="limit of the cache (100GB)"
-    )
-
-    def use_cache(self) -> None:
-        """Make this process cache what it downloads."""
-        from mergestream.storage import cache_objects
-
-        cache_objects(self.cache, self.cache_size)
 
     def make_engine(self) -> Engine:
         """Create the engine that the options name."""

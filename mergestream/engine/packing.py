@@ -16,7 +16,6 @@ from typing import Any, Generic
 
 from mergestream.engine.base import Collector, Result
 from mergestream.engine.local import keep_freed_memory, single_threaded
-from mergestream.storage import cache_in_use, cache_objects
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,15 @@ def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Collector]]:
 
     packed = io.BytesIO()
     packer: Any = Packer(packed)
-    packer.dump((Path.cwd(), cache_in_use()))
+    packer.dump(Path.cwd())
     packer.dump(work)
     packer.dump(list(collectors))  # by reference: one packer dumps each object once
     return packed.getvalue(), collectors
 
 
 def unpack(packed: bytes) -> UnpackedWork[Any]:
-    """Restore the work in a worker process, with the same directory and cache."""
+    """Restore the work in a worker process, in the same directory."""
     unpickler = pickle.Unpickler(io.BytesIO(packed))
-    directory, cache = unpickler.load()
     with suppress(OSError):  # if the directory is missing here, so are the paths relative to it
-        os.chdir(directory)
-    cache_objects(*cache)
+        os.chdir(unpickler.load())
     return UnpackedWork(unpickler.load(), unpickler.load())

@@ -16,20 +16,16 @@ from mergestream.storage.base import (
     total_bytes,
 )
 from mergestream.storage.bucket import BucketStorage
-from mergestream.storage.cache import DEFAULT_SIZE, cache_in_use, cache_objects
 from mergestream.storage.local import LocalStorage
 from mergestream.storage.url import Url, local_path, parse_url
 
 __all__ = [
-    "DEFAULT_SIZE",
     "UNFINISHED",
     "Listing",
     "ModelFolder",
     "Storage",
     "StoredFile",
     "Url",
-    "cache_in_use",
-    "cache_objects",
     "local_path",
     "open_model_folder",
     "open_storage",

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from mergestream.errors import MergestreamError
 from mergestream.schema import BACKUP, damaged, parse
-from mergestream.storage.cache import read_cached
 from mergestream.storage.transfer import start, wait_all
 
 RANGE = 4 << 20
@@ -51,21 +50,14 @@ class StoredFile:
         return self.key.rpartition("/")[2]
 
     def read(self, begin: int = 0, end: int | None = None) -> bytes:
-        """The bytes of a range, from the cache if there is one."""
+        """The bytes of a range; an error if the file has changed, or if it is shorter."""
         end = self.size if end is None else end
         if begin >= end:
             return b""
-
-        def fetch() -> bytes:
-            data = self.storage.read_range(self, begin, end)
-            if len(data) != end - begin:
-                wanted = end - begin
-                raise MergestreamError(f"{self} gave {len(data)} bytes where {wanted} were asked for; copy it again")
-            return data
-
-        if not self.tag:  # a cached range could be of another version
-            return fetch()
-        return read_cached(f"{self} {self.size} {self.tag} {self.version} {begin}-{end}", fetch)
+        data = self.storage.read_range(self, begin, end)
+        if len(data) != end - begin:
+            raise MergestreamError(f"{self} gave {len(data)} bytes where {end - begin} were asked for; copy it again")
+        return data
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
         """Fill a buffer with the bytes from ``begin`` on, by several requests at a time."""
