@@ -39,7 +39,7 @@ def read_text(path: Path) -> str:
 def parse(text: str, path: Path | str) -> dict[str, Any]:
     """Parse the JSON object of a file."""
     try:
-        content = json.loads(text, object_pairs_hook=_table, parse_float=_finite, parse_constant=_finite)
+        content = json.loads(text, object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_finite)
         json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise damaged(path, "it is not valid JSON") from error
@@ -66,7 +66,8 @@ def invalid_file(path: Path | str, reason: str) -> MergestreamError:
     return DamagedError(f"{path} was not written by mergestream: {reason}; {BACKUP}")
 
 
-def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A hook for `json.loads` that refuses duplicate keys."""
     table = dict(pairs)
     if len(table) < len(pairs):
         raise ValueError("duplicate key")

@@ -12,7 +12,7 @@ from mergestream.base.roles import find_architecture, model_names
 from mergestream.checkpoints import FLOATS, Checkpoint, TensorInfo, TensorSpec
 from mergestream.checkpoints.checkpoint import RenamedCheckpoint
 from mergestream.checkpoints.distributed import find_metadata
-from mergestream.checkpoints.formats import is_weight_file
+from mergestream.checkpoints.layout import is_weight_file
 from mergestream.checkpoints.location import Location, locate
 from mergestream.checkpoints.reader import open_located
 from mergestream.checkpoints.unsupported import explain_directory

@@ -1,7 +1,7 @@
 """Read and write checkpoints: `open_checkpoint` gives named tensors, `SafetensorsWriter` writes them.
 
 Headers are checked before any weight is read, pickles are never executed, and no path outside the given directory is
-followed. `formats` lists the file formats.
+followed. `layout.FORMATS` lists the file formats.
 """
 
 from mergestream.checkpoints.checkpoint import (
@@ -14,7 +14,7 @@ from mergestream.checkpoints.checkpoint import (
     float_name,
     torch_dtype,
 )
-from mergestream.checkpoints.formats import WEIGHT_SUFFIXES
+from mergestream.checkpoints.layout import WEIGHT_SUFFIXES
 from mergestream.checkpoints.reader import open_checkpoint
 from mergestream.checkpoints.writer import SafetensorsWriter
 

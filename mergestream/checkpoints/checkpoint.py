@@ -180,38 +180,14 @@ class RenamedCheckpoint(Checkpoint):
         self._checkpoint.close()
 
 
-class Shard(ABC):
-    """One file of a checkpoint; each file format is a subclass, listed in `mergestream.checkpoints.formats`."""
+class Shard(Checkpoint):
+    """One file of a checkpoint; each file format is a subclass, listed in `mergestream.checkpoints.layout`."""
 
-    suffixes: ClassVar[tuple[str, ...]] = ()
-    """How the names of such files end"""
-    copies: ClassVar[int] = 0
     path: Path | StoredFile
-    tensors: Mapping[str, TensorInfo]
-    aliases: Mapping[str, str] = MappingProxyType({})
-    directory: Path | None = None
-    """A directory with config and tokenizer that the format made, if they are in the file itself"""
-    note: str | None = None
-    """What the user should know about the file, to be printed after its name"""
 
-    @classmethod
-    def can_read(cls, path: Path | StoredFile) -> bool:
-        """Whether the name says that the file has this format."""
-        return isinstance(path, Path) and path.name.endswith(cls.suffixes)
-
-    @abstractmethod
     def __init__(self, path: Any) -> None:
         """Open a file and check its header; no weight is read."""
-
-    @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """Read a tensor to the CPU, if possible as a view of the file."""
-
-    def write_companions(self) -> None:  # noqa: B027
-        """Write the config and tokenizer that are in the file to ``directory``."""
-
-    def close(self) -> None:  # noqa: B027
-        """Release the file. Tensors that were read stay valid."""
+        self.path, self.source = path, str(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path only: a worker process opens the file again."""
@@ -249,16 +225,8 @@ class FileCheckpoint(Checkpoint):
     def read(self, name: str) -> Tensor:
         return self._owner[name].read(name)
 
-    def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
-        tensors = {}
-        for name in names:
-            tensors[name] = self._owner[name].read(name)
-        return tensors
-
     def companions(self) -> Iterator[Path]:
-        for shard in self._shards:
-            shard.write_companions()
-        return super().companions()
+        return next((shard.companions() for shard in self._shards if shard.directory), super().companions())
 
     def close(self) -> None:
         for shard in self._shards:
@@ -277,30 +245,34 @@ def dtype_error(dtype: str, where: str) -> MergestreamError:
     )
 
 
-def describe(name: str, tensor: Tensor, holder: str | Path) -> TensorInfo:
-    """Describe a torch tensor; refuse it unless it is plain and dense."""
+def describe_tensors(
+    state_dict: Mapping[str, Any], holder: str, remedy: str
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Describe torch tensors, and find the aliases: later to first name of the same view of the same memory.
+
+    Refuse what is no plain dense tensor; ``remedy`` ends the error.
+    """
     import torch
 
-    where = f"the tensor {name!r} in {holder}"
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPE_NAMES:
-        raise dtype_error(dtype, where)
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_neg():
-        raise MergestreamError(f"{where} is not a plain dense tensor; save it dense, with its data")
-    return TensorInfo(DTYPE_NAMES[dtype], tuple(tensor.shape), Path(holder).name)
-
-
-def shared_views(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map the later name to the first name of tensors that are the same view of the same memory."""
+    infos: dict[str, TensorInfo] = {}
+    aliases: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
-    aliases = {}
-    for name, tensor in tensors.items():
-        if tensor.numel() == 0:
-            continue
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise MergestreamError(
+                f"{holder} holds {name!r}, which is no tensor but of type {type(tensor).__name__}; {remedy}"
+            )
+        where = f"the tensor {name!r} in {holder}"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_NAMES:
+            raise dtype_error(dtype, where)
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_neg():
+            raise MergestreamError(f"{where} is not a plain dense tensor; save it dense, with its data")
+        infos[name] = TensorInfo(DTYPE_NAMES[dtype], tuple(tensor.shape), Path(holder).name)
         view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if first.setdefault(view, name) != name:
+        if tensor.numel() and first.setdefault(view, name) != name:
             aliases[name] = first[view]
-    return aliases
+    return infos, aliases
 
 
 def _reopen(fingerprint: str, source: str, directory: Path | None, shards: list[Shard]) -> FileCheckpoint:

@@ -13,18 +13,9 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mergestream.checkpoints.checkpoint import (
-    DTYPE_NAMES,
-    Shard,
-    TensorInfo,
-    TensorSpec,
-    dtype_error,
-    item_size,
-    torch_dtype,
-)
+from mergestream.checkpoints.checkpoint import DTYPE_NAMES, Shard, TensorInfo, TensorSpec, dtype_error, torch_dtype
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
 from mergestream.checkpoints.torch_file import WRAPPERS, check_pickle
 from mergestream.errors import MergestreamError, first_line
@@ -62,12 +53,8 @@ class DistributedFiles(Shard):
     copies = 2
     path: Path
 
-    @classmethod
-    def can_read(cls, path: object) -> bool:
-        return isinstance(path, Path) and path.name == METADATA
-
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         content = _read_metadata(path)
         stored = _find_model(content)
         if not stored:
@@ -77,18 +64,21 @@ class DistributedFiles(Shard):
         files = {file.name: file.stat().st_size for file in path.parent.iterdir() if file.is_file()}
         places = _find_places(content)
         self._chunks: dict[str, list[Chunk]] = {}
-        tensors: dict[str, TensorInfo] = {}
+        self.tensors = {}
         for name, key in stored.items():
             try:
                 fields = content["state_dict_metadata"][key].fields
                 spec = _read_spec(name, fields, path)
-                self._chunks[name] = _read_chunks(key, fields["chunks"], places, spec, files)
+                chunks = [_read_chunk(record.fields, places[key], spec, files) for record in fields["chunks"]]
+                sizes = {chunk.offsets: math.prod(chunk.sizes) for chunk in chunks}
+                if sum(sizes.values()) != spec.numel:
+                    raise ValueError("chunks are missing")
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 raise MergestreamError(
                     f"{path} and the files beside it do not hold all of the tensor {name!r}; copy the checkpoint again"
                 ) from error
-            tensors[name] = TensorInfo(spec.dtype, spec.shape, self._chunks[name][0].file)
-        self.tensors = MappingProxyType(tensors)
+            self._chunks[name] = chunks
+            self.tensors[name] = TensorInfo(spec.dtype, spec.shape, chunks[0].file)
 
     def read(self, name: str) -> Tensor:
         import torch
@@ -134,32 +124,18 @@ class _Record:
         self.fields = state
 
 
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
-        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},
-}
+_MODULES = re.compile(r"torch\.distributed\.checkpoint\.(metadata|filesystem)|torch\.serialization|pathlib(\._local)?")
+_BUILTINS = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Unpickles the listed classes as records and refuses everything else."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._records = {name: type(name, (_Record,), {}) for names in _CLASSES.values() for name in names}
+    """Unpickles objects of the modules that describe a checkpoint as records, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()):
-            return self._records[name]
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
+        if (module, name) in _BUILTINS:
+            return _BUILTINS[module, name]
+        if _MODULES.fullmatch(module):
+            return type(name, (_Record,), {})
         if module == "torch" and name.islower():
             return name  # a dtype, by its name
         raise pickle.UnpicklingError(f"{module}.{name}")
@@ -219,37 +195,32 @@ def _read_spec(name: str, fields: Mapping[str, Any], path: Path) -> TensorSpec:
     return TensorSpec(DTYPE_NAMES[dtype], shape)
 
 
-def _find_places(content: Mapping[str, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
-    """The location of each chunk, by its tensor's key and its offsets."""
-    places = {}
+def _find_places(content: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], dict[str, Any]]]:
+    """The place of each chunk, by its tensor's key and its offsets."""
+    places: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {}
     for index, place in content["storage_data"].items():
         fields = _get_fields(index, "MetadataIndex")
         with suppress(ValueError):  # an entry without offsets is no tensor
-            places[str(fields.get("fqn")), _check_sizes(fields.get("offset"))] = _get_fields(place, "_StorageInfo")
+            offsets = _check_sizes(fields.get("offset"))
+            places.setdefault(str(fields.get("fqn")), {})[offsets] = _get_fields(place, "_StorageInfo")
     return places
 
 
-def _read_chunks(
-    key: str,
-    records: Any,
-    places: Mapping[tuple[str, tuple[int, ...]], Mapping[str, Any]],
+def _read_chunk(
+    fields: Mapping[str, Any],
+    places: Mapping[tuple[int, ...], Mapping[str, Any]],
     spec: TensorSpec,
     files: Mapping[str, int],
-) -> list[Chunk]:
-    """The chunks of a tensor; ValueError or KeyError if they do not cover it or are not in ``files``."""
-    chunks = []
-    for record in records:
-        offsets, sizes = _check_sizes(record.fields["offsets"]), _check_sizes(record.fields["sizes"])
-        place = places[key, offsets]
-        file, (begin, length) = place["relative_path"], _check_sizes((place["offset"], place["length"]))
-        outside = any(o + n > whole for o, n, whole in zip(offsets, sizes, spec.shape, strict=True))
-        missing = begin + length > files[file] or length < math.prod(sizes) * item_size(spec.dtype)
-        if outside or missing or place.get("transform_descriptors"):
-            raise ValueError("a chunk is outside of its tensor or file, or compressed")
-        chunks.append(Chunk(offsets, sizes, file, begin, length))
-    if sum(math.prod(chunk.sizes) for chunk in {chunk.offsets: chunk for chunk in chunks}.values()) != spec.numel:
-        raise ValueError("chunks are missing")
-    return chunks
+) -> Chunk:
+    """A chunk of a tensor; ValueError or KeyError if it is outside of the tensor or not in ``files``."""
+    offsets, sizes = _check_sizes(fields["offsets"]), _check_sizes(fields["sizes"])
+    place = places[offsets]
+    file, (begin, length) = place["relative_path"], _check_sizes((place["offset"], place["length"]))
+    outside = any(o + n > whole for o, n, whole in zip(offsets, sizes, spec.shape, strict=True))
+    missing = begin + length > files[file] or length < TensorSpec(spec.dtype, sizes).nbytes
+    if outside or missing or place.get("transform_descriptors"):
+        raise ValueError("a chunk is outside of its tensor or file, or compressed")
+    return Chunk(offsets, sizes, file, begin, length)
 
 
 def _check_sizes(numbers: Any) -> tuple[int, ...]:

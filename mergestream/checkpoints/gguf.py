@@ -7,10 +7,10 @@ tensors llama.cpp has permuted. Config and tokenizer are in the file and are wri
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.checkpoint import Shard, TensorInfo
@@ -28,12 +28,11 @@ _REMEDY = "give the model that it was made from"
 class GgufFile(Shard):
     """A GGUF file; every tensor becomes float32 when it is read."""
 
-    suffixes = (".gguf",)
     copies = 2
     path: Path
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self._processor: Any
         try:
             import gguf
@@ -77,13 +76,8 @@ class GgufFile(Shard):
                 f"{path} has nothing for {missing[0]} of {type(model).__name__}, and for {len(missing) - 1} other "
                 f"tensors; {_REMEDY}"
             )
-        self.tensors = MappingProxyType(
-            {
-                name: TensorInfo("F32", tuple(tensor.shape), path.name)
-                for name, tensor in model.state_dict().items()
-                if name in self._parts
-            }
-        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in self._parts}
+        self.tensors = {name: TensorInfo("F32", shape, path.name) for name, shape in shapes.items()}
         if quantised := sorted({tensor.tensor_type.name for tensor in self._stored.values()} - _UNQUANTISED):
             self.note = (
                 f"is quantised ({', '.join(quantised)}) and was dequantised to float32: its task vector contains the "
@@ -116,8 +110,8 @@ class GgufFile(Shard):
             raise MergestreamError(f"{self.path} holds {name} in another shape than its header implies; {_REMEDY}")
         return tensor
 
-    def write_companions(self) -> None:
-        """Write the tokenizer; skip it if the file has none or transformers does not know it."""
+    def companions(self) -> Iterator[Path]:
+        """Config and tokenizer; without the latter if the file has none or transformers does not know it."""
         import transformers
 
         with suppress(Exception), quiet_and_offline(transformers):
@@ -125,6 +119,7 @@ class GgufFile(Shard):
                 self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             )
             tokenizer.save_pretrained(self._temporary.name)
+        return super().companions()
 
     def close(self) -> None:
         self._stored = {}

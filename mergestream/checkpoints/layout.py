@@ -1,4 +1,7 @@
-"""The layout of a model's directory: its weight files, their index, and the files that belong to the model."""
+"""The files of a model's directory: file formats, weights, their index, and the companions that belong to the model.
+
+To add a file format, write a module with a `Shard` and list it in `FORMATS`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,23 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from mergestream.checkpoints.formats import is_weight_file
+from mergestream.checkpoints.checkpoint import Shard
+from mergestream.checkpoints.distributed import METADATA, DistributedFiles
+from mergestream.checkpoints.gguf import GgufFile
+from mergestream.checkpoints.safetensors import SafetensorsFile
+from mergestream.checkpoints.torch_file import TorchFile
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 from mergestream.sizes import shorten_list
 
+FORMATS: dict[str, type[Shard]] = {
+    ".safetensors": SafetensorsFile,
+    **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), TorchFile),
+    ".gguf": GgufFile,
+    METADATA: DistributedFiles,
+}
+"""File formats by the end of the file's name"""
+WEIGHT_SUFFIXES = tuple(FORMATS)
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 """The stem of weight files in diffusers; transformers uses ``model``"""
 CARD = "README.md"
@@ -35,6 +50,11 @@ _TORCH_NAMES = [
     *("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model_fsdp.bin"),
     *(f"{DIFFUSERS_STEM}.bin.index.json", f"{DIFFUSERS_STEM}.bin"),
 ]
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file name ends as those of a supported format do."""
+    return name.endswith(WEIGHT_SUFFIXES)
 
 
 def is_index(name: str) -> bool:

@@ -14,9 +14,8 @@ from tempfile import TemporaryDirectory, mkdtemp
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mergestream.checkpoints.formats import is_weight_file
 from mergestream.checkpoints.hub import HubCommit, cached, download
-from mergestream.checkpoints.layout import CODE, MARKER, is_index, may_go_along, names_code
+from mergestream.checkpoints.layout import CODE, MARKER, is_index, is_weight_file, may_go_along, names_code
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, UsageError, known_as
 from mergestream.escaping import is_utf8

@@ -1,18 +1,18 @@
-"""Open a checkpoint: a file, a directory, a hub id, a state dict or a module."""
+"""Open a checkpoint: a file, a directory, a hub id, or a state dict or module in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mergestream.checkpoints.checkpoint import Checkpoint, FileCheckpoint, Shard
+from mergestream.checkpoints.checkpoint import Checkpoint, FileCheckpoint, Shard, describe_tensors
 from mergestream.checkpoints.distributed import find_metadata
-from mergestream.checkpoints.formats import FORMATS, WEIGHT_SUFFIXES
-from mergestream.checkpoints.layout import find_weights, is_index, read_index
+from mergestream.checkpoints.layout import FORMATS, WEIGHT_SUFFIXES, find_weights, is_index, read_index
 from mergestream.checkpoints.location import Location, locate, system_errors_explained
+from mergestream.checkpoints.safetensors import SafetensorsObject
 from mergestream.checkpoints.unsupported import explain_file, no_weights_error
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import is_utf8
 from mergestream.files import read_json
 from mergestream.sizes import counted, shorten_list
@@ -32,9 +32,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
     """Open a directory, a file, a hub id ``org/name[@revision]``, a state dict or a module, and check its headers."""
     if isinstance(source, str | Path):
         return open_located(locate(source))
-    from mergestream.checkpoints.memory import MemoryCheckpoint, get_state_dict
-
-    return MemoryCheckpoint(get_state_dict(source))
+    return MemoryCheckpoint(source)
 
 
 def open_located(location: Location) -> Checkpoint:
@@ -107,16 +105,16 @@ def _open_shard(location: Location, name: str) -> Shard:
 
 
 def _open_file(path: Path | StoredFile) -> Shard:
-    """Open a file with the first format that can read it."""
-    if isinstance(path, Path):
-        _check_file(path)
-    for file_format in FORMATS:
-        if file_format.can_read(path):
-            return file_format(path)
     if isinstance(path, StoredFile):
+        if path.name.endswith(".safetensors"):
+            return SafetensorsObject(path)
         raise MergestreamError(
             f"{path} is in object storage, where only .safetensors is read by range; copy it to a disk"
         )
+    _check_file(path)
+    for suffix, file_format in FORMATS.items():
+        if path.name.endswith(suffix):
+            return file_format(path)
     *suffixes, last = WEIGHT_SUFFIXES
     raise MergestreamError(
         explain_file(path)
@@ -133,3 +131,32 @@ def _check_file(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise MergestreamError(f"{path} is only a Git LFS pointer; fetch the file with `git lfs pull`")
+
+
+class MemoryCheckpoint(Checkpoint):
+    """A state dict or a module of this process."""
+
+    source = "memory"
+
+    def __init__(self, model: Any) -> None:
+        if hasattr(model, "peft_config"):
+            raise UsageError(
+                "a PeftModel is a base and an adapter in one: pass the directory in which save_pretrained() wrote the "
+                "adapter, or model.merge_and_unload()"
+            )
+        state_dict = model.state_dict() if callable(getattr(model, "state_dict", None)) else model
+        if not isinstance(state_dict, Mapping):
+            raise UsageError(
+                f"a model is a path, a hub id org/name, a torch module or a state dict, not a {type(model).__name__}"
+            )
+        self.tensors, self.aliases = describe_tensors(state_dict, "memory", "remove it")
+        self._tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in state_dict.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name].cpu()
+
+    def close(self) -> None:
+        self._tensors = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError("other processes cannot see a model in memory: save it first, or use the local engine")

@@ -7,20 +7,28 @@ memory-mapped file instead of a copy.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mergestream.checkpoints.checkpoint import DTYPES, Shard, TensorInfo, dtype_error, item_size, torch_dtype
+from msgspec import Meta, Struct, convert
+
+from mergestream.checkpoints.checkpoint import (
+    DTYPES,
+    Shard,
+    TensorInfo,
+    TensorSpec,
+    dtype_error,
+    torch_dtype,
+)
 from mergestream.errors import MergestreamError
+from mergestream.schema import Count, unique_keys
 from mergestream.storage import StoredFile
 from mergestream.storage.ranges import SMALL, CoalescedReader
 
@@ -36,32 +44,40 @@ _AGAIN = "download or copy it again"
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
+class _Entry(Struct):
+    """A tensor in the header."""
+
+    dtype: str
+    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[Count, Count]
+
+
 class SafetensorsFile(Shard):
     """A validated ``.safetensors`` file; reading a tensor copies nothing."""
 
-    suffixes = (".safetensors",)
     path: Path
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         try:
             with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                data_start, header = _read_header(path, file.read, size)
-                self.tensors, self._begin = _check_header(path, header, data_start, size)
+                number = file.fileno()
+                self._size = os.fstat(number).st_size
+                self.tensors, self._begin = _read_header(
+                    path, self._size, lambda begin, end: os.pread(number, end - begin, begin)
+                )
                 # Private and writable: a stray write stays in memory, where a read-only map would crash.
                 self._map: mmap.mmap | None = mmap.mmap(
-                    file.fileno(), size, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                    number, self._size, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
         except OSError as error:
             raise MergestreamError(f"{path} cannot be read: {error.strerror}; check the disk") from error
-        self._size = size
 
     def read(self, name: str) -> Tensor:
         import torch
 
-        info, item = self.tensors[name], item_size(self.tensors[name].dtype)
-        dtype, numel = torch_dtype(info.dtype), math.prod(info.shape)
+        info = self.tensors[name]
+        dtype, numel = torch_dtype(info.dtype), info.numel
         if numel == 0:
             return torch.empty(info.shape, dtype=dtype)
         if self._map is None:
@@ -71,9 +87,9 @@ class SafetensorsFile(Shard):
         begin = self._begin[name]
         page = begin - begin % mmap.PAGESIZE
         with contextlib.suppress(AttributeError, OSError):  # a hint to fetch the whole tensor, which some systems lack
-            self._map.madvise(mmap.MADV_WILLNEED, page, begin + numel * item - page)
-        if begin % item:  # legal in the format, but not for every vectorised kernel
-            data = torch.frombuffer(self._map, dtype=torch.uint8, offset=begin, count=numel * item)
+            self._map.madvise(mmap.MADV_WILLNEED, page, begin + info.nbytes - page)
+        if begin % dtype.itemsize:  # legal in the format, but not for every vectorised kernel
+            data = torch.frombuffer(self._map, dtype=torch.uint8, offset=begin, count=info.nbytes)
             return data.clone().view(dtype).reshape(info.shape)
         return torch.frombuffer(self._map, dtype=dtype, offset=begin, count=numel).reshape(info.shape)
 
@@ -84,26 +100,18 @@ class SafetensorsFile(Shard):
 class SafetensorsObject(Shard):
     """A ``.safetensors`` file in object storage: header and tensors are read by range, small tensors in groups."""
 
-    suffixes = (".safetensors",)
     copies = 1
+    path: StoredFile
 
-    @classmethod
-    def can_read(cls, path: Path | StoredFile) -> bool:
-        return isinstance(path, StoredFile) and path.name.endswith(cls.suffixes)
-
-    def __init__(self, found: StoredFile) -> None:
-        self.path = self._object = found
-        start = io.BytesIO(found.read(0, min(_USUAL_HEADER, found.size)))
-
-        def read(count: int) -> bytes:
-            data = start.read(count)
-            return data + found.read(start.tell(), start.tell() + count - len(data))
-
-        data_start, header = _read_header(found, read, found.size)
-        self.tensors, self._begin = _check_header(found, header, data_start, found.size)
+    def __init__(self, path: StoredFile) -> None:
+        super().__init__(path)
+        start = path.read(0, min(_USUAL_HEADER, path.size))
+        self.tensors, self._begin = _read_header(
+            path, path.size, lambda begin, end: start[begin:end] if end <= len(start) else path.read(begin, end)
+        )
         spans = {name: (self._begin[name], self._begin[name] + info.nbytes) for name, info in self.tensors.items()}
         self._small = {name: span for name, span in spans.items() if 0 < span[1] - span[0] < SMALL}
-        self._coalesced = CoalescedReader(found, self._small.values())
+        self._coalesced = CoalescedReader(path, self._small.values())
 
     def read(self, name: str) -> Tensor:
         import torch
@@ -114,15 +122,17 @@ class SafetensorsObject(Shard):
         if name in self._small:
             data[:] = self._coalesced.read(*self._small[name])
         else:
-            self._object.read_into(data, self._begin[name])
+            self.path.read_into(data, self._begin[name])
         return tensor
 
 
-def _read_header(path: Path | StoredFile, read: Callable[[int], bytes], size: int) -> tuple[int, dict[str, Any]]:
-    """Read the header; returns where the data starts, and the header. ``read(n)`` returns the next n bytes."""
+def _read_header(
+    path: Path | StoredFile, size: int, read: Callable[[int, int], bytes]
+) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """Read and check the header; returns the tensors, and where each begins. ``read(begin, end)`` returns bytes."""
     if size < 8:
         raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {_AGAIN}")
-    (length,) = struct.unpack("<Q", read(8))
+    (length,) = struct.unpack("<Q", read(0, 8))
     if length > MAX_HEADER:
         raise MergestreamError(f"{path} is no safetensors file: its header would have {length} bytes; {_AGAIN}")
     if length > size - 8:
@@ -130,77 +140,52 @@ def _read_header(path: Path | StoredFile, read: Callable[[int], bytes], size: in
             f"{path} is truncated within its header: {length + 8 - size} bytes are missing; {_AGAIN}"
         )
     try:
-        header = json.loads(read(length).decode(), object_pairs_hook=_no_duplicates)
+        header = json.loads(read(8, 8 + length).decode(), object_pairs_hook=unique_keys)
+        if not isinstance(header, dict):
+            raise ValueError("not a JSON object")
         "".join(header).encode()  # half a surrogate pair is valid JSON, but no text
-    except KeyError as error:
-        raise MergestreamError(f"{path} has a corrupt header: {error.args[0]!r} is in it twice; {_AGAIN}") from error
-    except (ValueError, TypeError, RecursionError) as error:
-        raise MergestreamError(f"{path} is no safetensors file or has a corrupt header; {_AGAIN}") from error
-    if not isinstance(header, dict):
-        raise MergestreamError(f"{path} is no safetensors file: its header is not a JSON object; {_AGAIN}")
-    return 8 + length, header
+        convert(header.pop("__metadata__", {}), dict[str, str])
+    except (ValueError, RecursionError) as error:
+        raise MergestreamError(f"{path} is no safetensors file or has a corrupt header ({error}); {_AGAIN}") from error
+    entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
+    _check_offsets(path, entries, size - 8 - length)
+    tensors = {name: TensorInfo(entry.dtype, entry.shape, path.name) for name, entry in entries.items()}
+    return tensors, {name: 8 + length + entry.data_offsets[0] for name, entry in entries.items()}
 
 
-def _check_header(
-    path: Path | StoredFile, header: dict[str, Any], data_start: int, size: int
-) -> tuple[MappingProxyType[str, TensorInfo], dict[str, int]]:
-    """Check that the tensors fill the file without gap or overlap; returns them and where each begins."""
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise MergestreamError(f"{path} has a corrupt header: its __metadata__ is not a table of strings; {_AGAIN}")
-    tensors: dict[str, TensorInfo] = {}
-    spans: dict[str, tuple[int, int]] = {}
-    for name, entry in header.items():
-        tensors[name], spans[name] = _check_entry(path, name, entry)
-
-    in_order = sorted(spans.items(), key=lambda item: item[1])
-    end, before = 0, ""
-    for name, (begin, stop) in in_order:
-        if begin != end:
-            fault = "overlaps" if begin < end else "leaves a gap after"
-            raise MergestreamError(
-                f"{path} has a corrupt header: the tensor {name!r} {fault} "
-                + (f"{before!r}" if before else "the header")
-            )
-        end, before = stop, name
-
-    missing = data_start + end - size
-    if missing > 0:
-        cut = next(name for name, (_, stop) in in_order if data_start + stop > size)
-        raise MergestreamError(
-            f"{path} is truncated: {missing} bytes are missing, from the tensor {cut!r} on; {_AGAIN}"
-        )
-    if missing < 0:
-        raise MergestreamError(f"{path} has {-missing} bytes too many after its last tensor; {_AGAIN}")
-    return MappingProxyType(tensors), {name: data_start + begin for name, (begin, _) in spans.items()}
-
-
-def _check_entry(path: Path | StoredFile, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
+def _check_entry(path: Path | StoredFile, name: str, raw: Any) -> _Entry:
     where = f"the tensor {name!r} in {path}"
     try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        valid = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
-        valid = valid and all(type(n) is int and 0 <= n < 2**60 for n in (*shape, begin, end))
-        valid = valid and math.prod(max(n, 1) for n in shape) < 2**60  # what torch can address, empty or not
-    except (TypeError, KeyError, ValueError):
-        valid = False
-    if not valid:
-        raise MergestreamError(f"{where} has a corrupt header entry; {_AGAIN}")
-    if dtype not in DTYPES:
-        raise dtype_error(dtype, where)
-    size = math.prod(shape) * item_size(dtype)
+        entry = convert(raw, _Entry)
+        if math.prod(max(n, 1) for n in entry.shape) >= 2**60:  # more than torch can address, even if it is empty
+            raise ValueError(f"shape {list(entry.shape)}")
+    except ValueError as error:
+        raise MergestreamError(f"{where} has a corrupt header entry ({error}); {_AGAIN}") from error
+    if entry.dtype not in DTYPES:
+        raise dtype_error(entry.dtype, where)
+    begin, end = entry.data_offsets
+    size = TensorSpec(entry.dtype, entry.shape).nbytes
     if size != end - begin:
         raise MergestreamError(
-            f"{where} has a corrupt header entry: shape {shape} of {dtype} takes {size} bytes, "
+            f"{where} has a corrupt header entry: shape {list(entry.shape)} of {entry.dtype} takes {size} bytes, "
             f"its offsets span {end - begin}"
         )
-    return TensorInfo(dtype, tuple(shape), path.name), (begin, end)
+    return entry
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise KeyError(key)
-        table[key] = value
-    return table
+def _check_offsets(path: Path | StoredFile, entries: Mapping[str, _Entry], size: int) -> None:
+    """Check that the tensors fill the ``size`` bytes after the header without gap or overlap."""
+    position, before = 0, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        if begin != position:
+            fault = "overlaps" if begin < position else "leaves a gap after"
+            raise MergestreamError(f"{path} has a corrupt header: the tensor {name!r} {fault} {before}")
+        if end > size:
+            missing = max(entry.data_offsets[1] for entry in entries.values()) - size
+            raise MergestreamError(
+                f"{path} is truncated: {missing} bytes are missing, from the tensor {name!r} on; {_AGAIN}"
+            )
+        position, before = end, repr(name)
+    if position < size:
+        raise MergestreamError(f"{path} has {size - position} bytes too many after its last tensor; {_AGAIN}")

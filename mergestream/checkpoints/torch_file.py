@@ -8,10 +8,9 @@ import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints.checkpoint import Shard, describe, shared_views
+from mergestream.checkpoints.checkpoint import Shard, describe_tensors
 from mergestream.errors import MergestreamError, first_line
 from mergestream.escaping import is_utf8
 
@@ -29,33 +28,23 @@ _MAX_WRAPPERS = 8
 class TorchFile(Shard):
     """A file of ``torch.save`` that holds a state dict, plain or under one of the usual keys."""
 
-    suffixes = (".bin", ".pt", ".pth", ".ckpt")
+    path: Path
 
     def __init__(self, path: Path) -> None:
-        import torch
-
-        self.path = path
+        super().__init__(path)
         _check_archive(path)
-        content = _load(path)
-        self._tensors: dict[str, Tensor] = {}
-        for name, value in _unwrap(content, path).items():
+        # A module may have state that is no weight.
+        content = {n: t for n, t in _unwrap(_load(path), path).items() if not str(n).endswith("_extra_state")}
+        for name in content:
             if not isinstance(name, str) or not is_utf8(name):
                 raise MergestreamError(f"{path} holds no state dict: its key {repr(name)[:80]} is not a name")
-            if name.endswith("_extra_state"):  # state of a module that is no weight
-                continue
-            if not isinstance(value, torch.Tensor):
-                raise MergestreamError(
-                    f"{path} holds {name!r}, which is no tensor but of type {type(value).__name__}; "
-                    "save only the model's state_dict()"
-                )
-            has_storage = value.layout is torch.strided and not value.is_meta  # `describe` refuses other tensors
-            if has_storage and value.numel() * value.itemsize > value.untyped_storage().nbytes():
+        self.tensors, self.aliases = describe_tensors(content, str(path), "save only the model's state_dict()")
+        for name, tensor in content.items():
+            if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
                 raise MergestreamError(
                     f"the tensor {name!r} in {path} repeats its elements (it was expanded); save it with contiguous()"
                 )
-            self._tensors[name] = value.detach()
-        self.tensors = MappingProxyType({n: describe(n, t, path) for n, t in self._tensors.items()})
-        self.aliases = MappingProxyType(shared_views(self._tensors))
+        self._tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in content.items()}
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -65,13 +54,19 @@ class TorchFile(Shard):
 
 
 def _check_archive(path: Path) -> None:
-    """Refuse everything but uncompressed zip archives, which can be memory-mapped."""
+    """Refuse everything but uncompressed zip archives, which can be memory-mapped, with a harmless pickle."""
     try:
         with path.open("rb") as file:
             start = file.read(2)
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                entries = archive.infolist()
+        if start[:1] == b"\x80":
+            raise MergestreamError(
+                f"{path} is a pickle or in PyTorch's old format; it was not executed: if you trust its origin, "
+                "convert it to safetensors"
+            )
+        if start != b"PK":
+            raise MergestreamError(f"{path} is no checkpoint: torch.save did not write it; give another file")
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
             names = {Path(entry.filename).name for entry in entries}
             if "data.pkl" not in names:
                 raise MergestreamError(f"{path} is an archive, but not one that torch.save wrote; unpack it")
@@ -79,21 +74,13 @@ def _check_archive(path: Path) -> None:
                 raise MergestreamError(f"{path} is a TorchScript program; save only the model's state_dict()")
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise MergestreamError(f"{path} is compressed, which torch.save never does; convert it to safetensors")
-            with zipfile.ZipFile(path) as archive:
-                for entry in entries:
-                    if Path(entry.filename).name == "data.pkl":
-                        check_pickle(path, archive.read(entry))
-            return
+            for entry in entries:
+                if Path(entry.filename).name == "data.pkl":
+                    check_pickle(path, archive.read(entry))
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
-        raise MergestreamError(f"{path} cannot be read or is corrupt ({error}); download or copy it again") from error
-    if start == b"PK":
-        raise MergestreamError(f"{path} is truncated: the end of the archive is missing; download or copy it again")
-    if start[:1] == b"\x80":
         raise MergestreamError(
-            f"{path} is a pickle or in PyTorch's old format; it was not executed: if you trust its origin, "
-            "convert it to safetensors"
-        )
-    raise MergestreamError(f"{path} is no checkpoint: torch.save did not write it; give another file")
+            f"{path} cannot be read, or is truncated or corrupt ({error}); download or copy it again"
+        ) from error
 
 
 def check_pickle(path: Path, data: bytes) -> None:

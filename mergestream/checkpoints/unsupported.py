@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from shlex import quote
-from typing import Any
 
 from mergestream.checkpoints.distributed import METADATA
-from mergestream.checkpoints.formats import is_weight_file
+from mergestream.checkpoints.layout import WEIGHT_SUFFIXES, is_weight_file
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
 from mergestream.sizes import shorten_list
 
-_MAX_NAMES = 4
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_DEEPSPEED = re.compile(r"zero_to_fp32\.py|.*_optim_states\.pt|mp_rank_\d+.*_model_states\.pt|global_step\d+")
-_TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state|random_states).*")
-_TOKENIZER = re.compile(r"tokenizer.*|vocab\..*|merges\.txt|special_tokens_map\.json|.*\.(spm|model|tiktoken)")
+_FROM_TRANSFORMERS = (
+    "load it with transformers<5 (`AutoModel.from_pretrained(…, {})`) and give what save_pretrained() writes"
+)
 _FILES = {
     r"\.onnx(_data)?": ("an ONNX graph", "give the PyTorch model that it was exported from"),
     r"\.(h5|keras)|\.index|\.meta|\.data-\d+-of-\d+|\.pb": (
         "a TensorFlow file",
-        "load it with transformers<5 (`AutoModel.from_pretrained(…, from_tf=True)`) and give what save_pretrained() "
-        "writes",
+        _FROM_TRANSFORMERS.format("from_tf=True"),
     ),
-    r"\.msgpack": (
-        "a Flax file",
-        "load it with transformers<5 (`AutoModel.from_pretrained(…, from_flax=True)`) and give what save_pretrained() "
-        "writes",
-    ),
+    r"\.msgpack": ("a Flax file", _FROM_TRANSFORMERS.format("from_flax=True")),
     r"\.np[zy]": (
         "a file of numpy or MLX",
         'write it as safetensors: `python -c "import numpy as n, safetensors.numpy as s; '
@@ -49,6 +40,31 @@ _FILES = {
     r"\.(zip|tar|tgz|gz|nemo)": ("an archive", "unpack it and give its content"),
 }
 """Other file formats by the end of their name: what they are, and what to do"""
+_WEIGHTS = f".*({'|'.join(map(re.escape, WEIGHT_SUFFIXES))})"
+_TRAINING_STATE = "(optimizer|scheduler|scaler|training_args|rng_state|random_states)"
+_CONTENTS = {
+    r"zero_to_fp32\.py|.*_optim_states\.pt|mp_rank_\d+.*_model_states\.pt|global_step\d+": (
+        "{source} is a DeepSpeed ZeRO checkpoint, which keeps its weights in pickles: if you trust its origin, run "
+        "`python -m deepspeed.utils.zero_to_fp32 DIR OUT --safe_serialization`, where DIR holds the file `latest`, and "
+        "give OUT"
+    ),
+    r".*\.distcp": "{source} has .distcp files and no .metadata: it is incomplete; save or copy it again",
+    r"model_index\.json": (
+        "{source} is a diffusers pipeline, which is several models, and none of them has weights here: "
+        "`hf download ORG/NAME --local-dir DIR` and give one of them, such as DIR/unet"
+    ),
+    f"(?!{_TRAINING_STATE}){_WEIGHTS}": "{source} holds {found}; name the file you mean, such as {source}/{last}",
+    _WEIGHTS: (
+        "{source} holds only the state to resume a training run from ({found}); give the directory with the model's "
+        "weights"
+    ),
+    **{
+        f".*({pattern})": f"{{source}} holds {{found}}, {what}, which mergestream does not read: {remedy}"
+        for pattern, (what, remedy) in _FILES.items()
+    },
+}
+"""Names in a directory without weights, and what it is; the first pattern that matches a name counts"""
+_TOKENIZER = re.compile(r"tokenizer.*|vocab\..*|merges\.txt|special_tokens_map\.json|.*\.(spm|model|tiktoken)")
 
 
 def no_weights_error(names: Collection[str], source: str, directory: Path | None = None) -> MergestreamError:
@@ -63,135 +79,42 @@ def explain_directory(names: Collection[str], source: str, directory: Path | Non
     """What a directory without weights holds instead, and what to do; None if it is unknown."""
     if not names:
         return f"{source} is empty; give the directory that the model was saved to"
-    return next((found for explain in _EXPLANATIONS if (found := explain(names, source, directory))), None)
+    if directory and (folders := _folders_with_weights(names, directory)):
+        begin = f"{source} holds no weights itself, but in its folders {shorten_list(folders, 4)}"
+        return f"{begin}: {_choose_folder(folders, source, directory)}"
+    for pattern, sentence in _CONTENTS.items():
+        if found := sorted(name for name in names if re.fullmatch(pattern, name)):
+            return sentence.format(source=source, found=shorten_list(found, 4), last=found[-1])
+    if "config.json" not in names and any(_TOKENIZER.fullmatch(name) for name in names):
+        return f"{source} holds a tokenizer and no model; give the directory that has the weights"
+    return None
 
 
 def explain_file(path: Path) -> str | None:
     """What an unsupported file is, and what to do; None if it is unknown."""
-    known = _recognise(path.name)
+    known = next((words for pattern, words in _FILES.items() if re.search(f"({pattern})$", path.name)), None)
     return f"{path} is {known[0]}, which mergestream does not read: {known[1]}" if known else None
 
 
-def _recognise(name: str) -> tuple[str, str] | None:
-    return next((words for pattern, words in _FILES.items() if re.search(f"({pattern})$", name)), None)
+def _folders_with_weights(names: Collection[str], directory: Path) -> list[str]:
+    """The checkpoints of a training run, the models of a pipeline, or the first module of sentence-transformers."""
+    known = re.compile(".*" if "model_index.json" in names else r"checkpoint-\d+|0_\w+")
+    folders = [directory / name for name in names if known.fullmatch(name) or (directory / name / METADATA).is_file()]
+    found = [
+        folder.name for folder in folders if folder.is_dir() and any(is_weight_file(f.name) for f in folder.iterdir())
+    ]
+    return sorted(found, key=lambda name: (len(name), name) if name.startswith("checkpoint-") else (0, name))
 
 
-# --- output of a training run -------------------------------------------------------------------------------
-
-
-def _trainer_output(names: Collection[str], source: str, directory: Path | None) -> str | None:
-    """The output directory of a Trainer: list its checkpoints, and name the best and the last."""
-    numbered = {int(match[1]): name for name in names if (match := _CHECKPOINT.fullmatch(name))}
-    found = [name for _, name in sorted(numbered.items()) if directory and (directory / name).is_dir()]
-    if directory is None or not found:
-        return None
-    last = found[-1]
-    begin = f"{source} holds no weights itself, but the checkpoints {shorten_list(found, _MAX_NAMES)} of a training run"
-    state = _trainer_state(directory / last) or _trainer_state(directory)
-    best = re.split(r"[/\\]", str(state.get("best_model_checkpoint")))[-1]
-    if best in found and best != last:
-        return (
-            f"{begin}: by trainer_state.json the best is {source}/{best} (metric {state.get('best_metric')}), and the "
-            f"last is {source}/{last}; give one of these paths"
-        )
-    words = "the best and the last" if best == last else "the last"
-    return f"{begin}: {words} is {source}/{last}; give that path, or one of the others"
-
-
-def _trainer_state(directory: Path) -> dict[str, Any]:
+def _choose_folder(folders: list[str], source: str, directory: Path) -> str:
+    """Say which folder to give: the best and the last checkpoint, the denoiser of a pipeline, or else the first."""
+    last = folders[-1]
+    if not last.startswith("checkpoint-"):
+        usual = next((name for name in ("unet", "transformer") if name in folders), folders[0])
+        return f"give one of them, such as {source}/{usual}"
+    state = {}
     with suppress(MergestreamError):
-        return read_json(directory / "trainer_state.json")
-    return {}
-
-
-def _deepspeed(names: Collection[str], source: str, directory: Path | None) -> str | None:
-    """A DeepSpeed ZeRO checkpoint, or the directory of one of its steps."""
-    if directory is None or not any(_DEEPSPEED.fullmatch(name) for name in names):
-        return None
-    root, tag = Path(source), ""
-    if any(name.endswith("_states.pt") for name in names) and "latest" not in names:  # the directory of one step
-        root, tag = root.parent, f" --tag {quote(root.name)}"
-    script, out = root / "zero_to_fp32.py", root.with_name(f"{root.name}-fp32")
-    program = quote(str(script)) if script.is_file() else "-m deepspeed.utils.zero_to_fp32"
-    return (
-        f"{source} is a DeepSpeed ZeRO checkpoint, which keeps its weights in pickles: if you trust its origin, "
-        f"run `python {program} {quote(str(root))} {quote(str(out))} --safe_serialization{tag}` and give {out}"
-    )
-
-
-def _distributed(names: Collection[str], source: str, directory: Path | None) -> str | None:
-    """A torch.distributed checkpoint that is incomplete, or in a subdirectory."""
-    if any(name.endswith(".distcp") for name in names):
-        return f"{source} has .distcp files and no {METADATA}: it is incomplete; save or copy it again"
-    below = sorted(name for name in names if directory and (directory / name / METADATA).is_file())
-    if not below:
-        return None
-    some = shorten_list(below, _MAX_NAMES)
-    return f"{source} holds distributed checkpoints ({some}); give the model's, such as {source}/{below[0]}"
-
-
-def _loose_files(names: Collection[str], source: str, directory: Path | None) -> str | None:
-    """Weight files with unusual names, or only the state of an optimizer."""
-    weights = sorted(name for name in names if is_weight_file(name))
-    if not weights:
-        return None
-    models = [name for name in weights if not _TRAINING_STATE.fullmatch(name)]
-    if not models:
-        return (
-            f"{source} holds only the state to resume a training run from ({shorten_list(weights, _MAX_NAMES)}); give "
-            "the directory with the model's weights"
-        )
-    return f"{source} holds {shorten_list(models, _MAX_NAMES)}; name the file you mean, such as {source}/{models[-1]}"
-
-
-# --- several models in one directory ------------------------------------------------------------------------
-
-
-def _pipeline(names: Collection[str], source: str, directory: Path | None) -> str | None:
-    """A diffusers pipeline: several models side by side."""
-    if "model_index.json" not in names:
-        return None
-    begin = f"{source} is a diffusers pipeline, which is several models"
-    if directory is None:
-        repository = source.partition("@")[0]
-        return f"{begin}: `hf download {repository} --local-dir DIR` and give one of them, such as DIR/unet"
-    models = sorted(name for name in names if _has_weights(directory / name))
-    if not models:
-        return f"{begin}, and none of them has weights here; download it again"
-    usual = next((name for name in ("unet", "transformer") if name in models), models[0])
-    return f"{begin} ({shorten_list(models, _MAX_NAMES)}): give one of them, such as {source}/{usual}"
-
-
-def _sentence_transformer(names: Collection[str], source: str, directory: Path | None) -> str | None:
-    """An older sentence-transformers model, whose weights are in its first module."""
-    first = sorted(name for name in names if name.startswith("0_") and directory and _has_weights(directory / name))
-    if "modules.json" not in names or not first:
-        return None
-    return f"{source} is a sentence-transformers model whose weights are in its first module: give {source}/{first[0]}"
-
-
-def _has_weights(directory: Path) -> bool:
-    return directory.is_dir() and any(is_weight_file(path.name) for path in directory.iterdir())
-
-
-# --- other formats ------------------------------------------------------------------------------------------
-
-
-def _other_format(names: Collection[str], source: str, directory: Path | None) -> str | None:
-    for name in sorted(names):
-        if known := _recognise(name):
-            return f"{source} holds {name}, {known[0]}, which mergestream does not read: {known[1]}"
-    return None
-
-
-def _tokenizer_only(names: Collection[str], source: str, directory: Path | None) -> str | None:
-    if "config.json" in names or not any(_TOKENIZER.fullmatch(name) for name in names):
-        return None
-    return f"{source} holds a tokenizer and no model; give the directory that has the weights"
-
-
-_EXPLANATIONS: tuple[Callable[[Collection[str], str, Path | None], str | None], ...] = (
-    *(_trainer_output, _deepspeed, _distributed, _pipeline, _sentence_transformer, _loose_files),
-    *(_other_format, _tokenizer_only),
-)
-"""Tried in this order; the first that recognises the directory explains it"""
+        state = read_json(directory / last / "trainer_state.json")
+    best = re.split(r"[/\\]", str(state.get("best_model_checkpoint")))[-1]
+    begin = f"the best is {source}/{best} (metric {state.get('best_metric')}), " if best in folders else ""
+    return f"{begin}the last is {source}/{last}; give one of these paths"

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from mergestream.checkpoints.formats import is_weight_file
-from mergestream.checkpoints.layout import find_weights, is_index, read_index
+from mergestream.checkpoints.layout import find_weights, is_index, is_weight_file, read_index
 from mergestream.checkpoints.location import locate
 from mergestream.digest import json_digest, text_digest
 from mergestream.errors import MergestreamError, UsageError

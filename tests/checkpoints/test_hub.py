@@ -188,7 +188,7 @@ def test_what_cannot_be_had_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
         "org/both@absent": "the hub knows org/both, but not the revision absent",
         "org/gated": "gated: accept its terms",
         "org/empty": "holds no checkpoint",
-        "org/pipeline": "`hf download org/pipeline --local-dir DIR` and give one of them, such as DIR/unet",
+        "org/pipeline": "`hf download ORG/NAME --local-dir DIR` and give one of them, such as DIR/unet",
         "org/evil": "'../../x.safetensors', which is no weight file beside it",
         "org/name/more": "does not exist",
         "./org/both": "does not exist",

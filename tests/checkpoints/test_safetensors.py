@@ -112,11 +112,11 @@ FAULTS = {
     "no UTF-8": (b'{"\xff": 1}', "corrupt header"),
     "half a surrogate": (b'{"\\ud800": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', "corrupt header"),
     "too deep": (b"[" * 100_000, "corrupt header"),
-    "a list": (b"[]", "not a JSON object"),
+    "a list": (b"[]", "corrupt header .not a JSON object"),
     "a number": (b"1", "corrupt header|not a JSON object"),
     "the same name twice": (
         b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
-        "'a' is in it twice",
+        "corrupt header .duplicate key",
     ),
     "entry is no object": ({"a": 3}, "'a'.*corrupt header entry"),
     "no dtype": ({"a": {"shape": [2], "data_offsets": [0, 8]}}, "'a'.*corrupt header entry"),
@@ -133,7 +133,7 @@ FAULTS = {
     "gap": ({"a": entry(offsets=(4, 12))}, "'a' leaves a gap"),
     "unknown dtype": ({"a": entry("C64", (1,))}, "'a'.*C64.*cannot be merged"),
     "float8": ({"a": entry("F8_E4M3", (8,))}, "'a'.*quantised.*dequantise"),
-    "metadata": ({"__metadata__": {"format": 3}, "a": entry()}, "__metadata__"),
+    "metadata": ({"__metadata__": {"format": 3}, "a": entry()}, "corrupt header .Expected `str`"),
     "no tensors": ({}, "bytes too many"),
 }
 
@@ -238,5 +238,5 @@ def test_of_many_names_one_twice_is_found_soon(tmp_path: Path) -> None:
     entry = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
     names = [*range(60_000), 59_999]
     header = "{" + ",".join(f'"t{name}":{entry}' for name in names) + "}"
-    with pytest.raises(MergestreamError, match="'t59999' is in it twice"):
+    with pytest.raises(MergestreamError, match=r"corrupt header .duplicate key"):
         open_checkpoint(raw(tmp_path / "a.safetensors", header.encode()))
