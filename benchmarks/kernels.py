@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.stopwatch import work
-from mergestream.algebra import lapack
+from mergestream.algebra import symmetric
 from mergestream.algebra.projection import Projection, project, protected_directions
 from mergestream.algebra.svd import ThinSVD, numerical_rank, thin_svd
 from mergestream.algebra.svd import gram as _gram
@@ -45,7 +45,7 @@ Kernel = Callable[[Tensor, Tensor, int], Tensor]  # S, Δ, q ↦ P(Δ)
 def bare_kernels(S: Tensor, delta: Tensor, projection: Projection) -> None:
     if S.shape[0] < S.shape[1]:
         S, delta = S.T, delta.T
-    _, v = lapack.eigh_upper(_gram(S), S.dtype, protected_vectors if projection == "block" else None)
+    _, v = symmetric.leading_eigenvectors(_gram(S), protected_vectors if projection == "block" else None, S.dtype)
     u = S @ v
     removed = u.T @ delta
     if projection == "block":
@@ -53,8 +53,8 @@ def bare_kernels(S: Tensor, delta: Tensor, projection: Projection) -> None:
     torch.addmm(delta, u, removed, out=torch.empty_like(delta))
 
 
-def protected_vectors(ascending: Tensor) -> int:
-    return protected_directions(ascending.flip(0).clamp(min=0).sqrt(), alpha=0.5)
+def protected_vectors(values: Tensor) -> int:
+    return protected_directions(values.sqrt(), alpha=0.5)
 
 
 def on_all_cores(pairs: list[tuple[Tensor, Tensor]], projection: Projection) -> None:
@@ -197,17 +197,25 @@ def kernel_table(m: int, n: int, decay: float, repetitions: int) -> None:
 def parts_table(m: int, n: int, decay: float, repetitions: int) -> None:
     """Time the parts of our kernel."""
     S, delta = random_matrix(m, n, decay, 0), random_matrix(m, n, decay, 1)
-    library = lapack._lapack()
+    library = symmetric._lapack()
     if library is None:
         return
-    reflectors, tau, diagonal, off_diagonal = lapack._tridiagonalize(library, _gram(S))
-    z = lapack._all_vectors(library, diagonal.clone(), off_diagonal.clone())[1].float().T
+
+    def tridiagonalize() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        matrix, work = _gram(S), torch.empty(64 * S.shape[1], dtype=torch.float64)
+        tau, diagonal, off_diagonal = matrix.new_empty(3, len(matrix))
+        arguments = len(matrix), matrix, len(matrix), diagonal, off_diagonal, tau, work, work.numel()
+        symmetric._call(library.scipy_dsytrd_64_, "L", *arguments)
+        return matrix, tau, diagonal, off_diagonal
+
+    reflectors, tau, diagonal, off_diagonal = tridiagonalize()
+    z = symmetric._eigenvectors(library, diagonal.clone(), off_diagonal.clone()).float().T
     medians = interleaved(
         {
             "Gram matrix (syrk, float64)": lambda: _gram(S),
             "the same as a full product": lambda: gram(S, torch.float64),
-            "tridiagonal form, float64": lambda: lapack._tridiagonalize(library, _gram(S)),
-            "its vectors, float64": lambda: lapack._all_vectors(library, diagonal.clone(), off_diagonal.clone()),
+            "tridiagonal form, float64": tridiagonalize,
+            "its vectors, float64": lambda: symmetric._eigenvectors(library, diagonal.clone(), off_diagonal.clone()),
             "their rotation, float32": lambda: torch.ormqr(reflectors.float().T[1:, :-1], tau[:-1].float(), z[1:]),
             "one of three products, float32": lambda: S.T @ delta,
         },
@@ -237,15 +245,18 @@ def eigensolver_table(n: int, decay: float, repetitions: int) -> None:
     """Time all eigenvectors in several ways, and a part of them in ours; a part must not cost more than all."""
     matrix = _gram(random_matrix(n, n, decay, 0))
 
+    def ours(wanted: Callable[[Tensor], int] | None = None) -> Callable[[], object]:
+        return lambda: symmetric.leading_eigenvectors(matrix.clone(), wanted, torch.float32)
+
     def leading(part: int) -> Callable[[], object]:
-        return lambda: lapack.eigh_upper(matrix.clone(), torch.float32, lambda values: n // part)
+        return ours(lambda values: n // part)
 
     medians = interleaved(
         {
             "torch, float64": lambda: torch.linalg.eigh(matrix, UPLO="U"),
             "torch, float32": lambda: torch.linalg.eigh(matrix.float(), UPLO="U"),
             "NumPy, float64": lambda: numpy.linalg.eigh(matrix.numpy(), UPLO="U"),
-            "kept: float64 values, float32 vectors": lambda: lapack.eigh_upper(matrix.clone(), torch.float32),
+            "kept: float64 values, float32 vectors": ours(),
             **{f"the same, 1/{part} of the vectors": leading(part) for part in (8, 5, 4, 2)},
         },
         repetitions,

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks.stopwatch import work
 from mergestream import Ledger
-from mergestream.algebra import lapack
 from mergestream.algebra.svd import gram
+from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.algebra.truncated import truncated_svd
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine.local import keep_freed_memory, single_threaded
@@ -63,8 +63,8 @@ def agree_kernels(span: Span, linear: bool) -> Tensor:
     answer = sigma.square() / span.norm2
     g = answer.sqrt()
     inner = gram(inputs.T)
-    values, vectors = lapack.eigh_upper(g[:, None] * inner * g, torch.float64, _effective_rank)
-    values, vectors = values[len(values) - vectors.shape[1] :], g[:, None] * vectors
+    values, vectors = leading_eigenvectors(g[:, None] * inner * g, _effective_rank)
+    values, vectors = values[: vectors.shape[1]], g[:, None] * vectors
     inside = inner @ vectors
     middle = torch.diag(sigma)
     middle.addmm_((answer * sigma)[:, None] * inside / values.square() - sigma[:, None] * inside / values, vectors.T)
@@ -73,8 +73,7 @@ def agree_kernels(span: Span, linear: bool) -> Tensor:
     return (outputs.T @ middle.float()) @ inputs
 
 
-def _effective_rank(ascending: Tensor) -> int:
-    values = ascending.clamp(min=0)
+def _effective_rank(values: Tensor) -> int:
     return math.ceil(float(values.sqrt().sum().square() / values.sum()))
 
 

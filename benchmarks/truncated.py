@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks.checkpoints import task_vector
 from benchmarks.kernels import _processor, interleaved
 from mergestream.algebra import truncated
-from mergestream.algebra.lapack import eigh_upper
 from mergestream.algebra.svd import gram
+from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.algebra.truncated import truncated_svd
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import single_threaded
@@ -49,7 +49,7 @@ def directions(matrix: Tensor) -> tuple[int, int]:
 
 def bare_eigenvectors(matrix: Tensor) -> None:
     tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
-    eigh_upper(gram(tall), matrix.dtype, lambda values: directions(matrix)[0])
+    leading_eigenvectors(gram(tall), lambda values: directions(matrix)[0], matrix.dtype)
 
 
 def bare_products(matrix: Tensor, products: int) -> None:

@@ -16,6 +16,7 @@ new block loses to the old ones (`Basis.extend`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mergestream.algebra import pieces
-from mergestream.algebra.bounds import matrix_shape
 
 # What remains of a unit vector beside a basis counts as rounding noise below this many units of precision.
 _NOISE = 16
@@ -107,7 +107,7 @@ class LowRank:
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
-        rows, columns = matrix_shape(tuple(shape))
+        rows, columns = pieces.matrix_shape(tuple(shape))
         core = torch.zeros(0, 0, dtype=torch.float64)
         return cls(torch.Size(shape), Basis(rows, dtype), core, Basis(columns, dtype))
 
@@ -261,3 +261,41 @@ def _rebased(core: Tensor, own: Basis, start: Basis) -> tuple[Basis, Tensor]:
         return start, pad(core, (0, 0, 0, start.rank - own.rank))
     basis, coordinates = start.extend(own.rows())
     return basis, coordinates.T @ core
+
+
+@dataclass(frozen=True)
+class FactorBounds:
+    """Upper bounds of the factors Lᵀ C R of one tensor's slots after a step."""
+
+    shape: tuple[int, int]
+    """The shape of the tensor as a matrix"""
+    new: tuple[int, int]
+    """Rows that the step may add to the left and to the right basis"""
+    core: tuple[int, int]
+
+    @classmethod
+    def after(
+        cls, shape: tuple[int, ...], before: Iterable[tuple[int, int]], rank: int, max_rank: int | None
+    ) -> FactorBounds | None:
+        """Of slots with bases of these ranks that absorb a task vector of ``rank``; None where the dense tensor
+        takes no more."""
+        m, n = pieces.matrix_shape(shape)
+        ranks = [(0, 0), *before]
+        a, b = min(max(left for left, _ in ranks) + rank, m), min(max(right for _, right in ranks) + rank, n)
+        new = min(rank, m), min(rank, n)
+        if max_rank is not None and max(a, b) > max_rank:
+            new = a, b = min(a, max_rank), min(b, max_rank)
+        bounds = cls((m, n), new, (a, b))
+        return bounds if bounds.stored < m * n or not a else None
+
+    @property
+    def stored(self) -> int:
+        """Numbers in the factors of one slot."""
+        (m, n), (a, b) = self.shape, self.core
+        return m * a + a * b + n * b
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of float64 that absorbing takes: the new rows of both bases a few times, a dozen cores."""
+        (m, n), (left, right) = self.shape, self.new
+        return 8 * (4 * (m * left + n * right) + 12 * max(self.core) ** 2)

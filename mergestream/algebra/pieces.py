@@ -26,6 +26,11 @@ _BLOCK = 1 << 16
 _TINY = 1e-27
 
 
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """A tensor as the matrix with its first dimension as rows."""
+    return (shape[0] if shape else 1), math.prod(shape[1:])
+
+
 def ranges(numel: int) -> Iterator[tuple[int, int]]:
     """The pieces of a tensor, in order, each from one element to another."""
     for start in range(0, numel, PIECE):

@@ -11,9 +11,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from mergestream.algebra.lapack import eigh_upper
 from mergestream.algebra.lowrank import Basis, LowRank, Value
 from mergestream.algebra.pieces import is_finite
+from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.sizes import CACHE_LINE
 
 # A singular value counts when it exceeds this share of the largest one. Rounding a state to float32 moves its
@@ -109,24 +109,19 @@ def exact_svd(matrix: Tensor, leading: Leading | None, dtype: torch.dtype | None
     any orthonormal V.
     """
     tolerance = RANK_TOLERANCE[dtype or matrix.dtype]
+
+    def wanted(s: Tensor) -> int:
+        return len(s) if leading is None else leading(s) if callable(leading) else min(leading, len(s))
+
     if (dtype or matrix.dtype) == torch.float64:
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
         s = s[: numerical_rank(s, tolerance)]
-        count = len(s) if leading is None else leading(s) if callable(leading) else min(leading, len(s))
-        return ThinSVD(u[:, :count], s, vh[:count].T)
+        return ThinSVD(u[:, : wanted(s)], s, vh[: wanted(s)].T)
     if matrix.shape[0] < matrix.shape[1]:
         return exact_svd(matrix.T, leading, dtype).transposed()
-
-    def wanted(eigenvalues: Tensor) -> int:
-        s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
-        rank = int((s > tolerance * s[:1]).sum())
-        return leading(s[:rank]) if callable(leading) else rank if leading is None else min(leading, rank)
-
-    eigenvalues, vectors = eigh_upper(gram(matrix), matrix.dtype, None if leading is None else wanted)
-    s = eigenvalues.flip(0).clamp_(min=0).sqrt_()
-    s = s[: numerical_rank(s, tolerance)]
-    v = vectors.flip(1)[:, : len(s)]
-    count = v.shape[1]
+    few = None if leading is None else lambda squares: wanted(squares.sqrt())
+    squares, v = leading_eigenvectors(gram(matrix), few, matrix.dtype, tolerance**2)
+    s, count = squares.sqrt(), v.shape[1]
     u = matrix @ (v / s[:count]).to(matrix.dtype)
     large = numerical_rank(s[:count], SMALL_SINGULAR_VALUE)
     if large < count:

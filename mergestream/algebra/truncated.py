@@ -54,18 +54,14 @@ def truncated_svd(matrix: Tensor, rank: int, method: Method = "auto") -> ThinSVD
     matrix, exponent = moderate(matrix)
     is_wide = matrix.shape[0] < matrix.shape[1]
     tall = matrix.T if is_wide else matrix
-    if is_randomised(tall.shape[1], rank, method):
-        svd = _randomised_svd(tall, rank, block_width(rank))
+    n = tall.shape[1]
+    is_randomised = n >= _LEAST_SIZE and rank <= _LARGEST_SHARE * n if method == "auto" else method == "randomised"
+    if is_randomised and rank > 0 and block_width(rank) < n:
+        svd = _randomised_svd(tall, rank)
     else:
         svd = exact_svd(tall, leading=rank)
         svd = ThinSVD(svd.u, svd.s[:rank], svd.v)
     return (svd.transposed() if is_wide else svd).times(2.0**exponent)
-
-
-def is_randomised(n: int, rank: int, method: Method) -> bool:
-    """Whether the randomised algorithm is used for so many triplets of a matrix with n columns and at least n rows."""
-    randomised = n >= _LEAST_SIZE and rank <= _LARGEST_SHARE * n if method == "auto" else method == "randomised"
-    return randomised and rank > 0 and block_width(rank) < n
 
 
 def block_width(rank: int) -> int:
@@ -73,20 +69,20 @@ def block_width(rank: int) -> int:
     return rank + max(rank // _OVERSAMPLING, _LEAST_OVERSAMPLING)
 
 
-def _randomised_svd(matrix: Tensor, rank: int, width: int) -> ThinSVD:
+def _randomised_svd(matrix: Tensor, rank: int) -> ThinSVD:
     """The SVD of S X Xᵀ through S X = Q R, so that u is as orthonormal as v even for small σ."""
-    x = _leading_subspace(matrix, rank, width)
+    x = _leading_subspace(matrix, rank)
     q, r = torch.linalg.qr(matrix @ x)
     u, s, vh = torch.linalg.svd(r.double())
     count = min(rank, numerical_rank(s, RANK_TOLERANCE[matrix.dtype]))
     return ThinSVD(q @ u[:, :count].to(q), s[:count], x @ vh[:count].T.to(x))
 
 
-def _leading_subspace(matrix: Tensor, rank: int, width: int) -> Tensor:
+def _leading_subspace(matrix: Tensor, rank: int) -> Tensor:
     """An orthonormal basis (n×width) that spans the leading right singular vectors, up to a small error."""
-    times_gram = _multiply_by_gram(matrix, width)
+    times_gram = _multiply_by_gram(matrix, block_width(rank))
     noise = 8 * torch.finfo(matrix.dtype).eps  # what lies below this share of σ₁², the Gram matrix does not know
-    start = torch.randn(matrix.shape[1], width, generator=torch.Generator().manual_seed(0))
+    start = torch.randn(matrix.shape[1], block_width(rank), generator=torch.Generator().manual_seed(0))
     x = _orthonormal(times_gram(start.to(matrix)))
     captured = -math.inf
     for _ in range(_MOST_FILTERS):
@@ -96,7 +92,7 @@ def _leading_subspace(matrix: Tensor, rank: int, width: int) -> Tensor:
         cut = max(float(ritz[-1]), noise * float(ritz[0]))
         first = y.mul_(2 / cut).sub_(x)  # T₁ maps [0, cut] onto [-1, 1]
         # A filter divides what is missed by the square of its growth at the last wanted value: a geometric series.
-        growth = _chebyshev_2(2 * float(ritz[rank - 1]) / cut - 1)
+        growth = 2 * (2 * float(ritz[rank - 1]) / cut - 1) ** 2 - 1  # T₂
         if captured - before <= MISSED_ENERGY * captured * max(growth**2 - 1, 0.1):
             if float(ritz[rank - 1]) < 100 * noise * float(ritz[0]):
                 # Too steep for a Gram matrix: once more with S itself, whose singular values are not squared.
@@ -113,20 +109,11 @@ def _orthonormal(x: Tensor) -> Tensor:
     return orthonormal
 
 
-def _chebyshev_2(x: float) -> float:
-    return 2 * x * x - 1
-
-
-def uses_gram(m: int, n: int, width: int) -> bool:
-    """Whether multiplying by the Gram matrix takes fewer operations than by S and Sᵀ, as for an eighth of the
-    directions it does."""
-    return m * n + 2 * USUAL_PRODUCTS * n * width <= 4 * USUAL_PRODUCTS * m * width
-
-
 def _multiply_by_gram(matrix: Tensor, width: int) -> Callable[[Tensor], Tensor]:
-    """x ↦ SᵀS x"""
+    """x ↦ SᵀS x, by S and Sᵀ where the Gram matrix would take more operations; for an eighth of the directions it
+    takes fewer."""
     m, n = matrix.shape
-    if not uses_gram(m, n, width):
+    if m * n + 2 * USUAL_PRODUCTS * n * width > 4 * USUAL_PRODUCTS * m * width:
         return lambda x: matrix.T @ (matrix @ x)
     squared = gram(matrix, matrix.dtype)
     return lambda x: squared @ x

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from mergestream.algebra.bounds import matrix_shape
 from mergestream.algebra.lowrank import LowRank, squared_norm
+from mergestream.algebra.pieces import matrix_shape
 from mergestream.algebra.svd import thin_svd
 from mergestream.base.config_only import ConfigOnlyBase
 from mergestream.base.model import BaseModel, BaseTensor

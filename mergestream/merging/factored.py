@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mergestream.algebra.bounds import FactorBounds
-from mergestream.algebra.lowrank import LowRank
+from mergestream.algebra.lowrank import FactorBounds, LowRank
 from mergestream.methods.base import Absorbed, Context, Method, State
 
 if TYPE_CHECKING:

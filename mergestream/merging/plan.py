@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mergestream.algebra.bounds import FactorBounds
-from mergestream.algebra.lowrank import Value
+from mergestream.algebra.lowrank import FactorBounds, Value
 from mergestream.algebra.pieces import PIECE
 from mergestream.base.model import BaseModel
 from mergestream.methods.base import Context, Method, Slot

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from mergestream.algebra.bounds import FactorBounds, matrix_shape
+from mergestream.algebra.pieces import matrix_shape
 from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name, torch_dtype
 from mergestream.checkpoints.writer import TensorWriter
 from mergestream.digest import json_digest, tensor_digest
@@ -27,7 +27,7 @@ from mergestream.store.tensors import CheckedTensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergestream.algebra.lowrank import LowRank
+    from mergestream.algebra.lowrank import FactorBounds, LowRank
 
 INDEX = "factors.json"
 SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
