@@ -1,17 +1,25 @@
-"""An engine that runs tasks on a Ray cluster whose nodes share a file system; weights never pass through the driver."""
+"""An engine that runs tasks on a Ray cluster whose nodes share a file system; weights never pass through the driver.
+
+The work is packed once, with everything it needs. cloudpickle packs closures; objects with open files are packed as
+paths, and opened again when the work is unpacked.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
-from mergestream.engine.base import Result, check_budget
-from mergestream.engine.packing import UnpackedWork, pack, unpack
+from mergestream.engine.base import Collector, Result, check_budget
+from mergestream.engine.local import keep_freed_memory, single_threaded
 from mergestream.errors import EngineError, MergestreamError, UsageError, first_line
 from mergestream.interrupts import own_sigterm
 from mergestream.sizes import format_size
@@ -24,28 +32,15 @@ SMALLEST_MEMORY = 1 << 26
 """The least memory that a task reserves"""
 REACHABLE = 10.0
 """Seconds in which a cluster must answer"""
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""The first bytes of an HTTP/2 connection, as Ray uses it, with empty settings"""
-_SETTINGS = 4
-"""The frame type of the answer, its fourth byte"""
+_GREETING, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), bytes([4])
+"""The first bytes of an HTTP/2 connection, as Ray uses it, and the frame type of the answer, its fourth byte"""
 LOOKING = 120.0
 """Seconds in which every node must have opened the files"""
 WAITING = 5.0
 """Seconds between checks whether the waiting tasks can still run"""
 
-
-@dataclass(frozen=True)
-class Batch:
-    """Tensors that one task processes one after another."""
-
-    names: tuple[str, ...]
-    memory: int
-
-
-class Node(NamedTuple):
-    id: str
-    address: str
-    memory: int
+Batch = tuple[str, ...]
+"""Tensors that one task processes one after another"""
 
 
 class RayEngine:
@@ -86,27 +81,25 @@ class RayEngine:
         ray = connected(self.address)
         packed, collectors = pack(work)
         check_budget(memory, self.max_memory)
-        nodes = _nodes(ray)
-        _check_room(nodes, {name: memory.get(name, 0) for name in costs})
+        _check_room(ray, {name: memory.get(name, 0) for name in costs})
         run, content = uuid4().hex, ray.put(packed)
-        _check_nodes(ray, nodes, run, content)
+        _check_nodes(ray, run, content)
         workers = self.workers
         waiting = batches(costs, memory, workers)
-        running: dict[Any, Batch] = {}
+        running: dict[Any, tuple[Batch, int]] = {}
         try:
             while waiting or running:
-                for batch in list(waiting):
+                for batch, needed in list(waiting.items()):
                     if len(running) >= workers:
                         break
-                    used = sum(other.memory for other in running.values())
-                    if self.max_memory is None or used + batch.memory <= self.max_memory:
-                        waiting.remove(batch)
-                        running[self._task(ray, batch).remote(run, content, batch.names)] = batch
+                    used = sum(other for _, other in running.values())
+                    if self.max_memory is None or used + needed <= self.max_memory:
+                        running[self._task(ray, needed).remote(run, content, batch)] = batch, waiting.pop(batch)
                 done, _ = ray.wait(list(running), timeout=WAITING)
                 if not done:
-                    _check_room(_nodes(ray), {batch.names[0]: batch.memory for batch in running.values()})
+                    _check_room(ray, {batch[0]: needed for batch, needed in running.values()})
                 for ref in done:
-                    results, left = _result(ray, ref, running.pop(ref))
+                    results, left = _result(ray, ref, running.pop(ref)[0])
                     for collector, more in zip(collectors, left, strict=True):
                         collector.collect(more)
                     yield from results
@@ -114,37 +107,50 @@ class RayEngine:
             for ref in running:
                 ray.cancel(ref, force=True)
 
-    def _task(self, ray: Any, batch: Batch) -> Any:
-        options: dict[str, Any] = {"num_cpus": 1, "memory": _rounded(batch.memory, _nodes(ray))}
-        if self.device == "cuda":
-            options["num_gpus"] = GPU_SHARE
-        return ray.remote(run_batch).options(**options)
+    def _task(self, ray: Any, memory: int) -> Any:
+        """A task that reserves a power of two of memory if a node has that: Ray reuses a worker for tasks with the
+        same request."""
+        rounded = max(SMALLEST_MEMORY, 1 << (max(memory, 1) - 1).bit_length())
+        gpu = {"num_gpus": GPU_SHARE} if self.device == "cuda" else {}
+        return ray.remote(run_batch).options(num_cpus=1, memory=min(rounded, _room(ray)), **gpu)
 
 
-def batches(costs: Mapping[str, int], memory: Mapping[str, int], workers: int) -> list[Batch]:
-    """Group tensors into batches, the largest first: large ones alone, small ones up to a share of the total."""
+def batches(costs: Mapping[str, int], memory: Mapping[str, int], workers: int) -> dict[Batch, int]:
+    """Group tensors into batches, the largest first: large ones alone, small ones up to a share of the total.
+
+    Each batch comes with its memory, that of its largest tensor.
+    """
     share = sum(costs.values()) / (workers * SHARES)
-    found: list[Batch] = []
-    names: list[str] = []
+    found: list[list[str]] = [[]]
     cost = 0
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
-        if names and cost + costs[name] > share:
-            found.append(_batch(names, memory))
-            names, cost = [], 0
-        names.append(name)
+        if found[-1] and cost + costs[name] > share:
+            found.append([])
+            cost = 0
+        found[-1].append(name)
         cost += costs[name]
-    return [*found, _batch(names, memory)]
+    return {tuple(names): max(memory.get(name, 0) for name in names) for names in found}
 
 
-def _batch(names: Sequence[str], memory: Mapping[str, int]) -> Batch:
-    return Batch(tuple(names), max(memory.get(name, 0) for name in names))
+def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Collector]]:
+    """The work as bytes, and its collectors, in the order in which `unpack` returns their copies."""
+    from ray import cloudpickle
 
+    collectors: list[Collector] = []
+    pickler: Any = cloudpickle.Pickler  # not annotated
 
-def _rounded(memory: int, nodes: Sequence[Node]) -> int:
-    """The memory that a task reserves: a power of two if a node has that, because Ray reuses a worker for tasks with
-    the same request."""
-    wanted = max(SMALLEST_MEMORY, 1 << (max(memory, 1) - 1).bit_length())
-    return min(wanted, max((node.memory for node in nodes), default=wanted))
+    class Packer(pickler):  # type: ignore[misc]
+        def reducer_override(self, item: Any) -> Any:
+            if isinstance(item, Collector):
+                collectors.append(item)
+            return super().reducer_override(item)
+
+    packed = io.BytesIO()
+    packer: Any = Packer(packed)
+    packer.dump(Path.cwd())
+    packer.dump(work)
+    packer.dump(list(collectors))  # by reference: one packer dumps each object once
+    return packed.getvalue(), collectors
 
 
 # --- the cluster ---------------------------------------------------------------------------------------------
@@ -171,41 +177,40 @@ def connected(address: str | None) -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Check quickly that a cluster answers: Ray itself would retry for minutes."""
+    """Check quickly that a cluster answers, by an HTTP/2 settings frame: Ray itself would retry for minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon:  # local, auto
         return
     if not port.isdigit():
         raise UsageError(f"{address} is no address of a Ray cluster; ray://HOST:PORT is one")
+    answers = uses_tls = os.environ.get("RAY_USE_TLS", "0") != "0"
     try:
         with socket.create_connection((host, int(port)), timeout=REACHABLE) as connection:
-            known = os.environ.get("RAY_USE_TLS", "0") != "0" or _greets(connection)
+            if not uses_tls:
+                connection.sendall(_GREETING)
+                with connection.makefile("rb") as answer:
+                    answers = answer.read(4)[3:] == _SETTINGS
     except (OSError, OverflowError) as error:
         raise EngineError(f"there is no Ray cluster at {address}: {first_line(error)}") from error
-    if not known:
+    if not answers:
         raise EngineError(f"there is no Ray cluster at {address}: what listens there is something else")
 
 
-def _greets(connection: socket.socket) -> bool:
-    connection.sendall(_GREETING)
-    with connection.makefile("rb") as answer:
-        return answer.read(4)[3:] == bytes([_SETTINGS])
-
-
-def _nodes(ray: Any) -> list[Node]:
+def _nodes(ray: Any) -> list[dict[str, Any]]:
     """The nodes that have CPU cores."""
-    return [
-        Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("memory", 0)))
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get("CPU")
-    ]
-
-
-def _check_room(nodes: Sequence[Node], memory: Mapping[str, int]) -> None:
-    largest = max(memory, key=lambda name: memory[name])
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     if not nodes:
         raise EngineError("the Ray cluster has no node with a core to work with")
-    room = max(node.memory for node in nodes)
+    return nodes
+
+
+def _room(ray: Any) -> int:
+    """The memory of the largest node."""
+    return max(int(node["Resources"].get("memory", 0)) for node in _nodes(ray))
+
+
+def _check_room(ray: Any, memory: Mapping[str, int]) -> None:
+    largest, room = max(memory, key=lambda name: memory[name]), _room(ray)
     if memory[largest] > room:
         raise EngineError(
             f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, and no node of the Ray "
@@ -213,36 +218,27 @@ def _check_room(nodes: Sequence[Node], memory: Mapping[str, int]) -> None:
         )
 
 
-def _check_nodes(ray: Any, nodes: Sequence[Node], run: str, content: Any) -> None:
+def _check_nodes(ray: Any, run: str, content: Any) -> None:
     """Check that every node has the same versions as the driver and can open all files."""
     from ray.exceptions import GetTimeoutError, RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def looking(node: Node) -> Any:
-        placed = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        return ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=placed).remote(run, content)
-
-    here = versions()
-    for node, ref in [(node, looking(node)) for node in nodes]:
+    here, looking = versions(), {}
+    for node in _nodes(ray):
+        placed = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        task = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=placed)
+        looking[task.remote(run, content, here)] = node["NodeManagerAddress"]
+    for ref, address in looking.items():
         try:
-            there, fault = ray.get(ref, timeout=LOOKING)
-        except GetTimeoutError as error:
-            raise EngineError(f"the node {node.address} of the Ray cluster does not answer") from error
+            fault = ray.get(ref, timeout=LOOKING)
+        except GetTimeoutError:
+            fault = "does not answer"
         except RayTaskError as error:
-            raise EngineError(
-                f"the node {node.address} of the Ray cluster cannot run mergestream {here['mergestream']}: "
-                f"{first_line(error.cause)}"
-            ) from error
+            fault = f"cannot run mergestream {here['mergestream']}: {first_line(error.cause)}"
         except RayError:  # it is gone: nothing will run there
             continue
-        for package, version in here.items():
-            if there.get(package) != version:
-                raise EngineError(
-                    f"the node {node.address} of the Ray cluster has {package} {there.get(package)}, and here it is "
-                    f"{version}: results could differ"
-                )
         if fault:
-            raise EngineError(f"the node {node.address} of the Ray cluster does not see what is needed: {fault}")
+            raise EngineError(f"the node {address} of the Ray cluster {fault}")
 
 
 def _result(ray: Any, ref: Any, batch: Batch) -> Any:
@@ -253,37 +249,45 @@ def _result(ray: Any, ref: Any, batch: Batch) -> Any:
     except RayTaskError as error:
         raise error.cause or error from error
     except RayError as error:
-        others = f" and {len(batch.names) - 1} more" if len(batch.names) > 1 else ""
+        others = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
         raise EngineError(
-            f"Ray gave up on the tensor {batch.names[0]}{others}, whose workers were lost again and again "
+            f"Ray gave up on the tensor {batch[0]}{others}, whose workers were lost again and again "
             f"({type(error).__name__}); what is done stays, run it again"
         ) from error
 
 
 # --- on a worker ---------------------------------------------------------------------------------------------
 
-_unpacked_work: dict[str, UnpackedWork[Any]] = {}
-"""The unpacked work of the current run, so that files are opened once"""
 
-
-def _unpacked(run: str, packed: bytes) -> UnpackedWork[Any]:
-    if run not in _unpacked_work:
-        _unpacked_work.clear()
-        _unpacked_work[run] = unpack(packed)
-    return _unpacked_work[run]
+@lru_cache(maxsize=1)  # files are opened once in a run
+def unpack(run: str, packed: bytes) -> tuple[Callable[[str], Any], list[Collector]]:
+    """Restore the work and the copies of its collectors in a worker process, in the same directory."""
+    unpickler = pickle.Unpickler(io.BytesIO(packed))
+    with suppress(OSError):  # if the directory is missing here, so are the paths relative to it
+        os.chdir(unpickler.load())
+    return unpickler.load(), unpickler.load()
 
 
 def run_batch(run: str, packed: bytes, names: Sequence[str]) -> tuple[list[tuple[str, Any]], list[Any]]:
-    return _unpacked(run, packed).run(names)
+    """Run the work on these names; returns the results, and what each collector has collected."""
+    work, collectors = unpack(run, packed)
+    keep_freed_memory()
+    with single_threaded():
+        results = [(name, work(name)) for name in names]
+    return results, [collector.collected() for collector in collectors]
 
 
-def look(run: str, packed: bytes) -> tuple[dict[str, str], str | None]:
-    """The versions on this node, and an error message if it cannot open the files."""
+def look(run: str, packed: bytes, expected: Mapping[str, str]) -> str | None:
+    """What is wrong with this node: other versions than the driver's, or files that it cannot open."""
+    found = versions()
+    for package, version in expected.items():
+        if found.get(package) != version:
+            return f"has {package} {found.get(package)}, and here it is {version}: results could differ"
     try:
-        _unpacked(run, packed)
+        unpack(run, packed)
     except (MergestreamError, OSError) as error:
-        return versions(), str(error)
-    return versions(), None
+        return f"does not see what is needed: {error}"
+    return None
 
 
 def versions() -> dict[str, str]:

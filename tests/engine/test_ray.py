@@ -22,7 +22,7 @@ import torch
 from mergestream import LocalEngine, MergestreamError, RayEngine, Store, merge
 from mergestream.engine import Engine, ResultsByTensor
 from mergestream.engine import ray as engine
-from mergestream.engine.packing import pack, unpack
+from mergestream.engine.ray import pack, run_batch, unpack
 from mergestream.errors import EngineError, UsageError
 from mergestream.interrupts import own_sigterm
 from mergestream.testing import save_adapter
@@ -326,10 +326,10 @@ def test_ray_chooses_the_gpu() -> None:
 def test_small_tensors_go_together_and_large_ones_first() -> None:
     costs = {"large": 100, "small": 1, "middle": 30, **{f"tiny {n}": 1 for n in range(69)}}
     found = engine.batches(costs, {"small": 7}, 2)
-    assert [batch.names for batch in found[:2]] == [("large",), ("middle",)]
-    assert sorted(name for batch in found for name in batch.names) == sorted(costs)
+    assert list(found)[:2] == [("large",), ("middle",)]
+    assert sorted(name for batch in found for name in batch) == sorted(costs)
     assert len(found) < 10
-    assert max(batch.memory for batch in found) == 7
+    assert max(found.values()) == 7
 
 
 def test_findings_are_gathered_by_a_copy_and_come_home() -> None:
@@ -341,9 +341,8 @@ def test_findings_are_gathered_by_a_copy_and_come_home() -> None:
 
     packed, originals = pack(work)
     assert len(originals) == 1 and originals[0] is findings
-    copy = unpack(packed)
-    assert copy.run(["a", "bb"]) == ([("a", "A"), ("bb", "BB")], [{"a": 1, "bb": 2}])
-    assert copy.run(["ccc"]) == ([("ccc", "CCC")], [{"ccc": 3}])
+    assert run_batch("run", packed, ["a", "bb"]) == ([("a", "A"), ("bb", "BB")], [{"a": 1, "bb": 2}])
+    assert run_batch("run", packed, ["ccc"]) == ([("ccc", "CCC")], [{"ccc": 3}])
     assert findings == {"before": 0}
 
 
@@ -353,7 +352,7 @@ def test_files_that_have_changed_are_not_taken_for_the_same(toys: Toys, tmp_path
     place = save_model(tmp_path / "model", toy_base())
     with open_checkpoint(place) as checkpoint:
         packed, _ = pack(checkpoint.read)
-        assert unpack(packed).work("mask").all()
+        assert unpack("one run", packed)[0]("mask").all()
         save_model(place, toy_expert(1))
         with pytest.raises(MergestreamError, match="has other files on this machine"):
-            unpack(packed)
+            unpack("another run", packed)
