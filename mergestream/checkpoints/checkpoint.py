@@ -164,7 +164,7 @@ class RenamedCheckpoint(Checkpoint):
         """``stored`` maps each new name to the name in the checkpoint; it omits the tensors to leave out."""
         self._checkpoint, self._stored = checkpoint, stored
         self.source, self.directory = checkpoint.source, checkpoint.directory
-        self.tensors = MappingProxyType({name: checkpoint.tensors[old] for name, old in stored.items()})
+        self.tensors = {name: checkpoint.tensors[old] for name, old in stored.items()}
         self.fingerprint, self.note, self.copies = checkpoint.fingerprint, checkpoint.note, checkpoint.copies
 
     def companions(self) -> Iterator[Path]:
@@ -197,7 +197,10 @@ class Shard(Checkpoint):
 class FileCheckpoint(Checkpoint):
     """A checkpoint of one or several files."""
 
-    def __init__(self, source: str, directory: Path | None, shards: Iterable[Shard]) -> None:
+    def __init__(
+        self, source: str, directory: Path | None, shards: Iterable[Shard], fingerprint: str | None = None
+    ) -> None:
+        """``fingerprint`` is that of another process that has opened the same files, if there is one."""
         self.source = source
         self._shards = list(shards)
         self.directory = next((shard.directory for shard in self._shards if shard.directory), directory)
@@ -217,10 +220,14 @@ class FileCheckpoint(Checkpoint):
             aliases.update(shard.aliases)
         if not tensors:
             raise MergestreamError(f"{source} holds no tensors")
-        self.tensors = MappingProxyType(tensors)
-        self.aliases = MappingProxyType(aliases)
+        self.tensors, self.aliases = tensors, aliases
         self.copies = max(shard.copies for shard in self._shards)
         self.fingerprint = _fingerprint(self._shards)
+        if fingerprint not in (None, self.fingerprint):
+            self.close()
+            raise MergestreamError(
+                f"{source} has other files on this machine than on the first; use a directory that all machines share"
+            )
 
     def read(self, name: str) -> Tensor:
         return self._owner[name].read(name)
@@ -233,7 +240,7 @@ class FileCheckpoint(Checkpoint):
             shard.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.fingerprint, self.source, self.directory, self._shards)
+        return FileCheckpoint, (self.source, self.directory, self._shards, self.fingerprint)
 
 
 def dtype_error(dtype: str, where: str) -> MergestreamError:
@@ -273,17 +280,6 @@ def describe_tensors(
         if tensor.numel() and first.setdefault(view, name) != name:
             aliases[name] = first[view]
     return infos, aliases
-
-
-def _reopen(fingerprint: str, source: str, directory: Path | None, shards: list[Shard]) -> FileCheckpoint:
-    """Open a checkpoint again in another process; refuse files that differ from those of the first process."""
-    checkpoint = FileCheckpoint(source, directory, shards)
-    if checkpoint.fingerprint != fingerprint:
-        checkpoint.close()
-        raise MergestreamError(
-            f"{source} has other files on this machine than on the first; use a directory that all machines share"
-        )
-    return checkpoint
 
 
 def _fingerprint(shards: Iterable[Shard]) -> str:

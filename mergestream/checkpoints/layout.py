@@ -80,21 +80,17 @@ def companions(directory: Path) -> Iterator[Path]:
     A link may lead into the hub's cache, but nowhere else: exports are published, and must not contain a file of the
     user's by accident.
     """
-    allowed = directory.resolve(), directory.resolve().parent.parent / "blobs"
-    for path in _find_companions(directory):
-        if path.is_file():
-            if not any(path.resolve().is_relative_to(place) for place in allowed):
-                raise MergestreamError(f"{path} is a link that leads out of the model's directory; copy the file there")
-            yield path
-
-
-def _find_companions(directory: Path) -> Iterator[Path]:
-    yield from (path for path in directory.iterdir() if is_companion(path.name))
+    found = [path for path in directory.iterdir() if is_companion(path.name)]
     for folder in (_TEMPLATES, *module_folders(directory)):
-        yield from (path for path in (directory / folder).rglob("*") if path.name.endswith(_FOLDER_SUFFIXES))
+        found += (path for path in (directory / folder).rglob("*") if path.name.endswith(_FOLDER_SUFFIXES))
     if names_code(directory):
         code = directory.rglob(f"*{CODE}")
-        yield from (path for path in code if not path.relative_to(directory).parts[0].startswith("."))
+        found += (path for path in code if not path.relative_to(directory).parts[0].startswith("."))
+    allowed = directory.resolve(), directory.resolve().parent.parent / "blobs"
+    for path in filter(Path.is_file, found):
+        if not any(path.resolve().is_relative_to(place) for place in allowed):
+            raise MergestreamError(f"{path} is a link that leads out of the model's directory; copy the file there")
+        yield path
 
 
 def names_code(directory: Path) -> bool:

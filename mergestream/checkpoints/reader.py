@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mergestream.checkpoints.checkpoint import Checkpoint, FileCheckpoint, Shard, describe_tensors
-from mergestream.checkpoints.distributed import find_metadata
+from mergestream.checkpoints.distributed import DistributedFiles, find_metadata
 from mergestream.checkpoints.layout import FORMATS, WEIGHT_SUFFIXES, find_weights, is_index, read_index
 from mergestream.checkpoints.location import Location, locate, system_errors_explained
 from mergestream.checkpoints.safetensors import SafetensorsObject
@@ -15,8 +15,6 @@ from mergestream.checkpoints.unsupported import explain_file, no_weights_error
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import is_utf8
 from mergestream.files import read_json
-from mergestream.sizes import counted, shorten_list
-from mergestream.storage import StoredFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,56 +59,43 @@ def _open_directory(location: Location) -> Checkpoint:
     if entry is not None:
         return FileCheckpoint(source, directory, [_open_shard(location, entry)])
     if metadata := find_metadata(directory):
-        return FileCheckpoint(source, directory, [_open_file(metadata)])
+        return FileCheckpoint(source, directory, [DistributedFiles(metadata)])
     raise no_weights_error(names, source, directory)
 
 
 def _open_indexed(location: Location, entry: str, source: str) -> Checkpoint:
-    """Open the shards that an index file lists, and check that they hold what it says."""
+    """Open the shards that an index file lists, and check that they hold what it lists."""
     directory, names = location.path, location.names
     index = directory / entry
     weight_map = read_index(index)
     single = entry.partition(".index.")[0]
     if single in names and single not in weight_map.values():
         raise MergestreamError(f"{source} holds both {single} and {entry}; remove the one that is out of date")
-    shards = []
-    for name in sorted(set(weight_map.values())):
-        if name not in names:
-            raise MergestreamError(
-                f"{location.source}/{name} is missing, although {index.name} lists it; download it again"
-            )
-        shards.append(_open_shard(location, name))
-    _check_index(index, weight_map, shards)
+    if missing := sorted(set(weight_map.values()) - names):
+        raise MergestreamError(
+            f"{location.source}/{missing[0]} is missing, although {entry} lists it; download it again"
+        )
+    shards = [_open_shard(location, name) for name in sorted(set(weight_map.values()))]
+    held = {(tensor, shard.path.name) for shard in shards for tensor in shard.tensors}
+    if differing := held ^ weight_map.items():
+        tensor, name = min(differing)
+        holds, lists = ("holds", "does not list") if (tensor, name) in held else ("lacks", "lists")
+        raise MergestreamError(
+            f"{index.parent / name} {holds} the tensor {tensor!r}, which {entry} {lists} there; index and shards are "
+            "from different checkpoints: download them again"
+        )
     return FileCheckpoint(source, directory, shards)
 
 
-def _check_index(index: Path, weight_map: Mapping[str, str], shards: list[Shard]) -> None:
-    tensors = {shard.path.name: shard.tensors for shard in shards}
-    for tensor, shard in weight_map.items():
-        if tensor not in tensors[shard]:
-            raise MergestreamError(
-                f"{index} says that {shard} holds the tensor {tensor!r}, but it does not; download both again"
-            )
-    for shard, infos in tensors.items():
-        if extra := [tensor for tensor in infos if weight_map.get(tensor) != shard]:
-            raise MergestreamError(
-                f"{index.parent / shard} holds {counted(len(extra), 'tensor')} that {index.name} does not list there "
-                f"({shorten_list([repr(name) for name in extra])}); index and shards are from different checkpoints: "
-                "download them again"
-            )
-
-
 def _open_shard(location: Location, name: str) -> Shard:
-    return _open_file(location.objects.get(name) or location.path / name)
-
-
-def _open_file(path: Path | StoredFile) -> Shard:
-    if isinstance(path, StoredFile):
-        if path.name.endswith(".safetensors"):
-            return SafetensorsObject(path)
+    """Open a file, on this machine or in object storage."""
+    if remote := location.objects.get(name):
+        if name.endswith(".safetensors"):
+            return SafetensorsObject(remote)
         raise MergestreamError(
-            f"{path} is in object storage, where only .safetensors is read by range; copy it to a disk"
+            f"{remote} is in object storage, where only .safetensors is read by range; copy it to a disk"
         )
+    path = location.path / name
     _check_file(path)
     for suffix, file_format in FORMATS.items():
         if path.name.endswith(suffix):

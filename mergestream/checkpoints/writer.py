@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -106,18 +107,21 @@ class SafetensorsWriter(TensorWriter):
         self._files: list[BinaryIO] = []
         self.resumed = resume and all(plan.is_begun() for plan in self._plans)
         try:
-            if not self.resumed:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                _remove_stale(self.directory, prefix)
-                if self.nbytes > shutil.disk_usage(self.directory).free:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            for plan in self._plans:
-                self._files.append(plan.open(os.O_NOFOLLOW) if self.resumed else plan.create())
-        except OSError as error:
+            with _disk_errors_explained(self.directory, self.nbytes):
+                if not self.resumed:
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    _remove_stale(self.directory, prefix)
+                    if self.nbytes > shutil.disk_usage(self.directory).free:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                for plan in self._plans:
+                    self._files.append(plan.open(os.O_NOFOLLOW if self.resumed else os.O_CREAT | os.O_EXCL))
+                    if not self.resumed:
+                        plan.allocate(self._files[-1].fileno())
+        except MergestreamError:
             self.abandon()
             if not self.resumed:
                 _remove_stale(self.directory, prefix)
-            raise _disk_error(self.directory, error, self.nbytes) from error
+            raise
 
     @property
     def nbytes(self) -> int:
@@ -131,18 +135,12 @@ class SafetensorsWriter(TensorWriter):
     def write_piece(self, name: str, start: int, piece: Tensor) -> None:
         spec, shard = self._layout[name], self._shard[name]
         data, plan = piece_bytes(name, spec, start, piece), self._plans[shard]
-        try:
+        with _disk_errors_explained(plan.path, spec.nbytes):
             write_at(self._files[shard].fileno(), data, plan.begin[name] + start * item_size(spec.dtype))
-        except OSError as error:
-            raise _disk_error(plan.path, error, spec.nbytes) from error
         if start + piece.numel() == spec.numel:
             self._written.add(name)
 
     def keep(self, name: str) -> None:
-        if not self.resumed:
-            raise ValueError(f"nothing of an earlier run is left, {name!r} must be written")
-        if name not in self._layout:
-            raise KeyError(name)
         self._written.add(name)
 
     def holds(self, name: str, digest: str) -> bool:
@@ -161,12 +159,11 @@ class SafetensorsWriter(TensorWriter):
             raise missing_error(missing)
         try:
             self._sync()
-            sync_directory(self.directory)
-            if len(self._plans) > 1:
-                where = {name: self._plans[self._shard[name]].path.name for name in self._layout}
-                replace_text(self._index, index_text(self._layout, where))
-        except OSError as error:
-            raise _disk_error(self.directory, error, self.nbytes) from error
+            with _disk_errors_explained(self.directory, self.nbytes):
+                sync_directory(self.directory)
+                if len(self._plans) > 1:
+                    where = {name: self._plans[self._shard[name]].path.name for name in self._layout}
+                    replace_text(self._index, index_text(self._layout, where))
         finally:
             self.abandon()
 
@@ -176,15 +173,13 @@ class SafetensorsWriter(TensorWriter):
             file.close()
 
     def _sync(self) -> None:
-        for file in self._files:
-            os.fsync(file.fileno())
+        with _disk_errors_explained(self.directory, self.nbytes):
+            for file in self._files:
+                os.fsync(file.fileno())
 
     def collected(self) -> set[str]:
         """The names of written tensors, after flushing them: the original cannot flush the files of a copy."""
-        try:
-            self._sync()
-        except OSError as error:
-            raise _disk_error(self.directory, error, self.nbytes) from error
+        self._sync()
         written, self._written = self._written, set()
         return written
 
@@ -198,10 +193,8 @@ class SafetensorsWriter(TensorWriter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _files=[])
         for plan, inode in zip(self._plans, state["_files"], strict=False):  # none if the original is closed
-            try:
+            with _disk_errors_explained(plan.path, plan.size):
                 self._files.append(plan.open(os.O_NOFOLLOW))
-            except OSError as error:
-                raise write_error(plan.path, error) from error
             if os.fstat(self._files[-1].fileno()).st_ino != inode:
                 raise MergestreamError(f"{plan.path} is not the same file everywhere")
 
@@ -218,22 +211,15 @@ class _FilePlan:
     def open(self, flags: int) -> BinaryIO:
         return os.fdopen(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666), "r+b", buffering=0)
 
-    def create(self) -> BinaryIO:
-        """Make the file with its header and all its space, so that a full disk is noticed before the work."""
-        opened = self.open(os.O_CREAT | os.O_EXCL)
-        file = opened.fileno()
+    def allocate(self, file: int) -> None:
+        """Write the header and reserve all space, so that a full disk is noticed before the work."""
         try:
-            try:
-                os.posix_fallocate(file, 0, self.size)
-            except (AttributeError, OSError) as error:
-                if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                    raise
-                os.ftruncate(file, self.size)
-            write_at(file, memoryview(self.header), 0)
-        except OSError:
-            opened.close()
-            raise
-        return opened
+            os.posix_fallocate(file, 0, self.size)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            os.ftruncate(file, self.size)
+        write_at(file, memoryview(self.header), 0)
 
     def is_begun(self) -> bool:
         """Whether the file exists as planned; a symbolic link is never written through."""
@@ -321,11 +307,16 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
         offset += count
 
 
-def _disk_error(path: Path, error: OSError, needed: int) -> MergestreamError:
-    if error.errno != errno.ENOSPC:
-        return write_error(path, error)
-    free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.is_dir())).free
-    return MergestreamError(
-        f"{path} cannot be written: {needed} bytes are needed and {free} are free; "
-        "free some disk space and run the command again"
-    )
+@contextmanager
+def _disk_errors_explained(path: Path, needed: int) -> Iterator[None]:
+    """Raise errors of the disk as a sentence; ``needed`` is the number of bytes that are to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise write_error(path, error) from error
+        free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.is_dir())).free
+        raise MergestreamError(
+            f"{path} cannot be written: {needed} bytes are needed and {free} are free; "
+            "free some disk space and run the command again"
+        ) from error
