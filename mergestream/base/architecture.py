@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,51 +21,45 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-Kind = Literal["linear", "embedding", "torch", "custom"]
-"""The weight of a linear layer or an embedding; otherwise who wrote the module: torch or the model's authors."""
+Kind = Literal["linear", "embedding", "other", "custom"]
+"""The weight of a linear layer or an embedding; other tensors of torch's modules, or of the model's own modules"""
 
 
 @dataclass(frozen=True)
 class Slot:
     """A parameter or buffer of the model."""
 
-    module: str
-    """The class of its module, such as ``torch.nn.Linear`` or ``Conv1D``"""
-    leaf: str
-    """Its name in the module"""
+    owner: str
+    """Its module, to be printed: ``torch.nn.Linear``, ``bias of torch.nn.LayerNorm``"""
+    module: str | None
+    """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``)"""
     kind: Kind
     spec: TensorSpec | None
     """None for computed buffers, which checkpoints do not hold"""
 
-    @property
-    def owner(self) -> str:
-        """The module, to be printed."""
-        return self.module if self.is_weight else f"{self.leaf} of {self.module}"
-
-    @property
-    def is_weight(self) -> bool:
-        """Whether the module calls it ``weight``."""
-        return self.leaf == "weight"
-
 
 @dataclass(frozen=True)
 class Architecture:
-    """The tensors of a model class."""
+    """The tensors of a model class; none if the class is unknown."""
 
-    name: str
-    slots: Mapping[str, Slot]
-    ties: tuple[tuple[str, ...], ...]
+    name: str = ""
+    slots: Mapping[str, Slot] = field(default_factory=dict)
+    ties: tuple[tuple[str, ...], ...] = ()
     """Groups of names in ``slots`` that are one tensor"""
-    slot_of: Callable[[str], str | None]
+    slot_of: Callable[[str], str | None] = lambda name: None
     """The name in ``slots`` into which a stored name is loaded"""
+    unknown: str = ""
+    """Why the class is unknown; empty if there is no config"""
 
 
-def load_architecture(directory: Path) -> Architecture | str:
-    """The architecture that ``config.json`` describes, or the reason why it is unknown."""
+def load_architecture(directory: Path | None) -> Architecture:
+    """The architecture that the ``config.json`` in a directory describes."""
+    if directory is None or not (directory / "config.json").is_file():
+        return Architecture()
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
-        return "transformers not installed"
+        return Architecture(unknown="transformers not installed")
     try:
         with quiet_and_offline(transformers):
             return _describe(_build(directory, transformers))
@@ -73,13 +67,14 @@ def load_architecture(directory: Path) -> Architecture | str:
         cause = error.__cause__ if isinstance(error, MergestreamError) else error
         if isinstance(cause, OSError) and cause.errno:  # a disk error must not change the roles
             raise
-        return f"config.json not usable by transformers: {type(error).__name__}"
+        return Architecture(unknown=f"config.json not usable by transformers: {type(error).__name__}")
 
 
 def _build(directory: Path, transformers: Any) -> Any:
     raw = read_json(directory / "config.json")
     model_class: Any = getattr(transformers, (raw.get("architectures") or [""])[0], None)
-    if _is_model_class(model_class, transformers):
+    is_known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    if is_known:
         config_class = model_class.config_class
     else:
         config_class = transformers.CONFIG_MAPPING[raw["model_type"]]
@@ -91,10 +86,6 @@ def _build(directory: Path, transformers: Any) -> Any:
     return build_on_meta(lambda: model_class(config))
 
 
-def _is_model_class(candidate: Any, transformers: Any) -> bool:
-    return isinstance(candidate, type) and issubclass(candidate, transformers.PreTrainedModel)
-
-
 def _describe(model: Any) -> Architecture:
     slots: dict[str, Slot] = {}
     names_of: dict[int, list[str]] = {}
@@ -103,26 +94,27 @@ def _describe(model: Any) -> Architecture:
             name = f"{path}.{leaf}" if path else leaf
             computed = leaf in module._non_persistent_buffers_set
             spec = None if computed else TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
-            slots[name] = Slot(_class_name(module), leaf, _kind(module, leaf), spec)
+            slots[name] = _make_slot(module, leaf, spec)
             names_of.setdefault(id(tensor), []).append(name)
     ties = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
     return Architecture(type(model).__name__, slots, ties, _name_matcher(model, slots))
 
 
-def _class_name(module: nn.Module) -> str:
-    kind = type(module)
-    return f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__
-
-
-def _kind(module: nn.Module, leaf: str) -> Kind:
+def _make_slot(module: nn.Module, leaf: str, spec: TensorSpec | None) -> Slot:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    if leaf == "weight" and isinstance(module, nn.Linear | Conv1D):
-        return "linear"
-    if leaf == "weight" and isinstance(module, nn.Embedding):
-        return "embedding"
-    return "torch" if type(module).__module__.startswith("torch.") else "custom"
+    kind: Kind = "other" if type(module).__module__.startswith("torch.") else "custom"
+    name = type(module).__name__
+    if type(module).__module__.startswith("torch.nn"):
+        name = f"torch.nn.{name}"
+    if leaf != "weight":
+        return Slot(f"{leaf} of {name}", None, kind, spec)
+    if isinstance(module, nn.Linear | Conv1D):
+        kind = "linear"
+    elif isinstance(module, nn.Embedding):
+        kind = "embedding"
+    return Slot(name, name, kind, spec)
 
 
 def _name_matcher(model: Any, slots: Mapping[str, Slot]) -> Callable[[str], str | None]:

@@ -1,21 +1,30 @@
-"""The base model θ⁰ as a store knows it: the role, digest and norm of each tensor."""
+"""The base model θ⁰: opened with or without its weights; the role, digest and norm of each tensor.
+
+Without weights, its ``config.json`` gives names and shapes, which is enough for adapters.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, is_finite, ranges
-from mergestream.base.roles import Role, find_architecture, find_roles, model_names, tied_names
-from mergestream.checkpoints import DTYPES, Checkpoint, TensorSpec
+from mergestream.base.architecture import load_architecture
+from mergestream.base.roles import Role, find_roles, model_names, tied_names
+from mergestream.checkpoints import DTYPES, FLOATS, Checkpoint, TensorInfo, TensorSpec
+from mergestream.checkpoints.checkpoint import RenamedCheckpoint
+from mergestream.checkpoints.layout import model_config, refuse_quantised
+from mergestream.checkpoints.location import locate
+from mergestream.checkpoints.reader import open_located
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
+from mergestream.checkpoints.unsupported import explain_directory
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import DamagedError, MergestreamError, UsageError
@@ -23,6 +32,10 @@ from mergestream.progress import Progress, default_progress
 from mergestream.schema import Magnitude, invalid_file, validate
 from mergestream.sizes import counted
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CONFIG = "config.json"
 MAX_ELEMENTS = 2**40
 """Largest tensor that a manifest may describe: even zeros take time to process"""
 
@@ -85,7 +98,7 @@ class BaseModel:
         progress: Progress | None = None,
     ) -> BaseModel:
         """Find the role of each tensor, and measure digests and norms; without ``measure`` no weight is read."""
-        architecture = find_architecture(checkpoint)
+        architecture = load_architecture(checkpoint.directory)
         roles = find_roles(checkpoint, architecture, linear=linear, not_linear=not_linear, heads=heads)
         measured = dict.fromkeys(roles, Measured("", 0.0))
         if measure:
@@ -282,3 +295,64 @@ def unusable(name: str, checkpoint: Checkpoint) -> MergestreamError:
         f"tensor {checkpoint.stored_name(name)} in {checkpoint.tensors[name].file} of {checkpoint.source} {fault}; "
         "nothing was merged, repair or replace the file"
     )
+
+
+# --- opening the base -----------------------------------------------------------------------------------------
+
+
+class ConfigOnlyBase(Checkpoint):
+    """A base model without weights: its tensors are described, but cannot be read."""
+
+    has_weights: ClassVar[bool] = False
+
+    def __init__(self, source: str, directory: Path | None, tensors: Mapping[str, TensorSpec]) -> None:
+        self.source, self.directory = source, directory
+        self.tensors = {name: TensorInfo(spec.dtype, spec.shape, _CONFIG) for name, spec in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        raise MergestreamError(
+            f"tensor {name} of the base is needed, but only the configuration of {self.source} is known; "
+            "pass --base with the model and its weights"
+        )
+
+
+def open_base(source: str | Path, *, config_only: bool) -> Checkpoint:
+    """Open a base model; as a `ConfigOnlyBase` if it has no weights or ``config_only`` forbids their download."""
+    location = locate(source, weights=not config_only)
+    directory = location.path
+    # Weights in the hub's cache are not used either: the result must not depend on an earlier run.
+    config_only = config_only and location.source != str(directory)
+    if (directory / _CONFIG).is_file() and explain_directory(location.names, str(directory), directory) is None:
+        config_only = True
+    return _from_config(directory, location.source) if config_only else open_located(location)
+
+
+def match_names(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """Rename an older checkpoint's tensors to ``names``, the names in the model's class, if all of them are found."""
+    if checkpoint.tensors.keys() == set(names):
+        return checkpoint
+    called = {stored: name for name, stored in model_names(checkpoint, load_architecture(checkpoint.directory)).items()}
+    stored = {called.get(name, name): name for name in checkpoint.tensors}
+    if not stored.keys() >= set(names):
+        return checkpoint
+    return RenamedCheckpoint(checkpoint, {name: stored[name] for name in names})
+
+
+def _from_config(directory: Path, source: str) -> ConfigOnlyBase:
+    """Describe the tensors that a checkpoint would hold: tied tensors once, no computed buffers."""
+    config = model_config(directory)
+    refuse_quantised(directory)
+    architecture = load_architecture(directory)
+    if not architecture.slots:
+        raise MergestreamError(
+            f"{source} has no weights, and {_CONFIG} does not describe its tensors ({architecture.unknown}); "
+            "give a base with weights"
+        )
+    tied = {name for group in architecture.ties for name in group[1:]}
+    floats = FLOATS.get(str(config.get("dtype", config.get("torch_dtype"))), "F32")
+    tensors = {
+        name: TensorSpec(floats if slot.spec.is_float else slot.spec.dtype, slot.spec.shape)
+        for name, slot in architecture.slots.items()
+        if slot.spec is not None and name not in tied
+    }
+    return ConfigOnlyBase(source, directory, tensors)

@@ -9,13 +9,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from mergestream.base.architecture import Architecture, Slot, load_architecture
+from mergestream.base.architecture import Architecture
+from mergestream.checkpoints.layout import model_config
 from mergestream.digest import tensor_digest
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from mergestream.checkpoints import Checkpoint, TensorInfo
@@ -35,8 +34,7 @@ class TensorRole:
     """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), if the architecture is known"""
 
 
-@dataclass(frozen=True)
-class Tie:
+class Tie(NamedTuple):
     """Two names of one tensor, and the reason, which is printed before the name of the other tensor."""
 
     first: str
@@ -44,16 +42,9 @@ class Tie:
     reason: str
 
 
-def find_architecture(base: Checkpoint) -> Architecture | str:
-    """The architecture, or the reason why it is unknown (empty if there is no config)."""
-    if base.directory is None or not (base.directory / "config.json").is_file():
-        return ""
-    return load_architecture(base.directory)
-
-
 def find_roles(
     base: Checkpoint,
-    architecture: Architecture | str,
+    architecture: Architecture,
     *,
     linear: Sequence[str] = (),
     not_linear: Sequence[str] = (),
@@ -68,32 +59,25 @@ def find_roles(
     ties = [Tie(name, target, "shares storage with") for name, target in base.aliases.items()]
     ties += _ties_of_architecture(base, found, architecture)
     ties += _ties_by_bytes(base, found, architecture)
-    ties = [tie for tie in ties if found[tie.first].role != "copied"]
-    overrides = _overrides(base, found, linear, not_linear)
-    head_roles: dict[str, TensorRole] = {}
-    for glob in heads:
-        for name in _matching(glob, found):
-            head_roles[name] = replace(found[name], role="head", rule=f"--heads {glob}")
-    roles = found | overrides
-    for group in _groups(ties, found):
-        roles |= _tied(group, found, overrides, head_roles)
-    return roles | head_roles
+    chosen = _apply_options(base, found, linear, not_linear, heads)
+    roles = found | chosen
+    for group in _groups([tie for tie in ties if found[tie.first].role != "copied"], found):
+        roles |= _tied(group, found, chosen)
+    return roles
 
 
-def tied_names(base: Checkpoint, architecture: Architecture | str, roles: Mapping[str, TensorRole]) -> dict[str, str]:
+def tied_names(base: Checkpoint, architecture: Architecture, roles: Mapping[str, TensorRole]) -> dict[str, str]:
     """Names that an expert may store and the base does not, because they are tied to a tensor of the base."""
-    if isinstance(architecture, Architecture):
+    if architecture.slots:
         return _absent_names(architecture, roles)
     words = [name for name, role in roles.items() if role.role == "embedding" and _usual_aliases(name)]
-    if len(words) != 1 or base.directory is None or not _config_ties_embeddings(base.directory):
+    if len(words) != 1 or not _config_ties_embeddings(base):
         return {}
     return {alias: words[0] for alias in _usual_aliases(words[0]) if alias not in roles}
 
 
-def model_names(base: Checkpoint, architecture: Architecture | str) -> dict[str, str]:
+def model_names(base: Checkpoint, architecture: Architecture) -> dict[str, str]:
     """Map the names in the model's class to the stored names, where the two differ."""
-    if not isinstance(architecture, Architecture):
-        return {}
     called = {architecture.slot_of(name): name for name in base.tensors}
     return {slot: name for slot, name in called.items() if slot is not None and slot != name}
 
@@ -112,28 +96,21 @@ _NORM = re.compile(r"norm|(^|_)(ln|bn)(_|\d|$)", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|(^|[._])moe([._]|$)", re.IGNORECASE)
 
 
-def _find_role(name: str, info: TensorInfo, architecture: Architecture | str) -> TensorRole:
+def _find_role(name: str, info: TensorInfo, architecture: Architecture) -> TensorRole:
     if not info.is_float:
         return TensorRole("copied", f"{'boolean' if info.dtype == 'BOOL' else 'integer'} tensor")
     ndim = len(info.shape)
-    if isinstance(architecture, str):
-        return _by_rule(name, ndim, architecture)
     slot = architecture.slots.get(architecture.slot_of(name) or "")
     if slot is None:
-        return _by_rule(name, ndim, f"not in {architecture.name}")
-    role = _by_architecture(name, ndim, slot, f"{slot.owner} in {architecture.name}")
-    return replace(role, module=slot.module) if slot.is_weight else role
-
-
-def _by_architecture(name: str, ndim: int, slot: Slot, rule: str) -> TensorRole:
-    if slot.kind == "custom":
-        if ndim == 3 and _EXPERTS.search(slot.owner):
-            return TensorRole("linear", f"3-D, {rule}")
-        return _by_rule(name, ndim, rule)
-    if slot.kind == "linear":
-        # A convolution that became a linear layer is not stored as a matrix.
-        return TensorRole("linear", rule) if ndim == 2 else _by_rule(name, ndim, rule)
-    return TensorRole("embedding" if slot.kind == "embedding" else "other", rule)
+        return _by_rule(name, ndim, f"not in {architecture.name}" if architecture.name else architecture.unknown)
+    rule = f"{slot.owner} in {architecture.name}"
+    if slot.kind == "custom" and ndim == 3 and _EXPERTS.search(slot.owner):
+        role = TensorRole("linear", f"3-D, {rule}")
+    elif slot.kind == "custom" or (slot.kind == "linear" and ndim != 2):
+        role = _by_rule(name, ndim, rule)  # a convolution that became a linear layer is not stored as a matrix
+    else:
+        role = TensorRole(slot.kind, rule)
+    return replace(role, module=slot.module)
 
 
 def _by_rule(name: str, ndim: int, note: str) -> TensorRole:
@@ -154,51 +131,46 @@ def _by_rule(name: str, ndim: int, note: str) -> TensorRole:
     return TensorRole("linear", f"2-D *.weight{suffix}")
 
 
-# --- overrides by the user --------------------------------------------------------------------------------
+# --- options of the user ----------------------------------------------------------------------------------
 
 
-def _matching(glob: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if fnmatchcase(name, glob)]
-
-
-def _overrides(
-    base: Checkpoint, found: Mapping[str, TensorRole], linear: Sequence[str], not_linear: Sequence[str]
+def _apply_options(
+    base: Checkpoint,
+    found: Mapping[str, TensorRole],
+    linear: Sequence[str],
+    not_linear: Sequence[str],
+    heads: Sequence[str],
 ) -> dict[str, TensorRole]:
-    options: list[tuple[str, Role, Sequence[str]]] = [
-        ("--linear", "linear", linear),
-        ("--not-linear", "other", not_linear),
+    """The roles that the user's globs choose; heads take precedence."""
+    globs: list[tuple[str, Role, str]] = [
+        *(("--linear", "linear", glob) for glob in linear),
+        *(("--not-linear", "other", glob) for glob in not_linear),
+        *(("--heads", "head", glob) for glob in heads),
     ]
     chosen: dict[str, TensorRole] = {}
-    for option, role, globs in options:
-        for glob in globs:
-            names = _matching(glob, base.tensors)
-            if not names:
-                raise UsageError(f"{option} {glob} matches no tensor of {base.source}: check the spelling")
-            for name in names:
-                info, new = base.tensors[name], replace(found[name], role=role, rule=f"{option} {glob}")
-                if role == "linear" and not (info.is_float and len(info.shape) in (2, 3)):
-                    raise UsageError(
-                        f"{new.rule} matches {name} ({info.dtype}, shape {list(info.shape)}); only floating "
-                        "tensors of 2 or 3 dimensions can be linear weights: narrow the glob"
-                    )
-                if chosen.get(name, new).role != role:
-                    raise UsageError(
-                        f"{name} is matched by both {chosen[name].rule} and {new.rule}: narrow one of them"
-                    )
-                if info.is_float:  # integers are always copied
-                    chosen[name] = new
+    for option, role, glob in globs:
+        names = [name for name in base.tensors if fnmatchcase(name, glob)]
+        if not names and role != "head":  # a head may be in the experts only
+            raise UsageError(f"{option} {glob} matches no tensor of {base.source}: check the spelling")
+        for name in names:
+            info, new = base.tensors[name], replace(found[name], role=role, rule=f"{option} {glob}")
+            if role == "linear" and not (info.is_float and len(info.shape) in (2, 3)):
+                raise UsageError(
+                    f"{new.rule} matches {name} ({info.dtype}, shape {list(info.shape)}); only floating tensors of 2 "
+                    "or 3 dimensions can be linear weights: narrow the glob"
+                )
+            if role == "other" and chosen.get(name, new).role != role:
+                raise UsageError(f"{name} is matched by both {chosen[name].rule} and {new.rule}: narrow one of them")
+            if info.is_float or role == "head":  # integers are always copied
+                chosen[name] = new
     return chosen
 
 
 # --- tied tensors -----------------------------------------------------------------------------------------
 
 
-def _ties_of_architecture(
-    base: Checkpoint, found: dict[str, TensorRole], architecture: Architecture | str
-) -> list[Tie]:
+def _ties_of_architecture(base: Checkpoint, found: dict[str, TensorRole], architecture: Architecture) -> list[Tie]:
     """Ties of the model's class whose stored values agree; if they do not, the rules in ``found`` say so."""
-    if isinstance(architecture, str):
-        return []
     stored: dict[str | None, list[str]] = {}
     for name in found:
         stored.setdefault(architecture.slot_of(name), []).append(name)
@@ -220,13 +192,13 @@ def _ties_of_architecture(
     return ties
 
 
-def _ties_by_bytes(base: Checkpoint, found: dict[str, TensorRole], architecture: Architecture | str) -> list[Tie]:
+def _ties_by_bytes(base: Checkpoint, found: dict[str, TensorRole], architecture: Architecture) -> list[Tie]:
     """Matrices equal to an embedding, unless the architecture knows both and decides.
 
     Equal linear weights are no tie, because deepened models repeat layers. Constants are no tie, because two
     embeddings may both start at zero.
     """
-    known = set() if isinstance(architecture, str) else {n for n in found if architecture.slot_of(n)}
+    known = {name for name in found if architecture.slot_of(name)}
     by_form: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, role in found.items():
         if role.role in ("linear", "embedding"):
@@ -280,31 +252,30 @@ def _groups(ties: Iterable[Tie], order: Iterable[str]) -> list[dict[str, str]]:
 
 
 def _tied(
-    group: dict[str, str],
-    found: Mapping[str, TensorRole],
-    overrides: Mapping[str, TensorRole],
-    head_roles: Mapping[str, TensorRole],
+    group: Mapping[str, str], found: Mapping[str, TensorRole], chosen: Mapping[str, TensorRole]
 ) -> dict[str, TensorRole]:
-    """The roles of a group of tied tensors; an override of one member holds for all."""
-    merged = [name for name in group if name not in head_roles]
-    if merged and len(merged) < len(group):
-        head = next(name for name in group if name in head_roles)
+    """The roles of a group of tied tensors; an option that matches one of them holds for all."""
+    options = {chosen[name].role if name in chosen else None: name for name in group}
+    if options.keys() == {"head"}:
+        return {}
+    if head := options.get("head"):
+        merged = next(name for role, name in options.items() if role != "head")
         raise UsageError(
-            f"{head_roles[head].rule} matches {head}, but not {merged[0]}, which is tied to it and merged: match both "
-            "or neither"
+            f"{chosen[head].rule} matches {head}, but not {merged}, which is tied to it and merged: match both or "
+            "neither"
         )
-    overridden = {overrides[name].role: name for name in group if name in overrides}
-    if len(overridden) > 1:
+    if options.keys() >= {"linear", "other"}:
+        one, other = options["linear"], options["other"]
         raise UsageError(
-            f"{overridden['linear']} is matched by {overrides[overridden['linear']].rule} and {overridden['other']} by "
-            f"{overrides[overridden['other']].rule}, but they are tied: narrow one of them"
+            f"{one} is matched by {chosen[one].rule} and {other} by {chosen[other].rule}, but they are tied: narrow "
+            "one of them"
         )
     canonical = next((name for name in group if found[name].role == "embedding"), next(iter(group)))
     roles = {
         name: replace(found[name], role="tied", rule=f"{reason} {canonical}", tied_to=canonical)
         for name, reason in group.items()
     }
-    decided = next((overrides[name] for name in overridden.values()), found[canonical])
+    decided = next((chosen[name] for name in group if name in chosen), found[canonical])
     roles[canonical] = replace(found[canonical], role=decided.role, rule=decided.rule)
     return roles
 
@@ -345,9 +316,9 @@ def _usual_aliases(name: str) -> list[str]:
     return [f"{prefix}{alias}.{leaf}" for prefix in prefixes for alias in _TIED_TO.get(owner, ())]
 
 
-def _config_ties_embeddings(directory: Path) -> bool:
+def _config_ties_embeddings(base: Checkpoint) -> bool:
     try:
-        config = read_json(directory / "config.json")
+        config = model_config(base.directory)
         return {**(config.get("text_config") or {}), **config}.get("tie_word_embeddings") is True
-    except (MergestreamError, TypeError):  # no config, or its text_config is no object
+    except (MergestreamError, TypeError):  # a damaged config, or its text_config is no object
         return False

@@ -165,3 +165,12 @@ def model_config(directory: Path | None) -> dict[str, Any]:
     """The content of ``config.json``; empty if there is none."""
     path = directory / "config.json" if directory else None
     return read_json(path) if path and path.is_file() else {}
+
+
+def refuse_quantised(directory: Path) -> None:
+    """Refuse a checkpoint whose config says that it is quantised."""
+    if model_config(directory).get("quantization_config"):
+        raise MergestreamError(
+            f"{directory / 'config.json'}: quantization_config says that the checkpoint is quantised; dequantise it "
+            "first, or give the model that it was made from"
+        )

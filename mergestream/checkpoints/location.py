@@ -45,10 +45,6 @@ class Location(NamedTuple):
         """The names of all files in a directory."""
         return {entry.name for entry in self.path.iterdir()} | self.objects.keys()
 
-    @property
-    def is_local(self) -> bool:
-        return self.source == str(self.path)
-
 
 def locate(source: str | Path, *, weights: bool = True) -> Location:
     """Find a model by its path, URL or hub id ``org/name[@revision]``; download it from the hub if necessary.

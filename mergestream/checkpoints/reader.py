@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mergestream.checkpoints.checkpoint import Checkpoint, FileCheckpoint, Shard, describe_tensors
 from mergestream.checkpoints.distributed import DistributedFiles, find_metadata
-from mergestream.checkpoints.layout import FORMATS, WEIGHT_SUFFIXES, find_weights, is_index, read_index
+from mergestream.checkpoints.layout import (
+    FORMATS,
+    WEIGHT_SUFFIXES,
+    find_weights,
+    is_index,
+    read_index,
+    refuse_quantised,
+)
 from mergestream.checkpoints.location import Location, locate, system_errors_explained
 from mergestream.checkpoints.safetensors import SafetensorsObject
 from mergestream.checkpoints.unsupported import explain_file, no_weights_error
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import is_utf8
-from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,11 +54,7 @@ def _open_directory(location: Location) -> Checkpoint:
     directory, source, names = location.path, location.source, location.names
     if "adapter_config.json" in names:
         raise MergestreamError(f"{source} is an adapter; a full checkpoint is needed here")
-    if "config.json" in names and read_json(directory / "config.json").get("quantization_config"):
-        raise MergestreamError(
-            f"{directory / 'config.json'}: quantization_config says that the checkpoint is quantised; dequantise it "
-            "first, or give the model that it was made from"
-        )
+    refuse_quantised(directory)
     entry = find_weights(names, source)
     if entry is not None and is_index(entry):
         return _open_indexed(location, entry, source)

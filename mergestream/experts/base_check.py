@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergestream.base.config_only import match_names
-from mergestream.base.model import BaseModel
+from mergestream.base.model import BaseModel, match_names
 from mergestream.checkpoints import Checkpoint
 from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.location import Location, locate_here, without_revision

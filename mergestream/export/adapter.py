@@ -14,8 +14,7 @@ import torch
 from mergestream.algebra.lowrank import LowRank, squared_norm
 from mergestream.algebra.pieces import matrix_shape
 from mergestream.algebra.svd import thin_svd
-from mergestream.base.config_only import ConfigOnlyBase
-from mergestream.base.model import BaseModel, BaseTensor
+from mergestream.base.model import BaseModel, BaseTensor, ConfigOnlyBase
 from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint, torch_dtype
 from mergestream.checkpoints.layout import CARD
 from mergestream.digest import combined_digest, tensor_digest

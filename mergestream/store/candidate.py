@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergestream.base.config_only import ConfigOnlyBase
+from mergestream.base.model import ConfigOnlyBase
 from mergestream.checkpoints import WEIGHT_SUFFIXES, Checkpoint, TensorSpec, dtype_name
 from mergestream.checkpoints.location import without_revision
 from mergestream.digest import combined_digest

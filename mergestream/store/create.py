@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from mergestream.base.config_only import open_base
-from mergestream.base.model import BaseModel
+from mergestream.base.model import BaseModel, open_base
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts import ExpertSource

@@ -7,8 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergestream.base.config_only import match_names
-from mergestream.base.model import BaseModel
+from mergestream.base.model import BaseModel, match_names
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.storage import total_bytes

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mergestream.base.architecture import load_architecture
-from mergestream.base.config_only import open_base
+from mergestream.base.model import open_base
 from mergestream.errors import MergestreamError
 from tests.conftest import RunCommand
 
@@ -353,4 +353,4 @@ def test_a_model_that_nobody_can_have_is_not_built(number: Any, tmp_path: Path) 
 def test_modules_are_counted_while_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergestream.checkpoints.meta_model.MAX_MODULES", 10)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 8}))
-    assert load_architecture(tmp_path) == "config.json not usable by transformers: TooLargeError"
+    assert load_architecture(tmp_path).unknown == "config.json not usable by transformers: TooLargeError"

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mergestream.base.roles import TensorRole, find_architecture, find_roles, tied_names
+from mergestream.base.architecture import load_architecture
+from mergestream.base.roles import TensorRole, find_roles, tied_names
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import UsageError
 
@@ -79,7 +80,7 @@ def save(model: Any, directory: Path) -> Path:
 
 def examine(source: Any, **options: Any) -> dict[str, TensorRole]:
     with open_checkpoint(source) as base:
-        return find_roles(base, find_architecture(base), **options)
+        return find_roles(base, load_architecture(base.directory), **options)
 
 
 def linear_layers(model: nn.Module) -> int:
@@ -386,7 +387,7 @@ def test_what_the_config_ties_but_the_file_does_not_is_independent(tmp_path: Pat
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, directory / "model.safetensors")
     with open_checkpoint(directory) as base:
-        parts = find_roles(base, architecture := find_architecture(base))
+        parts = find_roles(base, architecture := load_architecture(base.directory))
         assert tied_names(base, architecture, parts) == {}
     assert (parts["lm_head.weight"].role, parts["model.embed_tokens.weight"].role) == ("linear", "embedding")
     assert "ties it, but the stored values differ" in parts["lm_head.weight"].rule
@@ -398,7 +399,7 @@ def test_an_untied_head_leaves_the_embeddings_tied(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["shared.weight"] + 1
     save_file(tensors, directory / "model.safetensors")
     with open_checkpoint(directory) as base:
-        parts = find_roles(base, architecture := find_architecture(base))
+        parts = find_roles(base, architecture := load_architecture(base.directory))
         names = tied_names(base, architecture, parts)
     assert parts["lm_head.weight"].role == "linear"
     assert names == dict.fromkeys(["decoder.embed_tokens.weight", "encoder.embed_tokens.weight"], "shared.weight")
@@ -421,7 +422,7 @@ def test_a_head_stored_in_place_of_its_embedding_counts_as_the_embedding(tmp_pat
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, directory / "model.safetensors")
     with open_checkpoint(directory) as base:
-        parts = find_roles(base, architecture := find_architecture(base))
+        parts = find_roles(base, architecture := load_architecture(base.directory))
         assert parts["lm_head.weight"].role == "embedding"
         assert tied_names(base, architecture, parts)["model.embed_tokens.weight"] == "lm_head.weight"
 
@@ -453,7 +454,7 @@ def test_names_that_only_an_expert_may_store(
     if not installed:
         monkeypatch.setitem(sys.modules, "transformers", None)
     with open_checkpoint(directory) as base:
-        architecture = find_architecture(base)
+        architecture = load_architecture(base.directory)
         names = tied_names(base, architecture, find_roles(base, architecture))
     assert expected.items() <= names.items()
     assert bool(names) == bool(expected)
@@ -482,7 +483,7 @@ def test_a_large_model_is_examined_at_once(tmp_path: Path) -> None:
     base = open_checkpoint(tensors)
     base.directory = tmp_path
     start = time.process_time()
-    parts = find_roles(base, find_architecture(base))
+    parts = find_roles(base, load_architecture(base.directory))
     assert time.process_time() - start < 2
     assert Counter(part.role for part in parts.values())["linear"] == 7 * 32 + 1
     assert all("LlamaForCausalLM" in part.rule for part in parts.values())

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from mergestream import Store
-from mergestream.base.config_only import open_base
+from mergestream.base.model import open_base
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
 from mergestream.experts import open_expert

@@ -28,8 +28,7 @@ from safetensors.torch import save
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from mergestream.base.config_only import open_base
-from mergestream.base.model import BaseModel
+from mergestream.base.model import BaseModel, open_base
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.checkpoints.layout import companions
 from mergestream.engine import LocalEngine

@@ -16,7 +16,7 @@ from tests.hub_server import COMMIT
 PROGRAM = """
 import json, pathlib, sys
 from mergestream import Store
-from mergestream.base.config_only import open_base
+from mergestream.base.model import open_base
 base, adapter, place = sys.argv[1:]
 store = Store.create(place, base, config_only=True)
 entry = store.add(adapter)
