@@ -34,8 +34,8 @@ class Slot:
     module: str | None
     """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``)"""
     kind: Kind
-    spec: TensorSpec | None
-    """None for computed buffers, which checkpoints do not hold"""
+    spec: TensorSpec | None = None
+    """None for computed buffers, which checkpoints do not hold, and in `mergestream.base.known`"""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, is_finite, ranges
 from mergestream.base.architecture import load_architecture
+from mergestream.base.known import find_architecture
 from mergestream.base.roles import Role, find_roles, model_names, tied_names
 from mergestream.checkpoints import DTYPES, FLOATS, Checkpoint, TensorInfo, TensorSpec
 from mergestream.checkpoints.checkpoint import RenamedCheckpoint
@@ -98,7 +99,7 @@ class BaseModel:
         progress: Progress | None = None,
     ) -> BaseModel:
         """Find the role of each tensor, and measure digests and norms; without ``measure`` no weight is read."""
-        architecture = load_architecture(checkpoint.directory)
+        architecture = find_architecture(checkpoint)
         roles = find_roles(checkpoint, architecture, linear=linear, not_linear=not_linear, heads=heads)
         measured = dict.fromkeys(roles, Measured("", 0.0))
         if measure:
@@ -331,7 +332,7 @@ def match_names(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     """Rename an older checkpoint's tensors to ``names``, the names in the model's class, if all of them are found."""
     if checkpoint.tensors.keys() == set(names):
         return checkpoint
-    called = {stored: name for name, stored in model_names(checkpoint, load_architecture(checkpoint.directory)).items()}
+    called = {stored: name for name, stored in model_names(checkpoint, find_architecture(checkpoint)).items()}
     stored = {called.get(name, name): name for name in checkpoint.tensors}
     if not stored.keys() >= set(names):
         return checkpoint
