@@ -82,26 +82,6 @@ class Interference:
             layer_cosine=tuple(_mean((matrix.cosines for matrix in layers[name]), count) for name in names),
         )
 
-    @property
-    def largest_damage(self) -> tuple[float, str] | None:
-        """The largest damage, and the name of its expert."""
-        return max(
-            ((value, name) for name, value in zip(self.experts, self.damage, strict=True) if value is not None),
-            default=None,
-        )
-
-    def closest(self, expert: int) -> tuple[float, str] | None:
-        """The largest mean overlap of an expert with another one, and the other's name."""
-        return self._named(largest_other(self.overlap[expert], expert))
-
-    def closest_in(self, layer: int, expert: int) -> tuple[float, str] | None:
-        """The same in one layer."""
-        others = np.delete(self.layer_overlap[layer][expert], expert)
-        if np.isnan(others).all():
-            return None
-        place = int(np.nanargmax(others))
-        return float(others[place]), self.experts[place + (place >= expert)]
-
     def of_pair(self, one: int, other: int) -> dict[str, float]:
         """The overlap of two experts by layer, the largest first."""
         return dict(sorted(self._by_layer(self.layer_overlap, one, other), key=lambda item: -item[1]))
@@ -116,9 +96,6 @@ class Interference:
             if not math.isnan(value := float(matrix[one, other])):
                 yield layer, value
 
-    def _named(self, found: tuple[float, int] | None) -> tuple[float, str] | None:
-        return None if found is None else (found[0], self.experts[found[1]])
-
 
 def _mean(found: Iterable[Tensor], count: int) -> np.ndarray:
     """Expert × expert: the mean over the matrices that both experts have changed."""
@@ -132,6 +109,14 @@ def _mean(found: Iterable[Tensor], count: int) -> np.ndarray:
 
 def _with_none(values: np.ndarray) -> Matrix:
     return tuple(tuple(None if value != value else value for value in row) for row in values.tolist())
+
+
+def pairs_of(matrix: Matrix) -> Iterator[tuple[float, int, int]]:
+    """The known value of every two experts in a symmetric matrix, and their positions, the earlier first."""
+    for later, row in enumerate(matrix):
+        for earlier, value in enumerate(row[:later]):
+            if value is not None:
+                yield value, earlier, later
 
 
 def largest_other(row: Sequence[float | None], own: int) -> tuple[float, int] | None:

@@ -3,7 +3,6 @@
 * ``facts``: all data of a report; ``verdict`` has its first lines, ``sections`` and ``tables`` the rest
 * ``render``: the page and Markdown, from ``templates``; ``figures``: matplotlib figures; ``wording``: names, numbers
 * ``diagnostics``: similarity of the experts, and the share of each that was kept
-* ``ledger``: the share of each expert that a ledger holds, and how the experts interfere
 * ``scores``: evaluations that are attached to a store; ``metrics``: ACC, BWT and others; ``harness``: lm-eval
 * ``gates``: conditions under which ``add`` refuses an expert
 * ``diff``: compare two steps, or a step and a checkpoint

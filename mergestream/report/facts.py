@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 from mergestream.escaping import shell_command
-from mergestream.report.diagnostics import Similarity, Survival, fields_of, similarity, survival
-from mergestream.report.ledger import LedgerFacts
+from mergestream.merging.interference import Interference, pairs_of
+from mergestream.report.diagnostics import (
+    HIGH_DAMAGE,
+    Similarity,
+    Survival,
+    fields_of,
+    ledger_survival,
+    similarity,
+    survival,
+)
 from mergestream.report.scores import Scores, attached
 from mergestream.report.verdict import next_step, verdict
-from mergestream.report.wording import format_number, short_name, shorten_findings
+from mergestream.report.wording import format_number, short_name, short_names, shorten_findings
 from mergestream.store.candidate import LARGE
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, Store
     from mergestream.store.manifest import Manifest
-
-T = TypeVar("T")
 
 SIMILAR = 0.5
 """Two experts are similar from this cosine on; unrelated task vectors have a cosine of nearly 0"""
@@ -29,12 +35,15 @@ OPPOSED = -0.2
 """Two experts cancel each other when they are added up, from this cosine down"""
 FORGOTTEN = 0.05
 """Tasks are being forgotten when they have lost more than this share of the mean score"""
-LOW_KEPT = 0.5
-"""An expert is hardly merged when less than this share of it entered the state"""
+LOW_SHARE = 0.5
+"""An expert is hardly merged when a smaller share of it entered the state, or is held by its entry in a ledger"""
+HIGH_OVERLAP = 0.5
+"""Two experts respond to the same inputs above this; similar alphabets have 0.45"""
 MAX_LAYERS = 3
 """Layers that are named for each conflict"""
 _STATE_KEYS = ("scale", "direction_norm", "distance", "lost", "rank")
 """What an expert in a ledger does not have: the readout decides it, or there is nothing to bound"""
+_INTERFERENCE_KEYS = ("experts", "layers", "damage", "layer_damage", "overlap")
 _TENSOR_KEYS = ("role", "rule", "dtype", "shape", "norm", "digest")
 
 
@@ -63,11 +72,10 @@ class Facts:
     manifest: Manifest
     similarity: Similarity
     survival: Survival
+    """The share of each tensor that entered the state, or that the entries of a ledger hold now"""
     scores: Scores | None
-    commands: tuple[str, ...]
-    """The command lines that make this store again"""
-    ledger: LedgerFacts | None = None
-    """What only a ledger with experts has; it decides which sections there are"""
+    interference: Interference | None = None
+    """What the experts do to each other; only a ledger with experts knows it, and so has other sections"""
 
     @classmethod
     def of(cls, store: Store) -> Facts:
@@ -76,19 +84,12 @@ class Facts:
 
     @classmethod
     def _read(cls, store: Store) -> Facts:
-        ledger = None
-        if store.manifest.entries:
-            with store.snapshot() as snapshot:
-                ledger = LedgerFacts.of(snapshot, store.engine, store.progress)
-        return cls(
-            store=str(store.storage),
-            manifest=store.manifest,
-            similarity=similarity(store),
-            survival=ledger.survival if ledger else survival(store),
-            scores=attached(store),
-            commands=tuple(_commands(str(store.storage), store.manifest)),
-            ledger=ledger,
-        )
+        known = str(store.storage), store.manifest, similarity(store)
+        if not store.manifest.entries:
+            return cls(*known, survival(store), attached(store))
+        with store.snapshot() as snapshot:
+            interference = snapshot.reading(store.engine).interference(store.engine, store.progress)
+            return cls(*known, ledger_survival(snapshot), attached(store), interference)
 
     @property
     def history(self) -> tuple[Expert, ...]:
@@ -99,32 +100,20 @@ class Facts:
         """``alpha = 0.5, scaling = adaptive``"""
         return ", ".join(f"{key} = {value}" for key, value in self.manifest.parameters.items())
 
-    @cached_property
-    def selected(self) -> tuple[int, ...]:
-        """Positions of the experts that have a column in tables: all, except in large stores."""
-        everyone = range(len(self.history))
-        worst = [-(self.ledger.damage[i] or 0.0) if self.ledger else self.history[i].kept for i in everyone]
-        return self.similarity.choose(sorted(everyone, key=lambda i: worst[i]))
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """The command lines that make this store again."""
+        return tuple(_commands(self.store, self.manifest))
 
     @property
-    def selection(self) -> str:
-        """Says which experts are selected, if not all are."""
-        if len(self.selected) == len(self.history):
-            return ""
-        worst = "the most damaged" if self.ledger else "those of which the least was kept"
-        return (
-            f"This shows {len(self.selected)} of {len(self.history)} experts: the latest, the most similar to another, "
-            f"the most opposed to another, and {worst}."
-        )
+    def shares(self) -> tuple[float, ...]:
+        """The share of each expert's ‖Δ‖² that entered the state, or that its entry in a ledger holds now."""
+        return self.survival.total if self.interference else tuple(entry.kept for entry in self.history)
 
-    def select(self, values: Sequence[T]) -> list[T]:
-        """The values of the selected experts."""
-        return [values[i] for i in self.selected]
-
-    def nearest(self, position: int) -> tuple[float, str] | None:
-        """The largest cosine of an expert to another one, and the name of that one."""
-        found = self.similarity.nearest[position]
-        return found and (found[0], self.history[found[1]].name)
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of all experts as tables and sentences write them."""
+        return short_names(entry.name for entry in self.history)
 
     def relative_norm(self, number: int) -> float:
         """The norm of the task vector of step ``number`` over the mean of the others."""
@@ -135,38 +124,51 @@ class Facts:
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
         """The pairs of experts with strongly negative cosines, the most opposed first."""
-        return tuple(
-            Conflict(self.history[one].name, self.history[other].name, cosine, self._opposed_layers(one, other))
-            for cosine, one, other in sorted(pair for pair in self.similarity.pairs() if pair[0] <= OPPOSED)
-        )
+        found = []
+        for cosine, one, other in sorted(pair for pair in self.similarity.pairs() if pair[0] <= OPPOSED):
+            layers = list(self.interference.opposed(one, other).items()) if self.interference else []
+            names = self.history[one].name, self.history[other].name
+            found.append(Conflict(*names, cosine, dict(layers[:MAX_LAYERS])))
+        return tuple(found)
 
-    def _opposed_layers(self, one: int, other: int) -> dict[str, float]:
-        layers = self.ledger.interference.opposed(one, other) if self.ledger else {}
-        return dict(list(layers.items())[:MAX_LAYERS])
+    def damaged(self) -> list[tuple[float, int]]:
+        """The experts of a ledger with a high predicted damage, and their positions, the largest first."""
+        damage = self.interference.damage if self.interference else ()
+        return sorted(((value, i) for i, value in enumerate(damage) if value and value > HIGH_DAMAGE), reverse=True)
 
     def findings(self) -> list[str]:
         """What deserves a look, in sentences."""
-        relative = {entry.name: self.relative_norm(number) for number, entry in enumerate(self.history, 1)}
-        found = shorten_findings(
-            f"{short_name(name)} is {times:.1f} times as large as the other experts on average."
-            for name, times in relative.items()
-            if times >= LARGE
-        )
-        found += shorten_findings(
-            f"Only {entry.kept:.0%} of {short_name(entry.name)} entered the merged state."
-            for entry in self.history
-            if entry.kept < LOW_KEPT and not self.ledger
-        )
-        names = [short_name(entry.name) for entry in self.history]
-        found += shorten_findings(
-            f"{names[later]} and {names[earlier]} are similar (cosine {value:.2f})."
-            for value, earlier, later in sorted(self.similarity.pairs(), reverse=True)
-            if value >= SIMILAR
-        )
-        found += shorten_findings(
-            f"{short_name(entry.name)}: {note}." for entry in self.history for note in entry.notes
-        )
-        found += self.ledger.findings() if self.ledger else ()
+        names, relative = self.names, [self.relative_norm(number) for number in range(1, len(self.history) + 1)]
+        what = "The ledger holds only {} of {}." if self.interference else "Only {} of {} entered the merged state."
+        overlaps = pairs_of(self.interference.overlap) if self.interference else ()
+        kinds: list[Iterable[str]] = [
+            (
+                f"{name} is {times:.1f} times as large as the other experts on average."
+                for name, times in zip(names, relative, strict=True)
+                if times >= LARGE
+            ),
+            (
+                what.format(f"{share:.0%}", name)
+                for share, name in sorted(zip(self.shares, names, strict=True))
+                if share < LOW_SHARE
+            ),
+            (
+                f"{names[later]} and {names[earlier]} are similar (cosine {value:.2f})."
+                for value, earlier, later in sorted(self.similarity.pairs(), reverse=True)
+                if value >= SIMILAR
+            ),
+            (f"{name}: {note}." for name, entry in zip(names, self.history, strict=True) for note in entry.notes),
+            (
+                f"The merged model would serve {names[i]} badly (predicted damage {damage:.2f})."
+                for damage, i in self.damaged()
+            ),
+            (
+                f"{names[one]} and {names[other]} respond to the same inputs (overlap {value:.2f})."
+                for value, one, other in sorted(overlaps, reverse=True)
+                if value > HIGH_OVERLAP
+            ),
+        ]
+        found = [sentence for kind in kinds for sentence in shorten_findings(kind)]
         if (scores := self.scores) and scores.acc and scores.bwt and scores.bwt < -FORGOTTEN * abs(scores.acc):
             found.append(
                 f"Tasks have lost {-scores.bwt:.3g} of {scores.metric} on average since their experts were added."
@@ -194,15 +196,20 @@ class Facts:
                 {"name": name, **{key: getattr(tensor, key) for key in _TENSOR_KEYS}}
                 for name, tensor in base.tensors.items()
             ],
-            "ledger": self.ledger and self.ledger.to_json(),
+            "ledger": self.interference
+            and {
+                "room_for": self.manifest.sharing,
+                "held": self.shares,
+                **{key: getattr(self.interference, key) for key in _INTERFERENCE_KEYS},
+            },
             "commands": self.commands,
         }
 
     def _expert_json(self, number: int, entry: Expert) -> dict[str, Any]:
-        left_out = {"fates", *(_STATE_KEYS if self.ledger else ())}
+        left_out = {"fates", *(_STATE_KEYS if self.interference else ())}
         outcome: dict[str, Any] = {"lambda": finite(entry.lambda_), "sqrt_t": math.sqrt(number)}
-        if self.ledger:
-            outcome = {"held": self.ledger.held[number - 1], "damage": self.ledger.damage[number - 1]}
+        if self.interference:
+            outcome = {"held": self.shares[number - 1], "damage": self.interference.damage[number - 1]}
         return {
             "step": number,
             **{key: value for key, value in asdict(entry).items() if key not in left_out},

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from mergestream.report.diagnostics import Similarity
     from mergestream.report.scores import Scores
-    from mergestream.store.manifest import Expert, Manifest
+    from mergestream.store.manifest import Manifest
 
 BLUE, ORANGE, GREY, PALE = "#2f6fde", "#d9730d", "#8a94a3", "#a9c4f2"
 CURVES = (BLUE, ORANGE, "#2e8b57", "#8e44ad", "#c0392b", "#16808f", "#7a6a2f", "#444b55")
@@ -47,9 +47,9 @@ def write_pictures(directory: Path, manifest: Manifest, found: Similarity) -> di
         curve = scaling({"λ": [entry.lambda_ for entry in manifest.history]})
         figures["lambda.png"] = (curve, "The scaling factor λ after each expert, against √t")
     if manifest.step > 1:
-        some = found.choose()
-        of = f"{len(some)} of " if len(some) < len(found.experts) else ""
-        matrix = similarity([found.experts[i] for i in some], [[found.cosines[i][j] for j in some] for i in some])
+        last = slice(-MAX_EXPERTS, None)
+        matrix = similarity(found.experts[last], [row[last] for row in found.cosines[last]])
+        of = f"the last {MAX_EXPERTS} of " if len(found.experts) > MAX_EXPERTS else ""
         figures["similarity.png"] = (matrix, f"Cosine similarity of {of}the experts' task vectors")
     for name, (figure, _) in figures.items():
         save(figure, directory / name, dpi=120, metadata={"Software": None})
@@ -86,27 +86,15 @@ def label(text: str, limit: int = MAX_TITLE) -> str:
 def scaling(curves: Mapping[str, Sequence[float]], bands: Mapping[str, Sequence[float]] | None = None) -> Figure:
     """λ_t against √t (the paper's adaptive scaling factors), one curve per name; ``bands`` are error bars."""
     count = max(map(len, curves.values()), default=0)
-    figure, axes = _step_axes(count, "scaling factor λ")
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = _style(figure.subplots())
+    axes.set(xlabel="experts absorbed, t", ylabel="scaling factor λ", xlim=(0.5, max(count, 4) + 0.5))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     steps = range(1, count + 1)
     axes.plot(steps, [math.sqrt(t) for t in steps], "--", color=GREY, label="√t")
     for number, (name, values) in enumerate(curves.items()):
         colour, band, x = CURVES[number % len(CURVES)], (bands or {}).get(name), steps[: len(values)]
         axes.errorbar(x, values, band, fmt="o-", markersize=4, capsize=2, color=colour, label=label(name))
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-    return figure
-
-
-def norms(history: Sequence[Expert]) -> Figure:
-    """‖Δ_t‖, its running mean n_t, and ‖merged − base‖ after each step."""
-    figure, axes = _step_axes(len(history), "norm")
-    steps = range(1, len(history) + 1)
-    axes.vlines(steps, 0, [entry.norm for entry in history], color=PALE, linewidth=max(1, 160 / (len(history) + 9)))
-    axes.plot(steps, [entry.norm for entry in history], "_", color=BLUE, label="‖Δ‖ of the expert")
-    axes.plot(steps, [entry.mean_norm for entry in history], "o--", markersize=3, color=GREY, label="mean ‖Δ‖")
-    if any(entry.distance is not None for entry in history):
-        distances = [math.nan if entry.distance is None else entry.distance for entry in history]
-        axes.plot(steps, distances, "o-", markersize=4, color=ORANGE, label="‖merged − base‖")
-    axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     return figure
 
@@ -176,15 +164,6 @@ def heat_map(
             axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
     figure.colorbar(image, label=quantity, shrink=0.8)
     return figure
-
-
-def _step_axes(count: int, quantity: str) -> tuple[Figure, Axes]:
-    """A figure with the steps of a store along the x-axis."""
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = _style(figure.subplots())
-    axes.set(xlabel="experts absorbed, t", ylabel=quantity, xlim=(0.5, max(count, 4) + 0.5))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure, axes
 
 
 def _style(axes: Axes) -> Axes:

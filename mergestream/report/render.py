@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64encode
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -18,14 +18,10 @@ from mergestream import __version__
 from mergestream.base.names import natural
 from mergestream.errors import MergestreamError
 from mergestream.escaping import MAX_SENTENCE, code, markdown_text, one_line
-from mergestream.report.diagnostics import MAX_EXPERTS, Survival
+from mergestream.report.diagnostics import MAX_EXPERTS
 from mergestream.report.facts import Facts
-from mergestream.report.sections import Section, make_sections, make_tiles
+from mergestream.report.sections import Section, make_sections
 from mergestream.report.verdict import next_step, verdict
-from mergestream.report.wording import short_names
-
-MAX_NUMBERS = 50_000
-"""Norms of single tensors that are in the page for single experts; of larger models only those for all experts"""
 
 
 def render_html(facts: Facts) -> str:
@@ -39,14 +35,12 @@ def render_html(facts: Facts) -> str:
             **_context(facts),
             name=Path(facts.store).name or facts.store,
             base=Path(facts.manifest.base.source).name or facts.manifest.base.source,
-            tiles=list(make_tiles(facts)),
             is_large=len(facts.history) > MAX_EXPERTS,
             definitions=_definitions(facts),
-            selected=short_names(facts.select(facts.manifest.names)) if _lists_experts(facts) else [],
             style=Markup(_template("style.css")),
             script=Markup(script),
             script_hash=Markup(f"'sha256-{policy}'"),
-            data=Markup(json.dumps(_tensor_data(facts), allow_nan=False).replace("<", "\\u003c")),
+            data=Markup(json.dumps(_tensor_rows(facts), allow_nan=False).replace("<", "\\u003c")),
             version=__version__,
         )
     )
@@ -101,49 +95,28 @@ def _definitions(facts: Facts) -> list[tuple[str, str]]:
         ("base", manifest.base.source),
         ("base digest", manifest.base.digest),
     ]
-    if facts.history and not facts.ledger:  # a ledger has one digest for each entry
+    if facts.history and not facts.interference:  # a ledger has one digest for each entry
         found.append(("state digest", facts.history[-1].state))
     return found
 
 
-def _lists_experts(facts: Facts) -> bool:
-    """Whether the table of tensors has the numbers of single experts."""
-    return len(facts.selected) * len(facts.survival.parts) <= MAX_NUMBERS
-
-
-def _tensor_data(facts: Facts) -> dict[str, Any]:
-    """The table of tensors; ‖Δ‖, the share kept and q for all experts, and for each selected expert."""
-    positions = {name: i for i, name in enumerate(facts.survival.parts)}
-    survival, last = facts.survival, facts.survival.protected[-1] if facts.history else ()
-    select = facts.select if _lists_experts(facts) else lambda rows: []
-
-    def rounded(rows: Iterable[Iterable[float]]) -> list[list[float]]:
-        return [[float(f"{value:.6g}") for value in row] for row in rows]
-
-    return {
-        "rows": [
-            [
-                *(name, tensor.role, tensor.rule, tensor.dtype, "×".join(map(str, tensor.shape)) or "scalar"),
-                *(tensor.numel, tensor.norm, positions.get(name, -1)),
-            ]
-            for name, tensor in sorted(facts.manifest.base.tensors.items(), key=lambda item: natural(item[0]))
-        ],
-        "total": [*rounded(_sum_up(facts.survival)), None if facts.ledger else last],
-        "norm": rounded(select(survival.norm)),
-        "kept": rounded(select(survival.kept)),
-        "protected": None if facts.ledger else select(survival.protected),
-    }
-
-
-def _sum_up(survival: Survival) -> tuple[list[float], list[float]]:
-    """For each tensor, over all experts: the root mean square of ‖Δ‖, and the share of all energy that was kept."""
-    norms, shares = [], []
-    for norm, kept in zip(zip(*survival.norm, strict=True), zip(*survival.kept, strict=True), strict=True):
-        energy = math.fsum(value**2 for value in norm)
-        held = math.fsum(share * value**2 for share, value in zip(kept, norm, strict=True))
-        norms.append(math.sqrt(energy / len(norm)))
-        shares.append(held / energy if energy else 1.0)
-    return norms, shares
+def _tensor_rows(facts: Facts) -> list[list[Any]]:
+    """The table of tensors: what the base has, then ‖Δ‖, the share kept and q (None in a ledger) over all experts."""
+    survival, history = facts.survival, facts.history
+    outcome: dict[str, list[float | None]] = {}
+    for i, name in enumerate(survival.parts if history else ()):
+        norms2 = [row[i] ** 2 for row in survival.norm]
+        energy = math.fsum(norms2)
+        kept = math.fsum(row[i] * norm2 for row, norm2 in zip(survival.kept, norms2, strict=True))
+        numbers = math.sqrt(energy / len(norms2)), kept / energy if energy else 1.0
+        outcome[name] = [*(float(f"{value:.6g}") for value in numbers), survival.protected[-1][i]]
+    return [
+        [
+            *(name, tensor.role, tensor.rule, tensor.dtype, "×".join(map(str, tensor.shape)) or "scalar"),
+            *(tensor.numel, tensor.norm, *outcome.get(name, [None] * 3)),
+        ]
+        for name, tensor in sorted(facts.manifest.base.tensors.items(), key=lambda item: natural(item[0]))
+    ]
 
 
 def _template(name: str) -> str:

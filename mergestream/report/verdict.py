@@ -11,8 +11,8 @@ from mergestream.report.wording import format_range, short_name
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
+    from mergestream.merging.interference import Interference
     from mergestream.report.facts import Facts
-    from mergestream.report.ledger import LedgerFacts
     from mergestream.report.scores import Scores
 
 LOST = 0.1
@@ -47,7 +47,7 @@ def verdict(facts: Facts) -> str:
     else:
         if last := facts.history[-1].evaluation:
             sentences.append(f"The model scored {last['score']:g} after the last expert.")
-        sentences.append(_describe_ledger(facts, facts.ledger) if facts.ledger else _describe_state(facts))
+        sentences.append(_describe_ledger(facts, facts.interference) if facts.interference else _describe_state(facts))
     if problem := find_problem(facts):
         sentences.append(problem.sentence)
     elif not facts.findings():
@@ -61,16 +61,16 @@ def next_step(facts: Facts) -> NextStep:
     if not facts.history:
         return _advise("Add the first expert.", "add", facts.store, "EXPERT")
     if problem is None:
-        unknown = facts.ledger and facts.manifest.adapters and not facts.scores
+        unknown = facts.interference and facts.manifest.adapters and not facts.scores
         advice = "Merge the adapters, and score the model before you use it." if unknown else "Merge the experts."
         return _advise(advice, "export", facts.store, "merged")
     worst = problem.experts
     names = " and ".join(map(short_name, worst))
-    if facts.ledger and len(worst) <= MAX_LEFT_OUT and 2 * len(worst) <= len(facts.history):
+    if facts.interference and len(worst) <= MAX_LEFT_OUT and 2 * len(worst) <= len(facts.history):
         left_out = ("--without", ",".join(worst))
         advice = f"Leave out {names}, and serve {'them' if len(worst) > 1 else 'it'} separately."
         return _advise(advice, "export", facts.store, "merged", *left_out)
-    if facts.ledger:
+    if facts.interference:
         advice = "Serve the experts one by one as adapters: one model does not serve most of them well."
         return _advise(advice, "export", facts.store, "adapters", "--format", "loras")
     if worst[0] == facts.history[-1].name:
@@ -90,10 +90,10 @@ def find_problem(facts: Facts) -> Problem | None:
             return Problem([entry.name for _, entry in found], sentence)
         if facts.scores.has_experts and len(facts.scores.matrix) == len(facts.history):
             return None
-    if facts.ledger and not facts.manifest.adapters and (damaged := facts.ledger.damaged()):
-        damage, name = damaged[0]
-        sentence = f"The model would serve {short_name(name)} worst (predicted damage {damage:.2f})."
-        return Problem([name for _, name in damaged], sentence)
+    if not facts.manifest.adapters and (damaged := facts.damaged()):
+        damage, most = damaged[0]
+        sentence = f"The model would serve {facts.names[most]} worst (predicted damage {damage:.2f})."
+        return Problem([facts.history[i].name for _, i in damaged], sentence)
     if facts.conflicts:
         return Problem([facts.conflicts[0].other], str(facts.conflicts[0]))
     return None
@@ -117,16 +117,16 @@ def _describe_scores(facts: Facts, scores: Scores) -> str:
     return f"{share} (mean {scores.metric} {merged:.3g}, experts {experts:.3g}{of_base})."
 
 
-def _describe_ledger(facts: Facts, ledger: LedgerFacts) -> str:
-    held = f"The ledger holds {format_range(ledger.held, '.0%')} of each."
+def _describe_ledger(facts: Facts, found: Interference) -> str:
+    held = f"The ledger holds {format_range(facts.shares, '.0%')} of each."
     if facts.manifest.adapters:
         return f"{held} Only scores show how good a merge of adapters is."
-    known = [value for value in ledger.damage if value is not None]
+    known = [value for value in found.damage if value is not None]
     damage = f" Predicted damage: {format_range(known, '.2f')} (0 is none, 1 is the base)." if known else ""
     return held + damage
 
 
 def _describe_state(facts: Facts) -> str:
-    kept = f"{format_range([entry.kept for entry in facts.history], '.0%')} of each entered the merged state."
+    kept = f"{format_range(facts.shares, '.0%')} of each entered the merged state."
     cosines = [value for value, _, _ in facts.similarity.pairs()]
     return f"{kept} Cosines between experts: {format_range(cosines, '.2f')}." if cosines else kept

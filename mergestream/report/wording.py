@@ -32,20 +32,10 @@ def format_number(value: float | None, form: str = ".3f") -> str:
     return "–" if value is None else format(value, form).replace("-", "−")
 
 
-def format_change(value: float | None) -> str:
-    """A difference, always with its sign."""
-    return format_number(value, "+.3f")
-
-
 def format_range(values: Sequence[float], form: str) -> str:
     """``0.08 to 0.24``"""
     least, most = (format_number(value + 0.0, form) for value in (min(values), max(values)))
     return least if least == most else f"{least} to {most}"
-
-
-def explain_bwt(bwt: float) -> str:
-    """What the sign of BWT means."""
-    return "below 0: earlier tasks were forgotten" if bwt < 0 else "not below 0: nothing was forgotten"
 
 
 def shorten_findings(sentences: Iterable[str]) -> list[str]:

@@ -16,9 +16,10 @@ from torch import Tensor
 from mergestream import Ledger, Store
 from mergestream.engine import LocalEngine
 from mergestream.engine.local import single_threaded
+from mergestream.merging.interference import Interference
 from mergestream.progress import Progress
-from mergestream.report.facts import Facts
-from mergestream.report.ledger import HIGH_DAMAGE, HIGH_OVERLAP, LedgerFacts
+from mergestream.report.diagnostics import HIGH_DAMAGE
+from mergestream.report.facts import HIGH_OVERLAP, Facts
 from mergestream.report.render import render_html
 from mergestream.report.sections import make_sections
 from tests.conftest import RunCommand, files, save_model
@@ -50,9 +51,10 @@ def pair(tmp_path: Path, models: Path) -> Store:
     return make_ledger(tmp_path / "pair", models, EXPERTS[:2])
 
 
-def facts_of(store: Store) -> LedgerFacts:
-    with store.snapshot() as snapshot:
-        return LedgerFacts.of(snapshot, store.engine, Progress())
+def interference(store: Store) -> Interference:
+    found = Facts.of(store).interference
+    assert found
+    return found
 
 
 # --- the plain formulas ------------------------------------------------------------------------------------
@@ -115,9 +117,9 @@ def mean(values: list[float]) -> float:
 
 
 def test_held_is_the_share_of_the_leading_directions(ledger: Store, models: Path) -> None:
-    found = facts_of(ledger)
-    assert found.experts == EXPERTS and found.sharing == 8
-    for name, held, entry in zip(EXPERTS, found.held, ledger.history, strict=True):
+    found = Facts.of(ledger)
+    assert found.survival.experts == EXPERTS and found.manifest.sharing == 8
+    for name, held, entry in zip(EXPERTS, found.shares, ledger.history, strict=True):
         assert held == pytest.approx(plain_held(deltas(models, name)), rel=1e-5)
         assert held == pytest.approx(entry.kept, rel=1e-5)
 
@@ -125,7 +127,7 @@ def test_held_is_the_share_of_the_leading_directions(ledger: Store, models: Path
 def test_damage_is_what_the_formula_of_the_readout_says(ledger: Store, models: Path) -> None:
     experts = [deltas(models, name) for name in EXPERTS]
     plain = {tensor: plain_damage([delta[tensor] for delta in experts]) for tensor in LINEAR}
-    found = facts_of(ledger).interference
+    found = interference(ledger)
     assert found.layers == LAYERS
     for i in range(len(EXPERTS)):
         assert found.damage[i] == pytest.approx(mean([plain[tensor][i] for tensor in LINEAR]), abs=1e-5)
@@ -139,7 +141,7 @@ def test_damage_is_what_the_formula_of_the_readout_says(ledger: Store, models: P
 
 
 def test_overlap_is_the_cosine_of_what_experts_answer_to(ledger: Store, models: Path) -> None:
-    experts, found = [deltas(models, name) for name in EXPERTS], facts_of(ledger)
+    experts, found = [deltas(models, name) for name in EXPERTS], interference(ledger)
     plain = {
         (i, j): {tensor: plain_overlap(experts[i][tensor], experts[j][tensor]) for tensor in LINEAR}
         for i in range(3)
@@ -149,14 +151,10 @@ def test_overlap_is_the_cosine_of_what_experts_answer_to(ledger: Store, models: 
         assert found.overlap[i][j] == pytest.approx(mean(list(of_tensors.values())), abs=1e-5)
     for i in range(3):
         for n, layer in enumerate(LAYERS):
-            others = {
-                EXPERTS[j]: mean([value for tensor, value in plain[i, j].items() if tensor.startswith(f"{layer}.")])
-                for j in range(3)
-                if j != i
-            }
-            assert found.layer_overlap[i][n] == pytest.approx(max(others.values()), abs=1e-5)
-            assert found.layer_partner[i][n] == max(others, key=lambda name: others[name])
-    pair = found.interference.of_pair(0, 2)
+            for j in range(3):
+                of_layer = [value for tensor, value in plain[i, j].items() if tensor.startswith(f"{layer}.")]
+                assert found.layer_overlap[n][i, j] == pytest.approx(mean(of_layer), abs=1e-5)
+    pair = found.of_pair(0, 2)
     assert list(pair.values()) == sorted(pair.values(), reverse=True) and set(pair) == set(LAYERS)
 
 
@@ -183,11 +181,11 @@ def test_what_experts_have_not_moved_is_not_compared(tmp_path: Path, models: Pat
         save_model(tmp_path / name, base | {moved: changed})
     store = Store.create(tmp_path / "store", models / "base", Ledger())
     store.add(tmp_path / "up"), store.add(tmp_path / "bias")
-    found = facts_of(store)
-    assert found.damage[1] is None and found.overlap[0][1] is None and found.held[1] == 1
-    assert found.layer_partner == [[None] * 4] * 2
-    assert "largest damage" in render_html(Facts.of(store))
-    json.dumps(Facts.of(store).to_json(), allow_nan=False)
+    found, facts = interference(store), Facts.of(store)
+    assert found.damage[1] is None and found.overlap[0][1] is None and facts.shares[1] == 1
+    assert found.of_pair(0, 1) == {}
+    assert "Predicted damage" in render_html(facts)
+    json.dumps(facts.to_json(), allow_nan=False)
 
 
 # --- inspect -----------------------------------------------------------------------------------------------
@@ -199,7 +197,7 @@ def test_inspect_predicts_what_the_report_tells_afterwards(pair: Store, models: 
     assert files(pair.path) == before
     assert told.lambda_ is None and told.distance is None
     pair.add(models / "pets")
-    assert told.interference == facts_of(pair).interference
+    assert told.interference == interference(pair)
     assert told.kept == pair.history[-1].kept
 
 
@@ -228,10 +226,11 @@ def test_inspect_the_first_expert_and_one_that_is_the_base(tmp_path: Path, model
 
 def test_gates_on_damage_and_held_are_recorded_with_their_values(pair: Store, models: Path) -> None:
     entry = pair.add(models / "pets", gates=["damage<=0.3", "held>=0.1"])
-    found = facts_of(Store(pair.path))
+    found = Facts.of(Store(pair.path))
+    assert found.interference
     assert [gate["gate"] for gate in entry.gates] == ["damage<=0.3", "held>=0.1"]
-    assert entry.gates[0]["value"] == pytest.approx(max(known(found.damage)))
-    assert entry.gates[1]["value"] == found.held[-1]
+    assert entry.gates[0]["value"] == pytest.approx(max(known(found.interference.damage)))
+    assert entry.gates[1]["value"] == found.shares[-1]
 
 
 def test_an_expert_that_would_do_too_much_damage_is_not_added(
@@ -269,10 +268,9 @@ def test_the_page_has_the_sections_of_a_ledger_and_none_of_a_state(ledger: Store
         "Share held, by layer",
         "Predicted damage, by layer",
         "Overlap of inputs",
-        "Overlap of inputs, by layer",
     ):
         assert f"<h2>{heading}</h2>" in body
-    for label in ("least held", "largest damage", "overlaps most with"):
+    for label in ("held", "damage", "overlaps most with"):
         assert label in body
     for absent in ("λ", "√", "Scaling factor", "Protected rank", "‖merged − base‖", ">kept<", ">q<", "Share kept"):
         assert absent not in body
@@ -280,42 +278,38 @@ def test_the_page_has_the_sections_of_a_ledger_and_none_of_a_state(ledger: Store
 
 
 def test_json_and_markdown_have_the_same_facts(ledger: Store, done: Callable[..., str]) -> None:
-    found = facts_of(ledger)
+    found, facts = interference(ledger), Facts.of(ledger)
     data = json.loads(done("report", ledger.path, "--format", "json"))
-    assert data["ledger"]["held"] == list(found.held) and data["ledger"]["damage"] == list(found.damage)
+    assert data["ledger"]["held"] == list(facts.shares) and data["ledger"]["damage"] == list(found.damage)
     assert data["ledger"]["overlap"] == [list(row) for row in found.overlap]
-    assert data["ledger"]["layer_overlap"] == [list(row) for row in found.layer_overlap]
-    assert data["experts"][1]["held"] == found.held[1] and data["experts"][1]["damage"] == found.damage[1]
+    assert data["experts"][1]["held"] == facts.shares[1] and data["experts"][1]["damage"] == found.damage[1]
     assert not {"lambda", "sqrt_t", "distance"} & data["experts"][0].keys()
-    assert data["survival"]["kept"] == [list(row) for row in found.survival.kept]
+    assert data["survival"]["kept"] == [list(row) for row in facts.survival.kept]
     text = done("report", ledger.path, "--format", "md")
     for heading in ("## Share held", "## Predicted damage", "## Overlap of inputs"):
         assert heading in text
-    assert f"| {found.held[1]:.1%} | {found.damage[1]:.3f} |" in text and "λ" not in text
+    assert f"| {facts.shares[1]:.1%} | {found.damage[1]:.3f} |" in text and "λ" not in text
 
 
 def test_other_stores_have_no_facts_of_a_ledger(scored: Store) -> None:
     facts = Facts.of(scored)
-    assert facts.ledger is None and facts.to_json()["ledger"] is None
+    assert facts.interference is None and facts.to_json()["ledger"] is None
 
 
 def test_an_empty_ledger_has_a_report(tmp_path: Path, models: Path) -> None:
     facts = Facts.of(Store.create(tmp_path / "store", models / "base", Ledger()))
-    assert "add one" in render_html(facts) and facts.to_json()["experts"] == []
+    assert "Add the first expert." in render_html(facts) and facts.to_json()["experts"] == []
 
 
 def test_tables_have_the_numbers(ledger: Store) -> None:
-    found = facts_of(ledger)
+    found = interference(ledger)
     tables = {section.key: section.table for section in make_sections(Facts.of(ledger)) if section.table}
     damage = tables["damage"].rows
     assert tuple(cell.sort for cell in damage[0][1:]) == found.damage
-    assert damage[1][1].sort == found.interference.layer_damage[0][0]
+    assert damage[1][1].sort == found.layer_damage[0][0]
     overlap = tables["overlap"].rows
     assert overlap[0][2].sort == found.overlap[0][1] and overlap[0][1].shade is None
-    layers = tables["layer-overlap"].rows
-    assert layers[3][3].sort == found.layer_overlap[2][3]
-    assert layers[3][3].title == f"with {found.layer_partner[2][3]}"
-    assert tables["held"].rows[0][2].sort == found.held[1]
+    assert tables["held"].rows[0][2].sort == Facts.of(ledger).shares[1]
 
 
 def test_findings_name_who_is_served_badly_and_who_collides(tmp_path: Path, models: Path) -> None:
@@ -324,13 +318,13 @@ def test_findings_name_who_is_served_badly_and_who_collides(tmp_path: Path, mode
     store = make_ledger(tmp_path / "store", models, ("cars", "digits"))
     assert not any("inputs" in sentence or "badly" in sentence for sentence in Facts.of(store).findings())
     store.add(tmp_path / "opposite")
-    found = facts_of(store)
+    found, facts = interference(store), Facts.of(store)
     damage, overlap = known((found.damage[0], found.overlap[0][2]))
     assert damage > HIGH_DAMAGE and overlap > HIGH_OVERLAP
-    sentences = Facts.of(store).findings()
+    sentences = facts.findings()
     assert f"The merged model would serve cars badly (predicted damage {damage:.2f})." in sentences
     assert "cars and opposite respond to the same inputs (overlap 1.00)." in sentences
-    assert f"The ledger holds only {found.held[1]:.0%} of digits." in sentences
+    assert f"The ledger holds only {facts.shares[1]:.0%} of digits." in sentences
 
 
 def test_the_commands_make_the_same_ledger_again(ledger: Store, tmp_path: Path, mergestream: RunCommand) -> None:

@@ -15,13 +15,13 @@ import pytest
 
 from mergestream import OPCM, Ledger, Store
 from mergestream.report import diagnostics, figures
-from mergestream.report.diagnostics import MAX_EXPERTS, Similarity
+from mergestream.report.diagnostics import MAX_EXPERTS
 from mergestream.report.facts import Facts
 from mergestream.report.render import render_html, render_markdown
 from mergestream.report.sections import make_sections
 from mergestream.report.wording import MAX_FINDINGS
 from mergestream.store.records import read_sketch
-from tests.report.conftest import EXPERTS
+from tests.report.conftest import EXPERTS, model
 
 MANY = 500
 
@@ -52,11 +52,11 @@ def many(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Store:
     return store
 
 
-def embedded(text: str) -> dict[str, Any]:
-    """The data of a page."""
+def embedded(text: str) -> list[list[Any]]:
+    """The table of tensors of a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert found
-    data: dict[str, Any] = json.loads(found[1])
+    data: list[list[Any]] = json.loads(found[1])
     return data
 
 
@@ -66,11 +66,10 @@ def assert_bounded(text: str, count: int) -> None:
         assert table.count("<th ") <= MAX_EXPERTS + 1
     for height in re.findall(r'<svg width="[\d.]+pt" height="([\d.]+)pt"', text):
         assert float(height) < 700
-    assert len(embedded(text)["norm"]) == MAX_EXPERTS
-    assert text.count("<option") == MAX_EXPERTS + 1
+    assert len(embedded(text)) == len(model()) and {len(row) for row in embedded(text)} == {10}
     assert text.count("<td") < 20 * count + 40 * MAX_EXPERTS**2
     assert text.count('<td data-label="step"') == count
-    assert f"This shows {MAX_EXPERTS} of {count} experts" in text
+    assert f"This shows the last {MAX_EXPERTS} of {count} experts." in text
     assert '<div class="scroll tall"><table class="sortable" id="expert-table"' in text and 'id="expert-search"' in text
     assert f"<details><summary>All {count + 1} commands</summary>" in text
     assert len(text) < 2_000_000
@@ -90,19 +89,18 @@ def test_a_page_of_a_ledger_of_many_experts_is_bounded(tmp_path: Path, models: P
     facts = Facts.of(store)
     assert_bounded(render_html(facts), 60)
     tables = {section.key: section.table for section in make_sections(facts) if section.table}
-    chosen = facts.selected
-    assert facts.ledger and len(chosen) == MAX_EXPERTS
-    assert [cell.sort for cell in tables["damage"].rows[0][1:]] == [facts.ledger.damage[i] for i in chosen]
-    assert tables["overlap"].rows[0][2].sort == facts.ledger.overlap[chosen[0]][chosen[1]]
-    partners = [cell.title for cell in tables["layer-overlap"].rows[0][1:]]
-    assert partners == [f"with {facts.ledger.layer_partner[i][0]}" for i in chosen]
+    first = 60 - MAX_EXPERTS
+    assert facts.interference
+    assert [cell.sort for cell in tables["damage"].rows[0][1:]] == list(facts.interference.damage[first:])
+    assert tables["overlap"].rows[0][2].sort == facts.interference.overlap[first][first + 1]
+    assert tables["overlap"].headings[1] == tables["damage"].headings[1] == f"expert-{first}"
 
 
 def test_text_of_many_experts_has_all_in_one_table(many: Store) -> None:
     text = render_markdown(Facts.of(many))
     assert max(line.count(" | ") for line in text.splitlines()) <= MAX_EXPERTS + 2
     assert all(f"| expert-{i} |" in text for i in range(MANY))
-    assert f"This shows {MAX_EXPERTS} of {MANY} experts" in text
+    assert f"This shows the last {MAX_EXPERTS} of {MANY} experts." in text
 
 
 def test_json_of_many_experts_has_all(many: Store, done: Callable[..., str]) -> None:
@@ -127,7 +125,7 @@ def test_the_card_of_many_experts_has_a_picture_like_any_other(
     out = many.export(tmp_path / "merged")
     card = (out / "README.md").read_text(encoding="utf-8")
     assert len(read) == MANY, "each sketch is read once"
-    assert f"![Cosine similarity of {MAX_EXPERTS} of the experts' task vectors](similarity.png)" in card
+    assert f"![Cosine similarity of the last {MAX_EXPERTS} of the experts' task vectors](similarity.png)" in card
     assert all(f"| expert-{i} |" in card for i in range(MANY))
     assert max(imread(out / "similarity.png").shape) < 1800 and max(imread(out / "lambda.png").shape) < 800
 
@@ -137,18 +135,6 @@ def test_a_matrix_has_a_largest_size_and_so_many_names(tmp_path: Path) -> None:
     figure = figures.heat_map([[0.5] * 300] * 300, names, names, (0, 1), ".2f", "accuracy")
     assert max(figure.get_size_inches()) < 22
     assert len(figure.axes[0].get_xticklabels()) <= figures.MAX_TICKS
-
-
-def test_the_chosen_are_the_latest_the_closest_and_the_most_opposed() -> None:
-    count = 100
-    cosines = [[1.0 if i == j else 0.0 for j in range(count)] for i in range(count)]
-    cosines[3][50] = cosines[50][3] = 0.9
-    cosines[7][60] = cosines[60][7] = -0.8
-    found = Similarity(tuple(map(str, range(count))), tuple(map(tuple, cosines)))
-    chosen = found.choose([42, *(i for i in range(count) if i != 42)])
-    assert len(chosen) == MAX_EXPERTS and sorted(chosen) == list(chosen)
-    assert {3, 50, 7, 60, 42, 99, 98, 97} <= set(chosen)
-    assert Similarity(("a", "b"), ((1, 0), (0, 1))).choose() == (0, 1)
 
 
 def test_inspect_lists_the_closest_of_many(many: Store, models: Path, done: Callable[..., str]) -> None:

@@ -76,7 +76,7 @@ def test_the_card_names_no_base_that_is_none(hostile: Store, tmp_path: Path, mod
 
 
 def test_markdown_shows_names_and_obeys_none(hostile: Store) -> None:
-    assert_harmless(render_markdown(Facts.of(hostile)), heads=10)
+    assert_harmless(render_markdown(Facts.of(hostile)), heads=9)
 
 
 def test_the_page_has_no_tag_and_no_line_of_a_name(hostile: Store) -> None:

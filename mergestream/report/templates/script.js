@@ -22,16 +22,9 @@ addEventListener("afterprint", () => { printing = false; applyTheme(); });
 
 // --- the table of tensors ----------------------------------------------------------------------------------
 
-const [NAME, ROLE, RULE, TYPE, SHAPE, NUMEL, NORM, POSITION] = [0, 1, 2, 3, 4, 5, 6, 7];
+const [NAME, ROLE, RULE, TYPE, SHAPE, NUMEL, NORM, DELTA, KEPT, Q] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
 const table = document.getElementById("tensor-table");
-
-/** ‖Δ‖, the share kept or held, and q of a tensor, for one expert or for all. A ledger has no q. */
-function numbers(position, which) {
-  if (position < 0 || tensors.total[0].length === 0) return [null, null, null];
-  const [norm, kept, q] =
-    which === "all" ? tensors.total : [tensors.norm[which], tensors.kept[which], tensors.protected?.at(which)];
-  return [norm[position], kept[position], q?.[position] ?? null];
-}
+const hasRanks = table.dataset.ranks === "yes"; // a ledger has no q
 
 const number = (value) => (value === null ? "–" : Number(value.toPrecision(4)).toString());
 const percent = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)}%`);
@@ -44,30 +37,25 @@ function cell(text, sort) {
 }
 
 function fill() {
-  const which = document.getElementById("expert").value;
   const body = table.tBodies[0];
   body.replaceChildren(
-    ...tensors.rows.map((row) => {
+    ...tensors.map((row) => {
       const tr = document.createElement("tr");
       const name = document.createElement("th");
       name.scope = "row";
       name.textContent = row[NAME];
       const role = cell(row[ROLE], row[ROLE]);
       role.title = row[RULE];
-      const [norm, kept, q] = numbers(row[POSITION], which);
-      const relative = norm === null || !row[NORM] ? null : norm / row[NORM];
+      const relative = row[DELTA] === null || !row[NORM] ? null : row[DELTA] / row[NORM];
       tr.append(
         name, role, cell(row[SHAPE], row[NUMEL]), cell(row[TYPE], row[TYPE]), cell(number(row[NORM]), row[NORM]),
-        cell(number(norm), norm), cell(percent(relative), relative), cell(percent(kept), kept),
+        cell(number(row[DELTA]), row[DELTA]), cell(percent(relative), relative), cell(percent(row[KEPT]), row[KEPT]),
       );
-      if (tensors.total[2]) tr.append(cell(q === null ? "–" : String(q), q));
+      if (hasRanks) tr.append(cell(row[Q] === null ? "–" : String(row[Q]), row[Q]));
       tr.dataset.text = `${row[NAME]} ${row[ROLE]} ${row[RULE]}`.toLowerCase();
       return tr;
     }),
   );
-  const sorted = table.querySelector('th[aria-sort="ascending"], th[aria-sort="descending"]');
-  if (sorted) sort(table, sorted, sorted.getAttribute("aria-sort"));
-  search(document.getElementById("search"));
 }
 
 /** Show the rows that contain all words in a search box, and count them. */
@@ -80,7 +68,6 @@ function search(box) {
   document.querySelector(`output[for="${box.id}"]`).textContent = `${shown} of ${rows.length} ${what}`;
 }
 
-document.getElementById("expert").addEventListener("change", fill);
 for (const box of document.querySelectorAll("[data-table]")) {
   box.addEventListener("input", () => search(box));
 }
