@@ -7,8 +7,8 @@ import json
 import os
 import re
 import shutil
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,60 +29,12 @@ if TYPE_CHECKING:
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
 
-class TensorWriter(Collector):
-    """Writes the tensors of a layout, in any order and from any thread."""
-
-    resumed: bool
-    """Whether an interrupted writer is continued"""
-    _layout: Mapping[str, TensorSpec]
-
-    @property
-    @abstractmethod
-    def written(self) -> int:
-        """The number of complete tensors."""
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor; ValueError if it does not match the layout."""
-        if tuple(tensor.shape) != self._layout[name].shape:
-            raise ValueError(f"{name!r} must have the shape {self._layout[name].shape}, not {tuple(tensor.shape)}")
-        self.write_piece(name, 0, tensor.reshape(-1))
-
-    @abstractmethod
-    def write_piece(self, name: str, start: int, piece: Tensor) -> None:
-        """Write elements of a tensor, from the index ``start`` on; its pieces must come in order."""
-
-    @abstractmethod
-    def holds(self, name: str, digest: str) -> bool:
-        """Whether an interrupted writer has written a tensor with this digest."""
-
-    @abstractmethod
-    def keep(self, name: str) -> None:
-        """Count a tensor of an interrupted writer as written."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Make all files durable; an error if a tensor was never written."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Close the files as they are."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
-
-
-class SafetensorsWriter(TensorWriter):
+class SafetensorsWriter(Collector):
     """Writes tensors straight to their place in preallocated files, without a buffer.
 
     The same layout always gives the same files: shards are filled in the order of the layout up to ``max_shard_size``
     bytes, and a tensor is never split. The index appears with ``close()``. With ``resume=True`` the files of an
-    interrupted writer with the same layout are continued.
+    interrupted writer with the same layout are continued. A ``with`` block closes the writer at its end.
 
     A copy in another process writes to the same files, on this machine or on one that shares the file system.
     """
@@ -130,20 +82,30 @@ class SafetensorsWriter(TensorWriter):
 
     @property
     def written(self) -> int:
+        """The number of complete tensors."""
         return len(self._written)
 
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor; ValueError if it does not match the layout."""
+        if tuple(tensor.shape) != self._layout[name].shape:
+            raise ValueError(f"{name!r} must have the shape {self._layout[name].shape}, not {tuple(tensor.shape)}")
+        self.write_piece(name, 0, tensor.reshape(-1))
+
     def write_piece(self, name: str, start: int, piece: Tensor) -> None:
+        """Write elements of a tensor, from the index ``start`` on; its pieces must come in order."""
         spec, shard = self._layout[name], self._shard[name]
-        data, plan = piece_bytes(name, spec, start, piece), self._plans[shard]
+        data, plan = _piece_bytes(name, spec, start, piece), self._plans[shard]
         with _disk_errors_explained(plan.path, spec.nbytes):
-            write_at(self._files[shard].fileno(), data, plan.begin[name] + start * item_size(spec.dtype))
+            _write_at(self._files[shard].fileno(), data, plan.begin[name] + start * item_size(spec.dtype))
         if start + piece.numel() == spec.numel:
             self._written.add(name)
 
     def keep(self, name: str) -> None:
+        """Count a tensor of an interrupted writer as written."""
         self._written.add(name)
 
     def holds(self, name: str, digest: str) -> bool:
+        """Whether an interrupted writer has written a tensor with this digest."""
         return tensor_digest(self.read(name)) == digest
 
     def read(self, name: str) -> Tensor:
@@ -154,20 +116,22 @@ class SafetensorsWriter(TensorWriter):
         return self._views[shard].read(name)
 
     def close(self) -> None:
+        """Make all files durable; an error if a tensor was never written."""
         if missing := [name for name in self._layout if name not in self._written]:
             self.abandon()
-            raise missing_error(missing)
+            raise RuntimeError(f"{len(missing)} tensors were never written, among them {missing[0]!r}")
         try:
             self._sync()
             with _disk_errors_explained(self.directory, self.nbytes):
                 sync_directory(self.directory)
                 if len(self._plans) > 1:
                     where = {name: self._plans[self._shard[name]].path.name for name in self._layout}
-                    replace_text(self._index, index_text(self._layout, where))
+                    replace_text(self._index, _index_text(self._layout, where))
         finally:
             self.abandon()
 
     def abandon(self) -> None:
+        """Close the files as they are."""
         files, self._files = self._files, []
         for file in files:
             file.close()
@@ -176,6 +140,15 @@ class SafetensorsWriter(TensorWriter):
         with _disk_errors_explained(self.directory, self.nbytes):
             for file in self._files:
                 os.fsync(file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
 
     def collected(self) -> set[str]:
         """The names of written tensors, after flushing them: the original cannot flush the files of a copy."""
@@ -219,7 +192,7 @@ class _FilePlan:
             if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
             os.ftruncate(file, self.size)
-        write_at(file, memoryview(self.header), 0)
+        _write_at(file, memoryview(self.header), 0)
 
     def is_begun(self) -> bool:
         """Whether the file exists as planned; a symbolic link is never written through."""
@@ -248,12 +221,12 @@ def _plan_shards(
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         # Wide elements first: the format allows no gaps, and so every tensor is aligned to its element.
         ordered = {name: layout[name] for name in sorted(names, key=lambda name: -item_size(layout[name].dtype))}
-        header, begin, size = lay_out(ordered, metadata)
+        header, begin, size = _lay_out(ordered, metadata)
         plans.append(_FilePlan(directory / f"{prefix}{part}.safetensors", header, begin, size))
     return plans
 
 
-def lay_out(layout: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+def _lay_out(layout: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
     """Lay out a file with the tensors in this order; returns its header, where each tensor begins, and its size."""
     entries, offsets, end = {}, {}, 0
     for name, spec in layout.items():
@@ -267,7 +240,7 @@ def lay_out(layout: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tu
     return header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end
 
 
-def piece_bytes(name: str, spec: TensorSpec, start: int, piece: Tensor) -> memoryview:
+def _piece_bytes(name: str, spec: TensorSpec, start: int, piece: Tensor) -> memoryview:
     """The bytes of a piece that begins at the element ``start``; ValueError if it does not match the layout."""
     import torch
 
@@ -277,12 +250,7 @@ def piece_bytes(name: str, spec: TensorSpec, start: int, piece: Tensor) -> memor
     return piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def missing_error(names: Sequence[str]) -> RuntimeError:
-    """The error for tensors that were never written."""
-    return RuntimeError(f"{len(names)} tensors were never written, among them {names[0]!r}")
-
-
-def index_text(layout: Mapping[str, TensorSpec], where: Mapping[str, str]) -> str:
+def _index_text(layout: Mapping[str, TensorSpec], where: Mapping[str, str]) -> str:
     """The index file of a sharded model; ``where`` is the shard of every tensor."""
     index = {
         "metadata": {"total_size": sum(spec.nbytes for spec in layout.values())},
@@ -299,7 +267,7 @@ def _remove_stale(directory: Path, prefix: str) -> None:
             path.unlink()
 
 
-def write_at(file: int, data: memoryview, offset: int) -> None:
+def _write_at(file: int, data: memoryview, offset: int) -> None:
     """Write all bytes at an offset."""
     while data:
         count = os.pwrite(file, data, offset)
@@ -316,7 +284,9 @@ def _disk_errors_explained(path: Path, needed: int) -> Iterator[None]:
         if error.errno != errno.ENOSPC:
             raise write_error(path, error) from error
         free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.is_dir())).free
+        is_temporary = Path(tempfile.gettempdir()) in path.parents
+        choice = ", or set TMPDIR to a directory on a larger disk," if is_temporary else ""
         raise MergestreamError(
             f"{path} cannot be written: {needed} bytes are needed and {free} are free; "
-            "free some disk space and run the command again"
+            f"free some disk space{choice} and run the command again"
         ) from error

@@ -172,8 +172,8 @@ class Storage(ABC):
         """Be the only writer: by a lock, or by compare-and-swap of the file ``name``. StoreBusyError for the loser."""
 
     @abstractmethod
-    def put(self, name: str, content: bytes | Iterable[bytes]) -> None:
-        """Write or replace a file."""
+    def put(self, name: str, content: bytes | Path) -> None:
+        """Write or replace a file; a path stands for the content of that file."""
 
     @abstractmethod
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
@@ -181,10 +181,6 @@ class Storage(ABC):
 
         The file is complete afterwards, but a local one may be lost by a power cut until `sync`.
         """
-
-    @abstractmethod
-    def append(self, name: str, data: bytes) -> None:
-        """Append to a log: to the file ``name``, or as a new object whose name begins with it."""
 
     @abstractmethod
     def copy(self, name: str, to: str) -> None:
@@ -225,10 +221,9 @@ class Storage(ABC):
 
     @abstractmethod
     def scratch(self) -> AbstractContextManager[Storage]:
-        """A temporary storage that other machines see as they see this one; removed at the end."""
+        """A temporary directory beside a local one, or on this machine; removed at the end."""
 
-    @abstractmethod
-    def clean_scratch(self) -> None:
+    def clean_scratch(self) -> None:  # noqa: B027
         """Remove temporary files that killed processes have left."""
 
 

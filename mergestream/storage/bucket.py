@@ -17,6 +17,7 @@ from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import MAX_JSON_BYTES
 from mergestream.storage.base import Listing, Storage, StoredFile
 from mergestream.storage.client import http_status, open_bucket, request
+from mergestream.storage.local import LocalStorage
 from mergestream.storage.replacing import replace_objects
 from mergestream.storage.transfer import Result
 from mergestream.storage.url import Url
@@ -29,7 +30,6 @@ _PART, _PARTS_AT_ONCE = 16 << 20, 4
 """Bytes of a part of a large upload, and how many are under way"""
 _MARK = "mergestream"
 """Metadata of an object that is put conditionally: tells our own put, whose answer was lost, from another writer's"""
-_SCRATCH = "scratch"
 _NOT_IMPLEMENTED = 501
 
 
@@ -160,7 +160,7 @@ class BucketStorage(Storage):
         finally:
             self._guarded = None
 
-    def put(self, name: str, content: bytes | Path | Iterable[bytes]) -> None:
+    def put(self, name: str, content: bytes | Path) -> None:
         """Upload a file of any size; if one part of a large upload fails, all are removed."""
         import obstore
 
@@ -194,9 +194,6 @@ class BucketStorage(Storage):
         if name == self._guarded:
             self._expected = file
         return file
-
-    def append(self, name: str, data: bytes) -> None:
-        self.put(f"{name}-{uuid4().hex}", data)
 
     def _lost(self) -> StoreBusyError:
         return StoreBusyError(
@@ -263,9 +260,9 @@ class BucketStorage(Storage):
 
     @contextmanager
     def drafting(self, folder: str) -> Iterator[Path]:
-        with TemporaryDirectory(prefix="mergestream-") as temporary:
-            yield Path(temporary)
-            for path in sorted(Path(temporary).iterdir()):
+        with self.workspace() as directory:
+            yield directory
+            for path in sorted(directory.iterdir()):
                 self.put(f"{folder}/{path.name}", path)
 
     def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
@@ -278,19 +275,13 @@ class BucketStorage(Storage):
 
     @contextmanager
     def workspace(self) -> Iterator[Path]:
-        with TemporaryDirectory(prefix="mergestream-") as temporary:
+        with TemporaryDirectory(prefix="mergestream-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
 
     @contextmanager
-    def scratch(self) -> Iterator[BucketStorage]:
-        place = BucketStorage(self.url.child(f"{_SCRATCH}/{self.new_mark()}"))
-        try:
-            yield place
-        finally:
-            place.remove("")
-
-    def clean_scratch(self) -> None:
-        self.remove(_SCRATCH)
+    def scratch(self) -> Iterator[LocalStorage]:
+        with self.workspace() as directory:
+            yield LocalStorage(directory)
 
     # --- requests
 

@@ -151,11 +151,11 @@ class LocalStorage(Storage):
         finally:
             os.close(descriptor)
 
-    def put(self, name: str, content: bytes | Iterable[bytes]) -> None:
+    def put(self, name: str, content: bytes | Path) -> None:
         path = self.path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content if isinstance(content, bytes) else b"".join(content))
+            replace_file(path, content if isinstance(content, bytes) else content.read_bytes())
             sync_directory(path.parent)
         except OSError as error:
             raise write_error(path, error) from error
@@ -171,14 +171,6 @@ class LocalStorage(Storage):
             raise StoreBusyError(
                 f"{path} was changed by another process in the meantime; run the command again"
             ) from None
-        except OSError as error:
-            raise write_error(path, error) from error
-
-    def append(self, name: str, data: bytes) -> None:
-        path = self.path(name)
-        try:
-            with path.open("ab", buffering=0) as file:
-                file.write(data)
         except OSError as error:
             raise write_error(path, error) from error
 

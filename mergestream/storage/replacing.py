@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import exchange, new_directories, sync_directory, sync_file, to_json
@@ -108,8 +107,8 @@ def _lock(work: Path, directory: Path) -> int | None:
 @contextmanager
 def replace_objects(storage: Storage, marker: str, check: Callable[[], None]) -> Iterator[Path]:
     """Yield an empty draft, which is uploaded at the end; its JSON file ``marker`` is the marker."""
-    with TemporaryDirectory(prefix="mergestream-") as temporary:
-        draft = Path(temporary) / "model"
+    with storage.workspace() as temporary:
+        draft = temporary / "model"
         draft.mkdir()
         yield draft
         found = storage.fetch(marker)
@@ -120,8 +119,7 @@ def replace_objects(storage: Storage, marker: str, check: Callable[[], None]) ->
         try:
             claim = storage.put_if(marker, to_json({**content, UNFINISHED: True}).encode(), before)
             for name, path in files.items():
-                with path.open("rb") as file:
-                    storage.put(name, file)
+                storage.put(name, path)
             storage.delete(storage.files().keys() - files.keys() - {marker})
             storage.put_if(marker, to_json(content).encode(), claim)
         except StoreBusyError:  # the objects are the other writer's now

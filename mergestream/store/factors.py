@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from mergestream.algebra.pieces import matrix_shape
-from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name, torch_dtype
-from mergestream.checkpoints.writer import TensorWriter
+from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, dtype_name, torch_dtype
 from mergestream.digest import json_digest, tensor_digest
 from mergestream.schema import BACKUP, Count, Number, damaged, invalid_file, validate
 from mergestream.storage import Storage, read_json
@@ -155,8 +154,8 @@ class FactorWriter:
         self, files: StepStorage, step: int, layout: Mapping[str, TensorSpec], before: FactorReader | None, resume: bool
     ) -> None:
         self._files, self._step, self._layout, self._before = files, step, layout, before
-        self.writer: TensorWriter | None = (
-            files.open_writer(layout, file_prefix(step), resume=resume, one_file=True) if layout else None
+        self.writer: SafetensorsWriter | None = (
+            files.open_writer(layout, file_prefix(step), resume=resume) if layout else None
         )
         self.resumed = self.writer.resumed if self.writer else resume
 

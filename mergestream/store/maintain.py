@@ -40,7 +40,6 @@ def collect_garbage(store: Store) -> int:
     with store.writing():
         commit(store, store.manifest)  # a concurrent writer cannot win any more
         store.replaced_commit = ""
-        store.storage.clean_scratch()
         delete_unused(store)
     return before - total_bytes(store.storage.files())
 

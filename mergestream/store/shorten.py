@@ -45,7 +45,7 @@ def _shorten(store: Store, manifest: Manifest, expert: Expert, cut: int) -> Expe
     """Write an entry as it is read with ``cut`` experts, under a new number; an entry that is short enough stays."""
     shorter = dataclasses.replace(expert, number=manifest.next_number, mark=store.storage.new_mark(), cut=cut)
     files = StepStorage(store.storage, shorter.folder)
-    files.claim(manifest.commit)
+    files.begin({"commit": manifest.commit}, resumable=False)
     try:
         digests = _write(store, files, manifest, expert, cut)
         if digests is None:

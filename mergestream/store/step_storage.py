@@ -1,8 +1,8 @@
 """Steps that are being written: their plan, their journal, how they are resumed, and what is cleaned up.
 
-A step in the making has a ``plan.json``, which says what it will become and which commit its writer has read. Local
-files are continued in place. In a bucket every writer has a folder of its own, and copies the complete objects of an
-interrupted run with the same plan.
+A step in the making has a ``plan.json``, which says what it will become and which commit its writer has read. On a disk
+it is written in place, and an interrupted one is continued. For a bucket it is written to a temporary directory and
+uploaded when it is complete; an interrupted one is begun again.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
-from mergestream.checkpoints import TensorSpec
-from mergestream.checkpoints.uploading import open_writer
-from mergestream.checkpoints.writer import TensorWriter
+from mergestream.checkpoints import SafetensorsWriter, TensorSpec
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
-from mergestream.files import to_json
+from mergestream.files import to_json, write_error, write_json
 from mergestream.storage import Storage
-from mergestream.storage.transfer import start, wait_all
 from mergestream.store.manifest import Manifest, folder_name
 
 PLAN, JOURNAL = "plan.json", "journal"
@@ -31,51 +28,30 @@ class StepStorage:
     """The folder of one step while it is being written."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
-        self._storage, self._folder = storage, f"steps/{folder}"
-        self._lines: list[bytes] = []
+        self._storage, self._name, self._folder = storage, folder, f"steps/{folder}"
+        self._temporary = ExitStack()
+        self._draft = storage.path(self._folder) or self._temporary.enter_context(storage.workspace())
+        self._lines: list[str] = []
         self._durable = 0
 
     def begin(self, plan: Mapping[str, Any], *, resumable: bool) -> bool:
-        """Write the plan, and take over what an interrupted run with the same plan has left; returns whether it has."""
-        earlier = self._find_earlier(plan) if resumable else None
-        if earlier == self._folder:
+        """Write the plan; returns whether an interrupted run with the same plan is continued."""
+        if resumable and self._storage.has_lock and read_plan(self._storage, self._name) == plan:
             return True
         self._storage.remove(self._folder)
-        self.save(PLAN, plan)
-        if earlier is None:
-            return False
-        names = [name for name in self._storage.files(earlier) if name.endswith(".safetensors") or is_journal(name)]
-        wait_all(start(self._copy, earlier, name) for name in names)
-        return True
-
-    def _find_earlier(self, plan: Mapping[str, Any]) -> str | None:
-        """The folder of an interrupted run with the same plan; with a lock only this one is written to."""
-        own = self._folder.partition("/")[2]
-        for folder in [own] if self._storage.has_lock else self._storage.folders("steps"):
-            if _without_commit(read_plan(self._storage, folder) or {}) == _without_commit(plan):
-                return f"steps/{folder}"
-        return None
-
-    def _copy(self, earlier: str, name: str) -> None:
-        with suppress(MergestreamError):  # it is gone, or too large to be copied: then it is written again
-            self._storage.copy(f"{earlier}/{name}", f"{self._folder}/{name}")
-
-    def claim(self, commit: str) -> None:
-        """Begin a folder that is never resumed, after reading the commit."""
-        self._storage.remove(self._folder)
-        self.save(PLAN, {"commit": commit})
+        self._storage.put(f"{self._folder}/{PLAN}", to_json(plan).encode())
+        return False
 
     def open_writer(
-        self, layout: Mapping[str, TensorSpec], stem: str = "model", *, resume: bool = False, one_file: bool = False
-    ) -> TensorWriter:
-        """A writer of tensors; locally into one file if ``one_file`` says so, else into shards."""
-        return open_writer(self._storage, self._folder, layout, stem, resume=resume, one_file=one_file)
+        self, layout: Mapping[str, TensorSpec], stem: str = "model", *, resume: bool = False
+    ) -> SafetensorsWriter:
+        """A writer of tensors to the file ``stem``, or to shards of it."""
+        return SafetensorsWriter(self._draft, layout, prefix=stem, resume=resume)
 
     def read_journal(self) -> Iterator[dict[str, Any]]:
         """The complete lines of the journal, each of which follows its digest."""
-        for name in filter(is_journal, self._storage.files(self._folder)):
-            data = self._storage.read(f"{self._folder}/{name}") or b""
-            for line in data.decode(errors="replace").splitlines():
+        with suppress(FileNotFoundError):
+            for line in (self._draft / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines():
                 digest, _, text = line.partition(" ")
                 if digest == text_digest(text):
                     yield json.loads(text)
@@ -83,19 +59,25 @@ class StepStorage:
     def record(self, entry: Mapping[str, Any], durable: int) -> None:
         """Add a line to the journal. It is written once ``durable``, the number of tensors that are safe, grows."""
         text = json.dumps(entry)
-        self._lines.append(f"\n{text_digest(text)} {text}".encode())
+        self._lines.append(f"\n{text_digest(text)} {text}")
         if durable > self._durable:
             self._durable = durable
             self._write_journal()
 
     def _write_journal(self) -> None:
-        if self._lines:
-            self._storage.append(f"{self._folder}/{JOURNAL}", b"".join(self._lines))
+        if not self._lines:
+            return
+        path = self._draft / JOURNAL
+        try:
+            with path.open("ab", buffering=0) as file:
+                file.write("".join(self._lines).encode())
             self._lines.clear()
+        except OSError as error:
+            raise write_error(path, error) from error
 
     def save(self, name: str, data: Any) -> None:
         """Write a JSON file."""
-        self._storage.put(f"{self._folder}/{name}", to_json(data).encode())
+        write_json(self._draft / name, data)
 
     def take_over(self, previous: str, stem: str) -> None:
         """Link or copy the safetensors file ``stem`` of another step, or its shards."""
@@ -104,16 +86,23 @@ class StepStorage:
 
     def drop(self, stem: str) -> None:
         """Delete the safetensors file ``stem``, or its shards."""
-        self._storage.delete(f"{self._folder}/{name}" for name in _files_of(stem, self._storage.files(self._folder)))
+        for name in _files_of(stem, [path.name for path in self._draft.iterdir()]):
+            (self._draft / name).unlink()
 
     def finish(self) -> None:
-        """Make the folder durable."""
+        """Make the folder durable: upload it if it was written for a bucket."""
+        if self._storage.path() is None:
+            for path in sorted(self._draft.iterdir()):
+                if not is_journal(path.name):
+                    self._storage.put(f"{self._folder}/{path.name}", path)
         self._storage.sync("steps")
+        self._temporary.close()
 
     def close(self) -> None:
-        """Write the rest of the journal; the step can be resumed."""
+        """Write the rest of the journal, and remove temporary files; on a disk the step can be resumed."""
         with suppress(MergestreamError):  # a few tensors are done again
             self._write_journal()
+        self._temporary.close()
 
     def remove(self) -> None:
         """Delete the folder. A failure is ignored: the next writer cleans up."""
@@ -139,8 +128,8 @@ def is_journal(name: str) -> bool:
 def clean_up(storage: Storage, manifest: Manifest, kept: Collection[str], replaced: str | None) -> None:
     """Remove all folders that the manifest does not need, except steps that can still be resumed or committed.
 
-    ``kept`` are the folders in ``steps`` that stay. ``replaced`` is the commit that the present one has replaced: steps
-    that were begun after another commit are removed. None keeps every step that can be resumed.
+    ``kept`` are the folders in ``steps`` that stay. On a disk a step that can be resumed stays if ``replaced``, the
+    commit that the present one has replaced, is None. In a bucket a step stays whose writer has read this manifest.
     """
     storage.sync()  # first: after a power cut the previous manifest may be back, and needs its steps
     left = {folder: read_plan(storage, folder) for folder in _numbered(storage, "steps") if folder not in kept}
@@ -149,7 +138,7 @@ def clean_up(storage: Storage, manifest: Manifest, kept: Collection[str], replac
         plan = left.get(following)
         spared = {following} if replaced is None and plan and "after" in plan else set()
     else:
-        spared = _resumable(storage, manifest, kept, left, replaced)
+        spared = {folder for folder, plan in left.items() if plan and plan.get("commit") == manifest.commit}
         if not storage.is_current(manifest.version):  # checked last: whoever has read this manifest has a plan by now
             return
     for folder in left.keys() - spared:
@@ -161,32 +150,7 @@ def clean_up(storage: Storage, manifest: Manifest, kept: Collection[str], replac
     for folder in _numbered(storage, "experts"):
         if folder not in experts:
             storage.remove(f"experts/{folder}")
-    if storage.has_lock:
-        storage.clean_scratch()
-
-
-def _resumable(
-    storage: Storage,
-    manifest: Manifest,
-    kept: Collection[str],
-    left: Mapping[str, Mapping[str, Any] | None],
-    replaced: str | None,
-) -> set[str]:
-    """The steps whose writers have read this manifest and may commit, or that a writer may resume."""
-    done = [_without_commit(plan) for folder in kept if (plan := read_plan(storage, folder))]
-    after = None, [entry.digest for entry in manifest.history]
-    found = set()
-    for folder, begun in left.items():
-        if begun is None:
-            continue
-        can_resume = begun.get("after", ()) in after and replaced in (None, begun.get("commit"))
-        if begun.get("commit") == manifest.commit or (can_resume and _without_commit(begun) not in done):
-            found.add(folder)
-    return found
-
-
-def _without_commit(plan: Mapping[str, Any]) -> dict[str, Any]:
-    return {**plan, "commit": None}
+    storage.clean_scratch()
 
 
 def _numbered(storage: Storage, kind: str) -> list[str]:

@@ -227,7 +227,6 @@ class StepWriter:
 
     def finish(self, outcomes: Mapping[str, Outcome]) -> str:
         """Make all files durable; returns the digest of the state."""
-        self._files.close()
         if self._writer:
             self._writer.close()
         digests: dict[str, str] = {}

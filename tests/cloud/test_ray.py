@@ -1,4 +1,4 @@
-"""A store in a bucket on a cluster: each worker uploads what it has made."""
+"""A store in a bucket on a cluster: the workers write to a directory of this machine, which is uploaded."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import obstore
-
 from mergestream import LocalEngine, Store
 from tests.cloud.server import BUCKET
-from tests.cloud.test_export import objects
 from tests.conftest import Toys
 
 COMMANDS = """
@@ -23,7 +20,7 @@ sys.exit(main(["add", store, expert, "--engine", "ray"]) or main(["inspect", sto
 """On a cluster of its own, beside those of other tests; it knows the server by the environment that it starts in"""
 
 
-def test_workers_upload_objects_of_their_own(toys: Toys, bucket: obstore.store.S3Store, tmp_path: Path) -> None:
+def test_a_cluster_writes_to_a_bucket(toys: Toys, tmp_path: Path) -> None:
     place = f"s3://{BUCKET}/stores/ray"
     Store.create(place, toys.base, "ledger")
     subprocess.run([sys.executable, "-c", COMMANDS, place, *map(str, toys.experts[:2])], check=True, timeout=300)
@@ -31,6 +28,3 @@ def test_workers_upload_objects_of_their_own(toys: Toys, bucket: obstore.store.S
     far.verify()
     near = Store.create(tmp_path / "store", toys.base, "ledger", engine=LocalEngine(1)).add(toys.experts[0])
     assert far.history[0].state == near.state
-    names = objects(bucket, "stores/ray")
-    assert len([name for name in names if "/model-" in name]) > 2
-    assert not [name for name in names if "scratch" in name]
