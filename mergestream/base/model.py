@@ -219,7 +219,7 @@ def _fault(name: str, tensor: BaseTensor, model: BaseModel) -> str | None:
         return f"its type is {tensor.dtype}"
     if len(tensor.shape) > MAX_DIMENSIONS or math.prod(max(n, 1) for n in tensor.shape) > MAX_ELEMENTS:
         return f"its shape is {list(tensor.shape)}"
-    if tensor.merges and not tensor.is_float:
+    if tensor.merges and tensor.dtype not in FLOATS.values():
         return f"it is {tensor.role} and {tensor.dtype}"
     if tensor.role == "linear" and len(tensor.shape) not in (2, 3):
         return f"it is linear and of the shape {list(tensor.shape)}"

@@ -23,8 +23,8 @@ from mergestream.checkpoints.checkpoint import (
     DTYPES,
     Shard,
     TensorInfo,
-    TensorSpec,
     dtype_error,
+    item_size,
     torch_dtype,
 )
 from mergestream.errors import MergestreamError
@@ -63,7 +63,7 @@ class SafetensorsFile(Shard):
             with path.open("rb") as file:
                 number = file.fileno()
                 self._size = os.fstat(number).st_size
-                self.tensors, self._begin = _read_header(
+                self.tensors, self._spans = _read_header(
                     path, self._size, lambda begin, end: os.pread(number, end - begin, begin)
                 )
                 # Private and writable: a stray write stays in memory, where a read-only map would crash.
@@ -77,21 +77,21 @@ class SafetensorsFile(Shard):
         import torch
 
         info = self.tensors[name]
-        dtype, numel = torch_dtype(info.dtype), info.numel
-        if numel == 0:
+        dtype, begin, end = torch_dtype(info.dtype), *self._spans[name]
+        if begin == end:
             return torch.empty(info.shape, dtype=dtype)
         if self._map is None:
             raise ValueError(f"{self.path} is closed")
         if self._map.size() != self._size:  # touching pages beyond the end would kill the process
             raise MergestreamError(f"{self.path} changed its size while {name!r} was being read; {_AGAIN}")
-        begin = self._begin[name]
         page = begin - begin % mmap.PAGESIZE
         with contextlib.suppress(AttributeError, OSError):  # a hint to fetch the whole tensor, which some systems lack
-            self._map.madvise(mmap.MADV_WILLNEED, page, begin + info.nbytes - page)
+            self._map.madvise(mmap.MADV_WILLNEED, page, end - page)
         if begin % dtype.itemsize:  # legal in the format, but not for every vectorised kernel
-            data = torch.frombuffer(self._map, dtype=torch.uint8, offset=begin, count=info.nbytes)
+            data = torch.frombuffer(self._map, dtype=torch.uint8, offset=begin, count=end - begin)
             return data.clone().view(dtype).reshape(info.shape)
-        return torch.frombuffer(self._map, dtype=dtype, offset=begin, count=numel).reshape(info.shape)
+        count = (end - begin) // dtype.itemsize
+        return torch.frombuffer(self._map, dtype=dtype, offset=begin, count=count).reshape(info.shape)
 
     def close(self) -> None:
         self._map = None  # not closed: tensors that are views of the map keep it alive
@@ -106,11 +106,10 @@ class SafetensorsObject(Shard):
     def __init__(self, path: StoredFile) -> None:
         super().__init__(path)
         start = path.read(0, min(_USUAL_HEADER, path.size))
-        self.tensors, self._begin = _read_header(
+        self.tensors, self._spans = _read_header(
             path, path.size, lambda begin, end: start[begin:end] if end <= len(start) else path.read(begin, end)
         )
-        spans = {name: (self._begin[name], self._begin[name] + info.nbytes) for name, info in self.tensors.items()}
-        self._small = {name: span for name, span in spans.items() if 0 < span[1] - span[0] < SMALL}
+        self._small = {name: span for name, span in self._spans.items() if 0 < span[1] - span[0] < SMALL}
         self._coalesced = CoalescedReader(path, self._small.values())
 
     def read(self, name: str) -> Tensor:
@@ -122,14 +121,14 @@ class SafetensorsObject(Shard):
         if name in self._small:
             data[:] = self._coalesced.read(*self._small[name])
         else:
-            self.path.read_into(data, self._begin[name])
+            self.path.read_into(data, self._spans[name][0])
         return tensor
 
 
 def _read_header(
     path: Path | StoredFile, size: int, read: Callable[[int, int], bytes]
-) -> tuple[dict[str, TensorInfo], dict[str, int]]:
-    """Read and check the header; returns the tensors, and where each begins. ``read(begin, end)`` returns bytes."""
+) -> tuple[dict[str, TensorInfo], dict[str, tuple[int, int]]]:
+    """Read and check the header; returns the tensors, and the bytes of each. ``read(begin, end)`` returns bytes."""
     if size < 8:
         raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {_AGAIN}")
     (length,) = struct.unpack("<Q", read(0, 8))
@@ -150,7 +149,10 @@ def _read_header(
     entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
     _check_offsets(path, entries, size - 8 - length)
     tensors = {name: TensorInfo(entry.dtype, entry.shape, path.name) for name, entry in entries.items()}
-    return tensors, {name: 8 + length + entry.data_offsets[0] for name, entry in entries.items()}
+    data = 8 + length
+    return tensors, {
+        name: (data + entry.data_offsets[0], data + entry.data_offsets[1]) for name, entry in entries.items()
+    }
 
 
 def _check_entry(path: Path | StoredFile, name: str, raw: Any) -> _Entry:
@@ -164,7 +166,7 @@ def _check_entry(path: Path | StoredFile, name: str, raw: Any) -> _Entry:
     if entry.dtype not in DTYPES:
         raise dtype_error(entry.dtype, where)
     begin, end = entry.data_offsets
-    size = TensorSpec(entry.dtype, entry.shape).nbytes
+    size = math.prod(entry.shape) * item_size(entry.dtype)
     if size != end - begin:
         raise MergestreamError(
             f"{where} has a corrupt header entry: shape {list(entry.shape)} of {entry.dtype} takes {size} bytes, "

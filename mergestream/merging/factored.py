@@ -6,25 +6,23 @@ take less space than the dense tensor. `merging/step.py` calls these functions f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mergestream.algebra.lowrank import FactorBounds, LowRank
-from mergestream.methods.base import Absorbed, Context, Method, State
+from mergestream.methods.base import Absorbed, Context, Method
 
 if TYPE_CHECKING:
     from mergestream.merging.plan import StepFiles
 
 
 def factor_bounds(
-    context: Context, rank: int | None, state: StepFiles | None, slots: tuple[str, ...], max_rank: int | None
+    context: Context, rank: int | None, state: StepFiles | None, max_rank: int | None
 ) -> FactorBounds | None:
-    """The space that a tensor's factors may take once Δ of this rank is absorbed; None where the tensor becomes dense.
-
-    ``slots`` are those of the ``state`` before the step.
-    """
-    ranks = state.ranks(slots, context.tensor) if state is not None else []
-    return None if rank is None or ranks is None else FactorBounds.after(context.shape, ranks, rank, max_rank)
+    """The space that a tensor's factors may take with Δ of this rank absorbed; None where the tensor becomes dense."""
+    if rank is None:
+        return None
+    ranks = state.ranks(context.tensor) if state is not None else []
+    return None if ranks is None else FactorBounds.after(context.shape, ranks, rank, max_rank)
 
 
 def truncated_slots(method: Method, absorbed: Absorbed, max_rank: int | None) -> tuple[dict[str, LowRank], float]:
@@ -38,8 +36,3 @@ def truncated_slots(method: Method, absorbed: Absorbed, max_rank: int | None) ->
             lost2 += lost
         slots[slot] = value
     return slots, lost2
-
-
-def is_factored(state: Mapping[str, object] | State) -> bool:
-    """Whether a state that was read is in factors."""
-    return any(isinstance(value, LowRank) for value in state.values())

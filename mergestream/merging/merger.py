@@ -21,7 +21,7 @@ from mergestream.merging.memory import KeptExpert, read_out
 from mergestream.merging.reading import Reading
 from mergestream.merging.step import Step, Totals, total
 from mergestream.methods import as_method, method_text
-from mergestream.methods.base import Method
+from mergestream.methods.base import Method, State
 from mergestream.progress import Progress, default_progress
 from mergestream.sizes import counted
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 class MemoryState(dict[tuple[str, str], Tensor]):
     """What one step has written, in memory: tensors by slot and name."""
-
-    copies = 0
 
     def __init__(self, step: Step, spare: Mapping[tuple[str, str], Tensor] | None = None) -> None:
         """Reuse ``spare`` memory where it fits: the kernel clears every new page."""
@@ -44,14 +42,17 @@ class MemoryState(dict[tuple[str, str], Tensor]):
                     memory = torch.empty(form.shape, dtype=form.dtype)
                 self[slot, name] = memory
 
-    def read(self, slot: str, name: str) -> Tensor:
-        return self[slot, name]
+    def memory(self, name: str) -> int:
+        return 0
 
-    def ranks(self, slots: tuple[str, ...], name: str) -> None:
+    def ranks(self, name: str) -> None:
         """State dicts are dense."""
 
     def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
         return {slot: self[slot, name] for slot in self._slots[name] if only is None or slot in only}
+
+    def read(self, name: str, only: Collection[str] | None = None) -> State:
+        return {**self.entry(name, only)}
 
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
         self[slot, name].view(-1)[start : start + piece.numel()] = piece

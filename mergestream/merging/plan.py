@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mergestream.algebra.lowrank import FactorBounds, Value
+from mergestream.algebra.lowrank import FactorBounds
 from mergestream.algebra.pieces import PIECE
 from mergestream.base.model import BaseModel
-from mergestream.methods.base import Context, Method, Slot
+from mergestream.methods.base import Context, Method, Slot, State
 
 WORKSPACE = 6
 """Copies of a matrix that are in memory at the same time while it is projected"""
@@ -22,14 +22,13 @@ WORKSPACE = 6
 class StepFiles(Protocol):
     """Reads what one step has written: the state after it, or the entry of its expert."""
 
-    @property
-    def copies(self) -> int:
-        """How often a tensor is in memory while it is read; 0 where it is a view of a file."""
+    def memory(self, name: str) -> int:
+        """Bytes that reading the slots of a tensor takes; 0 where they are views of a file."""
 
-    def read(self, slot: str, name: str) -> Value:
-        """One slot of a tensor's state, dense or in factors."""
+    def read(self, name: str, only: Collection[str] | None = None) -> State:
+        """The slots of a tensor's state, dense or in factors: all, or ``only`` some."""
 
-    def ranks(self, slots: tuple[str, ...], name: str) -> list[tuple[int, int]] | None:
+    def ranks(self, name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of every slot; None where the slots are dense."""
 
     def entry(self, name: str, only: Collection[str] | None = None) -> Mapping[str, Tensor]:
@@ -49,8 +48,6 @@ class TensorPlan:
     """Whether Δ arrives as `LowRank`"""
     bounds: FactorBounds | None
     """Where the state stays in factors: how much space they may take"""
-    slots_before: tuple[str, ...]
-    """The slots of the state before the step"""
     memory: int
     """Bytes at the peak"""
 
@@ -75,14 +72,10 @@ def tensor_context(model: BaseModel, name: str, t: int, rank: int | None = None,
     )
 
 
-def layout_bytes(layout: Mapping[str, Slot]) -> int:
-    """The size of all slots of a tensor."""
-    return sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in layout.values())
-
-
 def whole_memory(context: Context, layout: Mapping[str, Slot]) -> int:
     """Bytes at the peak of a tensor that is absorbed whole, with workspace for its decomposition."""
-    return WORKSPACE * max(math.prod(slot.shape) * slot.dtype.itemsize for slot in (context.like, *layout.values()))
+    sizes = [math.prod(slot.shape) * slot.dtype.itemsize for slot in layout.values()]
+    return WORKSPACE * max(math.prod(context.shape) * context.dtype.itemsize, *sizes, 0)
 
 
 def streamed_memory(context: Context, vectors: int = 1) -> int:

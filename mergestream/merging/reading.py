@@ -21,9 +21,8 @@ from mergestream.errors import MergestreamError
 from mergestream.experts.vector import BasePieces
 from mergestream.ledger.readouts.base import StateReadout
 from mergestream.ledger.readouts.plain import Plain
-from mergestream.merging.factored import is_factored
-from mergestream.merging.plan import StepFiles, layout_bytes, peak_memory, streamed_memory, tensor_context
-from mergestream.merging.step import overflow_explained
+from mergestream.merging.plan import StepFiles, peak_memory, streamed_memory, tensor_context
+from mergestream.merging.step import OVERFLOWS, overflow_error, overflow_explained
 from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import parse_scale, scale_value
 from mergestream.progress import Progress
@@ -95,15 +94,20 @@ class Reading(ABC):
     @cached_property
     def contexts(self) -> dict[str, Context]:
         """The context of every tensor; computed once."""
-        return {name: tensor_context(self.model, name, self.t) for name in self.model.tensors}
+        t = self.t
+        return {name: tensor_context(self.model, name, t) for name in self.model.tensors}
 
     def pieces(self, name: str, base: Checkpoint, scale: float, dtype: str) -> Iterator[tuple[int, Tensor]]:
         """The merged tensor in order, as (first element, elements), rounded once, to ``dtype``."""
         tensor = self.model.tensors[name]
         stored = base.read(name)
         base_pieces = BasePieces(stored, self.contexts[name].dtype if tensor.merges else stored.dtype)
-        with overflow_explained(name):
-            direction, norm = self.elements(name) if tensor.merges else None, SquaredNorm()
+        direction, norm = None, SquaredNorm()
+        if tensor.merges:
+            try:
+                direction = self.elements(name)
+            except OVERFLOWS as error:
+                raise overflow_error(name) from error
         for start, stop in ranges(tensor.numel):
             piece = base_pieces.at(start, stop)
             if direction is not None:
@@ -156,14 +160,14 @@ class StateReading(Reading):
         return self.readout.name
 
     def elements(self, name: str) -> Elements | None:
-        context, state = self.contexts[name], self._state(name)
-        if is_factored(state) or self.method.is_whole(context) or (context.linear and not self._is_plain):
-            direction = self._direction(state, context)
+        context = self.contexts[name]
+        if name in self._ranks or self.method.is_whole(context) or (context.linear and not self._is_plain):
+            direction = self.direction(name)
             if isinstance(direction, LowRank):
                 return direction.elements() if direction.any() else None
             whole = direction.reshape(-1)
             return lambda start, stop: whole[start:stop]
-        flat = {slot: dense(value).reshape(-1) for slot, value in state.items()}
+        flat = {slot: value.reshape(-1) for slot, value in self.state.entry(name).items()}
 
         def between(start: int, stop: int) -> Tensor:
             cut: State = {slot: value[start:stop].to(self.device) for slot, value in flat.items()}
@@ -172,14 +176,18 @@ class StateReading(Reading):
         return between
 
     def direction(self, name: str) -> Value:
-        return self._direction(self._state(name), self.contexts[name])
+        context = self.contexts[name]
+        if name in self._ranks:
+            return self._apply_readout(self.method.direction(self.state.read(name), context), context)
+        state: State = {slot: value.to(self.device) for slot, value in self.state.entry(name).items()}
+        return dense(self._apply_readout(self.method.direction(state, context), context)).cpu()
 
     def rank_bound(self, name: str) -> int | None:
         ranks = self._ranks.get(name)
         return None if ranks is None else min(sum(left for left, _ in ranks), sum(right for _, right in ranks))
 
     def is_zero(self, name: str) -> bool:
-        return not any(value.any() for value in self._state(name).values())
+        return not any(value.any() for value in self.state.read(name).values())
 
     def scale(self, given: str | float | None, engine: Engine) -> float:
         rule = parse_scale(self.readout.scale_of(self.method) if given is None else given)
@@ -195,14 +203,12 @@ class StateReading(Reading):
             context = self.contexts[name]
             is_streamed = not tensor.merges or name in self._ranks
             sizes[name] = streamed_memory(context) if is_streamed else peak_memory(self.method, context)
-            if self.state.copies and tensor.merges:
-                sizes[name] += self.state.copies * layout_bytes(self.method.layout(context))
+            sizes[name] += self.state.memory(name) if tensor.merges else 0
         return sizes
 
     def _norm2(self, name: str) -> float:
-        state = self._state(name)
-        if is_factored(state):  # the norm of the core: nothing is multiplied out
-            return squared_norm(self._direction(state, self.contexts[name]))
+        if name in self._ranks:  # the norm of the core: nothing is multiplied out
+            return squared_norm(self.direction(name))
         return super()._norm2(name)
 
     @property
@@ -210,23 +216,10 @@ class StateReading(Reading):
         return isinstance(self.readout, Plain)
 
     @cached_property
-    def _slots(self) -> dict[str, tuple[str, ...]]:
-        return {name: tuple(self.method.layout(self.contexts[name])) for name in self.model.merged}
-
-    @cached_property
     def _ranks(self) -> dict[str, list[tuple[int, int]]]:
         """The ranks of both bases of every slot, for the tensors whose state is in factors."""
-        ranks = {name: self.state.ranks(slots, name) for name, slots in self._slots.items()}
+        ranks = {name: self.state.ranks(name) for name in self.model.merged}
         return {name: found for name, found in ranks.items() if found is not None}
-
-    def _state(self, name: str) -> State:
-        return {slot: self.state.read(slot, name) for slot in self._slots[name]}
-
-    def _direction(self, state: State, context: Context) -> Value:
-        if is_factored(state):
-            return self._apply_readout(self.method.direction(state, context), context)
-        on_device: State = {slot: dense(value).to(self.device) for slot, value in state.items()}
-        return dense(self._apply_readout(self.method.direction(on_device, context), context)).cpu()
 
     def _apply_readout(self, direction: Value, context: Context) -> Value:
         if not context.linear:

@@ -26,7 +26,7 @@ from mergestream.errors import MergestreamError
 from mergestream.experts.sketch import Sketch
 from mergestream.experts.vector import TaskVector
 from mergestream.merging.factored import factor_bounds, truncated_slots
-from mergestream.merging.plan import StepFiles, TensorPlan, layout_bytes, streamed_memory, tensor_context, whole_memory
+from mergestream.merging.plan import StepFiles, TensorPlan, streamed_memory, tensor_context, whole_memory
 from mergestream.merging.thresholds import Thresholds, find_thresholds
 from mergestream.methods.base import Absorbed, Context, Method, State
 from mergestream.methods.scale import scale_value
@@ -122,15 +122,24 @@ def total(method: Method, t: int, previous_mean: float, outcomes: Collection[Out
     return Totals(t, norm, mean_norm, direction_norm, scale, kept2 / norm2 if norm2 else 1.0, lost)
 
 
+OVERFLOWS = (ArithmeticError, torch.linalg.LinAlgError)
+"""What arithmetic raises where numbers become too large"""
+
+
+def overflow_error(name: str) -> MergestreamError:
+    """The error for a tensor whose arithmetic has overflowed."""
+    return MergestreamError(
+        f"tensor {name} cannot be merged: its numbers become too large on the way; nothing was written"
+    )
+
+
 @contextmanager
 def overflow_explained(name: str) -> Iterator[None]:
     """Turn an arithmetic overflow into an error that names the tensor."""
     try:
         yield
-    except (ArithmeticError, torch.linalg.LinAlgError) as error:
-        raise MergestreamError(
-            f"tensor {name} cannot be merged: its numbers become too large on the way; nothing was written"
-        ) from error
+    except OVERFLOWS as error:
+        raise overflow_error(name) from error
 
 
 def refuse_overflow(value: Tensor) -> None:
@@ -161,19 +170,30 @@ class Step:
     """Whether −Δ is absorbed, to take an expert out of a sum"""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The tensors that are absorbed."""
-        return self.vector.names
-
-    @property
     def t(self) -> int:
         """How many experts there are after the step."""
         return self.absorbed + 1
 
     @cached_property
     def plans(self) -> dict[str, TensorPlan]:
-        """What happens to each tensor; computed once."""
-        return {name: self._plan(name) for name in self.names}
+        """What happens to each tensor, known from the headers; computed once."""
+        method, vector, t = self.method, self.vector, self.t
+        copies, plans = vector.copies, {}
+        for name in vector.names:
+            rank, bounds = vector.rank(name), None
+            context = tensor_context(vector.model, name, t, method.entry_rank(rank), self.expert)
+            layout, is_whole = method.layout(context), method.is_whole(context)
+            if method.keeps_factors:
+                bounds = factor_bounds(context, rank, self.state, self.max_rank)
+            if bounds:
+                memory = bounds.workspace
+            else:
+                memory = whole_memory(context, layout) if is_whole else streamed_memory(context)
+            memory += copies * math.prod(context.shape) * context.dtype.itemsize
+            memory += self.state.memory(name) if self.state is not None else 0
+            in_factors = bounds is not None or context.rank is not None
+            plans[name] = TensorPlan(context, layout, is_whole, in_factors, bounds, memory)
+        return plans
 
     @cached_property
     def measures_direction(self) -> bool:
@@ -181,28 +201,14 @@ class Step:
         wanted = self.measure_direction or self.method.scale_rule == "adaptive" or self.max_rank is not None
         return wanted and self.method.has_direction
 
-    def _plan(self, name: str) -> TensorPlan:
-        method, vector, bounds = self.method, self.vector, None
-        rank = vector.rank(name)
-        context = tensor_context(vector.model, name, self.t, method.entry_rank(rank), self.expert)
-        layout, is_whole = method.layout(context), method.is_whole(context)
-        before = method.layout(dataclasses.replace(context, t=self.absorbed)) if self.state is not None else {}
-        if method.keeps_factors:
-            bounds = factor_bounds(context, rank, self.state, tuple(before), self.max_rank)
-        memory = bounds.workspace if bounds else whole_memory(context, layout) if is_whole else streamed_memory(context)
-        memory += vector.copies * math.prod(context.shape) * context.dtype.itemsize
-        memory += self.state.copies * layout_bytes(before) if self.state is not None else 0
-        in_factors = bounds is not None or context.rank is not None
-        return TensorPlan(context, layout, is_whole, in_factors, bounds, tuple(before), memory)
-
     def run(self, engine: Engine, writer: StateWriter, *, done: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
         """Absorb all tensors that are not done, the largest first; yields their outcomes as they finish."""
-        waiting = {name: self.vector.model.tensors[name].numel for name in self.names if name not in done}
+        waiting = {name: self.vector.model.tensors[name].numel for name in self.vector.names if name not in done}
         if not waiting:
-            return
+            return iter(())
         found = find_thresholds(self.method, [self.vector], [self.t], self.state, engine)
         memory = {name: self.plans[name].memory for name in waiting}
-        yield from engine.run(waiting, partial(self.absorb, found, writer), memory)
+        return engine.run(waiting, partial(self.absorb, found, writer), memory)
 
     def absorb(self, found: Thresholds, writer: StateWriter, name: str) -> Outcome:
         """Absorb one tensor and hand its new state to the writer."""
@@ -213,7 +219,7 @@ class Step:
                 return self._absorb_factors(plan, context, writer)
             if not plan.is_whole:
                 return self._absorb_pieces(plan, context, writer)
-            state, direction2 = self._state_before(plan), None
+            state, direction2 = self._state_before(name), None
             delta = self._factors(name) if plan.in_factors else self.vector.whole(name)
             if self.sketch and isinstance(delta, Tensor):
                 self.sketch.add_tensor(name, delta)
@@ -225,14 +231,13 @@ class Step:
             if self.measures_direction:
                 direction2 = squared_norm(_dense(self.method.direction(absorbed.state, context)))
             digests = {}
-            for slot, form in plan.layout.items():
-                value = self._checked(absorbed, slot, form.shape)
+            for slot, value in self._checked(absorbed, plan).items():
                 digests[slot] = tensor_digest(value)
                 writer.write(slot, name, 0, value.reshape(-1))
             return self._outcome(name, absorbed, kept2, direction2, digests)
 
     def _absorb_pieces(self, plan: TensorPlan, context: Context, writer: StateWriter) -> Outcome:
-        name, state = context.tensor, self._state_before(plan)
+        name, state = context.tensor, self._state_before(context.tensor)
         flat = {slot: _dense(value).reshape(-1) for slot, value in state.items()} if state is not None else None
         sketched = self.sketch.tensor(name) if self.sketch else None
         hashers = {slot: TensorHasher(form.dtype, form.shape) for slot, form in plan.layout.items()}
@@ -251,8 +256,7 @@ class Step:
                 kept.add(_dense(absorbed.kept))
             if self.measures_direction:
                 direction.add(_dense(self.method.direction(absorbed.state, context)))
-            for slot in plan.layout:
-                value = self._checked(absorbed, slot, piece.shape)
+            for slot, value in self._checked(absorbed, plan, piece.shape).items():
                 hashers[slot].update(value)
                 writer.write(slot, name, start, value.reshape(-1))
         if self.sketch and sketched:
@@ -265,7 +269,7 @@ class Step:
     def _absorb_factors(self, plan: TensorPlan, context: Context, writer: StateWriter) -> Outcome:
         """The same in factors, which are small: always on the CPU and in one piece."""
         name, delta = context.tensor, self._factors(context.tensor)
-        absorbed = self.method.absorb(self._state_before(plan), -delta if self.subtract else delta, context)
+        absorbed = self.method.absorb(self._state_before(name), -delta if self.subtract else delta, context)
         slots, lost2 = truncated_slots(self.method, absorbed, self.max_rank)
         for value in slots.values():
             refuse_overflow(value.core)
@@ -281,12 +285,17 @@ class Step:
             self.sketch.add_elements(name, delta.elements())
         return delta
 
-    def _checked(self, absorbed: Absorbed, slot: str, shape: tuple[int, ...]) -> Tensor:
-        """A dense slot on the CPU, of the shape that the method has laid out."""
-        value = _dense(absorbed.state[slot]).cpu().contiguous()
-        assert tuple(value.shape) == tuple(shape), f"{self.method.name}: the slot {slot} is not as laid out"
-        refuse_overflow(value)
-        return value
+    def _checked(self, absorbed: Absorbed, plan: TensorPlan, piece: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+        """The dense slots on the CPU, with the shapes that the method has laid out, or that of a ``piece``."""
+        slots = {}
+        for slot, form in plan.layout.items():
+            slots[slot] = value = _dense(absorbed.state[slot]).cpu().contiguous()
+            shape = tuple(form.shape if piece is None else piece)
+            assert tuple(value.shape) == shape, f"{self.method.name}: the slot {slot} is not as laid out"
+        for value in slots.values():
+            if not is_finite(value):
+                raise OverflowError
+        return slots
 
     def _outcome(
         self,
@@ -300,10 +309,8 @@ class Step:
         protected = absorbed.protected if absorbed else None
         return Outcome(norm2, norm2 if kept2 is None else kept2, direction2, protected, digests)
 
-    def _state_before(self, plan: TensorPlan) -> State | None:
-        if self.state is None:
-            return None
-        return {slot: self.state.read(slot, plan.context.tensor) for slot in plan.slots_before}
+    def _state_before(self, name: str) -> State | None:
+        return self.state.read(name) if self.state is not None else None
 
 
 def _dense(value: Value) -> Tensor:

@@ -95,7 +95,7 @@ def _magnitudes(vector: TaskVector, state: StepFiles | None, which: str, name: s
         fresh = vector.elements(name, base)
         return lambda start, stop: fresh(start, stop).abs_()
     assert state is not None, "there is no state before the first expert"
-    value = state.read(which, name)
+    value = state.read(name, [which])[which]
     if isinstance(value, Tensor):
         flat = value.reshape(-1)
         return lambda start, stop: flat[start:stop].abs()

@@ -59,11 +59,11 @@ class Snapshot:
         """Refuse a step that does not hold what the method lays out for the tensors of the base."""
         from mergestream.merging.plan import tensor_context
 
-        method, base = self.method, self.manifest.base
+        method, base, step = self.method, self.manifest.base, self.manifest.step
         for name in base.merged:
-            context = tensor_context(base, name, self.manifest.step)
+            context = tensor_context(base, name, step)
             for reader in self.readers.values():
-                found = reader.forms(name)
+                found = reader.forms.get(name, {})
                 shapes = {slot: form.shape for slot, form in found.items()}
                 layout = method.layout_as_stored(context, shapes)
                 expected = {slot: TensorSpec(dtype_name(form.dtype), form.shape) for slot, form in layout.items()}

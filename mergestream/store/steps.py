@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mergestream.algebra.lowrank import LowRank
     from mergestream.engine import Engine
     from mergestream.merging.step import Outcome
+    from mergestream.methods.base import State
     from mergestream.store.manifest import Expert
 
 DIGESTS = "digests.json"
@@ -82,21 +83,22 @@ class StepReader:
         """The size of all tensors."""
         return sum(files.nbytes for files in self._files())
 
-    @property
-    def copies(self) -> int:
-        """How many copies of a tensor are in memory while it is read."""
-        return self._dense.copies if self._dense else 0
+    def memory(self, name: str) -> int:
+        """Bytes that reading the slots of a tensor takes; 0 where they are views of a file."""
+        if self._dense is None or not self._dense.copies:
+            return 0
+        keys = self._dense.tensors.keys() & self._keys.get(name, {}).values()
+        return self._dense.copies * sum(self._dense.tensors[key].nbytes for key in keys)
 
-    def read(self, slot: str, name: str) -> Tensor | LowRank:
-        """One slot of a tensor's state."""
-        key = slot_name(slot, name)
-        if key in self.factors.index:
-            return self.factors.read(key, name, self._dense)
-        assert self._dense is not None
-        return self._dense.read(key)
+    def read(self, name: str, only: Collection[str] | None = None) -> State:
+        """The slots of a tensor's state, dense or in factors: all, or ``only`` these."""
+        if self.ranks(name) is None:
+            return {**self.entry(name, only)}
+        slots = self._keys[name].items()
+        return {slot: self.factors.read(key, name, self._dense) for slot, key in slots if only is None or slot in only}
 
     def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """The slots of a tensor in a ledger's entry: all, or ``only`` these."""
+        """The slots of a dense tensor: all, or ``only`` these; none where an expert has not changed it."""
         keys = {key: slot for slot, key in self._keys.get(name, {}).items() if only is None or slot in only}
         return {keys[key]: value for key, value in self._dense.read_all(keys).items()} if self._dense else {}
 
@@ -109,20 +111,24 @@ class StepReader:
             keys.setdefault(name, {})[slot] = key
         return keys
 
-    def forms(self, name: str) -> dict[str, TensorSpec]:
-        """The dtype and shape of every slot of a tensor."""
-        found = {}
-        for slot, key in self._keys.get(name, {}).items():
-            if key in self.factors.index:
-                found[slot] = TensorSpec(self.factors.index[key]["dtype"], self.factors.index[key]["shape"])
-            elif self._dense:
-                found[slot] = TensorSpec(self._dense.tensors[key].dtype, self._dense.tensors[key].shape)
-        return found
+    @cached_property
+    def forms(self) -> dict[str, dict[str, TensorSpec]]:
+        """The dtype and shape of every slot, by tensor."""
+        forms: dict[str, dict[str, TensorSpec]] = {}
+        for name, slots in self._keys.items():
+            for slot, key in slots.items():
+                if key in self.factors.index:
+                    form = TensorSpec(self.factors.index[key]["dtype"], self.factors.index[key]["shape"])
+                else:
+                    assert self._dense is not None
+                    form = TensorSpec(self._dense.tensors[key].dtype, self._dense.tensors[key].shape)
+                forms.setdefault(name, {})[slot] = form
+        return forms
 
-    def ranks(self, slots: Collection[str], name: str) -> list[tuple[int, int]] | None:
+    def ranks(self, name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of each slot; None if they are dense."""
-        keys = [slot_name(slot, name) for slot in slots]
-        if not all(key in self.factors.index for key in keys):
+        keys = self._keys.get(name, {}).values()
+        if not keys or not all(key in self.factors.index for key in keys):
             return None
         return [self.factors.ranks(key) for key in keys]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints import Checkpoint
 from mergestream.checkpoints.checkpoint import FileCheckpoint, Shard
 from mergestream.checkpoints.safetensors import SafetensorsFile, SafetensorsObject
 from mergestream.digest import tensor_digests
@@ -18,24 +17,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def open_tensors(storage: Storage, folder: str, stem: str = "model") -> Checkpoint:
+def _open_shards(storage: Storage, folder: str, stem: str) -> list[Shard]:
     """Open the safetensors file ``stem`` of a folder, or its shards."""
     files = storage.files(folder)
     shards, index = [f"{stem}.safetensors"], f"{stem}.safetensors.index.json"
     if shards[0] not in files and index in files:
-        where = f"{folder}/{index}" if folder else index
-        weight_map = read_json(storage, where).get("weight_map")
-        shards = sorted(set(validate(weight_map, dict[str, str], f"{storage}/{where}").values()))
+        weight_map = read_json(storage, f"{folder}/{index}").get("weight_map")
+        shards = sorted(set(validate(weight_map, dict[str, str], f"{storage}/{folder}/{index}").values()))
     opened: list[Shard] = []
     for name in shards:
         if name not in files:
             raise MergestreamError(f"{storage}/{folder}/{name} is missing")
         path = storage.path(files[name].key)
         opened.append(SafetensorsFile(path) if path else SafetensorsObject(files[name]))
-    return FileCheckpoint(f"{storage}/{folder}", None, opened)
+    return opened
 
 
-class CheckedTensors(Checkpoint):
+class CheckedTensors(FileCheckpoint):
     """A safetensors file of a folder, or its shards, with exactly the tensors that have a recorded digest.
 
     A whole tensor is digested before a piece of it is used. That is as fast as digesting the pieces one by one, since
@@ -49,10 +47,9 @@ class CheckedTensors(Checkpoint):
         self._digests, self._remedy, self._folder = digests, remedy, f"{storage}/{folder}"
         where = f"{self._folder}/{stem}.safetensors"
         try:
-            self._files = open_tensors(storage, folder, stem)
+            super().__init__(self._folder, None, _open_shards(storage, folder, stem))
         except MergestreamError as error:
             raise damaged(where, str(error).partition(";")[0], self._remedy) from error
-        self.source, self.tensors, self.copies = self._files.source, self._files.tensors, self._files.copies
         if differing := self.tensors.keys() ^ digests.keys():
             self.close()
             name = min(differing)
@@ -64,7 +61,9 @@ class CheckedTensors(Checkpoint):
 
     def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Several tensors, each checked against its digest."""
-        tensors = self._files.read_all(names)
+        tensors = {}
+        for name in names:
+            tensors[name] = self._owner[name].read(name)
         for name, digest in tensor_digests(tensors).items():
             if digest != self._digests[name]:
                 file = f"{self._folder}/{self.tensors[name].file}"
@@ -83,5 +82,6 @@ class CheckedTensors(Checkpoint):
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
 
-    def close(self) -> None:
-        self._files.close()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process opens the shards again, and has the same digests."""
+        return object.__new__, (CheckedTensors,), vars(self)

@@ -352,7 +352,7 @@ def test_the_state_of_a_method_that_adds_up_can_be_read_out_isotropically(tmp_pa
     state = {}
     with store.snapshot() as snapshot:
         for name in base:
-            value = snapshot.state.read("sum", name)
+            value = snapshot.state.read(name)["sum"]
             assert isinstance(value, torch.Tensor)
             state[name] = value.clone()
     for name, S in state.items():

@@ -60,7 +60,7 @@ def assert_same_model(one: Path, other: Path, base: Path, tolerance: float = 1e-
 def in_factors(store: Store) -> dict[str, bool]:
     state = store.snapshot().state
     names = [name for name, tensor in store.manifest.base.tensors.items() if tensor.merges]
-    return {name: state.ranks(state.forms(name), name) is not None for name in names}
+    return {name: state.ranks(name) is not None for name in names}
 
 
 @pytest.mark.parametrize("method", [*FACTORED, *DENSE], ids=str)
@@ -153,20 +153,20 @@ def test_a_bounded_rank_is_the_nearest_and_tells_what_it_costs(
     exact = store_of(tmp_path / "exact", base, adapters, Average())
     bounded = store_of(tmp_path / "bounded", base, adapters, Average(), max_rank=3)
     name = "model.layers.0.self_attn.q_proj.weight"
-    total, kept = exact.snapshot().state.read("sum", name), bounded.snapshot().state.read("sum", name)
+    total, kept = exact.snapshot().state.read(name)["sum"], bounded.snapshot().state.read(name)["sum"]
     assert (total.rank, kept.rank) == (6, 3)
     assert [entry.lost for entry in exact.history] == [0, 0, 0]
     assert bounded.history[0].lost == 0
     assert 0 < bounded.history[2].lost < 1
     assert bounded.history[1].rank == bounded.history[2].rank == 3
-    after_two = store_of(tmp_path / "two", base, adapters[:2], Average()).snapshot().state.read("sum", name)
+    after_two = store_of(tmp_path / "two", base, adapters[:2], Average()).snapshot().state.read(name)["sum"]
     cut = store_of(tmp_path / "cut", base, adapters[:2], Average(), max_rank=3)
     u, s, vh = torch.linalg.svd(after_two.dense())
-    assert torch.allclose(cut.snapshot().state.read("sum", name).dense(), u[:, :3] * s[:3] @ vh[:3], atol=1e-12)
+    assert torch.allclose(cut.snapshot().state.read(name)["sum"].dense(), u[:, :3] * s[:3] @ vh[:3], atol=1e-12)
     energy = 0.0
     for tensor, info in exact.manifest.base.tensors.items():
         if len(info.shape) == 2:
-            value = Store(tmp_path / "two").snapshot().state.read("sum", tensor)
+            value = Store(tmp_path / "two").snapshot().state.read(tensor)["sum"]
             assert isinstance(value, LowRank)
             energy += float(torch.linalg.svdvals(value.dense())[3:].square().sum())
     two = Store(tmp_path / "two")
@@ -181,7 +181,7 @@ def test_bounded_rank_with_every_factored_method(tmp_path: Path, material: tuple
         store = store_of(tmp_path / str(method), base, adapters, method, max_rank=2)
         store.verify()
         state, name = store.snapshot().state, "model.layers.0.self_attn.q_proj.weight"
-        assert all(max(ranks) <= 2 for ranks in state.ranks(state.forms(name), name))
+        assert all(max(ranks) <= 2 for ranks in state.ranks(name))
 
 
 def test_bytes_do_not_depend_on_workers(tmp_path: Path, material: tuple[Path, list[Path], list[Path]]) -> None:
@@ -226,7 +226,7 @@ def test_zero_and_duplicate_adapters(tmp_path: Path, workshop: Any) -> None:
         store.add(adapter)
     store.add(adapter, "again", allow_duplicate=True)
     store.verify()
-    value = store.snapshot().state.read("sum", "model.layers.0.self_attn.q_proj.weight")
+    value = store.snapshot().state.read("model.layers.0.self_attn.q_proj.weight")["sum"]
     assert isinstance(value, LowRank) and value.rank == 2
     assert store.history[-1].kept < 1e-20  # all of it lies on the diagonal
 
@@ -263,6 +263,6 @@ def test_float32_store_is_accurate_to_1e_5(tmp_path: Path, workshop: Any) -> Non
     ours = store_of(tmp_path / "ours", base, adapters, OPCM())
     dense = store_of(tmp_path / "dense", exact_base, merged, OPCM())
     name = "model.layers.0.self_attn.q_proj.weight"
-    exact = dense.snapshot().state.read("sum", name)
-    error = (ours.snapshot().state.read("sum", name).dense().double() - exact).norm() / exact.norm()
+    exact = dense.snapshot().state.read(name)["sum"]
+    error = (ours.snapshot().state.read(name)["sum"].dense().double() - exact).norm() / exact.norm()
     assert float(error) < 1e-5
