@@ -53,7 +53,7 @@ def run(output: Path) -> None:
     merged, page = merged_model(suite, results, output)
     print(f"merged model  {merged}   (transformers.AutoModel.from_pretrained loads it)")
     print(f"report        {page}")
-    print(f"figures       {output}/*.png, *.svg     tables  {output}/table1.md, {output}/per-task.md")
+    print(f"figure        {output}/accuracy-over-tasks.png     tables  {output}/table1.md, {output}/per-task.md")
     print(f"done in {time.monotonic() - started:.0f} s")
 
 

@@ -13,13 +13,11 @@ from benchmarks.suites.training import Recipe, save_model
 from mergestream.errors import UsageError
 from mergestream.evaluation.cache import cache_directory, cached_directory, key_of
 from mergestream.evaluation.suites.base import Suite, first_tasks
-from mergestream.evaluation.workers import report, run_parallel
+from mergestream.evaluation.workers import run_parallel
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
-
-OnStep = Callable[[], None]
 
 
 class Pretrained(Protocol):
@@ -72,11 +70,7 @@ class ExpertSuite(Suite):
         """Return the task's prepared data, cached."""
 
     @abstractmethod
-    def steps(self, task: str) -> int:
-        """Return the number of training steps."""
-
-    @abstractmethod
-    def trained(self, start: Path, task: str, on_step: OnStep = lambda: None) -> torch.nn.Module:
+    def trained(self, start: Path, task: str) -> torch.nn.Module:
         """Fine-tune the model in ``start``; returns the trained part."""
 
     def training_key(self, task: str) -> list[Any]:
@@ -104,9 +98,9 @@ class ExpertSuite(Suite):
         key = key_of(*self.training_key(task), asdict(self.recipe))
         return cache_directory() / "experts" / self.name / f"{task}-{key}"
 
-    def train(self, task: str, on_step: OnStep = lambda: None) -> Path:
+    def train(self, task: str) -> Path:
         def make(directory: Path) -> None:
-            self.recipe.save(self.trained(self.base(), task, on_step), self.base(), directory)
+            self.recipe.save(self.trained(self.base(), task), self.base(), directory)
 
         return cached_directory(self.expert_directory(task), make)
 
@@ -125,12 +119,12 @@ class ExpertSuite(Suite):
             self._model = (directory, self.load(directory))
         return self._model[1]
 
-    def prepare(self, on_event: Callable[[str, int, int], None], workers: int) -> None:
+    def prepare(self, on_progress: Callable[[str, int, int], None], workers: int) -> None:
         for task in self.tasks:
             self.data(task)
         missing = [(self, task) for task in self.tasks if not self.expert_directory(task).is_dir()]
-        for _ in run_parallel(_train, missing, workers, on_event):
-            pass
+        for task in run_parallel(_train, missing, workers):
+            on_progress(task, 1, 1)
 
     def data(self, task: str) -> Any:
         if task not in self._tasks:
@@ -140,14 +134,6 @@ class ExpertSuite(Suite):
         return self._loaded[task]
 
 
-def _train(suite: ExpertSuite, task: str) -> None:
-    total = suite.steps(task)
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        report(task, done, total)
-
-    report(task, 0, total)
-    suite.train(task, step)
+def _train(suite: ExpertSuite, task: str) -> str:
+    suite.train(task)
+    return task

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.suites.causal import SMOLLM2, CausalBase, Encoded, answer_loss, encode, perplexity, share_right
-from benchmarks.suites.experts import ExpertSuite, OnStep
+from benchmarks.suites.experts import ExpertSuite
 from benchmarks.suites.fetch import fetch
 from benchmarks.suites.language_tasks import TASKS, LanguageTask, Split
 from benchmarks.suites.lora import LoRARecipe
@@ -55,13 +55,13 @@ class LanguageSuite(ExpertSuite):
     def encoded(self, task: str, question: str, answer: str) -> Encoded:
         return encode(self.backbone.tokenizer, self._tasks[task].prompt(question), answer)
 
-    def trained(self, start: Path, task: str, on_step: OnStep = lambda: None) -> torch.nn.Module:
+    def trained(self, start: Path, task: str) -> torch.nn.Module:
         train, _ = self.data(task)
 
         def loss(model: torch.nn.Module, batch: list[int]) -> Tensor:
             return answer_loss(model, [self.encoded(task, *train[index]) for index in batch])
 
-        return fine_tune(self.load(start), len(train), loss, self.recipe, on_step)
+        return fine_tune(self.load(start), len(train), loss, self.recipe)
 
     def accuracy(self, model: Path, task: str) -> float:
         return self.score(self.loaded(model), task)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.suites.encoders import Head
-from benchmarks.suites.experts import ExpertSuite, OnStep
+from benchmarks.suites.experts import ExpertSuite
 from benchmarks.suites.heads import all_features, class_mean_head, label_text_head, pick
 from benchmarks.suites.training import fine_tune
 from mergestream.errors import MergestreamError
@@ -57,13 +57,10 @@ class TrainedSuite(ExpertSuite):
     def read(self, task: str) -> Data:
         return cached_data(self.data_of, self._tasks[task])
 
-    def steps(self, task: str) -> int:
-        return self.recipe.steps(len(self.data(task).train_items))
-
     def training_key(self, task: str) -> list[Any]:
         return [*super().training_key(task), self.head_samples]
 
-    def trained(self, start: Path, task: str, on_step: OnStep = lambda: None) -> torch.nn.Module:
+    def trained(self, start: Path, task: str) -> torch.nn.Module:
         import torch
 
         data, head = self.data(task), self.head(task)
@@ -72,7 +69,7 @@ class TrainedSuite(ExpertSuite):
             logits = head(self.backbone.features(model, pick(data.train_items, batch)))
             return torch.nn.functional.cross_entropy(logits, data.train_labels[batch])
 
-        return fine_tune(self.load(start), len(data.train_items), loss, self.recipe, on_step)
+        return fine_tune(self.load(start), len(data.train_items), loss, self.recipe)
 
     def head(self, task: str) -> Head:
         known = self._tasks[task]

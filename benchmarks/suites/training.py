@@ -44,7 +44,6 @@ def fine_tune(
     available: int,
     loss_of: Callable[[torch.nn.Module, list[int]], Tensor],
     recipe: Recipe,
-    on_step: Callable[[], None] = lambda: None,
 ) -> torch.nn.Module:
     """Fine-tune ``start`` on the first ``recipe.samples`` of the ``available`` samples; returns the trained part.
 
@@ -74,7 +73,6 @@ def fine_tune(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            on_step()
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from mergestream.cli.options import argument, at_least, command_line, engine_argument, make_engine, switch
@@ -23,7 +22,11 @@ class Options:
         metavar="SUITE", help="clip, text, vision, or a suite file (.py, .yaml); its code and commands are executed"
     )
     output: str = argument(
-        "-o", "--output", required=True, metavar="DIR", help="directory for results, tables and figures"
+        "-o",
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="directory for results, tables and a figure; results that it already has are kept",
     )
     methods: str = argument(
         "--methods",
@@ -39,7 +42,9 @@ class Options:
         "--tasks", type=at_least(2), metavar="K", help="use the first K tasks (8 in the built-in suites)"
     )
     sweep: str | None = argument(
-        "--sweep", metavar="P=A:B:S", help="measure ACC for every value of a parameter, as in alpha=0.1:1.0:0.1"
+        "--sweep",
+        metavar="P=A:B:S",
+        help="a row for every value of a parameter, as in alpha=0.1:1.0:0.1; only the last models are scored",
     )
     full_orders: int = argument(
         "--full-orders",
@@ -75,8 +80,8 @@ def run(options: Options) -> None:
 
 
 def _bench(options: Options) -> None:
-    from mergestream.evaluation.bench import Plan, run_bench, run_sweep, write_report, write_sweep
-    from mergestream.evaluation.rows import Sweep, parse_rows
+    from mergestream.evaluation.bench import Plan, run_bench, write_report
+    from mergestream.evaluation.rows import parse_rows, sweep_rows
     from mergestream.evaluation.suites.loading import open_suite
     from mergestream.evaluation.workers import available_cores, progress_bars
     from mergestream.storage import local_path
@@ -89,31 +94,23 @@ def _bench(options: Options) -> None:
         evaluate=options.evaluate,
     )
     on_cluster = options.engine != "local"  # where each further process might start a cluster of its own
+    rows = parse_rows(options.methods, trains=suite.can_fine_tune)
     plan = Plan(
-        parse_rows(options.methods, trains=suite.can_fine_tune),
+        sweep_rows(rows, options.sweep) if options.sweep else rows,
         orders=options.orders,
         seed=options.seed,
         full_orders=options.full_orders,
         finetune_orders=options.finetune_orders,
         workers=options.workers or (1 if on_cluster else available_cores()),
-        last_only=options.last_only,
+        last_only=options.last_only or options.sweep is not None,
         engine=make_engine(options.engine, workers=None if on_cluster else 1),
     )
     output = local_path(options.output)
     if output.exists() and not output.is_dir():
         raise UsageError(f"-o {output} is a file; name a directory for the results")
-    if options.sweep:
-        sweep = Sweep.parse(options.sweep)
-        with progress_bars() as on_progress:
-            table = run_sweep(suite, plan, sweep, output, on_progress)
-        name = write_sweep(table, sweep, output)
-        files = [f"{name}.{ending}" for ending in ("json", "png", "svg")]
-        answer({"output": str(output), "files": files, "sweep": table})
-        print_text(json.dumps(table, indent=1))
-    else:
-        with progress_bars() as on_progress:
-            results = run_bench(suite, plan, output, on_progress, command_line())
-        files = ["results.json", "results.parquet", *write_report(results, output)]
-        answer({"output": str(output), "files": files, "summary": results.summary()})
-        print_text((output / "table1.md").read_text("utf-8"))
+    with progress_bars() as on_progress:
+        results = run_bench(suite, plan, output, on_progress, command_line())
+    files = ["results.json", *write_report(results, output)]
+    answer({"output": str(output), "files": files, "summary": results.summary()})
+    print_text((output / "table1.md").read_text("utf-8"))
     say(f"written to {output}: {', '.join(files)}")

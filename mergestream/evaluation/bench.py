@@ -1,4 +1,4 @@
-"""The benchmark: run every method in every order, score the merged models, write results and figures."""
+"""The benchmark: run every method in every order, score the merged models, write results, tables and a figure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 import os
 import platform
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mergestream import Engine, LocalEngine, __version__, task_vectors
 from mergestream.errors import MergestreamError, UsageError
+from mergestream.evaluation.cache import key_of
 from mergestream.evaluation.results import Results, Run
-from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row, Sweep
-from mergestream.evaluation.streams import Entries, Stream, run_stream, score_beside, score_individual
+from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
+from mergestream.evaluation.streams import Entries, Outcome, Stream, model_digest, run_streams, score
 from mergestream.evaluation.suites.base import Suite
 from mergestream.evaluation.workers import run_parallel
-from mergestream.files import write_json
-from mergestream.report.metrics import Spread, average_accuracy
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a description, the number of finished parts and their total"""
@@ -77,42 +77,29 @@ class Plan:
 
 
 def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, command: str = "") -> Results:
-    """Run the plan and save the results to ``output``; finished parts of an earlier run are reused."""
-    _prepare(suite, plan, output, on_progress)
-    pretrained, fine_tuned = score_individuals(suite, plan.workers, on_progress)
-    runs = run_streams(suite, plan.streams(suite.tasks), output / "streams", plan, on_progress)
-    results = Results(
-        suite=suite.name,
-        model=suite.model_name,
-        tasks=list(suite.tasks),
-        pretrained=pretrained,
-        fine_tuned=fine_tuned,
-        runs=runs,
-        cosines=cosines(suite, on_progress),
-        beside=score_beside(suite),
-        model_bytes=_weight_bytes(suite.base()),
-        expert_bytes=sum(_weight_bytes(suite.expert(task)) for task in suite.tasks) // len(suite.tasks),
-        settings={
-            "command": command,
-            "orders": plan.orders,
-            "seeds": [plan.seed + index for index in range(plan.orders)],
-            "full_orders": plan.full_orders,
-            "finetune_orders": plan.finetune_orders,
-            "protocol": suite.protocol(),
-            "machine": machine(),
-        },
-    )
-    results.save(output)
-    return results
+    """Run the plan and save the results to ``output`` after every stream.
 
-
-def _weight_bytes(model: Path) -> int:
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
-
-
-def _prepare(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress) -> None:
+    What ``output`` already has of the same base, experts and test data is not measured again.
+    """
     plan.check(suite)
     suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
+    _check_output(suite, output)
+    digests = _digests(suite, plan.workers, on_progress)
+    results = _recorded(suite, digests, output) or _measure_models(suite, digests, plan.workers, on_progress)
+    settings = {
+        "command": command,
+        "orders": plan.orders,
+        "seeds": [plan.seed + index for index in range(plan.orders)],
+        "full_orders": plan.full_orders,
+        "finetune_orders": plan.finetune_orders,
+        "protocol": suite.protocol(),
+        "machine": machine(),
+    }
+    return _run_plan(suite, plan, replace(results, settings=settings), output, on_progress)
+
+
+def _check_output(suite: Suite, output: Path) -> None:
+    """Refuse to write results into a model or a store."""
     models = {model.resolve() for model in (suite.base(), *map(suite.expert, suite.tasks))}
     for directory in (output.resolve(), *output.resolve().parents):
         is_store = (directory / "manifest.json").is_file() and any(
@@ -122,74 +109,101 @@ def _prepare(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress) ->
             raise MergestreamError(f"{output} is inside {directory}, a model or a store; choose another place")
 
 
-def run_sweep(
-    suite: Suite, plan: Plan, sweep: Sweep, output: Path, on_progress: OnProgress
-) -> dict[str, dict[str, Any]]:
-    """Measure ACC for every value of one parameter; returns {method: {value: {mean, std, count}}}."""
-    swept = sweep.rows(list(plan.rows))
-    _prepare(suite, plan, output, on_progress)
-    table: dict[str, dict[str, Any]] = {}
-    streams = [
-        Stream(row, plan.order(suite.tasks, index), plan.seed + index, "last")
-        for row in swept
-        for index in range(plan.orders)
-    ]
-    runs = run_streams(suite, streams, output / "streams", plan, on_progress)
-    for row in swept:
-        spread = Spread.of([average_accuracy(run.matrix) for run in runs if run.method == row.key])
-        parameters = {key: value for key, value in row.parameters.items() if key != sweep.parameter}
-        rest = replace(row, parameters=parameters)
-        table.setdefault(rest.key, {})[row.parameters[sweep.parameter]] = asdict(spread) if spread else None
-    return table
+def _digests(suite: Suite, workers: int, on_progress: OnProgress) -> dict[str, Any]:
+    """Return what decides the results: the digests of the base, the experts and the test data."""
+    models = [suite.base(), *map(suite.expert, suite.tasks)]
+    found = dict(_run_all(_digest, [(model,) for model in models], workers, "digests", on_progress))
+    return {
+        "base": found[suite.base()],
+        "experts": {task: found[suite.expert(task)] for task in suite.tasks},
+        "test_data": {name: suite.evaluation_key(name) for name in (*suite.tasks, *suite.beside)},
+    }
+
+
+def _digest(model: Path) -> tuple[Path, str]:
+    return model, model_digest(model)
+
+
+def _recorded(suite: Suite, digests: dict[str, Any], output: Path) -> Results | None:
+    """Load earlier results of the same models and test data, if there are any."""
+    if not (output / "results.json").is_file():
+        return None
+    found = Results.load(output)
+    is_same = (found.suite, found.tasks, found.digests) == (suite.name, list(suite.tasks), digests)
+    return found if is_same else None
+
+
+def _measure_models(suite: Suite, digests: dict[str, Any], workers: int, on_progress: OnProgress) -> Results:
+    """Score the base and the experts, and compare the experts; the results have no runs yet."""
+    calls = [(suite, task, digests["base"], digests["experts"][task]) for task in suite.tasks]
+    what = "scoring the base and the experts"
+    scored = {task: scores for task, *scores in _run_all(_score_individual, calls, workers, what, on_progress)}
+    return Results(
+        suite=suite.name,
+        model=suite.model_name,
+        tasks=list(suite.tasks),
+        pretrained={task: scored[task][0] for task in sorted(scored)},
+        fine_tuned={task: scored[task][1] for task in sorted(scored)},
+        runs=[],
+        cosines=cosines(suite, on_progress),
+        beside=score(suite, suite.base(), suite.beside, digests["base"]),
+        model_bytes=_weight_bytes(suite.base()),
+        expert_bytes=sum(_weight_bytes(suite.expert(task)) for task in suite.tasks) // len(suite.tasks),
+        digests=digests,
+    )
+
+
+def _score_individual(suite: Suite, task: str, base: str, expert: str) -> tuple[str, float, float]:
+    """Return a task, and the accuracy of the base and of the task's expert, which have these digests."""
+    models = ((suite.base(), base), (suite.expert(task), expert))
+    of_base, of_expert = (score(suite, model, [task], digest)[task] for model, digest in models)
+    return task, of_base, of_expert
+
+
+def _weight_bytes(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def _run_plan(suite: Suite, plan: Plan, results: Results, output: Path, on_progress: OnProgress) -> Results:
+    """Run what the results lack; rows that differ in the readout alone share a store in each order."""
+    asked = plan.streams(suite.tasks)
+    known = {(run.method, tuple(run.order)): run.steps for run in results.runs}
+    wanted = {stream.outcome for stream in asked}
+    others = [run for run in results.runs if (run.method, tuple(run.order)) not in wanted]
+    groups: dict[Outcome, dict[Outcome, Stream]] = {}
+    for stream in asked:
+        if not stream.is_measured(suite, known.get(stream.outcome, [])):
+            groups.setdefault((stream.row.method_key, stream.order), {}).setdefault(stream.outcome, stream)
+    work = output / "work"
+    calls = [(suite, list(group.values()), work / key_of(key), plan.engine) for key, group in groups.items()]
+    for found in _run_all(run_streams, calls, plan.workers, "streams", on_progress):
+        known |= found
+        runs = [Run(s.row.key, s.seed, list(s.order), known[s.outcome]) for s in asked if s.outcome in known]
+        results = replace(results, runs=[*runs, *others])
+        results.save(output)
+    results.save(output)
+    shutil.rmtree(work, ignore_errors=True)
+    return results
 
 
 def write_report(results: Results, output: Path) -> list[str]:
-    """Write tables and figures; returns their names."""
-    from mergestream.evaluation.figures import draw_all
+    """Write tables and a figure; returns the names of the files."""
+    from mergestream.evaluation.figures import accuracy_over_tasks, save
     from mergestream.evaluation.tables import per_task_table, table1
 
-    table1(results).write(output, "table1")
-    per_task_table(results).write(output, "per-task")
-    return ["table1", "per-task", *draw_all(results, output)]
-
-
-def write_sweep(table: dict[str, dict[str, Any]], sweep: Sweep, output: Path) -> str:
-    """Write the table and the figure of a sweep; returns their name."""
-    from mergestream.evaluation.figures import draw_sweep
-
-    name = f"sweep-{sweep.parameter}"
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(output / f"{name}.json", table)
-    draw_sweep(table, sweep.parameter, output, name)
-    return name
-
-
-def score_individuals(suite: Suite, workers: int, on_progress: OnProgress) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the accuracy of the base and of each task's expert, by task."""
-    calls = [(suite, task) for task in suite.tasks]
-    scored = _run_all(score_individual, calls, workers, "scoring the base and the experts", on_progress)
-    return {task: base for task, base, _ in sorted(scored)}, {task: expert for task, _, expert in sorted(scored)}
-
-
-def run_streams(
-    suite: Suite, streams: Sequence[Stream], directory: Path, plan: Plan, on_progress: OnProgress
-) -> list[Run]:
-    """Run all streams in parallel and return them in the given order; equal streams are run once."""
-    calls = {stream.outcome: (suite, stream, directory / stream.key(suite), plan.engine) for stream in streams}
-    found = dict(_run_all(run_stream, list(calls.values()), plan.workers, "streams", on_progress))
-    return [Run(stream.row.key, stream.seed, list(stream.order), found[stream.outcome]) for stream in streams]
+    files = [*table1(results).write(output, "table1"), *per_task_table(results).write(output, "per-task")]
+    figure = accuracy_over_tasks(results)
+    return [*files, *(save(figure, output, "accuracy-over-tasks") if figure else ())]
 
 
 def _run_all(
     function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], workers: int, what: str, on_progress: OnProgress
-) -> list[Any]:
-    """Run the calls in parallel, and report every one that is finished."""
-    results = []
+) -> Iterator[Any]:
+    """Run the calls in parallel, and yield and report every one that is finished."""
     on_progress(what, 0, len(calls))
-    for result in run_parallel(function, calls, workers):
-        results.append(result)
-        on_progress(what, len(results), len(calls))
-    return results
+    for done, result in enumerate(run_parallel(function, calls, workers), 1):
+        on_progress(what, done, len(calls))
+        yield result
 
 
 def cosines(suite: Suite, on_progress: OnProgress) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Results of a benchmark: a JSON file with everything, and a Parquet table of the accuracies."""
+"""Results of a benchmark: everything that was measured, in a JSON file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mergestream.errors import MergestreamError
-from mergestream.evaluation.cache import written_whole
 from mergestream.evaluation.rows import Row
 from mergestream.files import write_json
 from mergestream.report import metrics
@@ -61,6 +60,8 @@ class Results:
     """The suite's other measures (such as perplexity) of the base"""
     expert_bytes: int = 0
     """Mean size of an expert; 0 in old results, where experts are as large as the base"""
+    digests: dict[str, Any] = field(default_factory=dict)
+    """Of the base, the experts and the test data: results of the same are not measured again; none in old results"""
 
     @cached_property
     def methods(self) -> dict[str, list[Run]]:
@@ -98,35 +99,9 @@ class Results:
         return table
 
     def save(self, directory: Path) -> None:
-        """Write ``results.json`` and ``results.parquet``."""
-        content = {**asdict(self), "summary": self.summary()}
+        """Write ``results.json``."""
         directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / "results.json", content)
-        self._write_parquet(directory / "results.parquet")
-
-    def _write_parquet(self, path: Path) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        rows = [
-            {
-                "suite": self.suite,
-                "model": self.model,
-                "method": run.method,
-                "seed": run.seed,
-                "step": step + 1,
-                "arrived": entry["task"],
-                "task": task,
-                "position": run.order.index(task) + 1,
-                "accuracy": accuracy,
-                "lambda": entry.get("lambda"),
-            }
-            for run in self.runs
-            for step, entry in enumerate(run.steps)
-            for task, accuracy in entry["accuracies"].items()
-        ]
-        with written_whole(path) as draft:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
+        write_json(directory / "results.json", {**asdict(self), "summary": self.summary()})
 
     @staticmethod
     def load(directory: Path) -> Results:
@@ -134,10 +109,11 @@ class Results:
         path = directory / "results.json"
         try:
             content = json.loads(path.read_text("utf-8"))
+            content.pop("summary")
+            return Results(**{**content, "runs": [Run(**run) for run in content["runs"]]})
         except FileNotFoundError:
             raise MergestreamError(
                 f"{directory} has no results.json; run mergestream bench with -o {directory}"
             ) from None
-        content.pop("summary")
-        content["runs"] = [Run(**run) for run in content["runs"]]
-        return Results(**content)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise MergestreamError(f"{path} was not written by mergestream bench; choose another directory") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,10 +84,14 @@ class Row:
         return make_method(self.name, self.parameters)
 
     @property
+    def method_key(self) -> str:
+        """The key without the readout."""
+        return ":".join([self.name, *(f"{key}={value}" for key, value in sorted(self.parameters.items()))])
+
+    @property
     def key(self) -> str:
         """The text that `parse` reads, with sorted parameters."""
-        method = ":".join([self.name, *(f"{key}={value}" for key, value in sorted(self.parameters.items()))])
-        return f"{method}@{self.readout}" if self.readout else method
+        return f"{self.method_key}@{self.readout}" if self.readout else self.method_key
 
     @property
     def label(self) -> str:
@@ -114,37 +119,21 @@ def parse_rows(text: str, trains: bool = True) -> list[Row]:
     return list(rows.values())
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """A parameter and its values, written as ``alpha=0.1:1.0:0.1``; both ends are included."""
-
-    parameter: str
-    values: tuple[float, ...]
-
-    @staticmethod
-    def parse(text: str) -> Sweep:
-        """Read ``parameter=first:last:step``."""
-        try:
-            parameter, numbers = text.split("=")
-            first, last, step = map(float, numbers.split(":"))
-            count = int((last - first) / step + 1e-9) + 1
-        except (ValueError, ZeroDivisionError):
-            count = 0
-        if count < 1:
-            raise UsageError(f"{text!r} is not a sweep; write parameter=first:last:step, as in alpha=0.1:1.0:0.1")
-        return Sweep(parameter, tuple(round(first + index * step, 9) for index in range(count)))
-
-    def rows(self, rows: list[Row]) -> list[Row]:
-        """Return every row that has the parameter, once for each value."""
-        merging = [row for row in rows if row.name != CONTINUAL_FINE_TUNING]
-        having = [row for row in merging if self.parameter in row.method().parameters]
-        if not having:
-            raise UsageError(f"none of the methods has a parameter {self.parameter}")
-        swept = [
-            replace(row, parameters={**row.parameters, self.parameter: f"{value:g}"})
-            for row in having
-            for value in self.values
-        ]
-        for row in swept:
-            row.method()  # refuse a value out of range before any work
-        return swept
+def sweep_rows(rows: Sequence[Row], text: str) -> list[Row]:
+    """Return every row that has a parameter once for each value; ``alpha=0.1:1.0:0.1`` includes both ends."""
+    try:
+        parameter, numbers = text.split("=")
+        first, last, step = map(float, numbers.split(":"))
+        count = int((last - first) / step + 1e-9) + 1
+    except (ValueError, ZeroDivisionError):
+        count = 0
+    if count < 1:
+        raise UsageError(f"{text!r} is not a sweep; write parameter=first:last:step, as in alpha=0.1:1.0:0.1")
+    having = [row for row in rows if row.name != CONTINUAL_FINE_TUNING and parameter in row.method().parameters]
+    if not having:
+        raise UsageError(f"none of the methods has a parameter {parameter}")
+    values = [f"{round(first + index * step, 9):g}" for index in range(count)]
+    swept = [replace(row, parameters={**row.parameters, parameter: value}) for row in having for value in values]
+    for row in swept:
+        row.method()  # refuse a value out of range before any work
+    return swept

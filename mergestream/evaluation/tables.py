@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mergestream.display import markdown_table
-from mergestream.escaping import MAX_SENTENCE, markdown_text, one_line
+from mergestream.escaping import MAX_SENTENCE, markdown_text
 from mergestream.evaluation.results import Results
-from mergestream.evaluation.suites import loading
 from mergestream.files import write_text
 from mergestream.report.metrics import Spread, mean
 
@@ -23,66 +19,35 @@ PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
 
 @dataclass(frozen=True)
 class Table:
-    """Groups of rows of text; LaTeX and Markdown show the best cells in bold."""
+    """Rows of text; Markdown shows the best cells in bold."""
 
     caption: str
     header: tuple[str, ...]
-    groups: tuple[tuple[tuple[str, ...], ...], ...]
-    best: frozenset[tuple[int, int, int]] = frozenset()  # group, row, column
+    rows: Sequence[tuple[str, ...]]
+    best: set[tuple[int, int]] = field(default_factory=set)
+    """Row and column"""
 
     def markdown(self) -> str:
         """Format as Markdown."""
-        rows = [row for group in self._emphasised("**{}**", markdown_text) for row in group]
+        rows = [
+            [f"**{markdown_text(cell)}**" if (r, c) in self.best else markdown_text(cell) for c, cell in enumerate(row)]
+            for r, row in enumerate(self.rows)
+        ]
         header = [markdown_text(cell) for cell in self.header]
         return "\n".join([markdown_text(self.caption, MAX_SENTENCE), "", *markdown_table(header, rows), ""])
-
-    def latex(self) -> str:
-        """Format as LaTeX."""
-        lines = [r"\begin{table}[t]", r"  \centering", f"  \\caption{{{_escape(self.caption)}}}"]
-        lines += [f"  \\begin{{tabular}}{{ll{'c' * (len(self.header) - 2)}}}", r"    \toprule"]
-        lines.append(_latex_row(map(_escape, self.header)))
-        for group in self._emphasised(r"\textbf{{{}}}", _escape):
-            lines += [r"    \midrule", *map(_latex_row, group)]
-        return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}", r"\end{table}", ""])
-
-    def _emphasised(self, form: str, escape: Callable[[str], str]) -> list[list[list[str]]]:
-        """Return the escaped groups, with ``form`` applied to the best cells."""
-        return [
-            [
-                [(form if (g, r, c) in self.best else "{}").format(escape(cell)) for c, cell in enumerate(row)]
-                for r, row in enumerate(group)
-            ]
-            for g, group in enumerate(self.groups)
-        ]
 
     def csv(self) -> str:
         """Format as CSV."""
         stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(self.header)
-        writer.writerows(row for group in self.groups for row in group)
+        csv.writer(stream, lineterminator="\n").writerows([self.header, *self.rows])
         return stream.getvalue()
 
-    def write(self, directory: Path, name: str) -> None:
-        """Write ``name.md``, ``name.tex`` and ``name.csv``."""
+    def write(self, directory: Path, name: str) -> list[str]:
+        """Write ``name.md`` and ``name.csv``; returns their names."""
         directory.mkdir(parents=True, exist_ok=True)
-        for suffix, text in (("md", self.markdown()), ("tex", self.latex()), ("csv", self.csv())):
-            write_text(directory / f"{name}.{suffix}", text)
-
-
-def _latex_row(cells: Iterable[str]) -> str:
-    return "    " + " & ".join(cells) + r" \\"
-
-
-_LATEX: dict[str, str | int | None] = {
-    **{mark: f"\\{mark}" for mark in "%_&#${}"},
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-    **{"±": r"$\pm$", "↑": r"$\uparrow$", "λ": r"$\lambda$", "α": r"$\alpha$", "β": r"$\beta$"},
-}
-
-
-def _escape(text: str) -> str:
-    return one_line(text, MAX_SENTENCE).translate(str.maketrans(_LATEX))
+        write_text(directory / f"{name}.md", self.markdown())
+        write_text(directory / f"{name}.csv", self.csv())
+        return [f"{name}.md", f"{name}.csv"]
 
 
 def percent(spread: Spread | None) -> str:
@@ -102,65 +67,30 @@ def _format_spread(spread: Spread | None, factor: float, form: str) -> str:
     return f"{factor * spread.mean:{form}}{deviation}"
 
 
-@cache
-def paper_results() -> dict[str, Any]:
-    """Read the paper's printed numbers (``table1``, ``single_model``, …); empty outside a checkout."""
-    path = loading.find_in_checkout("paper_results.json")
-    loaded: dict[str, Any] = json.loads(path.read_text("utf-8")) if path else {}
-    return loaded
-
-
-def table1_value(metric: str, method: str, arch: str, tasks: int) -> tuple[float, float | None] | None:
-    """Return the paper's mean and standard deviation in percent, e.g. of ``("acc", "OPCM", "ViT-B/32", 8)``."""
-    for entry in paper_results().get("table1", ()):
-        if (entry["metric"], entry["method"], entry["arch"], entry["tasks"]) == (metric, method, arch, tasks):
-            return entry["mean"], entry["std"]
-    return None
-
-
 def table1(results: Results) -> Table:
-    """Make the paper's Table 1: single models, then ACC, then BWT, with mean±std over the orders.
-
-    For the paper's own suite, another column has its printed numbers.
-    """
-    column = f"{results.model}, {len(results.tasks)} tasks"
-    has_paper = table1_value("acc", PRETRAINED, results.model, len(results.tasks)) is not None
-    header = ("", "Method", column, *(("paper (not ours)",) if has_paper else ()))
-
-    def row(metric: str, shown: str, label: str, cell: str) -> tuple[str, ...]:
-        if not has_paper:
-            return shown, label, cell
-        value = table1_value(metric, label, results.model, len(results.tasks))
-        if value is None:
-            return shown, label, cell, "–"
-        return shown, label, cell, f"{value[0]:.1f}" + (f"±{value[1]:.1f}" if value[1] is not None else "")
-
-    single = [
-        row("acc", "", label, percent(Spread.of([mean(list(accuracies.values()))])))
+    """Make the paper's Table 1: single models, then ACC, BWT and other measures, with mean±std over the orders."""
+    rows = [
+        ("", label, percent(Spread.of([mean(list(accuracies.values()))])))
         for label, accuracies in ((PRETRAINED, results.pretrained), (FINE_TUNED, results.fine_tuned))
     ]
-    groups, best = [tuple(single)], set()
-    summary = results.summary()
-    for metric, shown in (("acc", "ACC↑"), ("bwt", "BWT↑"), ("worst", "worst↑"), ("retention", "retention↑")):
-        known = {method: values[metric] for method, values in summary.items() if values[metric]}
-        if not known:
-            continue
-        rows = [row(metric, shown, results.label(method), percent(Spread(**value))) for method, value in known.items()]
-        best.add((len(groups), _argmax([value["mean"] for value in known.values()]), 2))
-        groups.append(tuple(rows))
+    best = set()
+    for measure, shown in (("acc", "ACC↑"), ("bwt", "BWT↑"), ("worst", "worst↑"), ("retention", "retention↑")):
+        known = {method: spread for method in results.methods if (spread := results.spread(method, measure))}
+        if known:
+            best.add((len(rows) + _argmax([spread.mean for spread in known.values()]), 2))
+            rows += [(shown, results.label(method), percent(spread)) for method, spread in known.items()]
     for name, of_base in results.beside.items():
-        known = {method: values[name] for method, values in summary.items() if values[name]}
-        measured = [(PRETRAINED, plain(Spread.of([of_base])))]
-        measured += [(results.label(method), plain(Spread(**value))) for method, value in known.items()]
-        groups.append(tuple(row(name, name, *each) for each in measured))
-    orders = results.settings.get("orders", "?")
+        rows.append((name, PRETRAINED, plain(Spread.of([of_base]))))
+        spreads = {method: results.spread(method, name) for method in results.methods}
+        rows += [(name, results.label(method), plain(spread)) for method, spread in spreads.items() if spread]
+    orders = max(map(len, results.methods.values()), default=0)
     caption = (
         f"Continual merging of {len(results.tasks)} experts of {results.model} (suite {results.suite}), mean±std over "
         f"{orders} orders of arrival, in percent. ACC: mean over all tasks after the last expert; BWT: change since a "
         "task's own expert was added; worst: the worst task; retention: tasks not merged yet, against the base. "
         "Numbers without ± were measured in one order."
     )
-    return Table(caption, header, tuple(groups), frozenset(best))
+    return Table(caption, ("", "Method", f"{results.model}, {len(results.tasks)} tasks"), rows, best)
 
 
 def _argmax(values: Sequence[float]) -> int:
@@ -169,23 +99,17 @@ def _argmax(values: Sequence[float]) -> int:
 
 def per_task_table(results: Results) -> Table:
     """Make the paper's per-task table: the last model's accuracy on each task, mean over the orders."""
-    rows: list[tuple[str, list[float]]] = []
+    known = {PRETRAINED: results.pretrained, FINE_TUNED: results.fine_tuned}
+    lines = [(label, [accuracies[task] for task in results.tasks]) for label, accuracies in known.items()]
     for method, runs in results.methods.items():
-        means = [Spread.of([run.final.get(task) for run in runs]) for task in results.tasks]
-        rows.append((results.label(method), [spread.mean if spread else float("nan") for spread in means]))
-    single = [
-        (PRETRAINED, [results.pretrained[task] for task in results.tasks]),
-        (FINE_TUNED, [results.fine_tuned[task] for task in results.tasks]),
-    ]
-
-    def cells(label: str, values: list[float]) -> tuple[str, ...]:
-        return label, *(f"{100 * value:.1f}" for value in values), f"{100 * sum(values) / len(values):.1f}"
-
-    best = {(1, _argmax([values[column] for _, values in rows]), column + 1) for column in range(len(results.tasks))}
-    best.add((1, _argmax([sum(values) for _, values in rows]), len(results.tasks) + 1))
+        spreads = [Spread.of([run.final.get(task) for run in runs]) for task in results.tasks]
+        lines.append((results.label(method), [spread.mean if spread else float("nan") for spread in spreads]))
+    lines = [(label, [*values, sum(values) / len(values)]) for label, values in lines]
+    rows = [(label, *(f"{100 * value:.1f}" for value in values)) for label, values in lines]
+    columns = zip(*(values for _, values in lines[len(known) :]), strict=True)
+    best = {(len(known) + _argmax(column), place) for place, column in enumerate(columns, 1)}
     caption = (
         f"Accuracy (percent) on each task after the last model, {results.model}, suite {results.suite}, "
         "mean over the orders of arrival."
     )
-    groups = (tuple(cells(*row) for row in single), tuple(cells(*row) for row in rows))
-    return Table(caption, ("Model", *results.tasks, "mean"), groups, frozenset(best))
+    return Table(caption, ("Model", *results.tasks, "mean"), rows, best)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from mergestream.escaping import one_line
 
 QUIET_SECONDS = 60
 """Seconds between two lines of progress in a log"""
-_listeners: list[Callable[[tuple[Any, ...]], None]] = []
 
 
 def available_cores() -> int:
@@ -24,12 +23,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start_worker(send: Callable[[tuple[Any, ...]], None]) -> None:
+def _start_worker() -> None:
     """Set up a worker: one thread, so that results do not depend on the number of workers."""
     import torch
 
     torch.set_num_threads(1)
-    _listeners[:] = [send]
     if multiprocessing.parent_process() is not None:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
 
@@ -42,40 +40,22 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def report(*event: Any) -> None:
-    """Send an event from a worker to the caller of `run_parallel`."""
-    for send in _listeners:
-        send(event)
-
-
-def run_parallel(
-    function: Callable[..., Any],
-    calls: Sequence[tuple[Any, ...]],
-    workers: int,
-    on_event: Callable[..., None] = lambda *_: None,
-) -> Iterator[Any]:
+def run_parallel(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], workers: int) -> Iterator[Any]:
     """Call ``function(*call)`` for every call and yield results as they are finished.
 
-    Events sent by `report` are passed to ``on_event``. A single worker runs in this process.
+    A single worker runs in this process.
     """
     if not calls:
         return
     if workers == 1:
-        _start_worker(lambda event: on_event(*event))
+        _start_worker()
         yield from (function(*call) for call in calls)
         return
     context = multiprocessing.get_context("spawn")  # a forked torch may deadlock
-    events = context.SimpleQueue()
-    pool = ProcessPoolExecutor(min(workers, len(calls)), context, _start_worker, (events.put,))
+    pool = ProcessPoolExecutor(min(workers, len(calls)), context, _start_worker)
     try:
-        waiting = [pool.submit(function, *call) for call in calls]
-        while waiting:
-            wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
-            while not events.empty():
-                on_event(*events.get())
-            for future in [future for future in waiting if future.done()]:
-                waiting.remove(future)
-                yield future.result()
+        for future in as_completed([pool.submit(function, *call) for call in calls]):
+            yield future.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -88,30 +68,24 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        finished: set[str] = set()
-        last_line = time.monotonic()
+        printed = time.monotonic()
 
         def print_line(what: str, done: int, total: int) -> None:
-            nonlocal last_line
-            if done == total and what not in finished:
-                finished.add(what)
-                print(f"{one_line(what)}: done", file=sys.stderr, flush=True)
-            elif done < total and time.monotonic() - last_line >= QUIET_SECONDS:
+            nonlocal printed
+            if done == total or time.monotonic() - printed >= QUIET_SECONDS:
                 print(f"{one_line(what)}: {done} of {total}", file=sys.stderr, flush=True)
-            else:
-                return
-            last_line = time.monotonic()
+                printed = time.monotonic()
 
         yield print_line
         return
     columns = (progress.TextColumn("{task.description}", markup=False), progress.BarColumn())
-    times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn(elapsed_when_finished=True)
-    with progress.Progress(*columns, progress.MofNCompleteColumn(), *times, console=console) as bars:
-        known = {}
+    amounts = (progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
+    with progress.Progress(*columns, *amounts, console=console) as bars:
+        known: dict[str, progress.TaskID] = {}
 
         def update_bar(what: str, done: int, total: int) -> None:
             if what not in known:
                 known[what] = bars.add_task(one_line(what), total=total)
-            bars.update(known[what], completed=done, total=total)
+            bars.update(known[what], completed=done)
 
         yield update_bar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,12 +20,12 @@ from mergestream.cli import main
 from mergestream.cli.parser import parse
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.evaluation import streams, workers
-from mergestream.evaluation.bench import Plan, run_bench, run_sweep
+from mergestream.evaluation import workers
+from mergestream.evaluation.bench import Plan, run_bench
 from mergestream.evaluation.results import Results
-from mergestream.evaluation.rows import Row, Sweep, parse_rows
-from mergestream.evaluation.streams import Stream, run_stream
-from mergestream.evaluation.suites.loading import load_suite
+from mergestream.evaluation.rows import Row, parse_rows, sweep_rows
+from mergestream.evaluation.streams import Stream, run_streams
+from mergestream.evaluation.suites.loading import open_suite
 from tests.conftest import files
 
 
@@ -57,17 +58,9 @@ def test_one_command_writes_results_tables_and_figures(
 ) -> None:
     output = tmp_path / "out"
     bench(tiny_suite, output, "--methods", "opcm,average", "--orders", "2", "--workers", "2")
-    for name in (
-        "results.json",
-        "results.parquet",
-        *(f"{table}.{form}" for table in ("table1", "per-task") for form in ("md", "tex", "csv")),
-        *(
-            f"{figure}.{form}"
-            for figure in ("accuracy-matrices-opcm", "accuracy-over-tasks", "lambda", "cosine-similarity", "memory")
-            for form in ("png", "svg")
-        ),
-    ):
-        assert (output / name).stat().st_size > 0, name
+    written = {path.name for path in output.iterdir() if path.stat().st_size}
+    tables = {f"{table}.{form}" for table in ("table1", "per-task") for form in ("md", "csv")}
+    assert written == {"results.json", *tables, "accuracy-over-tasks.png", "accuracy-over-tasks.svg"}
     table = (output / "table1.md").read_text()
     assert "| ACC↑ | Average (SWA) |" in table and "Pre-Trained" in table and "Fine-Tuned" in table
     results = Results.load(output)
@@ -75,13 +68,7 @@ def test_one_command_writes_results_tables_and_figures(
     assert len(results.runs) == 4
     assert results.settings["seeds"] == [0, 1]
     assert "--methods opcm,average" in results.settings["command"]
-    import pyarrow.parquet
-
-    rows = pyarrow.parquet.read_table(output / "results.parquet").to_pylist()
-    assert len(rows) == 2 * 2 * 9
     assert "table1" in capsys.readouterr().out
-    reports = [path.read_text("utf-8") for path in (output / "streams").glob("*/report.md")]
-    assert len(reports) == 4 and all("ACC" in report and "BWT" in report for report in reports)
 
 
 def test_the_same_seed_gives_the_same_results(
@@ -92,17 +79,17 @@ def test_the_same_seed_gives_the_same_results(
     for attempt in ("a", "b"):
         monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / attempt))  # nothing is taken from the first attempt
         found.append(
-            run_bench(load_suite(tiny_suite), Plan(rows, orders=2, workers=1), tmp_path / f"out-{attempt}", silent)
+            run_bench(open_suite(tiny_suite), Plan(rows, orders=2, workers=1), tmp_path / f"out-{attempt}", silent)
         )
     first, second = ([(run.method, run.order, run.matrix) for run in results.runs] for results in found)
     assert first == second
-    other = run_bench(load_suite(tiny_suite), Plan(rows, orders=2, seed=7, workers=1), tmp_path / "out-c", silent)
+    other = run_bench(open_suite(tiny_suite), Plan(rows, orders=2, seed=7, workers=1), tmp_path / "out-c", silent)
     assert [run.order for run in other.runs] != [run.order for run in found[0].runs]
 
 
 def test_nothing_is_scored_twice(tiny_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[tuple[str, str]] = []
-    suite = load_suite(tiny_suite)
+    suite = open_suite(tiny_suite)
     accuracy = type(suite).accuracy
 
     def noting(self: Any, model: Any, task: Any) -> Any:
@@ -110,7 +97,7 @@ def test_nothing_is_scored_twice(tiny_suite: Path, tmp_path: Path, monkeypatch: 
         return accuracy(self, model, task)
 
     monkeypatch.setattr(type(suite), "accuracy", noting)
-    plan = Plan(parse_rows("average"), orders=4, full_orders=0, workers=1)
+    plan = Plan(parse_rows("ledger"), orders=4, full_orders=0, workers=1)
     run_bench(suite, plan, tmp_path / "out", silent)
     # base and experts: 6; the last model of all orders is one: 3; the others by diagonal, at most one of each
     assert len(scored) <= 6 + 3 + 2 * 4
@@ -120,17 +107,16 @@ def test_nothing_is_scored_twice(tiny_suite: Path, tmp_path: Path, monkeypatch: 
     assert len(scored) == count
 
 
-def test_a_commutative_method_ends_at_the_same_accuracy_in_every_order(tiny_suite: Path, tmp_path: Path) -> None:
-    results = run_bench(
-        load_suite(tiny_suite), Plan(parse_rows("average"), orders=3, workers=1), tmp_path / "out", silent
-    )
+def test_a_ledger_ends_at_the_same_accuracy_in_every_order(tiny_suite: Path, tmp_path: Path) -> None:
+    plan = Plan(parse_rows("ledger"), orders=3, workers=1)
+    results = run_bench(open_suite(tiny_suite), plan, tmp_path / "out", silent)
     assert len({tuple(sorted(run.final.items())) for run in results.runs}) == 1
-    assert results.summary()["average"]["acc"]["std"] == 0
+    assert results.summary()["ledger"]["acc"]["std"] == 0
 
 
 def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite: Path, tmp_path: Path) -> None:
     plan = Plan(parse_rows("opcm"), orders=2, full_orders=1, workers=1)
-    results = run_bench(load_suite(tiny_suite), plan, tmp_path / "out", silent)
+    results = run_bench(open_suite(tiny_suite), plan, tmp_path / "out", silent)
     full, ends = (run.matrix for run in results.runs)
     assert all(value is not None for row in full for value in row)
     assert [[value is not None for value in row] for row in ends] == [[1, 0, 0], [0, 1, 0], [1, 1, 1]]
@@ -147,30 +133,75 @@ def test_the_last_model_alone_is_enough_for_acc(tiny_suite: Path, tmp_path: Path
     assert Results.load(tmp_path / "last").settings["command"].endswith("--last-only -o " + str(tmp_path / "last"))
 
 
-def test_a_stream_goes_on_where_it_was_interrupted(
+def test_an_interrupted_benchmark_continues_with_the_streams_that_are_missing(
     tiny_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suite = load_suite(tiny_suite)
-    stream = Stream(Row.parse("opcm"), ("red", "green", "blue"), 0, "all")
-    _, whole = run_stream(suite, stream, tmp_path / "whole", LocalEngine(1))
-    monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / "second-cache"))
-    calls = []
-    original = streams.score
+    suite, plan = open_suite(tiny_suite), Plan(parse_rows("opcm,ema"), orders=2, workers=1)
+    whole = run_bench(suite, plan, tmp_path / "whole", silent)
 
-    def interrupted(suite: Any, model: Any, digest: Any, task: Any) -> Any:
-        calls.append(task)
-        if len(calls) == 5:
+    def interrupt_second_stream(what: str, done: int, total: int) -> None:
+        if what == "streams" and done == 2:
             raise KeyboardInterrupt
-        return original(suite, model, digest, task)
 
-    monkeypatch.setattr(streams, "score", interrupted)
+    monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / "second-cache"))
     with pytest.raises(KeyboardInterrupt):
-        run_stream(suite, stream, tmp_path / "cut", LocalEngine(1))
-    _, resumed = run_stream(suite, stream, tmp_path / "cut", LocalEngine(1))
-    assert [step["accuracies"] for step in resumed] == [step["accuracies"] for step in whole]
-    assert [step["lambda"] for step in resumed] == [step["lambda"] for step in whole]
-    assert len(calls) == 5 + 6  # the first step's three scores were kept; steps two and three have six
+        run_bench(suite, plan, tmp_path / "cut", interrupt_second_stream)
+    assert len(Results.load(tmp_path / "cut").runs) == 1
+    reported = []
+    resumed = run_bench(suite, plan, tmp_path / "cut", lambda *event: reported.append(event))
+    assert ("streams", 3, 3) in reported, "one of four streams was kept"
+    assert not any(what.startswith(("scoring", "cosine")) for what, _, _ in reported)
+    for ours, theirs in zip(resumed.runs, whole.runs, strict=True):
+        assert (ours.method, ours.order, ours.matrix) == (theirs.method, theirs.order, theirs.matrix)
+        assert [step["lambda"] for step in ours.steps] == [step["lambda"] for step in theirs.steps]
     assert not (tmp_path / "cut" / "work").exists()
+
+
+def test_a_run_goes_on_from_the_results_of_the_same_models(
+    tiny_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results that were committed elsewhere need neither a cache nor the old files' times."""
+    first = run_bench(open_suite(tiny_suite), Plan(parse_rows("average"), orders=2, workers=1), tmp_path, silent)
+    monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / "second-cache"))
+    for path in (*tiny_suite.parent.rglob("*.safetensors"),):
+        os.utime(path, (0, 0))
+    reported = []
+    plan = Plan(parse_rows("opcm"), orders=1, workers=1)
+    second = run_bench(open_suite(tiny_suite), plan, tmp_path, lambda *event: reported.append(event))
+    assert [run.method for run in second.runs] == ["opcm", "average", "average"]
+    assert second.runs[1:] == first.runs and second.pretrained == first.pretrained
+    assert ("streams", 1, 1) in reported
+
+    expert = open_suite(tiny_suite).expert("red") / "model.safetensors"
+    changed = {name: 0.5 * tensor for name, tensor in load_file(expert).items()}
+    save_file(changed, expert, metadata={"format": "pt"})
+    third = run_bench(open_suite(tiny_suite), plan, tmp_path, silent)
+    assert [run.method for run in third.runs] == ["opcm"], "another expert: nothing is kept"
+    assert third.digests["experts"]["red"] != second.digests["experts"]["red"]
+    assert third.digests["base"] == second.digests["base"]
+
+
+def test_more_of_the_matrix_is_measured_if_it_is_asked_for(tiny_suite: Path, tmp_path: Path) -> None:
+    rows = parse_rows("opcm")
+    run_bench(open_suite(tiny_suite), Plan(rows, orders=1, last_only=True, workers=1), tmp_path, silent)
+    (whole,) = run_bench(open_suite(tiny_suite), Plan(rows, orders=1, workers=1), tmp_path, silent).runs
+    assert all(value is not None for row in whole.matrix for value in row)
+    reported = []
+    plan = Plan(rows, orders=1, last_only=True, workers=1)
+    (kept,) = run_bench(open_suite(tiny_suite), plan, tmp_path, lambda *event: reported.append(event)).runs
+    assert kept == whole and ("streams", 0, 0) in reported
+
+
+def test_rows_that_differ_in_the_readout_alone_share_a_store(tiny_suite: Path, tmp_path: Path) -> None:
+    rows = parse_rows("ledger@tsv,opcm,ledger,opcm@iso,ledger@expert")
+    reported = []
+    plan = Plan(rows, orders=2, full_orders=1, workers=1)
+    together = run_bench(open_suite(tiny_suite), plan, tmp_path / "together", lambda *event: reported.append(event))
+    assert ("streams", 4, 4) in reported, "two methods in two orders"
+    for row in rows:
+        plan = Plan([row], orders=2, full_orders=1, workers=1)
+        alone = run_bench(open_suite(tiny_suite), plan, tmp_path / row.key, silent)
+        assert [run.matrix for run in alone.runs] == [run.matrix for run in together.methods[row.key]], row.key
 
 
 def children(pid: int) -> list[int]:
@@ -184,7 +215,7 @@ def test_a_killed_benchmark_is_finished_by_the_same_command(tiny_suite: Path, tm
     command = [sys.executable, "-m", "mergestream", "bench", str(tiny_suite), "-o", str(output), *options]
     command += ["--workers", "2"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while not list(output.glob("streams/*/stream.json")) and process.poll() is None:
+    while not (output / "results.json").exists() and process.poll() is None:
         time.sleep(0.01)
     workers = children(process.pid)
     process.kill()  # the workers are told nothing, and must not go on at the next run's files
@@ -193,20 +224,21 @@ def test_a_killed_benchmark_is_finished_by_the_same_command(tiny_suite: Path, tm
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline, "the workers outlive the benchmark"
         time.sleep(0.05)
-    finished = {path: path.stat().st_mtime_ns for path in output.glob("streams/*/stream.json")}
-    assert workers and finished and not (output / "results.json").exists()
+    finished = Results.load(output).runs
+    assert workers and 0 < len(finished) < 6
     bench(tiny_suite, output, *options)
-    assert len(json.loads((output / "results.json").read_text())["runs"]) == 6
-    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    runs = Results.load(output).runs
+    assert len(runs) == 6 and all(run in runs for run in finished), "with their seconds: they were not run again"
 
 
-def test_a_sweep_reports_acc_for_every_value(tiny_suite: Path, tmp_path: Path) -> None:
-    plan = Plan(parse_rows("opcm,task_arithmetic,average"), orders=2, workers=1)
-    table = run_sweep(load_suite(tiny_suite), plan, Sweep.parse("scale=0:1:0.5"), tmp_path / "out", silent)
-    assert set(table) == {"task_arithmetic"}
-    assert list(table["task_arithmetic"]) == ["0", "0.5", "1"]
-    base = run_bench(load_suite(tiny_suite), plan, tmp_path / "out", silent).pretrained
-    assert table["task_arithmetic"]["0"]["mean"] == pytest.approx(sum(base.values()) / 3)
+def test_a_sweep_has_a_row_for_every_value(tiny_suite: Path, tmp_path: Path, done: Callable[..., str]) -> None:
+    words = ("bench", tiny_suite, "-o", tmp_path, "--orders", 2, "--workers", 1)
+    options = ("--methods", "opcm,task_arithmetic,average", "--sweep", "scale=0:1:0.5", "--json")
+    summary = json.loads(done(*words, *options))["summary"]
+    assert list(summary) == [f"task_arithmetic:scale={value}" for value in ("0", "0.5", "1")]
+    base = Results.load(tmp_path).pretrained
+    assert summary["task_arithmetic:scale=0"]["acc"]["mean"] == pytest.approx(sum(base.values()) / 3)
+    assert summary["task_arithmetic:scale=1"]["bwt"] is None, "only the last models are scored"
 
 
 def test_wrong_requests_are_told_before_any_work() -> None:
@@ -214,10 +246,12 @@ def test_wrong_requests_are_told_before_any_work() -> None:
         with pytest.raises(UsageError):
             parse_rows(text)
     for text in ("alpha", "alpha=1", "alpha=0.1:1", "alpha=1:0:0.5", "alpha=0:1:0"):
-        with pytest.raises(UsageError):
-            Sweep.parse(text)
+        with pytest.raises(UsageError, match="is not a sweep"):
+            sweep_rows(parse_rows("opcm"), text)
     with pytest.raises(UsageError, match="none of the methods has a parameter"):
-        Sweep.parse("alpha=0:1:1").rows(parse_rows("average"))
+        sweep_rows(parse_rows("average"), "alpha=0:1:1")
+    with pytest.raises(UsageError, match="alpha"):
+        sweep_rows(parse_rows("opcm"), "alpha=0:3:1")
 
 
 def test_all_stands_for_every_method() -> None:
@@ -259,9 +293,10 @@ def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(
         on_progress("streams", 1, 4)
         monkeypatch.setattr(workers, "QUIET_SECONDS", 0)
         on_progress("streams", 2, 4)
+        monkeypatch.setattr(workers, "QUIET_SECONDS", 60)
+        on_progress("streams", 3, 4)
         on_progress("streams", 4, 4)
-        on_progress("streams", 4, 4)
-    assert capsys.readouterr().err.splitlines() == ["streams: 2 of 4", "streams: done"]
+    assert capsys.readouterr().err.splitlines() == ["streams: 2 of 4", "streams: 4 of 4"]
 
 
 def test_rows_choose_a_readout() -> None:
@@ -278,7 +313,7 @@ def test_rows_choose_a_readout() -> None:
 
 def test_experts_are_read_back_each_on_its_own_task(tiny_suite: Path, tmp_path: Path) -> None:
     rows = parse_rows("ledger:budget=8:entries=float32@expert,ledger:budget=8,average@iso")
-    results = run_bench(load_suite(tiny_suite), Plan(rows, orders=1, workers=1), tmp_path / "out", silent)
+    results = run_bench(open_suite(tiny_suite), Plan(rows, orders=1, workers=1), tmp_path / "out", silent)
     back, merged, iso = results.runs
     assert back.final == {"red": 1.0, "green": 1.0, "blue": 1.0}, "the budget holds everything"
     for step, arrived in enumerate(back.order):
@@ -291,18 +326,18 @@ def test_experts_are_read_back_each_on_its_own_task(tiny_suite: Path, tmp_path: 
 
 def test_the_last_model_of_a_method_that_does_not_mind_the_order_is_made_once(tiny_suite: Path) -> None:
     plan = Plan(parse_rows("average,ledger,opcm"), orders=3, last_only=True)
-    assert [stream.row.name for stream in plan.streams(load_suite(tiny_suite).tasks)].count("opcm") == 3
-    assert len(plan.streams(load_suite(tiny_suite).tasks)) == 5
+    assert [stream.row.name for stream in plan.streams(open_suite(tiny_suite).tasks)].count("opcm") == 3
+    assert len(plan.streams(open_suite(tiny_suite).tasks)) == 5
 
 
-def test_what_a_store_notes_is_in_its_report_and_not_among_the_progress(
+def test_what_a_store_notes_is_not_among_the_progress(
     tiny_suite: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    suite = load_suite(tiny_suite)
+    suite = open_suite(tiny_suite)
     base, green = (load_file(model / "model.safetensors") for model in (suite.base(), suite.expert("green")))
     near = {name: base[name] + 0.01 * (tensor - base[name]) for name, tensor in green.items()}
     save_file(near, suite.expert("green") / "model.safetensors", metadata={"format": "pt"})
     stream = Stream(Row.parse("average"), ("green", "red"), 0, "all")
-    run_stream(suite, stream, tmp_path / "stream", LocalEngine(1))
-    assert "outweighs them" in (tmp_path / "stream" / "report.md").read_text()
+    found = run_streams(suite, [stream], tmp_path / "work", LocalEngine(1))
+    assert [step["task"] for step in found[stream.outcome]] == ["green", "red"]
     assert not recwarn.list

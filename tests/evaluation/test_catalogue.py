@@ -17,7 +17,7 @@ import mergestream
 from benchmarks.suites.clip_suite import ClipSuite
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.suites import loading
-from mergestream.evaluation.suites.loading import SUITES, load_suite, open_suite
+from mergestream.evaluation.suites.loading import SUITES, open_suite
 from mergestream.evaluation.workers import run_parallel
 
 PACKAGE = Path(mergestream.__file__).parent
@@ -29,7 +29,7 @@ def facts(suite: Any, task: Any) -> Any:
 
 
 def test_a_suite_of_a_file_survives_the_way_into_a_spawned_process(tiny_suite: Path) -> None:
-    suite = open_suite(str(tiny_suite), tasks=2)
+    suite = open_suite(tiny_suite, tasks=2)
     assert list(run_parallel(facts, [(suite, "red")], workers=2)) == [(("red", "green"), 1.0)]
 
 
@@ -82,7 +82,7 @@ def test_a_suite_may_import_its_neighbours_here_and_in_a_worker(
     (tmp_path / f"{name}.py").write_text("ACCURACY = 0.25\n\n\ndef later(value):\n    return value\n")
     (tmp_path / "own.py").write_text(code)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    suite = load_suite(tmp_path / "own.py")
+    suite = open_suite(tmp_path / "own.py")
     assert list(run_parallel(facts, [(suite, "red")], workers=2)) == [(("red", "green"), 0.25)]
 
 
@@ -185,7 +185,7 @@ def test_the_command_is_described_without_heavy_imports() -> None:
 
 def test_a_suite_that_cannot_be_imported_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no suite file"):
-        load_suite(tmp_path / "absent.py")
+        open_suite(tmp_path / "absent.py")
     (tmp_path / "own.py").write_text("SUITE = 3\n")
     with pytest.raises(MergestreamError, match="defines no SUITE"):
-        load_suite(tmp_path / "own.py")
+        open_suite(tmp_path / "own.py")

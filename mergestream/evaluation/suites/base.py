@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, SupportsIndex, TypeVar
 
@@ -46,8 +45,8 @@ class Suite(ABC):
         """Describe how the numbers are made, for the results."""
         return {}
 
-    def prepare(self, on_event: Callable[[str, int, int], None], workers: int) -> None:
-        """Make all experts before the streams start; call ``on_event(task, steps done, total steps)``."""
+    def prepare(self, on_progress: Callable[[str, int, int], None], workers: int) -> None:
+        """Make all experts before the streams start; ``on_progress(task, parts done, total)`` shows it."""
         for task in self.tasks:
             self.expert(task)
 
@@ -73,24 +72,6 @@ class Suite(ABC):
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         # Another process cannot import what a suite's file defines, but it can load the file.
         return self.reopened or super().__reduce_ex__(protocol)
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Options of `open_suite`; None keeps the suite's default."""
-
-    tasks: int | None = None
-    test_limit: int | None = None
-    model: str | None = None
-    evaluate: str | None = None
-
-    def apply(self, suite: Suite) -> Suite:
-        """Return the suite with these options."""
-        if self.model is not None:
-            suite = suite.of_model(self.model)
-        if self.evaluate is not None:
-            suite = suite.scored_by(self.evaluate)
-        return suite.limited(self.tasks, self.test_limit)
 
 
 def first_tasks(suite: str, tasks: Sequence[T], count: int) -> Sequence[T]:

@@ -10,8 +10,11 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from mergestream import download
 from mergestream.commands import CommandError, check_command, last_number, run_command
@@ -139,12 +142,17 @@ class CustomSuite(Suite):
         known = self.custom_tasks[task]
         paths = [self._path(known.data) / "test.safetensors"] if known.data else []
         paths += [self._path(known.head)] if known.head else []
-        stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]
+        content = [_file_digest(path, path.stat().st_mtime_ns) for path in paths if path.is_file()]
         text = self.source.read_text("utf-8", errors="replace") if self.source.is_file() else ""
-        return key_of(task, text, self.evaluate, stamps)
+        return key_of(task, text, self.evaluate, content)
 
     def protocol(self) -> dict[str, Any]:
         return {"suite_file": self.source.name, "evaluate": self.evaluate}
+
+
+@cache
+def _file_digest(path: Path, modified: int) -> str:
+    return xxhash.xxh3_128_hexdigest(path.read_bytes())
 
 
 def read_accuracy(output: str, task: str, command: str) -> float:

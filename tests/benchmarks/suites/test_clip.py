@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.paper import paper_results
 from benchmarks.suites.clip_suite import TASKS, preprocess
 from mergestream.errors import UsageError
 from mergestream.evaluation.suites.loading import open_suite
-from mergestream.evaluation.tables import paper_results
 from tests.hub_server import COMMIT, Files, environment, serve
 
 CLASSES = ("red", "green", "dark_blue")

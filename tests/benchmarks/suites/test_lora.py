@@ -17,7 +17,7 @@ from benchmarks.suites.training import Recipe, save_model
 from mergestream.checkpoints import open_checkpoint
 from mergestream.evaluation.bench import Plan, cosines, run_bench
 from mergestream.evaluation.rows import parse_rows
-from mergestream.evaluation.streams import model_digest, score_individual
+from mergestream.evaluation.streams import model_digest, score
 from mergestream.methods.average import Average
 from mergestream.store.store import Store
 from tests.benchmarks.suites.test_trained import tiny_trained_suite
@@ -111,11 +111,11 @@ def test_peft_and_mergestream_make_the_same_model_of_an_adapter(suite: TrainedSu
 def test_adapters_are_scored_and_compared_as_the_whole_models_are(
     suite: TrainedSuite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scores = [score_individual(suite, task) for task in suite.tasks]
+    scores = [score(suite, suite.expert(task), [task]) for task in suite.tasks]
     found = cosines(suite, lambda *_: None)
     models = {task: whole(suite, task, tmp_path / task) for task in suite.tasks}
     monkeypatch.setattr(suite, "expert", models.__getitem__)
-    assert [score_individual(suite, task) for task in suite.tasks] == scores
+    assert [score(suite, suite.expert(task), [task]) for task in suite.tasks] == scores
     torch.testing.assert_close(torch.tensor(found), torch.tensor(cosines(suite, lambda *_: None)), rtol=0, atol=1e-4)
 
 

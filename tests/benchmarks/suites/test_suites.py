@@ -15,7 +15,7 @@ from benchmarks.suites.lora import LoRARecipe
 from benchmarks.suites.trained import TrainedSuite
 from mergestream.cli import main
 from mergestream.errors import UsageError
-from mergestream.evaluation.suites.loading import load_suite, open_suite
+from mergestream.evaluation.suites.loading import open_suite
 from mergestream.evaluation.workers import run_parallel
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +24,7 @@ SUITES = ROOT / "benchmarks" / "suites"
 
 @pytest.mark.parametrize("module", [text, vision])
 def test_a_short_name_means_the_file_in_the_checkout(module: Any) -> None:
-    by_name, by_path = open_suite(module.SUITE.name), load_suite(Path(module.__file__))
+    by_name, by_path = open_suite(module.SUITE.name), open_suite(Path(module.__file__))
     assert isinstance(by_name, TrainedSuite) and isinstance(by_path, TrainedSuite)
     assert by_name.tasks == by_path.tasks == module.SUITE.tasks == tuple(task.name for task in module.TASKS[:8])
     assert by_name.test_limit == 500 and by_name.can_fine_tune
@@ -32,7 +32,7 @@ def test_a_short_name_means_the_file_in_the_checkout(module: Any) -> None:
 
 @pytest.mark.parametrize(("module", "plain"), [(text_lora, text), (vision_lora, vision)])
 def test_the_suites_of_adapters_differ_in_their_experts_alone(module: Any, plain: Any) -> None:
-    by_name, by_path = open_suite(f"{plain.SUITE.name}-lora"), load_suite(Path(module.__file__))
+    by_name, by_path = open_suite(f"{plain.SUITE.name}-lora"), open_suite(Path(module.__file__))
     assert isinstance(by_name, TrainedSuite) and isinstance(by_path, TrainedSuite)
     assert by_name.recipe == by_path.recipe == LoRARecipe.like(plain.SUITE.recipe)
     assert (by_name.recipe.rank, by_name.recipe.learning_rate) == (16, 10 * plain.SUITE.recipe.learning_rate)
@@ -59,7 +59,7 @@ def described(*suites: Any) -> Any:
 
 
 def test_they_survive_the_way_into_a_spawned_process() -> None:
-    suite = load_suite(SUITES / "vision.py")
+    suite = open_suite(SUITES / "vision.py")
     chosen = open_suite(str(SUITES / "vision.py"), tasks=3, test_limit=7)
     (found,) = run_parallel(described, [(suite, chosen)], workers=2)
     assert found == [("vision", suite.tasks, 500, 2500), ("vision", suite.tasks[:3], 7, 2500)]
