@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import selectors
 import shlex
 import subprocess
+from tempfile import TemporaryFile
+from typing import IO
 
 from mergestream.errors import MergestreamError, UsageError
 
@@ -17,7 +18,7 @@ MODEL = "{model}"
 SCORES = "{scores}"
 """Placeholder for the directory that the command writes its results to"""
 _MOST_OUTPUT = 1 << 20
-"""How many bytes of a command's output are kept; older output is dropped"""
+"""How many bytes of a command's output are read, from its end"""
 
 
 class CommandError(MergestreamError):
@@ -35,7 +36,7 @@ def check_command(template: str) -> None:
 
 
 def run_command(template: str, *, show_errors: bool = False, **places: object) -> str:
-    """Run the command and return its standard output.
+    """Run the command and return the end of its standard output.
 
     ``places`` fill the template's placeholders, such as ``{model}``. Standard error goes to the terminal with
     ``show_errors``; otherwise its last line becomes the reason in `CommandError` if the command fails.
@@ -45,54 +46,22 @@ def run_command(template: str, *, show_errors: bool = False, **places: object) -
         return re.sub(r"\{(\w+)\}", lambda place: str(places.get(place[1], place[0])), part)
 
     arguments = [fill(part) for part in shlex.split(template)]
-    errors = None if show_errors else subprocess.PIPE
-    try:
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=errors)
-    except OSError as error:
-        raise CommandError(f"--evaluate: {arguments[0]} cannot be run: {error.strerror}") from error
-    try:
-        printed, complaints = _read_output(process)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    if process.returncode:
-        lines = [line.strip() for line in complaints.splitlines() if line.strip()]
-        reason = lines[-1] if lines else f"exit code {process.returncode}"
-        raise CommandError(f"--evaluate: {arguments[0]} failed: {reason}")
-    return printed
+    # Files, not pipes: a background process may keep a pipe open for ever.
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        try:
+            code = subprocess.run(arguments, stdout=output, stderr=None if show_errors else errors).returncode
+        except OSError as error:
+            raise CommandError(f"--evaluate: {arguments[0]} cannot be run: {error.strerror}") from error
+        if code:
+            lines = [line.strip() for line in _read_end(errors).splitlines() if line.strip()]
+            reason = lines[-1] if lines else f"exit code {code}"
+            raise CommandError(f"--evaluate: {arguments[0]} failed: {reason}")
+        return _read_end(output)
 
 
-def _read_output(process: subprocess.Popen[bytes]) -> list[str]:
-    """Read the end of standard output and standard error until the process exits.
-
-    `subprocess.communicate` would also wait for background processes that inherited the streams.
-    """
-    streams = (process.stdout, process.stderr)
-    outputs = [bytearray() for _ in streams]
-    with selectors.DefaultSelector() as selector:
-        for stream, output in zip(streams, outputs, strict=True):
-            if stream is not None:
-                selector.register(stream, selectors.EVENT_READ, output)
-        left = _MOST_OUTPUT  # to read after the exit, as a background process may print forever
-        while selector.get_map() and left > 0:
-            exited = process.poll() is not None
-            ready = selector.select(0 if exited else 0.1)
-            if exited and not ready:
-                break
-            for key, _ in ready:
-                piece = os.read(key.fd, 1 << 16)
-                if not piece:
-                    selector.unregister(key.fileobj)
-                output = key.data
-                output += piece
-                del output[:-_MOST_OUTPUT]
-                left -= len(piece) if exited else 0
-    process.wait()
-    for stream in streams:
-        if stream is not None:
-            stream.close()
-    return [output.decode(errors="replace") for output in outputs]
+def _read_end(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_OUTPUT))
+    return file.read(_MOST_OUTPUT).decode(errors="replace")
 
 
 def last_number(text: str) -> float | None:

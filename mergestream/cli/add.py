@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.inspect import print_inspection
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import MODEL, ComputingOptions, GatedOptions, WorkingStoreOptions, argument, switch
+from mergestream.cli.options import (
+    MODEL,
+    ComputingOptions,
+    GatedOptions,
+    WorkingStoreOptions,
+    argument,
+    arguments_of,
+    switch,
+)
 from mergestream.cli.printing import answer, say, with_notes
 from mergestream.errors import UsageError
 
@@ -57,13 +65,13 @@ def split_name(word: str) -> tuple[str | None, str]:
 
 
 def _inspect(store: Store, expert: str, options: Options) -> dict[str, Any]:
-    inspection = store.inspect(expert, **options.reading)
+    inspection = store.inspect(**arguments_of(store.inspect, options, expert=expert))
     print_inspection(inspection)
     return inspection.to_json()
 
 
 def _add(store: Store, expert: str, name: str | None, options: Options) -> dict[str, Any]:
-    entry = store.add(expert, name, **options.adding, log=options.log)
+    entry = store.add(**arguments_of(store.add, options, expert=expert, name=name))
     print_step(store, entry)
     return entry_json(entry)
 

@@ -11,7 +11,9 @@ from mergestream.cli.options import (
     OutputOptions,
     WorkingStoreOptions,
     argument,
+    arguments_of,
     at_least,
+    command_line,
     repeated,
     switch,
 )
@@ -107,22 +109,20 @@ def _check(options: Options, selection: dict[str, Any]) -> None:
 
 
 def _export_adapters(store: Store, options: Options) -> dict[str, Any]:
-    settings = {key: value for key, value in options.writing.items() if key != "max_shard_size"}
-    energies = store.export_adapters(options.out, rank=options.rank, **settings)
+    energies = store.export_adapters(**arguments_of(store.export_adapters, options, command=command_line()))
     lost = {name: energy.lost_share for name, energy in energies.items()}
     say(f"{options.out}: {counted(len(energies), 'adapter')}, {', '.join(energies)}")
     return {"out": options.out, "format": options.format, "experts": list(energies), "lost": lost}
 
 
 def _export(store: Store, options: Options, selection: dict[str, Any]) -> dict[str, Any]:
-    settings = {**selection, "scale": options.scale, **options.writing}
+    others = {**selection, "command": command_line()}
     lost, loss_text = 0.0, ""
     if options.format == "lora":
-        del settings["max_shard_size"]
-        lost = store.export_adapter(options.out, rank=options.rank, **settings).lost_share
+        lost = store.export_adapter(**arguments_of(store.export_adapter, options, **others)).lost_share
         loss_text = ", exactly" if lost < EXACT else f", {lost:.3%} of the energy left out"
     else:
-        store.export(options.out, task=options.task, **settings)
+        store.export(**arguments_of(store.export, options, **others))
     method = store.manifest.method
     readout, experts = _describe_readout(store, selection)
     say(f"{options.out}: {_summary(readout, experts, method, options.balance)}{loss_text}")

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergestream.cli.options import AddingOptions, ComputingOptions, OutputOptions, argument, at_least
+from mergestream.cli.options import (
+    AddingOptions,
+    ComputingOptions,
+    OutputOptions,
+    argument,
+    arguments_of,
+    at_least,
+    command_line,
+)
 from mergestream.cli.printing import answer, say
 from mergestream.sizes import counted
 
@@ -32,16 +40,14 @@ def run(options: Options) -> None:
     progress = options.make_progress()
     for note in recipe.notes:
         progress.note(note)
-    merge(
-        recipe.base,
-        [given.source for given in recipe.inputs],
-        options.out,
-        recipe.method,
-        engine=options.make_engine(),
-        progress=progress,
-        **options.adding,
-        **{**options.writing, "dtype": options.dtype or recipe.dtype},
-    )
+    chosen = {
+        "base": recipe.base,
+        "experts": [given.source for given in recipe.inputs],
+        "method": recipe.method,
+        "dtype": options.dtype or recipe.dtype,
+    }
+    made = {"engine": options.make_engine(), "progress": progress, "command": command_line()}
+    merge(**arguments_of(merge, options, **chosen, **made))
     answer(
         {
             "out": options.out,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.options import MethodOptions, RunningOptions, argument, at_least, repeated, switch
+from mergestream.cli.options import MethodOptions, RunningOptions, argument, arguments_of, at_least, repeated, switch
 from mergestream.cli.printing import answer, counts_text, say
 from mergestream.cli.status import status_json
 
@@ -31,19 +31,9 @@ class Options(MethodOptions, RunningOptions):
 def run(options: Options) -> None:
     from mergestream.store.store import Store
 
-    store = Store.create(
-        options.store,
-        base=options.base,
-        method=options.make_method(),
-        linear=options.linear,
-        not_linear=options.not_linear,
-        heads=options.heads,
-        keep=options.keep,
-        max_rank=options.max_rank,
-        config_only=options.config_only,
-        engine=options.make_engine(),
-        progress=options.make_progress(),
-    )
+    method, engine, progress = options.make_method(), options.make_engine(), options.make_progress()
+    made = {"path": options.store, "method": method, "engine": engine, "progress": progress}
+    store = Store.create(**arguments_of(Store.create, options, **made))
     status = status_json(store)
     answer(status)
     say(f"{store.storage}: {store.manifest.method_text} on {store.manifest.base.source}")

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mergestream.cli.options import MODEL, ComputingOptions, StoredExpertOptions, WorkingStoreOptions, argument
+from mergestream.cli.options import (
+    MODEL,
+    ComputingOptions,
+    StoredExpertOptions,
+    WorkingStoreOptions,
+    argument,
+    arguments_of,
+)
 from mergestream.cli.printing import answer, counts_text, print_table, say
 from mergestream.sizes import format_size
 
@@ -29,7 +36,8 @@ class Options(WorkingStoreOptions, ComputingOptions, StoredExpertOptions):
 
 
 def run(options: Options) -> None:
-    inspection = options.open_store().inspect(options.expert, **options.reading)
+    store = options.open_store()
+    inspection = store.inspect(**arguments_of(store.inspect, options))
     answer(inspection.to_json())
     print_inspection(inspection)
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.options import MODEL, AddingOptions, ComputingOptions, MethodOptions, OutputOptions, argument
+from mergestream.cli.options import (
+    MODEL,
+    AddingOptions,
+    ComputingOptions,
+    MethodOptions,
+    OutputOptions,
+    argument,
+    arguments_of,
+    command_line,
+)
 from mergestream.cli.printing import answer, say
 from mergestream.sizes import counted
 
@@ -25,17 +34,8 @@ def run(options: Options) -> None:
     from mergestream.export.one_shot import merge
 
     method = options.make_method()
-    merge(
-        options.base,
-        options.experts,
-        options.out,
-        method,
-        linear=options.linear,
-        not_linear=options.not_linear,
-        engine=options.make_engine(),
-        progress=options.make_progress(),
-        **options.adding,
-        **options.writing,
-    )
+    engine, progress = options.make_engine(), options.make_progress()
+    made = {"method": method, "engine": engine, "progress": progress, "command": command_line()}
+    merge(**arguments_of(merge, options, **made))
     answer({"out": options.out, "method": method.name, "parameters": method.parameters, "experts": options.experts})
     say(f"{options.out}: {counted(len(options.experts), 'expert')} merged by {method.name}")

@@ -53,6 +53,14 @@ def add_arguments(parser: ArgumentParser, options: type[Any]) -> None:
             parser.add_argument(item.name, **settings)
 
 
+def arguments_of(function: Callable[..., Any], options: Any, **others: Any) -> dict[str, Any]:
+    """The arguments of a call: the options that are parameters of the function, by name, and ``others``."""
+    from inspect import signature
+
+    known = signature(function).parameters
+    return {**{name: value for name, value in vars(options).items() if name in known}, **others}
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """An argument type: a whole number with a lower bound."""
 
@@ -206,21 +214,12 @@ class ExpertOptions:
         "or add them to the merged model (grow)",
     )
 
-    @property
-    def reading(self) -> dict[str, Any]:
-        """Arguments of ``Store.inspect``."""
-        return {"partial": self.partial, "ignore": self.ignore, "vocab": self.vocab}
-
 
 @dataclass(frozen=True)
 class StoredExpertOptions(ExpertOptions):
     """The same for experts of a store, which keeps their heads."""
 
     heads: list[str] = repeated("--heads", "GLOB", "tensors that the base lacks: keep them per expert (export --task)")
-
-    @property
-    def reading(self) -> dict[str, Any]:
-        return {**super().reading, "heads": self.heads}
 
 
 @dataclass(frozen=True)
@@ -230,18 +229,12 @@ class AddingOptions(ExpertOptions):
     allow_duplicate: bool = switch("--allow-duplicate", "accept an expert again, or the base itself")
     allow_other_base: bool = switch("--allow-other-base", "accept an expert that was not trained from this base")
 
-    @property
-    def adding(self) -> dict[str, Any]:
-        """Arguments of ``Store.add`` and ``merge``."""
-        allowed = {"allow_duplicate": self.allow_duplicate, "allow_other_base": self.allow_other_base}
-        return {**self.reading, **allowed}
-
 
 @dataclass(frozen=True)
 class GatedOptions(AddingOptions, StoredExpertOptions):
     """The same for experts that a store adds: conditions, evaluation and tracking."""
 
-    gate: list[str] = repeated(
+    gates: list[str] = repeated(
         "--gate",
         "CONDITION",
         "refuse an expert that fails it, as in 'kept>=0.6'; kept, max_cosine, relative_norm, norm, score; "
@@ -259,10 +252,6 @@ class GatedOptions(AddingOptions, StoredExpertOptions):
         "send the numbers of each step to wandb:PROJECT, mlflow:EXPERIMENT, tensorboard:DIR or jsonl:FILE",
     )
 
-    @property
-    def adding(self) -> dict[str, Any]:
-        return {**super().adding, "gates": self.gate, "evaluate": self.evaluate}
-
 
 @dataclass(frozen=True)
 class OutputOptions:
@@ -273,12 +262,6 @@ class OutputOptions:
         "--max-shard-size", type=size, default="5GB", metavar="SIZE", help="maximum size of one file (5GB)"
     )
     overwrite: bool = switch("--overwrite", "replace an earlier export")
-
-    @property
-    def writing(self) -> dict[str, Any]:
-        """Arguments of ``Store.export`` and ``merge``, with the command for the model card."""
-        written = {"dtype": self.dtype, "max_shard_size": self.max_shard_size, "overwrite": self.overwrite}
-        return {**written, "command": command_line()}
 
 
 def command_line() -> str:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mergestream.cli.add import print_step
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument
+from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument, arguments_of
 from mergestream.cli.printing import emit, error_sentences, is_json, print_error, say
 from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
 from mergestream.escaping import MAX_SENTENCE, one_line
@@ -21,7 +21,7 @@ from mergestream.escaping import MAX_SENTENCE, one_line
 if TYPE_CHECKING:
     from mergestream.storage import Storage, Url
     from mergestream.store.store import Store
-    from mergestream.store.watched import FoundExpert, SkippedExpert, WatchSource
+    from mergestream.store.watched import FoundExpert, WatchSource
 
     Place: TypeAlias = Path | Url
 
@@ -32,8 +32,8 @@ mergestream watch store incoming/ --gate 'damage<=0.3' --evaluate 'python score.
 """
 
 LONGEST_INTERVAL = 86_400
-LONGEST_PAUSE = 3600.0
-"""Maximum number of seconds between two attempts to add an expert"""
+RETRY_SECONDS = 600.0
+"""Pause after an error that says nothing about the expert, such as a full disk"""
 
 
 def seconds(text: str) -> float:
@@ -66,9 +66,11 @@ def run(options: Options) -> None:
     store = options.open_store()
     _check_apart(source.place, store.storage)
     dict(source.look())  # report an unreadable directory, a wrong gate or a wrong tracker now
-    Gatekeeper.of(options.gate, options.evaluate, store.manifest)
+    Gatekeeper.of(options.gates, options.evaluate, store.manifest)
     parse_trackers(options.log, store)
-    watcher = Watcher(store, source, options.adding, options.interval, log=options.log)
+    adding = arguments_of(store.add, options)
+    log = adding.pop("log")
+    watcher = Watcher(store, source, adding, log=log)
     say(f"watching {source.place} for {store.storage}; stop with Ctrl-C")
     emit({"event": "watching", "store": str(store.storage), "directory": str(source.place)})
     with suppress(KeyboardInterrupt):
@@ -84,14 +86,6 @@ def _check_apart(directory: Place, store: Storage) -> None:
         raise UsageError(f"{directory} and the store {store} contain one another; watch a separate directory")
 
 
-class Retry(NamedTuple):
-    """When to try an expert again whose files are still the same."""
-
-    files: str
-    failures: int
-    due: float
-
-
 class Watcher:
     """Adds the experts of a watched directory or bucket to a store.
 
@@ -104,19 +98,17 @@ class Watcher:
         store: Store,
         source: WatchSource,
         options: Mapping[str, Any],
-        interval: float,
         *,
         log: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``options`` and ``log`` are arguments of `Store.add`."""
         self.store, self.source = store, source
-        self._options, self._interval, self._log, self._clock = options, interval, log, clock
+        self._options, self._log, self._clock = options, log, clock
         self._files: dict[str, str] = {}
-        """Signatures at the last look, by source as in the next two"""
-        self._retries: dict[str, Retry] = {}
-        self._refused: dict[str, SkippedExpert] = {}
-        """Refused experts that are not listed in the store yet"""
+        """Signatures at the last look, by source"""
+        self._due: dict[tuple[str, str], float] = {}
+        """When to try an expert again, by source and signature"""
         self._skipped: dict[Place, str] = {}
         """Problems that were already reported"""
 
@@ -124,7 +116,6 @@ class Watcher:
         """Add all complete experts, the oldest first."""
         from mergestream.store.watched import recall
 
-        self._list_refused()
         try:
             self.store.refresh()  # before recall: undo and remove list an expert before they change the manifest
             left_alone = recall(self.store.storage)
@@ -135,9 +126,10 @@ class Watcher:
         self._skipped.pop(self.source.place, None)
         added = {entry.source for entry in self.store.history}
         for path, expert in self._complete(found):
-            left = self._refused.get(expert.source) or left_alone.get(expert.source)
+            left = left_alone.get(expert.source)
             is_left = left is not None and left.applies_to(expert.files, self._options)
-            if expert.source not in added and not is_left and self._is_due(expert):
+            is_due = self._clock() >= self._due.get((expert.source, expert.files), 0)
+            if expert.source not in added and not is_left and is_due:
                 self._add(path, expert)
                 added.add(expert.source)  # another link may lead to the same expert
 
@@ -154,52 +146,34 @@ class Watcher:
         complete = [item for item in experts.items() if item[1].files and before.get(item[1].source) == item[1].files]
         return sorted(complete, key=lambda item: (item[1].changed, item[0].name))
 
-    def _is_due(self, expert: FoundExpert) -> bool:
-        retry = self._retries.get(expert.source)
-        return retry is None or retry.files != expert.files or self._clock() >= retry.due
-
     def _add(self, path: Place, expert: FoundExpert) -> None:
         try:
             if missing := self.source.missing_files(path):
-                self._retries[expert.source] = Retry(expert.files, 0, math.inf)
+                self._due[expert.source, expert.files] = math.inf
                 self._skip(path, MergestreamError(missing))
                 return
             entry = self.store.add(str(path), **self._options, log=self._log)
         except StoreBusyError:
             return  # the next look tries again
         except Exception as error:  # whatever it is, the other experts can still be added
-            report_failure(path, error, self._schedule_retry(error, expert))
+            pause = RETRY_SECONDS if is_temporary(error) or not self._store_is_usable() else None
+            self._due[expert.source, expert.files] = self._clock() + (pause or math.inf)
+            report_failure(path, error, pause)
+            if pause is None and isinstance(error, MergestreamError):
+                self._remember(expert, error)
         else:
             print_step(self.store, entry)
             event = {"event": "absorbed", "path": str(path), "step": self.store.manifest.step}
             emit({**event, "expert": entry_json(entry)})
 
-    def _schedule_retry(self, error: Exception, expert: FoundExpert) -> float | None:
-        """Return the pause before the next attempt, or None if the expert is skipped until its files change."""
-        if is_temporary(error) or not self._store_is_usable():
-            earlier = self._retries.get(expert.source)
-            failures = earlier.failures + 1 if earlier and earlier.files == expert.files else 1
-            pause: float = min(max(self._interval, 1.0) * 2 ** min(failures, 30), LONGEST_PAUSE)
-            self._retries[expert.source] = Retry(expert.files, failures, self._clock() + pause)
-            return pause
-        if isinstance(error, MergestreamError):
-            from mergestream.store.watched import SkippedExpert
+    def _remember(self, expert: FoundExpert, error: MergestreamError) -> None:
+        """List a refused expert in the store; if that is impossible now, the next `watch` tries the expert again."""
+        from mergestream.store.watched import SkippedExpert, remember
 
-            reason = one_line(str(error), MAX_SENTENCE)
-            self._refused[expert.source] = SkippedExpert(expert.files, reason, dict(self._options))
-            self._list_refused()
-        else:  # a bug: the next watch, perhaps of a newer version, tries again
-            self._retries[expert.source] = Retry(expert.files, 0, math.inf)
-        return None
-
-    def _list_refused(self) -> None:
-        """List refused experts in the store; if that is impossible now, the next look does it."""
-        from mergestream.store.watched import remember
-
-        if self._refused:
-            with suppress(MergestreamError, OSError), self.store.writing():
-                remember(self.store.storage, self._refused)
-                self._refused = {}
+        refused = SkippedExpert(expert.files, one_line(str(error), MAX_SENTENCE), dict(self._options))
+        with suppress(MergestreamError, OSError), self.store.writing():
+            remember(self.store.storage, {expert.source: refused})
+            del self._due[expert.source, expert.files]
 
     def _store_is_usable(self) -> bool:
         """Check the base and the state, because their faults must not count against an expert."""

@@ -28,16 +28,10 @@ SHARES = 8
 """Batches per worker: few are cheaper, many let all workers finish at about the same time"""
 GPU_SHARE = 0.25
 """The share of a GPU that a task reserves with --device cuda: while one computes, others read"""
-SMALLEST_MEMORY = 1 << 26
-"""The least memory that a task reserves"""
 REACHABLE = 10.0
-"""Seconds in which a cluster must answer"""
-_GREETING, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), bytes([4])
-"""The first bytes of an HTTP/2 connection, as Ray uses it, and the frame type of the answer, its fourth byte"""
+"""Seconds in which a cluster must accept a connection"""
 LOOKING = 120.0
 """Seconds in which every node must have opened the files"""
-WAITING = 5.0
-"""Seconds between checks whether the waiting tasks can still run"""
 
 Batch = tuple[str, ...]
 """Tensors that one task processes one after another"""
@@ -81,12 +75,13 @@ class RayEngine:
         ray = connected(self.address)
         packed, collectors = pack(work)
         check_budget(memory, self.max_memory)
-        _check_room(ray, {name: memory.get(name, 0) for name in costs})
+        _check_room(ray, memory)
         run, content = uuid4().hex, ray.put(packed)
         _check_nodes(ray, run, content)
         workers = self.workers
         waiting = batches(costs, memory, workers)
         running: dict[Any, tuple[Batch, int]] = {}
+        gpu = {"num_gpus": GPU_SHARE} if self.device == "cuda" else {}
         try:
             while waiting or running:
                 for batch, needed in list(waiting.items()):
@@ -94,25 +89,16 @@ class RayEngine:
                         break
                     used = sum(other for _, other in running.values())
                     if self.max_memory is None or used + needed <= self.max_memory:
-                        running[self._task(ray, needed).remote(run, content, batch)] = batch, waiting.pop(batch)
-                done, _ = ray.wait(list(running), timeout=WAITING)
-                if not done:
-                    _check_room(ray, {batch[0]: needed for batch, needed in running.values()})
-                for ref in done:
-                    results, left = _result(ray, ref, running.pop(ref)[0])
-                    for collector, more in zip(collectors, left, strict=True):
-                        collector.collect(more)
-                    yield from results
+                        task = ray.remote(run_batch).options(num_cpus=1, memory=needed, **gpu)
+                        running[task.remote(run, content, batch)] = batch, waiting.pop(batch)
+                (done,), _ = ray.wait(list(running))
+                results, left = _result(ray, done, running.pop(done)[0])
+                for collector, more in zip(collectors, left, strict=True):
+                    collector.collect(more)
+                yield from results
         finally:
             for ref in running:
                 ray.cancel(ref, force=True)
-
-    def _task(self, ray: Any, memory: int) -> Any:
-        """A task that reserves a power of two of memory if a node has that: Ray reuses a worker for tasks with the
-        same request."""
-        rounded = max(SMALLEST_MEMORY, 1 << (max(memory, 1) - 1).bit_length())
-        gpu = {"num_gpus": GPU_SHARE} if self.device == "cuda" else {}
-        return ray.remote(run_batch).options(num_cpus=1, memory=min(rounded, _room(ray)), **gpu)
 
 
 def batches(costs: Mapping[str, int], memory: Mapping[str, int], workers: int) -> dict[Batch, int]:
@@ -177,23 +163,16 @@ def connected(address: str | None) -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Check quickly that a cluster answers, by an HTTP/2 settings frame: Ray itself would retry for minutes."""
+    """Check quickly that something listens at the address: Ray itself would retry for minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon:  # local, auto
         return
     if not port.isdigit():
         raise UsageError(f"{address} is no address of a Ray cluster; ray://HOST:PORT is one")
-    answers = uses_tls = os.environ.get("RAY_USE_TLS", "0") != "0"
     try:
-        with socket.create_connection((host, int(port)), timeout=REACHABLE) as connection:
-            if not uses_tls:
-                connection.sendall(_GREETING)
-                with connection.makefile("rb") as answer:
-                    answers = answer.read(4)[3:] == _SETTINGS
+        socket.create_connection((host, int(port)), timeout=REACHABLE).close()
     except (OSError, OverflowError) as error:
         raise EngineError(f"there is no Ray cluster at {address}: {first_line(error)}") from error
-    if not answers:
-        raise EngineError(f"there is no Ray cluster at {address}: what listens there is something else")
 
 
 def _nodes(ray: Any) -> list[dict[str, Any]]:
@@ -204,14 +183,11 @@ def _nodes(ray: Any) -> list[dict[str, Any]]:
     return nodes
 
 
-def _room(ray: Any) -> int:
-    """The memory of the largest node."""
-    return max(int(node["Resources"].get("memory", 0)) for node in _nodes(ray))
-
-
 def _check_room(ray: Any, memory: Mapping[str, int]) -> None:
-    largest, room = max(memory, key=lambda name: memory[name]), _room(ray)
-    if memory[largest] > room:
+    """Check that the largest tensor fits on a node: Ray would wait for a larger one."""
+    largest = max(memory, key=lambda name: memory[name], default="")
+    room = max(int(node["Resources"].get("memory", 0)) for node in _nodes(ray))
+    if memory and memory[largest] > room:
         raise EngineError(
             f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, and no node of the Ray "
             f"cluster has more than {format_size(room)}"
@@ -220,7 +196,7 @@ def _check_room(ray: Any, memory: Mapping[str, int]) -> None:
 
 def _check_nodes(ray: Any, run: str, content: Any) -> None:
     """Check that every node has the same versions as the driver and can open all files."""
-    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+    from ray.exceptions import RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here, looking = versions(), {}
@@ -231,12 +207,10 @@ def _check_nodes(ray: Any, run: str, content: Any) -> None:
     for ref, address in looking.items():
         try:
             fault = ray.get(ref, timeout=LOOKING)
-        except GetTimeoutError:
-            fault = "does not answer"
         except RayTaskError as error:
             fault = f"cannot run mergestream {here['mergestream']}: {first_line(error.cause)}"
-        except RayError:  # it is gone: nothing will run there
-            continue
+        except RayError as error:
+            fault = f"does not answer: {first_line(error)}"
         if fault:
             raise EngineError(f"the node {address} of the Ray cluster {fault}")
 
@@ -249,10 +223,9 @@ def _result(ray: Any, ref: Any, batch: Batch) -> Any:
     except RayTaskError as error:
         raise error.cause or error from error
     except RayError as error:
-        others = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
         raise EngineError(
-            f"Ray gave up on the tensor {batch[0]}{others}, whose workers were lost again and again "
-            f"({type(error).__name__}); what is done stays, run it again"
+            f"Ray gave up on the tensor {batch[0]}, whose workers were lost again and again ({type(error).__name__}); "
+            "finished tensors are kept, run the command again"
         ) from error
 
 

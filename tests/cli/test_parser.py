@@ -50,7 +50,7 @@ def test_every_example_parses(name: Any) -> None:
 
 def test_options_have_the_parsed_values() -> None:
     _, options = parse(["add", "store", "a", "b", "--max-memory", "4GB", "--gate", "kept>=0.6", "--workers", "3"])
-    assert (options.store, options.experts, options.gate) == ("store", ["a", "b"], ["kept>=0.6"])
+    assert (options.store, options.experts, options.gates) == ("store", ["a", "b"], ["kept>=0.6"])
     assert isinstance(options, ComputingOptions)
     engine = options.make_engine()
     assert isinstance(engine, LocalEngine)

@@ -173,7 +173,7 @@ def test_a_directory_is_watched_for_it(toys: Toys, key: str, tmp_path: Path) -> 
     store, found = grown(address(key), toys, "average"), tmp_path / "incoming"
     save_model(found / "another", toy_expert(9))
     save_model(found / "duplicate", toy_expert(1))
-    watcher = Watcher(store, open_watch_source(str(found)), {}, 1.0)
+    watcher = Watcher(store, open_watch_source(str(found)), {})
     watcher.look()
     watcher.look()
     assert [entry.name for entry in Store(address(key)).history] == ["expert-1", "another"]

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,6 @@ from mergestream.engine.ray import pack, run_batch, unpack
 from mergestream.errors import EngineError, UsageError
 from mergestream.interrupts import own_sigterm
 from mergestream.testing import save_adapter
-from tests import hub_server
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
 WEIGHTS = ".safetensors", "digests.json", "factors.json"
@@ -292,21 +290,6 @@ def test_a_cluster_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatc
         RayEngine("ray://127.0.0.1:1").workers  # noqa: B018
     with pytest.raises(UsageError, match="ray://here:now is no address of a Ray cluster"):
         RayEngine("ray://here:now").workers  # noqa: B018
-
-
-@pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_what_listens_and_is_no_cluster_is_told_soon(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(engine, "REACHABLE", 0.2)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(EngineError, match=r"no Ray cluster .* timed out"),
-    ):
-        engine.connected(f"{scheme}127.0.0.1:{silent.getsockname()[1]}")
-    with hub_server.serve({}) as url, pytest.raises(EngineError, match="what listens there is something else"):
-        engine.connected(url.replace("http://", scheme))
 
 
 def test_ray_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
