@@ -22,7 +22,7 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.adapters.adapter import PREFIX
 from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.export.adapter_config import adapter_config, common_fields, saved_modules, serving_notes
-from mergestream.export.card import CardFacts, model_card, removed_experts
+from mergestream.export.card import CardFacts, model_card
 from mergestream.export.labels import Labels
 from mergestream.export.model import DrawPictures, Target, cast_spec
 from mergestream.export.recipe import ReadoutChoice, make_recipe
@@ -93,7 +93,7 @@ def write_merged_adapter(
     with progress.task(f"writing {output.path.name}", plan.size) as advance:
         energy = plan.write(draft, target, scale, advance)
     plan.write_card(draft, output.command, scale, energy, draw)
-    form = {"format": "lora", "rank": rank, "dtype": output.dtype, "pictures": draw is not None}
+    form = {"format": "lora", "rank": rank, "dtype": output.dtype}
     output.mark(draft, make_recipe(snapshot.manifest, form, _digest(draft), choice))
     return energy
 
@@ -207,8 +207,7 @@ class AdapterPlan:
         """Write the pictures and the card of the adapter."""
         manifest = self.snapshot.manifest
         distance = math.sqrt(energy.total + scale**2 * math.fsum(self.reading.norm2.values()))
-        pictures, removed = draw(directory) if draw else {}, removed_experts(self.snapshot.storage, manifest)
-        facts = CardFacts(manifest, scale, distance, command, None, pictures, self.reading, removed)
+        facts = CardFacts(manifest, scale, distance, command, None, draw(directory) if draw else {}, self.reading)
         (directory / CARD).write_text(model_card(facts, Labels("peft")), encoding="utf-8")
 
     def _memory(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints.layout import model_config
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from mergestream.store.manifest import Expert
     from mergestream.store.snapshot import Snapshot
 
-_DEFAULTS: AdapterConfig = {
-    "revision": None,
-    "task_type": None,
-    "auto_mapping": None,
-    "lora_dropout": 0.0,
-    "megatron_config": None,
-    "megatron_core": "megatron.core",
-}
-"""PEFT's defaults, for fields that the adapters lack or disagree on"""
 VLLM_DEFAULT_RANK, VLLM_MAX_RANK = 16, 512
 """vLLM's default for --max-lora-rank, and the largest value it accepts"""
 
@@ -63,38 +54,37 @@ def saved_modules(paths: Collection[str], whole: Collection[str]) -> set[str]:
 
 
 def common_fields(snapshot: Snapshot, experts: Sequence[Expert]) -> tuple[AdapterConfig, list[str]]:
-    """The fields that the experts' own configurations agree on, and a note for each disagreement."""
+    """The base and the task that the experts' own configurations agree on, and a note if they have different tasks."""
     records = {entry.name: read_record(snapshot.storage, entry).get("adapter") for entry in experts}
-    configs = {name: config for name, config in records.items() if config is not None}
-    for_other_base = {entry.name for entry in experts if entry.options.get("allow_other_base")}
-    base = snapshot.manifest.base
-    fields: dict[str, Any] = {**_DEFAULTS}
-    notes = []
-    for field, default in _DEFAULTS.items():
-        values = {name: config.get(field, default) for name, config in configs.items()}
-        names_by_value: dict[str, list[str]] = {}
-        for name, value in values.items():
-            names_by_value.setdefault(str(value), []).append(name)
-        if len(names_by_value) == 1:
-            fields[field] = next(iter(values.values()))
-        elif names_by_value and field not in ("revision", "auto_mapping"):  # the base decides these
-            found = "; ".join(f"{value} in {', '.join(names)}" for value, names in names_by_value.items())
-            notes.append(f"the adapters do not agree on {field} ({found}): PEFT's default is written, {default}")
-    own_base = [config for name, config in configs.items() if name not in for_other_base]
-    fields |= _base_fields(base, own_base)
+    adapters = {name: config for name, config in records.items() if config is not None}
+    of_other_base = {entry.name for entry in experts if entry.options.get("allow_other_base")}
+    of_base = [config for name, config in adapters.items() if name not in of_other_base]
+    base, configs = snapshot.manifest.base, list(adapters.values())
+    fields: AdapterConfig = {
+        "task_type": _agreed(configs, "task_type"),
+        "auto_mapping": _agreed(configs, "auto_mapping"),
+        **_base_fields(base, of_base),
+    }
     if fields["task_type"] is None and fields["auto_mapping"] is None:
         fields["auto_mapping"] = _auto_mapping(base)
-    return cast(AdapterConfig, fields), notes
+    tasks = sorted({str(config.get("task_type")) for config in configs})
+    note = f"the adapters have different task types ({', '.join(tasks)}), so the merged one has none"
+    return fields, [note] if len(tasks) > 1 else []
 
 
-def _base_fields(base: BaseModel, configs: Sequence[AdapterConfig]) -> dict[str, str | None]:
+def _agreed(configs: Sequence[AdapterConfig], field: str) -> Any:
+    """The value of a field that all configurations share, else None."""
+    values = [config.get(field) for config in configs]
+    return values[0] if values and all(value == values[0] for value in values) else None
+
+
+def _base_fields(base: BaseModel, configs: Sequence[AdapterConfig]) -> AdapterConfig:
     """The base's name on the hub, if it or all adapters give one, else its path."""
     if name := hub_name(base.source):
         return {"base_model_name_or_path": name, "revision": base.source.partition("@")[2] or None}
-    names = {config.get("base_model_name_or_path") for config in configs}
-    agreed = names.pop() if len(names) == 1 else None
+    agreed = _agreed(configs, "base_model_name_or_path")
     if agreed and hub_name(agreed):
-        return {"base_model_name_or_path": agreed}
+        return {"base_model_name_or_path": agreed, "revision": _agreed(configs, "revision")}
     return {"base_model_name_or_path": base.source, "revision": None}
 
 

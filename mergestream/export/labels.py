@@ -26,11 +26,11 @@ def labels(base: Checkpoint, is_other_class: bool = False) -> Labels:
     library, pipeline = Labels("diffusers" if "_diffusers_version" in model_config(base.directory) else "transformers")
     if (base.directory / MODULES).is_file():
         library, pipeline = "sentence-transformers", "sentence-similarity"
-    lines = front_matter(base.directory / CARD)
+    lines = _front_matter(base.directory / CARD)
     return Labels(_field("library_name", lines) or library, _field("pipeline_tag", lines) or pipeline)
 
 
-def front_matter(card: Path) -> list[str]:
+def _front_matter(card: Path) -> list[str]:
     """The lines of a card's YAML metadata; empty if it has none."""
     if not card.is_file():
         return []

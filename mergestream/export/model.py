@@ -11,7 +11,7 @@ from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, Tenso
 from mergestream.checkpoints.layout import CARD, DIFFUSERS_STEM
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine
-from mergestream.export.card import CardFacts, hub_id, model_card, removed_experts
+from mergestream.export.card import CardFacts, hub_id, model_card
 from mergestream.export.companions import has_other_class, write_companions
 from mergestream.export.directory import Output
 from mergestream.export.labels import labels
@@ -21,7 +21,6 @@ from mergestream.export.vocabulary import ExtendedVocabularySource, select_token
 from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.store import Store
-from mergestream.store.transaction import open_snapshot
 
 DrawPictures = Callable[[Path], Mapping[str, str]]
 """Draws the pictures of a card into a directory; returns their file names and captions."""
@@ -37,17 +36,11 @@ class Target(NamedTuple):
 
 
 @contextmanager
-def exporting(
-    store: Store, output: Output, drawer: Callable[[Snapshot], DrawPictures] | None = None
-) -> Iterator[tuple[Snapshot, Target, DrawPictures | None]]:
-    """A snapshot of the store, a draft that replaces the output at the end of the block, and what draws its pictures.
-
-    ``drawer`` reads what the pictures need together with the snapshot, because a writer may remove it later.
-    """
+def exporting(store: Store, output: Output) -> Iterator[tuple[Snapshot, Target]]:
+    """A snapshot of the store, and a draft that replaces the output at the end of the block."""
     output.keep_off(*store.sources)
-    snapshot, draw = open_snapshot(store, None, drawer or (lambda snapshot: None))
-    with snapshot, output.draft() as draft:
-        yield snapshot, Target(draft, output, store.engine, store.progress), draw
+    with store.snapshot() as snapshot, output.draft() as draft:
+        yield snapshot, Target(draft, output, store.engine, store.progress)
 
 
 def write_model(
@@ -73,10 +66,9 @@ def write_model(
         own_tokens = tokens[choice.task].tokens if choice.task in tokens else ()
         write_companions(draft, base, output.dtype, extended, config, own_tokens)
         pictures = draw(draft) if draw else {}
-        removed = removed_experts(snapshot.storage, snapshot.manifest)
-        about = scale, source.distance, output.command, choice.task, pictures, reading, removed
-        write_card(draft, CardFacts(snapshot.manifest, *about), base, has_other_class(base, config))
-        form = {"dtype": output.dtype, "max_shard_size": output.max_shard_size, "pictures": draw is not None}
+        facts = CardFacts(snapshot.manifest, scale, source.distance, output.command, choice.task, pictures, reading)
+        write_card(draft, facts, base, has_other_class(base, config))
+        form = {"dtype": output.dtype, "max_shard_size": output.max_shard_size}
         output.mark(draft, make_recipe(snapshot.manifest, form, digest, choice))
 
 

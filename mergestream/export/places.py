@@ -7,9 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mergestream.checkpoints.layout import CARD, MARKER
+from mergestream.checkpoints.layout import MARKER
 from mergestream.errors import MergestreamError
-from mergestream.export.labels import front_matter
 from mergestream.storage import Storage, local_path, open_storage, parse_url
 from mergestream.store.manifest import is_store
 
@@ -53,15 +52,12 @@ def refuse_file(path: Path, *sources: str | Path) -> None:
 
 
 def is_export(storage: Storage) -> bool:
-    """Whether mergestream has written it: by the marker, or by the card of versions that wrote no marker."""
+    """Whether mergestream has written it, by the marker."""
     try:
         marker = json.loads(storage.read(MARKER) or b"null")
-        if isinstance(marker, dict):
-            return {"mergestream", "command"} <= marker.keys()
     except ValueError:
-        pass
-    card = storage.path(CARD)
-    return card is not None and "- mergestream" in front_matter(card)
+        return False
+    return isinstance(marker, dict) and {"mergestream", "command"} <= marker.keys()
 
 
 def _upwards(path: str | Path) -> Iterator[Path]:

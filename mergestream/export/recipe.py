@@ -34,7 +34,7 @@ def make_recipe(
     experts were added one by one, and ``merge`` if each tensor was merged in one pass over all experts.
     """
     base, history = manifest.base, manifest.history
-    defaults = {"format": "full", "rank": None, "dtype": None, "max_shard_size": None, "pictures": False}
+    defaults = {"format": "full", "rank": None, "dtype": None, "max_shard_size": None}
     return {
         "recipe": FORMAT,
         "made_by": made_by,

@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 from mergestream.checkpoints.location import public_name
 from mergestream.errors import MergestreamError
 from mergestream.escaping import code
-from mergestream.export.card import history_section, removed_experts
+from mergestream.export.card import history_section
 from mergestream.files import sync_directory, sync_file
 from mergestream.hub.repository import connect, explained, push_files, repository_name
-from mergestream.storage import Storage, local_path, open_storage
+from mergestream.storage import local_path, open_storage
 from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import record_folder
 from mergestream.store.step_storage import PLAN, is_journal
@@ -46,7 +46,7 @@ def push_store(store: Store, address: str, *, private: bool = False) -> str:
             store.progress.note(
                 f"readers of {name} see the local paths of the base and the experts; --private hides it"
             )
-        (copy / _CARD).write_text(_card(store.storage, manifest, name), encoding="utf-8")
+        (copy / _CARD).write_text(_card(manifest, name), encoding="utf-8")
         files = {path.relative_to(copy).as_posix(): path for path in sorted(copy.rglob("*")) if path.is_file()}
         message = f"A store of mergestream at step {manifest.step}"
         return push_files(
@@ -85,7 +85,7 @@ def _parts(store: Store) -> Iterator[str]:
             yield from (f"{folder}/{name}" for name in files if name != PLAN and not is_journal(name))
 
 
-def _card(storage: Storage, manifest: Manifest, name: str) -> str:
+def _card(manifest: Manifest, name: str) -> str:
     base = public_name(manifest.base.source, manifest.base.given)
     lines = [
         *("---", "library_name: mergestream", "tags:", "- mergestream", "---", ""),
@@ -94,7 +94,7 @@ def _card(storage: Storage, manifest: Manifest, name: str) -> str:
         f"Experts of {code(base)}, merged by {code(manifest.method)}. To continue with it:",
         "",
         f"    mergestream pull hf://{name} store",
-        *history_section(manifest, removed_experts(storage, manifest)),
+        *history_section(manifest),
         "",
     ]
     return "\n".join(lines)

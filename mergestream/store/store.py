@@ -131,7 +131,7 @@ class Store:
 
     def snapshot(self, step: int | None = None) -> Snapshot:
         """The store after a step (the last one by default), open for reading."""
-        return transaction.open_snapshot(self, step, lambda snapshot: None)[0]
+        return transaction.open_snapshot(self, step)
 
     def writing(self) -> AbstractContextManager[None]:
         """Be the only writer for a block."""
@@ -268,8 +268,8 @@ class Store:
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task)
-        drawer = picture_drawer(self.progress) if pictures else None
-        with exporting(self, output, drawer) as (snapshot, target, draw):
+        with exporting(self, output) as (snapshot, target):
+            draw = picture_drawer(snapshot, self.progress) if pictures else None
             write_model(snapshot, target, choice, draw)
             if task is None and (tasks := snapshot.tasks):
                 base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
@@ -300,8 +300,8 @@ class Store:
 
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
-        with exporting(self, output, picture_drawer(self.progress)) as (snapshot, target, draw):
-            return write_merged_adapter(snapshot, target, choice, rank, draw)
+        with exporting(self, output) as (snapshot, target):
+            return write_merged_adapter(snapshot, target, choice, rank, picture_drawer(snapshot, self.progress))
 
     def export_adapters(
         self,
@@ -318,7 +318,7 @@ class Store:
         from mergestream.export.model import exporting
 
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
-        with exporting(self, output) as (snapshot, target, _):
+        with exporting(self, output) as (snapshot, target):
             return write_expert_adapters(snapshot, target, rank)
 
     def push(self, address: str, *, private: bool = False) -> str:

@@ -45,8 +45,8 @@ def read_consistently(store: Store, read: Callable[[], Result]) -> Result:
                 return found
 
 
-def open_snapshot(store: Store, step: int | None, read: Callable[[Snapshot], Result]) -> tuple[Snapshot, Result]:
-    """The store after a step (None: the last one), and what ``read`` gives for it.
+def open_snapshot(store: Store, step: int | None) -> Snapshot:
+    """The store after a step (None: the last one).
 
     A writer may commit at the same time, undo steps and write others under their numbers: both count only if the
     manifest is the same before and after they were read.
@@ -59,7 +59,6 @@ def open_snapshot(store: Store, step: int | None, read: Callable[[Snapshot], Res
         with ExitStack() as opened:
             try:
                 snapshot = opened.enter_context(open_files(store, manifest.at(number)))
-                found = read(snapshot)
             except UsageError:  # an unknown method
                 raise
             except MergestreamError:
@@ -70,7 +69,7 @@ def open_snapshot(store: Store, step: int | None, read: Callable[[Snapshot], Res
             store.refresh()
             if store.manifest == manifest:
                 opened.pop_all()
-                return snapshot, found
+                return snapshot
 
 
 def open_files(store: Store, manifest: Manifest) -> Snapshot:

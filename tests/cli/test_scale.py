@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,11 @@ def test_other_methods_print_a_scale(
     text, page, (status, log, report, inspection) = outputs(done, tmp_path, toys, method)
     assert "λ" not in text and "λ" not in page
     assert f"  scale {scale}  " in text and f"scale {scale}   mean ‖Δ‖ " in text
-    assert f"* Scale {scale};" in text and "| scale |" in text and f"<dt>scale</dt><dd>{scale}" in page
+    assert (
+        f"* Scale {scale};" in text
+        and "| scale |" in text
+        and re.search(rf'data-label="scale" data-sort="[^"]*">\s*{scale}\s*<', page)
+    )
     assert not (tmp_path / "merged/lambda.png").exists()
     for found in (status, log, report):
         assert found["scale"] == scale and found["lambda"] == 1 / scale
@@ -49,8 +54,9 @@ def test_other_methods_print_a_scale(
 def test_opcm_prints_lambda(tmp_path: Path, toys: Toys, done: Callable[..., str]) -> None:
     text, page, scales = outputs(done, tmp_path, toys, "opcm")
     value = scales[0]["lambda"]
-    assert f"λ {value:.6g}   mean ‖Δ‖" in text and f"= 1/λ, λ = {value:.6g};" in text and "| λ | √t |" in text
-    assert "<dt>λ</dt>" in page and (tmp_path / "merged/lambda.png").exists()
+    assert f"λ {value:.6g}   mean ‖Δ‖" in text and f"= 1/λ, λ = {value:.6g};" in text
+    assert "| λ | ‖merged − base‖ |" in text
+    assert '<td data-label="λ"' in page and (tmp_path / "merged/lambda.png").exists()
     assert all(found["lambda"] == pytest.approx(1 / found["scale"]) for found in scales)
 
 

@@ -39,7 +39,7 @@ def test_auto_classes_load_what_was_merged(tmp_path: Path, workshop: Workshop, o
     store = store_of(tmp_path / "store", base, *adapters, **options)
     store.export_adapter(tmp_path / "out")
     fields = told(tmp_path / "out")
-    assert fields["task_type"] == "CAUSAL_LM" and fields["lora_dropout"] == 0.25
+    assert fields["task_type"] == "CAUSAL_LM" and "lora_dropout" not in fields
     assert fields["base_model_name_or_path"] == str(base) and fields["inference_mode"] is True
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     merged = workshop.load(store.export(tmp_path / "full"))
@@ -50,11 +50,10 @@ def test_auto_classes_load_what_was_merged(tmp_path: Path, workshop: Workshop, o
 def test_every_adapter_of_a_ledger_keeps_its_own_fields(tmp_path: Path, workshop: Workshop) -> None:
     base = workshop.base(llama)
     one = workshop.adapter(base, "one", 1, task_type="CAUSAL_LM", **FIELDS)
-    two = workshop.adapter(base, "two", 2, **FIELDS | {"lora_dropout": 0.0})
+    two = workshop.adapter(base, "two", 2, **FIELDS)
     store_of(tmp_path / "store", base, one, two).export_adapters(tmp_path / "all")
     found = [told(tmp_path / "all" / name) for name in ("one", "two")]
     assert [fields["task_type"] for fields in found] == ["CAUSAL_LM", None]
-    assert [fields["lora_dropout"] for fields in found] == [0.25, 0.0]
 
 
 def test_without_a_task_type_the_config_names_the_class_of_the_base(tmp_path: Path, workshop: Workshop) -> None:
@@ -64,17 +63,16 @@ def test_without_a_task_type_the_config_names_the_class_of_the_base(tmp_path: Pa
     assert isinstance(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out"), peft.PeftModelForCausalLM)
 
 
-def test_a_field_the_adapters_disagree_on_is_pefts_default_and_a_note(tmp_path: Path, workshop: Workshop) -> None:
+def test_adapters_of_different_tasks_have_none_together_and_a_note(tmp_path: Path, workshop: Workshop) -> None:
     base = workshop.base(llama)
     one = workshop.adapter(base, "one", 1, task_type="CAUSAL_LM", **FIELDS)
     two = workshop.adapter(base, "two", 2, **FIELDS)
     store = store_of(tmp_path / "store", base, one, two)
     with pytest.warns(
-        MergestreamWarning, match=r"do not agree on task_type \(CAUSAL_LM in one; None in two\)"
-    ) as told_of:
+        MergestreamWarning, match=r"different task types \(CAUSAL_LM, None\), so the merged one has none"
+    ):
         store.export_adapter(tmp_path / "out", rank=2)
-    assert not any("auto_mapping" in str(warning.message) for warning in told_of)
-    assert told(tmp_path / "out")["task_type"] is None and told(tmp_path / "out")["lora_dropout"] == 0.25
+    assert told(tmp_path / "out")["task_type"] is None
     store.export_adapter(tmp_path / "one-again", readout="expert:one")
     assert told(tmp_path / "one-again")["task_type"] == "CAUSAL_LM"
 

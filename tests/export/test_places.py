@@ -114,15 +114,6 @@ def test_nothing_but_exports_is_replaced(places: Places, done: Callable[..., str
         done(*command[:2], out, *command[2:])
 
 
-def test_exports_of_older_versions_are_known_by_their_card(places: Places, done: Callable[..., str]) -> None:
-    out = places.root / "merged"
-    done("export", places.store, out, "--quiet")
-    (out / "mergestream.json").unlink()
-    assert is_export(out)
-    done("export", places.store, out, "--overwrite", "--quiet")
-    assert (out / "mergestream.json").is_file()
-
-
 def test_an_output_behind_a_link_is_written_there(
     places: Places, done: Callable[..., str], mergestream: RunCommand
 ) -> None:

@@ -45,7 +45,7 @@ def test_a_ledger(tmp_path: Path, here: Path, done: Callable[..., str]) -> None:
     assert one["options"]["ignore"] == ["temperature"] and one["cut"] == manifest.history[0].cut > 0
     chosen = {"readout": "tsv", "only": [], "without": ["expert-1"], "weights": {"two": 0.5}, "balance": False}
     assert recipe["readout"] == {**chosen, "scale": None, "task": None}
-    form = {"format": "full", "rank": None, "dtype": "float32", "max_shard_size": 5 * 10**9, "pictures": True}
+    form = {"format": "full", "rank": None, "dtype": "float32", "max_shard_size": 5 * 10**9}
     assert recipe["form"] == form
 
 
@@ -77,4 +77,4 @@ def test_adapters(tmp_path: Path, workshop: Workshop, monkeypatch: pytest.Monkey
     one, each = read_recipe(Path("one")), read_recipe(Path("all"))
     assert one["base"]["digest"] is None
     assert (one["form"]["format"], one["form"]["rank"], one["form"]["max_shard_size"]) == ("lora", 2, None)
-    assert (each["form"]["format"], each["form"]["rank"], each["form"]["pictures"]) == ("loras", None, False)
+    assert (each["form"]["format"], each["form"]["rank"]) == ("loras", None)

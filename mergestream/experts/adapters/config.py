@@ -58,9 +58,6 @@ class AdapterConfig(TypedDict, total=False):
     revision: str | None
     task_type: str | None
     auto_mapping: dict[str, Any] | None
-    lora_dropout: float
-    megatron_config: dict[str, Any] | None
-    megatron_core: str | None
 
 
 Rank = Annotated[int, Meta(ge=1, le=2**53)]
