@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from mergestream.checkpoints.layout import CODE, find_weights, is_index, may_go_along, names_code, read_index
 from mergestream.checkpoints.unsupported import no_weights_error
 from mergestream.errors import MergestreamError, first_line
-from mergestream.storage import Listing, StoredFile, Url
-from mergestream.storage.transfer import retry, service_error
+from mergestream.storage import StoredFile, Url
+from mergestream.storage.client import service_error
 
 _TIMEOUT = 30
 """Seconds"""
@@ -86,55 +86,42 @@ class HubCommit:
 
     url: Url
     """``hf://org/name@commit``"""
-    sizes: Mapping[str, int]
-
-    @classmethod
-    def find(cls, hub_id: str) -> HubCommit:
-        """The present commit of ``org/name[@revision]``."""
-        repo, _, revision = hub_id.partition("@")
-        try:
-            with _hub_errors_explained(hub_id):
-                import huggingface_hub as hub
-
-                info = hub.model_info(repo, revision=revision or None, files_metadata=True)
-        except _UnreachableError as error:
-            raise MergestreamError(f"hf://{hub_id} cannot be read from the hub ({error})") from error
-        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-        owner, _, name = repo.partition("/")
-        return cls(Url("hf", owner, f"{name}@{info.sha}"), sizes)
-
-    def scan(self) -> Listing:
-        folders = {name.partition("/")[0] for name in self._objects if "/" in name}
-        return Listing({name: found for name, found in self._objects.items() if "/" not in name}, tuple(folders))
-
-    def list_below(self, folder: str = "") -> Mapping[str, StoredFile]:
-        return {name: found for name, found in self._objects.items() if not folder or name.startswith(f"{folder}/")}
 
     def __str__(self) -> str:
         return str(self.url)
 
     def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
-        return retry(str(file), lambda: self._request(file, begin, end))
-
-    def _request(self, file: StoredFile, begin: int, end: int) -> bytes:
         import huggingface_hub as hub
         from huggingface_hub import utils
 
         name, _, commit = self.url.key.partition("@")
         address = hub.hf_hub_url(f"{self.url.bucket}/{name}", file.key, revision=commit)
         headers = {**utils.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}"}
+        answer: Any
         try:
-            answer = utils.get_session().get(address, headers=headers, timeout=_TIMEOUT)
-        except Exception:  # each client library has its own types
-            raise service_error(str(file), None) from None
-        if answer.status_code not in (200, 206):
-            raise service_error(str(file), answer.status_code)
+            answer = utils.http_backoff("GET", address, headers=headers, timeout=_TIMEOUT)
+        except Exception as error:  # each client library has its own types
+            answer = getattr(error, "response", None)
+        status = answer.status_code if answer is not None else None
+        if status not in (200, 206):
+            raise service_error(str(file), status)
         return bytes(answer.content)
 
-    @cached_property
-    def _objects(self) -> dict[str, StoredFile]:
-        commit = self.url.key.partition("@")[2]
-        return {name: StoredFile(self, name, size, commit) for name, size in self.sizes.items()}
+
+def list_commit(hub_id: str) -> tuple[Url, dict[str, StoredFile]]:
+    """The present commit of ``org/name[@revision]``, and its files."""
+    repo, _, revision = hub_id.partition("@")
+    try:
+        with _hub_errors_explained(hub_id):
+            import huggingface_hub as hub
+
+            info = hub.model_info(repo, revision=revision or None, files_metadata=True)
+    except _UnreachableError as error:
+        raise MergestreamError(f"hf://{hub_id} cannot be read from the hub ({error})") from error
+    owner, _, name = repo.partition("/")
+    commit, tag = HubCommit(Url("hf", owner, f"{name}@{info.sha}")), info.sha or ""
+    files = [StoredFile(commit, sibling.rfilename, sibling.size or 0, tag) for sibling in info.siblings or []]
+    return commit.url, {file.key: file for file in files}
 
 
 def _weights(hub_id: str, files: list[str]) -> list[str]:

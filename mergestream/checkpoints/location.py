@@ -14,14 +14,13 @@ from tempfile import TemporaryDirectory, mkdtemp
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mergestream.checkpoints.hub import HubCommit, cached, download
+from mergestream.checkpoints.hub import cached, download, list_commit
 from mergestream.checkpoints.layout import CODE, MARKER, is_index, is_weight_file, may_go_along, names_code
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, UsageError, known_as
 from mergestream.escaping import is_utf8
 from mergestream.files import MAX_JSON_BYTES, read_json
-from mergestream.storage import UNFINISHED, ModelFolder, StoredFile, Url, local_path, open_model_folder, parse_url
-from mergestream.storage.transfer import start, wait_all
+from mergestream.storage import UNFINISHED, StoredFile, Url, local_path, open_storage, parse_url, start, wait_all
 
 _HUB_ID = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _CREDENTIALS = re.compile(r"://[^/]*@")
@@ -69,10 +68,9 @@ def _locate_remote(url: Url) -> Location:
     if url.scheme == "hf":
         if not _is_hub_id(str(url)):
             raise UsageError(f"{url} is not a model on the hub: give hf://org/name[@revision]")
-        commit = HubCommit.find(f"{url.bucket}/{url.key}")
-        return Location(*_fetch_companions(commit, commit.url))
+        return _fetch_companions(*list_commit(f"{url.bucket}/{url.key}"))
     folder = url.parent if is_weight_file(url.key) else url
-    location = Location(*_fetch_companions(open_model_folder(folder), folder))
+    location = _fetch_companions(folder, open_storage(str(folder)).files())
     marker = location.path / MARKER
     if marker.exists() and UNFINISHED in read_json(marker):
         raise MergestreamError(f"{folder} is being written by an export, or by one that was interrupted; export again")
@@ -85,25 +83,20 @@ def _locate_remote(url: Url) -> Location:
     return Location(location.path / url.name, str(url), location.objects)
 
 
-def _fetch_companions(folder: ModelFolder, url: Url) -> tuple[Path, str, dict[str, StoredFile]]:
-    """Download all files of a model except its weights; returns their directory, its source and the weights."""
-    listing = folder.scan()
-    files = dict(listing.files)
-    for name in listing.folders:
-        if may_go_along(f"{name}/{CODE}.json"):
-            files |= folder.list_below(name)
-    if unsafe := [name for name in files if not {"", ".", ".."}.isdisjoint(name.split("/"))]:
-        raise MergestreamError(f"{url} holds {unsafe[0]!r}, which is not a valid file name; remove it")
-    small = {name: file for name, file in files.items() if may_go_along(name) or is_index(name)}
+def _fetch_companions(url: Url, files: Mapping[str, StoredFile]) -> Location:
+    """Download all files of a model except its weights."""
+    small = {name: file for name, file in files.items() if may_go_along(name) or ("/" not in name and is_index(name))}
     directory = _download(url, small)
     if names_code(directory):
-        code = {name: file for name, file in folder.list_below().items() if name.endswith(CODE)}
-        directory = _download(url, small | code)
-    return directory, str(url), {name: file for name, file in listing.files.items() if is_weight_file(name)}
+        directory = _download(url, small | {name: file for name, file in files.items() if name.endswith(CODE)})
+    weights = {name: file for name, file in files.items() if "/" not in name and is_weight_file(name)}
+    return Location(directory, str(url), weights)
 
 
 def _download(url: Url, files: Mapping[str, StoredFile]) -> Path:
     """A temporary directory with these files, the same one as long as they do not change; errors show the URL."""
+    if unsafe := [name for name in files if not {"", ".", ".."}.isdisjoint(name.split("/"))]:
+        raise MergestreamError(f"{url} holds {unsafe[0]!r}, which is not a valid file name; remove it")
     versions = [str(url), *(f"{name} {file.size} {file.tag}" for name, file in sorted(files.items()))]
     root = Path(_temporary_directory().name)
     directory = root / text_digest("\n".join(versions)) / url.name

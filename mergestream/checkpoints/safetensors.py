@@ -30,7 +30,7 @@ from mergestream.checkpoints.checkpoint import (
 from mergestream.errors import MergestreamError
 from mergestream.schema import Count, unique_keys
 from mergestream.storage import StoredFile
-from mergestream.storage.ranges import SMALL, CoalescedReader
+from mergestream.storage.stored import SMALL, CoalescedReader
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,40 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from mergestream.errors import UsageError
-from mergestream.storage.base import (
-    UNFINISHED,
-    Listing,
-    ModelFolder,
-    Storage,
-    StoredFile,
-    read_json,
-    read_text,
-    total_bytes,
-)
+from mergestream.storage.base import UNFINISHED, Storage, read_json, read_text
 from mergestream.storage.bucket import BucketStorage
 from mergestream.storage.local import LocalStorage
+from mergestream.storage.stored import StoredFile, start, total_bytes, wait_all
 from mergestream.storage.url import Url, local_path, parse_url
 
 __all__ = [
     "UNFINISHED",
-    "Listing",
-    "ModelFolder",
     "Storage",
     "StoredFile",
     "Url",
     "local_path",
-    "open_model_folder",
     "open_storage",
     "parse_url",
     "read_json",
     "read_text",
+    "start",
     "total_bytes",
+    "wait_all",
 ]
-
-
-def open_model_folder(url: Url) -> ModelFolder:
-    """The folder of a bucket that holds a model."""
-    return BucketStorage(url)
 
 
 def open_storage(place: str | Path | Storage) -> Storage:

@@ -5,85 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar
 
 from mergestream.errors import MergestreamError
 from mergestream.schema import BACKUP, damaged, parse
-from mergestream.storage.transfer import start, wait_all
+from mergestream.storage.stored import StoredFile
 
-RANGE = 4 << 20
-"""Bytes of one request: its latency costs about as much as the transfer of so many bytes"""
 UNFINISHED = "unfinished"
 """A key in the marker of a folder in a bucket until all its objects are uploaded"""
-
-
-class FileReader(Protocol):
-    """Reads ranges of files that were listed."""
-
-    def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
-        """The bytes from ``begin`` to ``end``; an error if the file has changed since it was listed."""
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A file as it was listed: its place, size and version."""
-
-    storage: FileReader = field(compare=False, repr=False)
-    key: str
-    """The name in the storage, with its folders"""
-    size: int
-    tag: str
-    """Changes with the content: an ETag, or the time of modification"""
-    version: str | None = None
-    """A second sign of a change: the version of the object, or the inode"""
-    changed: float = field(default=0.0, compare=False)
-    """Time of modification, in seconds since 1970"""
-
-    def __str__(self) -> str:
-        return f"{self.storage}/{self.key}"
-
-    @property
-    def name(self) -> str:
-        """The last part of the key."""
-        return self.key.rpartition("/")[2]
-
-    def read(self, begin: int = 0, end: int | None = None) -> bytes:
-        """The bytes of a range; an error if the file has changed, or if it is shorter."""
-        end = self.size if end is None else end
-        if begin >= end:
-            return b""
-        data = self.storage.read_range(self, begin, end)
-        if len(data) != end - begin:
-            raise MergestreamError(f"{self} gave {len(data)} bytes where {end - begin} were asked for; copy it again")
-        return data
-
-    def read_into(self, buffer: memoryview, begin: int) -> None:
-        """Fill a buffer with the bytes from ``begin`` on, by several requests at a time."""
-
-        def fetch(offset: int) -> None:
-            stop = min(offset + RANGE, len(buffer))
-            buffer[offset:stop] = self.read(begin + offset, begin + stop)
-
-        wait_all(start(fetch, offset) for offset in range(0, len(buffer), RANGE))
-
-
-class Listing(NamedTuple):
-    """One level of a folder: its files by name, and the names of its folders."""
-
-    files: Mapping[str, StoredFile]
-    folders: tuple[str, ...]
-
-
-class ModelFolder(FileReader, Protocol):
-    """A folder of remote files that holds a model: a folder of a bucket, or a commit on the hub."""
-
-    def scan(self) -> Listing:
-        """List the folder, but not what is below its folders."""
-
-    def list_below(self, folder: str = "") -> Mapping[str, StoredFile]:
-        """List all files below a folder, by their keys."""
 
 
 class Storage(ABC):
@@ -219,17 +149,8 @@ class Storage(ABC):
     def workspace(self) -> AbstractContextManager[Path]:
         """A local directory for temporary files, in the storage itself if it is local; removed at the end."""
 
-    @abstractmethod
-    def scratch(self) -> AbstractContextManager[Storage]:
-        """A temporary directory beside a local one, or on this machine; removed at the end."""
-
     def clean_scratch(self) -> None:  # noqa: B027
         """Remove temporary files that killed processes have left."""
-
-
-def total_bytes(files: Mapping[str, StoredFile]) -> int:
-    """The size of all files together."""
-    return sum(file.size for file in files.values())
 
 
 def read_text(storage: Storage, name: str) -> str:

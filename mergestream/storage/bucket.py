@@ -15,11 +15,10 @@ from uuid import uuid4
 
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import MAX_JSON_BYTES
-from mergestream.storage.base import Listing, Storage, StoredFile
-from mergestream.storage.client import http_status, open_bucket, request
-from mergestream.storage.local import LocalStorage
+from mergestream.storage.base import Storage
+from mergestream.storage.client import Result, http_status, open_bucket, request
 from mergestream.storage.replacing import replace_objects
-from mergestream.storage.transfer import Result
+from mergestream.storage.stored import StoredFile
 from mergestream.storage.url import Url
 
 if TYPE_CHECKING:
@@ -61,23 +60,14 @@ class BucketStorage(Storage):
 
     def files(self, folder: str = "") -> dict[str, StoredFile]:
         if self._listed is None:
-            self._listed = self.list_below()
+            self._listed = self._list()
         start = f"{folder}/" if folder else ""
         return {key.removeprefix(start): file for key, file in self._listed.items() if key.startswith(start)}
 
-    def list_below(self, folder: str = "") -> dict[str, StoredFile]:
+    def _list(self) -> dict[str, StoredFile]:
         import obstore
 
-        return self._describe(
-            self._explained("", lambda: obstore.list(self._client, self._key(folder) or None).collect())
-        )
-
-    def scan(self) -> Listing:
-        import obstore
-
-        found = self._explained("", lambda: obstore.list_with_delimiter(self._client, self.url.key or None))
-        folders = tuple(path.removesuffix("/").rpartition("/")[2] for path in found["common_prefixes"])
-        return Listing(self._describe(found["objects"]), folders)
+        return self._describe(self._explained("", lambda: obstore.list(self._client, self.url.key or None).collect()))
 
     def folders(self, folder: str) -> list[str]:
         return sorted({name.partition("/")[0] for name in self.files(folder) if "/" in name})
@@ -142,7 +132,7 @@ class BucketStorage(Storage):
 
     @property
     def is_empty(self) -> bool:
-        return not self.list_below()
+        return not self._list()
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
@@ -166,8 +156,7 @@ class BucketStorage(Storage):
 
         multipart = False if isinstance(content, bytes) else None
         upload = partial(obstore.put, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE, use_multipart=multipart)
-        request = partial(upload, self._client, self._key(name), content)
-        self._explained(name, request, "written", repeatable=isinstance(content, bytes))
+        self._explained(name, partial(upload, self._client, self._key(name), content), "written")
         self._listed = None
 
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
@@ -278,11 +267,6 @@ class BucketStorage(Storage):
         with TemporaryDirectory(prefix="mergestream-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
 
-    @contextmanager
-    def scratch(self) -> Iterator[LocalStorage]:
-        with self.workspace() as directory:
-            yield LocalStorage(directory)
-
     # --- requests
 
     def _key(self, name: str) -> str:
@@ -299,8 +283,8 @@ class BucketStorage(Storage):
             if (name := entry["path"].removeprefix(start))
         }
 
-    def _explained(self, name: str, ask: Callable[[], Result], done: str = "read", repeatable: bool = True) -> Result:
-        return request(f"{self}/{name}" if name else str(self), ask, done, repeatable)
+    def _explained(self, name: str, ask: Callable[[], Result], done: str = "read") -> Result:
+        return request(f"{self}/{name}" if name else str(self), ask, done)
 
     @property
     def _client(self) -> ObjectStore:

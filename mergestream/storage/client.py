@@ -13,13 +13,11 @@ from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from mergestream.errors import MergestreamError
-from mergestream.storage import transfer
-from mergestream.storage.transfer import Result, TransientError, give_up, retry, service_error
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-Default = TypeVar("Default")
+Result = TypeVar("Result")
 
 _CREDENTIALS = {
     "s3": (
@@ -37,35 +35,46 @@ _CREDENTIALS = {
     ),
 }
 """Environment variables, one way to authenticate each: the usual one first, then the one for public buckets"""
-_STATUS, _RETRIES = re.compile(r"status code: (\d{3})\b"), re.compile(r"after (\d+) retries\b")
+RETRIES: RetryConfig = {
+    "max_retries": 8,
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=15), "base": 2.0},
+}
+"""For half a minute in all, by obstore"""
 
 
-def request(what: str, ask: Callable[[], Result], done: str, repeatable: bool) -> Result:
-    """Make a request, and raise its failure as an error about ``what``.
+def service_error(what: str, status: int | None, done: str = "read") -> MergestreamError:
+    """The error for an HTTP status, None for a lost connection. Never quotes the service: it may repeat a token."""
+    if status is None or status >= 500 or status in (408, 429):
+        reason = f"the service is not available (HTTP {status})" if status else "no answer, or one that broke off"
+        error = MergestreamError(f"{what} cannot be {done}: {reason}; try again later")
+        error.__cause__ = ConnectionError(reason)  # it says nothing about the model, so `watch` tries again
+        return error
+    if status == 404:
+        return MergestreamError(f"{what} does not exist")
+    if status in (401, 403):
+        return MergestreamError(
+            f"{what} may not be read or written with the credentials in the environment; check them"
+        )
+    return MergestreamError(f"{what}: the service refuses this (HTTP {status})")
 
-    obstore retries requests, but not if the answer breaks off; then a ``repeatable`` one is made again here.
-    """
+
+def request(what: str, ask: Callable[[], Result], done: str = "read") -> Result:
+    """Make a request, and raise its failure as an error about ``what``."""
     from obstore import exceptions
 
-    def once() -> Result:
-        try:
-            return ask()
-        except FileNotFoundError:
-            raise service_error(what, 404) from None
-        except exceptions.PreconditionError:
-            raise MergestreamError(f"{what} has changed since it was opened; start again") from None
-        except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
-            raise service_error(what, 403) from None
-        except exceptions.GenericError as error:
-            failure = service_error(what, http_status(error))
-            is_final = not repeatable or _number(_RETRIES, error, 0) >= transfer.ATTEMPTS - 1
-            if isinstance(failure, TransientError) and is_final:
-                raise give_up(what, done, failure) from failure
-            raise failure from None
-        except exceptions.BaseError:
-            raise MergestreamError(f"{what}: the service refuses this") from None
-
-    return retry(what, once, done)
+    try:
+        return ask()
+    except FileNotFoundError:
+        failure = service_error(what, 404)
+    except exceptions.PreconditionError:
+        failure = MergestreamError(f"{what} has changed since it was opened; start again")
+    except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+        failure = service_error(what, 403)
+    except exceptions.GenericError as error:
+        failure = service_error(what, http_status(error), done)
+    except exceptions.BaseError:
+        failure = MergestreamError(f"{what}: the service refuses this")
+    raise failure
 
 
 @cache
@@ -89,25 +98,14 @@ def open_bucket(scheme: str, bucket: str) -> ObjectStore:
     return from_url(
         f"{scheme}://{bucket}",
         client_options=options,
-        retry_config={
-            "max_retries": transfer.ATTEMPTS - 1,
-            "backoff": {
-                "init_backoff": timedelta(seconds=transfer.FIRST_PAUSE),
-                "max_backoff": timedelta(seconds=15),
-                "base": 2.0,
-            },
-        },
+        retry_config=RETRIES,
     )
 
 
 def http_status(error: Exception) -> int | None:
     """The HTTP status that obstore reports; None for a lost connection."""
-    return _number(_STATUS, error, None)
-
-
-def _number(pattern: re.Pattern[str], error: Exception, default: Default) -> int | Default:
-    found = pattern.search(str(error))
-    return int(found[1]) if found else default
+    found = re.search(r"status code: (\d{3})\b", str(error))
+    return int(found[1]) if found else None
 
 
 def _is_set(variable: str) -> bool:

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import (
@@ -20,8 +19,9 @@ from mergestream.files import (
     sync_directory,
     write_error,
 )
-from mergestream.storage.base import Storage, StoredFile
+from mergestream.storage.base import Storage
 from mergestream.storage.replacing import replace_directory
+from mergestream.storage.stored import StoredFile
 
 _LOCK = "lock"
 _WORKSPACE = "candidate"
@@ -222,16 +222,6 @@ class LocalStorage(Storage):
         finally:
             with suppress(OSError):  # the next writer removes it
                 remove(directory)
-
-    @contextmanager
-    def scratch(self) -> Iterator[LocalStorage]:
-        parent = self._directory.parent
-        try:
-            place = TemporaryDirectory(prefix=f".{self.name}.", dir=parent, ignore_cleanup_errors=True)
-        except OSError as error:
-            raise write_error(parent, error) from error
-        with place:
-            yield LocalStorage(Path(place.name))
 
     def clean_scratch(self) -> None:
         remove(self.path(_WORKSPACE))

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergestream.errors import MergestreamError, StoreBusyError
@@ -72,36 +72,29 @@ def _settle(work: Path, place: Path) -> None:
 @contextmanager
 def _locked(work: Path, directory: Path) -> Iterator[None]:
     """Make a working directory, or find the one of a killed process, and lock it until it is removed."""
-    while (lock := _lock(work, directory)) is None:
-        continue
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            (work / _LOCK).unlink()
-            work.rmdir()
-        os.close(lock)
-
-
-def _lock(work: Path, directory: Path) -> int | None:
-    """A lock that the system drops when its holder dies; None if its holder has just removed it."""
     with suppress(FileExistsError):
         work.mkdir()
     if work.is_symlink():
         raise MergestreamError(f"{work}, where the draft of {directory} would be written, is a link; remove it")
-    with ExitStack() as stack:
+    try:
+        lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except FileNotFoundError:  # its holder has just removed it
+        raise _busy(directory) from None
+    try:
         try:
-            lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock), (work / _LOCK).stat()):
-                return None
-        except FileNotFoundError:
-            return None
-        except BlockingIOError:
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError):
             raise _busy(directory) from None
-        stack.pop_all()
-        return lock
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                (work / _LOCK).unlink()
+                work.rmdir()
+    finally:
+        os.close(lock)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from mergestream.merging.memory import KeptExpert, read_out
 from mergestream.merging.merger import MemoryState
 from mergestream.merging.step import Discard
 from mergestream.methods.scale import inverse
+from mergestream.storage import open_storage
 from mergestream.store.candidate import Candidate, open_candidate
 from mergestream.store.steps import StepReader
 
@@ -49,7 +50,9 @@ def inspect_expert(store: Store, expert: ExpertSource, options: Mapping[str, Any
             entry = memory = MemoryState(candidate.step)
             candidate.absorb(memory, "inspecting")
         else:
-            storage = stack.enter_context(store.storage.scratch())
+            local = store.storage.path()
+            beside = tempfile.TemporaryDirectory(prefix=".mergestream-", dir=local and local.resolve().parent)
+            storage = open_storage(stack.enter_context(beside))
             writer = candidate.open_writer(storage)
             candidate.absorb(writer, "inspecting")
             state = writer.finish(candidate.outcomes)

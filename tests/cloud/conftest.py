@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import obstore
 import pytest
 
-from mergestream.storage.client import open_bucket
+from mergestream.storage.client import RETRIES, open_bucket
 from tests.cloud import server as bucket_server
 from tests.cloud.server import CREDENTIALS, Trouble, upload
 from tests.conftest import Toys
@@ -37,7 +38,7 @@ def environment(bucket: object, server: str, monkeypatch: pytest.MonkeyPatch) ->
 
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("mergestream.storage.transfer.FIRST_PAUSE", 0.001)
+    monkeypatch.setitem(RETRIES["backoff"], "init_backoff", timedelta(seconds=0.001))
     use(server)
     yield use
     open_bucket.cache_clear()

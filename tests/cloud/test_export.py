@@ -15,6 +15,7 @@ from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.export.directory import Output
 from mergestream.storage.bucket import BucketStorage
+from mergestream.storage.client import RETRIES
 from tests.cloud.server import BUCKET, SECRET, Trouble
 from tests.conftest import RunCommand, Toys, files, toy_base
 from tests.handmade import handmade_adapter
@@ -152,10 +153,10 @@ def test_what_fails_leaves_nothing_that_is_new(
     environment: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mergestream.storage.transfer.ATTEMPTS", 2)
+    monkeypatch.setitem(RETRIES, "max_retries", 1)
     environment(os.environ["AWS_ENDPOINT_URL"])
     troubled.refused = lambda number: troubled.requests[number - 1][0] == f"PUT /{BUCKET}/failed/folder/file.txt"
-    with pytest.raises(MergestreamError, match=f"s3://{BUCKET}/failed/folder/file.txt cannot be written, ") as error:
+    with pytest.raises(MergestreamError, match=f"s3://{BUCKET}/failed/folder/file.txt cannot be written: ") as error:
         drafted(Output(Path(f"s3://{BUCKET}/failed")))
     assert SECRET not in str(error.value)
     assert not objects(bucket, "failed")

@@ -23,6 +23,7 @@ from mergestream.checkpoints.checkpoint import item_size
 from mergestream.cli.watch import Watcher
 from mergestream.errors import StoreBusyError
 from mergestream.storage.bucket import BucketStorage
+from mergestream.storage.client import RETRIES
 from mergestream.store.steps import StepWriter
 from mergestream.store.transaction import commit
 from mergestream.store.watched import open_watch_source, recall
@@ -300,7 +301,7 @@ def test_an_upload_in_parts_that_fails_leaves_none_of_them(
     store = grown(address(key), toys, "average")
     before = objects(bucket, key)
     monkeypatch.setattr("mergestream.storage.bucket._PART", 100)  # every file is larger
-    monkeypatch.setattr("mergestream.storage.transfer.ATTEMPTS", 1)
+    monkeypatch.setitem(RETRIES, "max_retries", 0)
     environment(os.environ["AWS_ENDPOINT_URL"])
     troubled.refused = lambda number: "partNumber" in troubled.requests[number - 1][0]
     with pytest.raises(MergestreamError, match=r"steps/.* cannot be written"):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import mergestream.export.model
 import mergestream.files
 from mergestream import Average, MergestreamError, MergestreamWarning, Store, __version__
-from mergestream.errors import UsageError
+from mergestream.errors import StoreBusyError, UsageError
 from mergestream.export.directory import Output
 from mergestream.storage import replacing
 from tests.conftest import RunCommand, Toys, files, save_model, toy_base, toy_expert
@@ -199,17 +199,17 @@ def test_of_two_exports_to_one_place_the_second_is_refused(
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder removes it when it is done, and a third one may have made another."""
-    original, calls = fcntl.flock, []
+    original = fcntl.flock
 
     def flock(descriptor: int, operation: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == 1:
-            (tmp_path / ".model.mergestream" / "lock").unlink()
+        (tmp_path / ".model.mergestream" / "lock").unlink()
         original(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    with monkeypatch.context() as patch, pytest.raises(StoreBusyError):
+        patch.setattr(fcntl, "flock", flock)
+        write(tmp_path / "model", "all")
     write(tmp_path / "model", "all")
-    assert len(calls) == 2 and contents(tmp_path) == {"model/all": b""}
+    assert contents(tmp_path) == {"model/all": b""}
 
 
 def test_all_files_are_flushed_before_they_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toys: Toys) -> None:
