@@ -54,7 +54,6 @@ def _scalars(store: Store, entry: Expert) -> dict[str, float]:
     names = store.manifest.names
     position = names.index(entry.name)
     before = store.manifest.history[position - 1].mean_norm if position else 0.0
-    cosines = dict(zip(names[:position], store.similarity().cosines[position], strict=False))
     found: dict[str, float | None] = {
         "norm": entry.norm,
         "mean_norm": entry.mean_norm,
@@ -63,8 +62,6 @@ def _scalars(store: Store, entry: Expert) -> dict[str, float]:
         "seconds": entry.seconds,
         "rank": entry.rank or None,
         "lost": entry.lost or None,
-        "max_cosine": _largest(cosines),
-        **_by_name("cosine", cosines),
     }
     if entry.cut:  # in a ledger, the readout decides the scale
         survival, damage = store.survival(), store.damage()

@@ -108,7 +108,7 @@ def test_everything_says_what_it_is_on_one_short_line(store: Store, base: nn.Mod
     assert repr(merger) == "<Merger: 1 expert merged by average(), base of 4 tensors>"
     with store.snapshot() as snapshot:
         assert repr(snapshot).startswith(f"<Snapshot of '{store.path}' at step 1: 1 expert")
-    for shown in (store.manifest, store.manifest.base, store.inspect(tuned(base, 2)), store.similarity()):
+    for shown in (store.manifest, store.manifest.base, store.inspect(tuned(base, 2)), store.survival()):
         assert repr(shown).startswith(f"<{type(shown).__name__}") and len(repr(shown)) < 400
         assert "\n" not in repr(shown)
 
@@ -137,14 +137,22 @@ def test_histories_are_data_frames(store: Store, base: nn.Module) -> None:
     frame = store.history.to_frame()
     assert list(frame.index) == ["legal", "medical"] and frame["norm"]["legal"] == store.history[0].norm
     assert str(frame["added"].dtype).startswith("datetime64") and frame["kept"].between(0, 1).all()
-    similarity, survival = store.similarity().to_frame(), store.survival().to_frame()
-    assert similarity.loc["legal", "medical"] == similarity.loc["medical", "legal"]
+    survival = store.survival().to_frame()
     assert list(survival.columns) == sorted(base.state_dict()) and survival.loc["legal"].eq(1).all()
     scores = store.attach_scores(["legal", "medical"], [[0.5, None], [0.6, 0.7]], base=[0.1, 0.2]).to_frame()
     assert list(scores.index) == [0, 1, 2] and scores.loc[2, "medical"] == 0.7 and scores["medical"].isna()[1]
     merger = Merger(base)
     merger.add(tuned(base, 1), name="legal")
     assert merger.to_frame().loc["legal", "norm"] == pytest.approx(frame["norm"]["legal"])
+
+
+def test_cosines_are_a_data_frame(tmp_path: Path, store: Store, base: nn.Module) -> None:
+    ledger = Store.create(tmp_path / "ledger", store.manifest.base.source)
+    for number, name in enumerate(("legal", "medical"), 1):
+        ledger.add(tuned(base, number), name=name)
+    similarity = ledger.similarity().to_frame()
+    assert similarity.loc["legal", "medical"] == similarity.loc["medical", "legal"]
+    assert repr(ledger.similarity()) == "<Similarity: cosines of 2 experts>"
 
 
 def test_without_pandas_the_extra_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

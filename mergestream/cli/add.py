@@ -30,7 +30,7 @@ mergestream add store legal=path/to/a medical=path/to/b
 mergestream add store experts/* --workers 4 --max-memory 8GB
 mergestream add store path/to/expert --dry-run
 mergestream add store path/to/classifier --heads 'classifier.*'
-mergestream add store path/to/expert --gate 'kept>=0.6' --gate 'max_cosine<=0.5'
+mergestream add store path/to/expert --gate 'kept>=0.6' --gate 'relative_norm<=3'
 mergestream add store path/to/expert --gate 'damage<=0.3'    # ledger: predicted for every expert
 mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate 'score>=0.8'
 mergestream add store path/to/expert --log wandb:my-project --log jsonl

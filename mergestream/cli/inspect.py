@@ -54,8 +54,6 @@ def print_inspection(inspection: Inspection) -> None:
         f"time about {inspection.seconds:.1f} s   RAM for tensors {format_size(inspection.memory)}   "
         f"disk {format_size(inspection.disk)}"
     )
-    if inspection.cosines:
-        _print_cosines(inspection)
     if inspection.interference:
         _print_interference(inspection.interference)
     if inspection.kept < 1:
@@ -72,25 +70,17 @@ def _outcome(inspection: Inspection) -> str:
     return f"kept {inspection.kept:.1%}   {name} {scale:.4g}   distance to the base {inspection.distance:.4g}"
 
 
-def _print_cosines(inspection: Inspection) -> None:
-    say()
-    say("cosine to each expert, largest first:")
-    known = [(name, value) for name, value in inspection.cosines.items() if value is not None]
-    known.sort(key=lambda item: -item[1])
-    print_table(("expert", "cosine"), [(name, f"{value:.3f}") for name, value in known], most=MOST_ROWS)
-
-
 def _print_interference(found: Interference) -> None:
     say()
-    say("predicted damage to each expert after the step, and overlap of its inputs with the new expert's:")
+    say("predicted damage to each expert after the step, its cosine to the new expert, and the overlap of inputs:")
     new = len(found.experts) - 1
     rows = []
     for number in sorted(range(new + 1), key=lambda expert: -(found.damage[expert] or 0)):
         worst = list(found.of_pair(new, number).items())[:LAYERS_PER_EXPERT] if number != new else []
-        overlap = found.overlap[new][number] if number != new else None
+        pair = (found.cosines[new][number], found.overlap[new][number]) if number != new else (None, None)
         where = ", ".join(f"{layer} {value:.2f}" for layer, value in worst)
-        rows.append((found.experts[number], _share_text(found.damage[number]), _share_text(overlap), where or "-"))
-    print_table(("expert", "damage", "overlap", "most in"), rows, most=MOST_ROWS)
+        rows.append((found.experts[number], *map(_share_text, (found.damage[number], *pair)), where or "-"))
+    print_table(("expert", "damage", "cosine", "overlap", "most in"), rows, most=MOST_ROWS)
 
 
 def _share_text(value: float | None) -> str:

@@ -237,8 +237,8 @@ class GatedOptions(AddingOptions, StoredExpertOptions):
     gates: list[str] = repeated(
         "--gate",
         "CONDITION",
-        "refuse an expert that fails it, as in 'kept>=0.6'; kept, max_cosine, relative_norm, norm, score; "
-        "damage and held (ledger); lambda and distance (other methods)",
+        "refuse an expert that fails it, as in 'kept>=0.6'; kept, relative_norm, norm, score; "
+        "damage, held and max_cosine (ledger); lambda and distance (other methods)",
     )
     evaluate: str | None = argument(
         "--evaluate",

@@ -125,18 +125,22 @@ class Span:
     def overlap(self, experts: int) -> Tensor:
         """How much every two experts respond to the same inputs: the cosine of V_i Σ_i² V_iᵀ and V_j Σ_j² V_jᵀ; NaN
         where one of them has changed nothing."""
-        return self._cosines((self.sigma[:, None] * self.input_gram * self.sigma).square(), experts)
+        return cosines(self._by_owner((self.sigma[:, None] * self.input_gram * self.sigma).square(), experts))
 
-    def cosines(self, experts: int) -> Tensor:
-        """The cosine of Δ_i and Δ_j of every two experts, from their entries; NaN likewise."""
-        return self._cosines(self.sigma[:, None] * self.input_gram * self.output_gram * self.sigma, experts)
+    def inner_products(self, experts: int) -> Tensor:
+        """⟨Δ_i, Δ_j⟩ of every two experts, from their entries: Σ_ab σ_a σ_b (u_a·u_b)(v_a·v_b)."""
+        return self._by_owner(self.sigma[:, None] * self.input_gram * self.output_gram * self.sigma, experts)
 
-    def _cosines(self, products: Tensor, experts: int) -> Tensor:
-        """Sum the products of all directions by the experts that own them, as cosines."""
+    def _by_owner(self, products: Tensor, experts: int) -> Tensor:
+        """Sum the products of all directions by the experts that own them; expert × expert, on the CPU."""
         inner = products.new_zeros(experts, len(products)).index_add_(0, self.owner, products)
-        inner = inner.new_zeros(experts, experts).index_add_(1, self.owner, inner)
-        norms = inner.diagonal().sqrt()
-        return (inner / torch.outer(norms, norms)).cpu()
+        return inner.new_zeros(experts, experts).index_add_(1, self.owner, inner).cpu()
+
+
+def cosines(inner: Tensor) -> Tensor:
+    """Inner products of every two experts over the norms on the diagonal; NaN where one of these is zero."""
+    norms = inner.diagonal().sqrt()
+    return inner / torch.outer(norms, norms)
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mergestream.base.names import layer_of, natural
 from mergestream.engine import Engine
+from mergestream.ledger.span import Span, cosines
 from mergestream.merging.entries import EntriesReading, mean_by_key
+from mergestream.merging.step import overflow_explained
 from mergestream.progress import Progress
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mergestream.ledger.span import Span
 
 Row = tuple[float | None, ...]
 Matrix = tuple[Row, ...]
@@ -28,7 +28,8 @@ class MatrixInterference(NamedTuple):
 
     damage: Mapping[int, float]
     overlap: Tensor
-    cosines: Tensor
+    inner: Tensor
+    """⟨Δ_i, Δ_j⟩"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Interference:
     """What experts do to each other in the linear weights, as means over the matrices of a layer, and of the model.
 
     A value is None where there is nothing to measure: for an expert that has changed no linear weight, and for two
-    experts that have changed none in common.
+    experts that have changed none in common. The cosines are of whole task vectors.
     """
 
     experts: tuple[str, ...]
@@ -46,6 +47,8 @@ class Interference:
     """By expert: ‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖², how far the merged M is from the expert on the expert's inputs"""
     layer_damage: Matrix
     """Expert × layer"""
+    cosines: Matrix
+    """Expert × expert: ⟨Δ_i, Δ_j⟩ / (‖Δ_i‖·‖Δ_j‖) of all tensors, with the product of what the entries hold"""
     overlap: Matrix
     """Expert × expert: the cosine of Δ_iᵀΔ_i and Δ_jᵀΔ_j, how much two experts respond to the same inputs"""
     layer_overlap: tuple[np.ndarray, ...] = field(compare=False, repr=False)
@@ -55,17 +58,23 @@ class Interference:
 
     @classmethod
     def of(cls, reading: EntriesReading, engine: Engine, progress: Progress) -> Interference:
-        """Measure the experts of a reading, merged by its readout, in one pass over the linear weights."""
-        count = len(reading.experts)
+        """Measure the experts of a reading, merged by its readout, in one pass over the entries."""
+        count, sizes = len(reading.experts), {name: reading.model.tensors[name].numel for name in reading.model.merged}
 
         def measure(span: Span) -> MatrixInterference:
-            return MatrixInterference(reading.matrix_damage(span), span.overlap(count), span.cosines(count))
+            return MatrixInterference(reading.matrix_damage(span), span.overlap(count), span.inner_products(count))
 
         found: dict[str, list[MatrixInterference]] = {}
-        with progress.task("comparing the experts", 4 * sum(reading.linear.values())) as advance:
+        inner: dict[str, Tensor] = {}
+        with progress.task("comparing the experts", 4 * sum(sizes.values())) as advance:
             for name, matrices in reading.measured(engine, measure):
                 found[name] = matrices
-                advance(4 * reading.linear[name])
+                inner[name] = sum((matrix.inner for matrix in matrices), torch.zeros(()))
+                advance(4 * sizes[name])
+            others = {name: size for name, size in sizes.items() if name not in reading.linear}
+            for name, product in engine.run(others, partial(_inner_products, reading), reading.memory):
+                inner[name] = product
+                advance(4 * sizes[name])
         layers: dict[str, list[MatrixInterference]] = {}
         for name in reading.linear:  # not in the order in which they finished: sums depend on it
             layers.setdefault(layer_of(name), []).extend(found[name])
@@ -77,9 +86,10 @@ class Interference:
             layers=tuple(names),
             damage=_damage(together, count),
             layer_damage=tuple(tuple(row[expert] for row in by_layer) for expert in range(count)),
+            cosines=_cosines(sum((inner[name] for name in sizes), torch.zeros(count, count)), reading),
             overlap=_with_none(_mean((matrix.overlap for matrix in together), count)),
             layer_overlap=tuple(_mean((matrix.overlap for matrix in layers[name]), count) for name in names),
-            layer_cosine=tuple(_mean((matrix.cosines for matrix in layers[name]), count) for name in names),
+            layer_cosine=tuple(_mean((cosines(matrix.inner) for matrix in layers[name]), count) for name in names),
         )
 
     def of_pair(self, one: int, other: int) -> dict[str, float]:
@@ -95,6 +105,29 @@ class Interference:
         for layer, matrix in zip(self.layers, matrices, strict=True):
             if not math.isnan(value := float(matrix[one, other])):
                 yield layer, value
+
+
+def _inner_products(reading: EntriesReading, name: str) -> Tensor:
+    """⟨Δ_i, Δ_j⟩ of every two experts in a tensor that is no linear weight."""
+    count, context = len(reading.experts), reading.contexts[name]
+    entries = reading.entries(name)
+    whole = {number: entry.slots["delta"] for number, entry in enumerate(entries) if "delta" in entry.slots}
+    inner = torch.zeros(count, count, dtype=torch.float64)
+    with overflow_explained(name):
+        if not whole:
+            spans = Span.of(entries, context.dtype, context.transposed, reading.device)
+            return sum((span.inner_products(count) for span in spans), inner)
+        rows = torch.stack([delta.reshape(-1).double() for delta in whole.values()])
+        inner[np.ix_(list(whole), list(whole))] = rows @ rows.T
+        return inner
+
+
+def _cosines(inner: Tensor, reading: EntriesReading) -> Matrix:
+    """The inner products over the full norms; None where an expert has changed nothing."""
+    norms = torch.tensor([expert.norm for expert in reading.experts], dtype=torch.float64)
+    values = ((inner + inner.T) / (2 * torch.outer(norms, norms))).clamp(-1, 1)
+    values.diagonal()[norms > 0] = 1.0  # also where the entry does not hold all of it
+    return _with_none(values.numpy())
 
 
 def _mean(found: Iterable[Tensor], count: int) -> np.ndarray:

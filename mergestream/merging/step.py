@@ -23,7 +23,6 @@ from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, exact_sum, is_
 from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
-from mergestream.experts.sketch import Sketch
 from mergestream.experts.vector import TaskVector
 from mergestream.merging.factored import factor_bounds, truncated_slots
 from mergestream.merging.plan import StepFiles, TensorPlan, streamed_memory, tensor_context, whole_memory
@@ -162,8 +161,6 @@ class Step:
     """The state after these; None before the first expert, and where an expert becomes an entry of its own"""
     device: str = "cpu"
     max_rank: int | None = None
-    sketch: Sketch | None = None
-    """Sketches the task vector as it passes"""
     measure_direction: bool = False
     """Whether to measure ‖direction‖ even where the method's scale does not need it"""
     subtract: bool = False
@@ -220,9 +217,7 @@ class Step:
             if not plan.is_whole:
                 return self._absorb_pieces(plan, context, writer)
             state, direction2 = self._state_before(name), None
-            delta = self._factors(name) if plan.in_factors else self.vector.whole(name)
-            if self.sketch and isinstance(delta, Tensor):
-                self.sketch.add_tensor(name, delta)
+            delta = self.vector.factors(name) if plan.in_factors else self.vector.whole(name)
             if state is not None:
                 state = {slot: _dense(value).to(self.device) for slot, value in state.items()}
             delta = delta.to(self.device) if isinstance(delta, Tensor) else delta  # factors are small
@@ -239,13 +234,10 @@ class Step:
     def _absorb_pieces(self, plan: TensorPlan, context: Context, writer: StateWriter) -> Outcome:
         name, state = context.tensor, self._state_before(context.tensor)
         flat = {slot: _dense(value).reshape(-1) for slot, value in state.items()} if state is not None else None
-        sketched = self.sketch.tensor(name) if self.sketch else None
         hashers = {slot: TensorHasher(form.dtype, form.shape) for slot, form in plan.layout.items()}
         kept, direction = SquaredNorm(), SquaredNorm()
         absorbed: Absorbed | None = None
         for start, piece in self.vector.pieces(name):
-            if sketched:
-                sketched.update(start, piece)
             stop, before = start + piece.numel(), None
             if flat is not None:
                 before = {slot: x[start:stop].to(self.device) for slot, x in flat.items()}
@@ -259,8 +251,6 @@ class Step:
             for slot, value in self._checked(absorbed, plan, piece.shape).items():
                 hashers[slot].update(value)
                 writer.write(slot, name, start, value.reshape(-1))
-        if self.sketch and sketched:
-            self.sketch.add(sketched)
         kept2 = None if absorbed is None or absorbed.kept is None else kept.total()
         direction2 = direction.total() if self.measures_direction else None
         digests = {slot: hasher.hexdigest() for slot, hasher in hashers.items()}
@@ -268,7 +258,7 @@ class Step:
 
     def _absorb_factors(self, plan: TensorPlan, context: Context, writer: StateWriter) -> Outcome:
         """The same in factors, which are small: always on the CPU and in one piece."""
-        name, delta = context.tensor, self._factors(context.tensor)
+        name, delta = context.tensor, self.vector.factors(context.tensor)
         absorbed = self.method.absorb(self._state_before(name), -delta if self.subtract else delta, context)
         slots, lost2 = truncated_slots(self.method, absorbed, self.max_rank)
         for value in slots.values():
@@ -277,13 +267,6 @@ class Step:
         kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
         outcome = self._outcome(name, absorbed, kept2, direction2, {})
         return dataclasses.replace(outcome, factors=writer.write_factors(name, slots), lost2=lost2)
-
-    def _factors(self, name: str) -> LowRank:
-        """Δ in factors, sketched."""
-        delta = self.vector.factors(name)
-        if self.sketch and delta.any():
-            self.sketch.add_elements(name, delta.elements())
-        return delta
 
     def _checked(self, absorbed: Absorbed, plan: TensorPlan, piece: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """The dense slots on the CPU, with the shapes that the method has laid out, or that of a ``piece``."""

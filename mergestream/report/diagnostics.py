@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of, natural
 from mergestream.display import matrix_frame
-from mergestream.experts.sketch import WIDTH, cosine_error, cosines
-from mergestream.merging.interference import pairs_of
+from mergestream.errors import UsageError
 from mergestream.sizes import counted
-from mergestream.store.records import read_sketch, tensor_records
+from mergestream.store.records import tensor_records
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -36,13 +35,11 @@ def fields_of(data: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Similarity:
-    """Cosines of the task vectors, estimated from their sketches."""
+    """Cosines of the task vectors in a ledger, from their entries."""
 
     experts: tuple[str, ...]
     cosines: tuple[tuple[float | None, ...], ...]
-    """None where an expert has no sketch or did not change the base at all"""
-    standard_error: float = cosine_error(WIDTH)
-    """The error of a cosine near zero; larger cosines are more precise"""
+    """None where an expert did not change the base at all"""
 
     def __repr__(self) -> str:
         return f"<Similarity: cosines of {counted(len(self.experts), 'expert')}>"
@@ -50,10 +47,6 @@ class Similarity:
     def to_frame(self) -> DataFrame:
         """Expert × expert."""
         return matrix_frame(self.experts, self.experts, self.cosines)
-
-    def pairs(self) -> Iterator[tuple[float, int, int]]:
-        """The cosine of every two experts, and their positions, the earlier first."""
-        return pairs_of(self.cosines)
 
 
 @dataclass(frozen=True)
@@ -102,11 +95,16 @@ class Survival:
         return Survival(self.experts, tuple(members), tuple(norm), tuple(kept), tuple(protected))
 
 
-def similarity(store: Store | Snapshot) -> Similarity:
-    """Cosines of the task vectors of a store, or of one of its snapshots."""
-    sketches = [read_sketch(store.storage, entry) for entry in store.manifest.history]
-    width = min(map(len, sketches), default=WIDTH)
-    return Similarity(tuple(store.manifest.names), tuple(map(tuple, cosines(sketches))), cosine_error(width))
+def similarity(store: Store) -> Similarity:
+    """Cosines of the task vectors in a ledger."""
+    if not store.manifest.is_ledger:
+        raise UsageError(f"only a ledger knows the cosines of its experts, and this store uses {store.manifest.method}")
+    if not store.history:
+        return Similarity((), ())
+    with store.snapshot() as snapshot:
+        found = snapshot.reading(store.engine).interference(store.engine, store.progress)
+    assert found is not None
+    return Similarity(found.experts, found.cosines)
 
 
 def survival(store: Store) -> Survival:

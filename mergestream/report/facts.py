@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream import __version__
 from mergestream.escaping import shell_command
 from mergestream.merging.interference import Interference, pairs_of
-from mergestream.report.diagnostics import (
-    HIGH_DAMAGE,
-    Similarity,
-    Survival,
-    fields_of,
-    ledger_survival,
-    similarity,
-    survival,
-)
+from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, fields_of, ledger_survival, survival
 from mergestream.report.scores import Scores, attached
 from mergestream.report.verdict import next_step, verdict
 from mergestream.report.wording import format_number, short_name, short_names, shorten_findings
@@ -55,7 +47,7 @@ class Conflict:
     other: str
     cosine: float
     layers: dict[str, float]
-    """The most opposed layers and their cosines; only a ledger knows them"""
+    """The most opposed layers and their cosines"""
 
     def __str__(self) -> str:
         layers = [f"{layer} ({format_number(value, '.2f')})" for layer, value in self.layers.items()]
@@ -70,7 +62,6 @@ class Facts:
 
     store: str
     manifest: Manifest
-    similarity: Similarity
     survival: Survival
     """The share of each tensor that entered the state, or that the entries of a ledger hold now"""
     scores: Scores | None
@@ -84,7 +75,7 @@ class Facts:
 
     @classmethod
     def _read(cls, store: Store) -> Facts:
-        known = str(store.storage), store.manifest, similarity(store)
+        known = str(store.storage), store.manifest
         if not store.manifest.entries:
             return cls(*known, survival(store), attached(store))
         with store.snapshot() as snapshot:
@@ -124,9 +115,11 @@ class Facts:
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
         """The pairs of experts with strongly negative cosines, the most opposed first."""
+        if self.interference is None:
+            return ()
         found = []
-        for cosine, one, other in sorted(pair for pair in self.similarity.pairs() if pair[0] <= OPPOSED):
-            layers = list(self.interference.opposed(one, other).items()) if self.interference else []
+        for cosine, one, other in sorted(pair for pair in pairs_of(self.interference.cosines) if pair[0] <= OPPOSED):
+            layers = list(self.interference.opposed(one, other).items())
             names = self.history[one].name, self.history[other].name
             found.append(Conflict(*names, cosine, dict(layers[:MAX_LAYERS])))
         return tuple(found)
@@ -140,6 +133,7 @@ class Facts:
         """What deserves a look, in sentences."""
         names, relative = self.names, [self.relative_norm(number) for number in range(1, len(self.history) + 1)]
         what = "The ledger holds only {} of {}." if self.interference else "Only {} of {} entered the merged state."
+        cosines = pairs_of(self.interference.cosines) if self.interference else ()
         overlaps = pairs_of(self.interference.overlap) if self.interference else ()
         kinds: list[Iterable[str]] = [
             (
@@ -154,7 +148,7 @@ class Facts:
             ),
             (
                 f"{names[later]} and {names[earlier]} are similar (cosine {value:.2f})."
-                for value, earlier, later in sorted(self.similarity.pairs(), reverse=True)
+                for value, earlier, later in sorted(cosines, reverse=True)
                 if value >= SIMILAR
             ),
             (f"{name}: {note}." for name, entry in zip(names, self.history, strict=True) for note in entry.notes),
@@ -177,7 +171,10 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the same store gives the same report, to the byte."""
-        method, base = self.manifest.method, self.manifest.base
+        method, base, of_pairs = self.manifest.method, self.manifest.base, {}
+        if found := self.interference:
+            conflicts = [asdict(conflict) for conflict in self.conflicts]
+            of_pairs = {"conflicts": conflicts, "similarity": {"experts": found.experts, "cosines": found.cosines}}
         return {
             "mergestream": __version__,
             "store": self.store,
@@ -187,8 +184,7 @@ class Facts:
             "verdict": verdict(self),
             "next_step": asdict(next_step(self)),
             "findings": self.findings(),
-            "conflicts": [asdict(conflict) for conflict in self.conflicts],
-            "similarity": fields_of(self.similarity),
+            **of_pairs,
             "layers": fields_of(self.survival.by_layer()),
             "survival": fields_of(self.survival),
             "scores": self.scores and {**fields_of(self.scores), "ACC": self.scores.acc, "BWT": self.scores.bwt},

@@ -23,7 +23,6 @@ from mergestream.report.wording import short_names
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from mergestream.report.diagnostics import Similarity
     from mergestream.report.scores import Scores
     from mergestream.store.manifest import Manifest
 
@@ -40,20 +39,11 @@ INK = "#010203"
 """The colour of text in a figure; on the page it becomes the page's own"""
 
 
-def write_pictures(directory: Path, manifest: Manifest, found: Similarity) -> dict[str, str]:
-    """Draw the pictures of a model card; returns the file names with descriptions."""
-    figures: dict[str, tuple[Figure, str]] = {}
-    if manifest.is_opcm:
-        curve = scaling({"λ": [entry.lambda_ for entry in manifest.history]})
-        figures["lambda.png"] = (curve, "The scaling factor λ after each expert, against √t")
-    if manifest.step > 1:
-        last = slice(-MAX_EXPERTS, None)
-        matrix = similarity(found.experts[last], [row[last] for row in found.cosines[last]])
-        of = f"the last {MAX_EXPERTS} of " if len(found.experts) > MAX_EXPERTS else ""
-        figures["similarity.png"] = (matrix, f"Cosine similarity of {of}the experts' task vectors")
-    for name, (figure, _) in figures.items():
-        save(figure, directory / name, dpi=120, metadata={"Software": None})
-    return {name: description for name, (_, description) in figures.items()}
+def write_pictures(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """Draw the picture of an OPCM store's model card; returns its file name with a description."""
+    curve = scaling({"λ": [entry.lambda_ for entry in manifest.history]})
+    save(curve, directory / "lambda.png", dpi=120, metadata={"Software": None})
+    return {"lambda.png": "The scaling factor λ after each expert, against √t"}
 
 
 def save(figure: Figure, path: Path, **options: Any) -> None:

@@ -21,7 +21,7 @@ from mergestream.store.manifest import Evaluation, Expert, Manifest, PassedGate
 
 QUANTITIES = {
     "kept": "the share of the expert that enters the merged state",
-    "max_cosine": "the largest cosine to an expert in the store",
+    "max_cosine": "the largest cosine to an expert in the ledger",
     "relative_norm": "the expert's norm over the mean norm of the experts in the store",
     "norm": "the norm of the expert's task vector",
     "scale": "the scale of the merged task vector after the step",
@@ -31,7 +31,7 @@ QUANTITIES = {
     "damage": "the largest predicted damage of an expert in the ledger",
     "score": "the score by the --evaluate command",
 }
-LEDGER_ONLY = ("held", "damage")
+LEDGER_ONLY = ("held", "damage", "max_cosine")
 NOT_IN_LEDGERS = ("scale", "lambda", "distance")
 """Quantities that the readout of a ledger decides"""
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -110,22 +110,23 @@ class Gatekeeper:
 
     def _measure(self, candidate: Candidate) -> dict[str, float | None]:
         """All quantities except the score; the expensive ones only if a gate needs them."""
-        expert, history, engine = candidate.expert, candidate.store.history, candidate.store.engine
+        expert, store, history = candidate.expert, candidate.store, candidate.store.history
         found: dict[str, float | None] = dict.fromkeys(QUANTITIES)
         found |= {"kept": expert.kept, "norm": expert.norm, "distance": expert.distance}
         found |= {"scale": expert.scale, "lambda": expert.lambda_}
         if history:
             mean = history[-1].mean_norm
             found["relative_norm"] = expert.norm / mean if mean else math.nan
-        if history and self.asks_for("max_cosine"):
-            cosines = candidate.cosines().values()
-            found["max_cosine"] = max((value for value in cosines if value is not None), default=math.nan)
         if any(map(self.asks_for, LEDGER_ONLY)):
             with candidate.snapshot() as snapshot:
                 if self.asks_for("held"):
                     found["held"] = ledger_survival(snapshot).total[-1]
-                if self.asks_for("damage"):
-                    found["damage"] = max(snapshot.reading(engine).damage(engine).values(), default=None)
+                if self.asks_for("damage") or self.asks_for("max_cosine"):
+                    among = snapshot.reading(store.engine).interference(store.engine, store.progress)
+                    assert among is not None
+                    found["damage"] = max((value for value in among.damage if value is not None), default=None)
+                    cosines = [value for value in among.cosines[-1][:-1] if value is not None]
+                    found["max_cosine"] = max(cosines, default=math.nan) if history else None
         return found
 
 

@@ -7,23 +7,22 @@ from pathlib import Path
 
 from mergestream.errors import first_line
 from mergestream.progress import Progress
-from mergestream.report.diagnostics import similarity
 from mergestream.store.snapshot import Snapshot
 
 
 def picture_drawer(snapshot: Snapshot, progress: Progress) -> Callable[[Path], dict[str, str]]:
     """A function that draws the pictures of a card to a directory, and returns their file names and captions.
 
-    What it draws is read now, because a writer may remove it later. A failure to draw is a note; a failure to write is
-    an error, as for every other file of an export.
+    A failure to draw is a note; a failure to write is an error, as for every other file of an export.
     """
-    found = similarity(snapshot)
 
     def draw(directory: Path) -> dict[str, str]:
+        if not snapshot.manifest.is_opcm:
+            return {}
         try:
             from mergestream.report.figures import write_pictures
 
-            return write_pictures(directory, snapshot.manifest, found)
+            return write_pictures(directory, snapshot.manifest)
         except ImportError:
             progress.note("the model card has no pictures: they need matplotlib; pip install 'mergestream[report]'")
         except OSError:

@@ -47,8 +47,6 @@ def make_sections(facts: Facts) -> list[Section]:
     found.append(_experts(facts))
     if facts.manifest.is_opcm:
         found.append(_scaling(facts.history))
-    if len(facts.history) > 1:
-        found.append(_similarity(facts))
     if facts.scores:
         found.append(_scores(facts.scores))
     found += _ledger_sections(facts, facts.interference) if facts.interference else _state_sections(facts)
@@ -78,13 +76,14 @@ def _against_experts(scores: Scores) -> Section:
 
 def _experts(facts: Facts) -> Section:
     found, method = facts.interference, facts.manifest.method
-    own = ("held", "damage", "overlaps most with")
+    own: tuple[str, ...] = ("held", "damage", "overlaps most with", "most similar")
     if not found:
         own = ("kept", displayed_scale(method, 1)[0], "‖merged − base‖")
     rows = []
     for i, entry in enumerate(facts.history):
         if found:
-            cells = [number_cell(found.damage[i]), _companion(facts, found.overlap[i], i)]
+            companions = [_companion(facts, matrix[i], i) for matrix in (found.overlap, found.cosines)]
+            cells = [number_cell(found.damage[i]), *companions]
         else:
             cells = [number_cell(value, ".4g") for value in (displayed_scale(method, entry.scale)[1], entry.distance)]
         rows.append(
@@ -95,11 +94,10 @@ def _experts(facts: Facts) -> Section:
                 number_cell(entry.norm, ".4g"),
                 Cell(f"{facts.shares[i]:.1%}", sort=facts.shares[i], bar=facts.shares[i]),
                 *cells,
-                _companion(facts, facts.similarity.cosines[i], i),
                 Cell(_describe_gates(entry), sort=len(entry.gates)),
             ]
         )
-    headings = ("expert", "step", "added", "‖Δ‖", *own, "most similar", "gates")
+    headings = ("expert", "step", "added", "‖Δ‖", *own, "gates")
     return Section("experts", "Experts, in the order they were added", table=Table(headings, rows))
 
 
@@ -122,13 +120,6 @@ def _scaling(history: Sequence[Expert]) -> Section:
         "Orthogonal task vectors of equal norm give λ = √t. The table of experts has the numbers."
     )
     return Section("scaling", "Scaling factor", caption, figure=("scaling", {"λ": factors}))
-
-
-def _similarity(facts: Facts) -> Section:
-    error = facts.similarity.standard_error
-    caption = f"Cosines of the task vectors, estimated from sketches (standard error {error:.4f}).{_limit(facts)}"
-    table = pair_table("cosine", facts.names, facts.similarity.cosines)
-    return Section("similarity", "Similarity of the experts", caption, table=table)
 
 
 def _limit(facts: Facts) -> str:
@@ -182,6 +173,10 @@ def _state_sections(facts: Facts) -> Iterator[Section]:
 def _ledger_sections(facts: Facts, found: Interference) -> Iterator[Section]:
     """What only a ledger has: how much its entries hold, and how the experts interfere."""
     names, layers = facts.names, facts.survival.by_layer()
+    if len(names) > 1:
+        caption = f"Cosines of the task vectors, as far as the entries hold them.{_limit(facts)}"
+        table = pair_table("cosine", names, found.cosines)
+        yield Section("similarity", "Similarity of the experts", caption, table=table)
     caption = (
         "The share of each task vector's squared norm that its entry holds while "
         f"{counted(facts.manifest.sharing, 'expert')} share the budget.{_limit(facts)}"

@@ -127,6 +127,4 @@ def _describe_ledger(facts: Facts, found: Interference) -> str:
 
 
 def _describe_state(facts: Facts) -> str:
-    kept = f"{format_range(facts.shares, '.0%')} of each entered the merged state."
-    cosines = [value for value, _, _ in facts.similarity.pairs()]
-    return f"{kept} Cosines between experts: {format_range(cosines, '.2f')}." if cosines else kept
+    return f"{format_range(facts.shares, '.0%')} of each entered the merged state."

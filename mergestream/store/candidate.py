@@ -23,11 +23,10 @@ from mergestream.escaping import MAX_SENTENCE, one_line
 from mergestream.experts import ExpertSource, make_task_vector, open_expert
 from mergestream.experts.adapters import Adapter
 from mergestream.experts.base_check import BaseCheck, check_base
-from mergestream.experts.sketch import Sketch
 from mergestream.merging.step import Outcome, StateWriter, Step, Totals, total
 from mergestream.store.factors import block_layout, core_layout
 from mergestream.store.manifest import Expert, Options, folder_name
-from mergestream.store.records import cosines_to, drop_record, write_record
+from mergestream.store.records import drop_record, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader, StepWriter, slot_name
 from mergestream.store.transaction import open_files
@@ -52,8 +51,6 @@ class Candidate:
         self.store, self.vector, self.name, self.options, self.given = store, vector, name, options, given
         self.number, self.mark = store.manifest.next_number, store.storage.new_mark()
         self.folder = folder_name(self.number, self.mark)
-        tensors = vector.model.tensors
-        self.sketch = Sketch({name: tensors[name] for name in vector.names})
         self.notes: list[str] = []
         self.outcomes: dict[str, Outcome] = {}
         self.digests: dict[str, str] = {}
@@ -137,9 +134,6 @@ class Candidate:
                 if isinstance(writer, StepWriter):
                     writer.record(name, outcome, vector.digests.get(name))
                 advance(4 * sizes[name])
-        if self.step.sketch:
-            resumed = {name: sizes[name] for name in done}
-            list(engine.run(resumed, lambda name: self.sketch.add_elements(name, vector.elements(name))))
         for name in vector.heads:
             vector.head(name)
         earlier = {name: digest for name, (_, digest) in done.items() if digest is not None}
@@ -147,7 +141,7 @@ class Candidate:
 
     def write_record(self, state: str, started: float) -> Expert:
         """Write the record of the expert beside its step; returns its entry in the history."""
-        record = write_record(self.store.storage, self.folder, self, self.sketch.values())
+        record = write_record(self.store.storage, self.folder, self)
         self.expert = self.as_expert(state, record, time.monotonic() - started)
         return self.expert
 
@@ -208,10 +202,6 @@ class Candidate:
     def fates(self) -> dict[str, int]:
         """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored."""
         return dict(sorted(Counter(self.vector.actions.values()).items()))
-
-    def cosines(self) -> dict[str, float | None]:
-        """The cosine to the task vector of every expert in the store, by name."""
-        return cosines_to(self.store.storage, self.store.history, self.sketch.values())
 
     def snapshot(self) -> Snapshot:
         """The store as it would be with this expert."""
@@ -291,7 +281,6 @@ def open_candidate(
             state=files.enter_context(open_files(store, manifest)).state if absorbs else None,
             device=store.engine.device,
             max_rank=manifest.max_rank,
-            sketch=None if subtract else candidate.sketch,
             measure_direction=measure_distance,
             subtract=subtract,
         )

@@ -138,8 +138,6 @@ class Inspection:
     norm: float
     relative_norm: float
     """‖Δ‖ over the mean norm of the experts so far"""
-    cosines: Mapping[str, float | None]
-    """The cosine to each expert so far, from their sketches; None where one of the two is zero"""
     kept: float
     """The share of ‖Δ‖² that would enter the state, or that its entry in a ledger would hold"""
     scale: float | None
@@ -177,7 +175,6 @@ class Inspection:
             duplicate_of=candidate.duplicate_of,
             norm=totals.norm,
             relative_norm=totals.norm / before if before else 1.0,
-            cosines=candidate.cosines(),
             kept=totals.kept,
             scale=None if interference else totals.scale,
             distance=None if interference else totals.distance or 0.0,
@@ -190,6 +187,13 @@ class Inspection:
             notes=candidate.notes,
             interference=interference,
         )
+
+    @property
+    def cosines(self) -> dict[str, float | None]:
+        """The cosine to each expert in a ledger, from their entries; None where one of the two is zero."""
+        if self.interference is None:
+            return {}
+        return dict(zip(self.interference.experts[:-1], self.interference.cosines[-1], strict=False))
 
     @property
     def lambda_(self) -> float | None:
@@ -212,7 +216,8 @@ class Inspection:
         data |= {"lambda": self.lambda_, "layers": self.layers}
         del data["interference"]
         if found := self.interference:
-            data |= {"held": self.kept, "damage": dict(zip(found.experts, found.damage, strict=True))}
+            damage = dict(zip(found.experts, found.damage, strict=True))
+            data |= {"held": self.kept, "damage": damage, "cosines": self.cosines}
             data["overlap"] = {
                 expert: {"mean": found.overlap[-1][number], "layers": found.of_pair(-1, number)}
                 for number, expert in enumerate(found.experts[:-1])

@@ -1,22 +1,20 @@
-"""Records of the experts of a store, ``experts/NNNN``: facts per tensor, a sketch, heads."""
+"""Records of the experts of a store, ``experts/NNNN``: facts per tensor, and heads."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from mergestream.checkpoints import SafetensorsWriter, TensorSpec
-from mergestream.digest import tensor_digest, text_digest
+from mergestream.checkpoints import SafetensorsWriter
+from mergestream.digest import text_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import AdapterConfig
 from mergestream.experts.names import Prefix
-from mergestream.experts.sketch import FORMAT, READABLE, WIDTH, cosines
 from mergestream.experts.vocabulary import ROWS, Token
 from mergestream.files import read_json, write_json
 from mergestream.schema import Count, Magnitude, damaged, invalid_file, parse, validate
@@ -24,14 +22,10 @@ from mergestream.storage import Storage, read_text
 from mergestream.store.tensors import CheckedTensors
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
-
     from mergestream.store.candidate import Candidate
     from mergestream.store.manifest import Expert
 
 _NAME = "tensors.json"
-_SKETCH = "sketch"
 
 
 def record_folder(folder: str) -> str:
@@ -39,14 +33,14 @@ def record_folder(folder: str) -> str:
     return f"experts/{folder}"
 
 
-def write_record(storage: Storage, folder: str, candidate: Candidate, sketch: Tensor) -> str:
-    """Write the facts per tensor, the sketch and the expert's heads; returns the record's digest."""
+def write_record(storage: Storage, folder: str, candidate: Candidate) -> str:
+    """Write the facts per tensor and the expert's heads; returns the record's digest."""
     with storage.drafting(record_folder(folder)) as directory:
-        _write_files(directory, candidate, sketch)
+        _write_files(directory, candidate)
         return text_digest((directory / _NAME).read_text(encoding="utf-8"))
 
 
-def _write_files(directory: Path, candidate: Candidate, sketch: Tensor) -> None:
+def _write_files(directory: Path, candidate: Candidate) -> None:
     vector, expert, config = candidate.vector, candidate.vector.expert, None
     if vector.heads:
         source = expert.directory / "config.json" if expert.directory else None
@@ -56,7 +50,6 @@ def _write_files(directory: Path, candidate: Candidate, sketch: Tensor) -> None:
             for name in vector.heads:
                 writer.write(name, expert.read(name))
     record = {
-        "sketch": write_sketch(directory, sketch),
         "heads": {name: vector.digests[name] for name in vector.heads},
         "config": config,
         "adapter": vector.adapter_config,
@@ -96,8 +89,6 @@ class TensorRecord(TypedDict):
 
 
 class _Record(TypedDict):
-    sketch: str
-    """The digest of the sketch"""
     heads: dict[str, str]
     """The digests of the heads that were kept"""
     config: dict[str, Any] | None
@@ -164,49 +155,7 @@ def open_task(storage: Storage, expert: Expert) -> Task | None:
 
 
 def verify_record(storage: Storage, expert: Expert, engine: Engine) -> None:
-    """Recompute the digests of the record, the sketch and the heads."""
-    read_sketch(storage, expert)
+    """Recompute the digests of the record and the heads."""
     if task := open_task(storage, expert):
         with task.heads:
             list(task.heads.verify(engine))
-
-
-def write_sketch(directory: Path, values: Tensor) -> str:
-    """Write a sketch to ``sketch.safetensors``; returns its digest."""
-    layout = {_SKETCH: TensorSpec("F16", tuple(values.shape))}
-    with SafetensorsWriter(directory, layout, prefix=_SKETCH, metadata={"sketch": FORMAT}) as writer:
-        writer.write(_SKETCH, values)
-    return tensor_digest(values)
-
-
-def read_sketch(storage: Storage, expert: Expert) -> np.ndarray:
-    """The sketch of an expert, in float16."""
-    name = f"{record_folder(expert.folder)}/{_SKETCH}.safetensors"
-    return parse_sketch(storage.read(name) or b"", f"{storage}/{name}", read_record(storage, expert)["sketch"])
-
-
-def parse_sketch(data: bytes, where: str, digest: str) -> np.ndarray:
-    """The sketch in a file that was read; ``where`` is its place, for errors."""
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        values: np.ndarray = load(data)[_SKETCH]
-    except (KeyError, SafetensorError) as error:
-        raise damaged(where, str(error)) from error
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    if header.get("__metadata__", {}).get("sketch") not in READABLE:
-        raise MergestreamError(f"{where} is a sketch of another version of mergestream; upgrade mergestream")
-    if tensor_digest(torch.from_numpy(values)) != digest:
-        raise damaged(where, f"the digest of {_SKETCH} does not match")
-    if values.ndim != 1 or values.dtype != "float16" or WIDTH % max(values.size, 1):
-        raise invalid_file(where, "it is not a sketch")
-    return values
-
-
-def cosines_to(storage: Storage, history: Sequence[Expert], sketch: Tensor) -> dict[str, float | None]:
-    """The cosine of a task vector to that of every expert, by name."""
-    new, names = sketch.numpy(), [entry.name for entry in history]
-    found = (cosines([new, read_sketch(storage, entry)])[0][1] for entry in history)
-    return dict(zip(names, found, strict=True))

@@ -352,7 +352,7 @@ class Store:
     # --- reports
 
     def similarity(self) -> Similarity:
-        """The cosines of all task vectors, from their sketches."""
+        """The cosines of all task vectors in a ledger, from their entries."""
         from mergestream.report.diagnostics import similarity
 
         return self.retried(lambda: similarity(self))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import mergestream.export.model
 import mergestream.files
-from mergestream import Average, MergestreamError, MergestreamWarning, Store, __version__
+from mergestream import OPCM, Average, MergestreamError, MergestreamWarning, Store, __version__
 from mergestream.errors import StoreBusyError, UsageError
 from mergestream.export.directory import Output
 from mergestream.storage import replacing
@@ -215,7 +215,7 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path: Path, monkeyp
 def test_all_files_are_flushed_before_they_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toys: Toys) -> None:
     base = save_model(tmp_path / "base", toy_base())
     (base / "config.json").write_text("{}")
-    store = Store.create(tmp_path / "store", base, Average())
+    store = Store.create(tmp_path / "store", base, OPCM())
     for expert in toys.experts[:2]:
         store.add(expert)
     flushed, original = set(), os.fsync
@@ -227,7 +227,7 @@ def test_all_files_are_flushed_before_they_count(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "fsync", fsync)
     out = store.export(tmp_path / "merged")
-    assert {"config.json", "similarity.png", "README.md", "mergestream.json"} <= {path.name for path in out.iterdir()}
+    assert {"config.json", "lambda.png", "README.md", "mergestream.json"} <= {path.name for path in out.iterdir()}
     assert {path.stat().st_ino for path in (out, *out.iterdir())} <= flushed
 
 
@@ -280,7 +280,7 @@ def test_the_pictures_are_of_the_step_that_is_exported(
     tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although the last expert is exchanged for another while the weights are being written."""
-    store = Store.create(tmp_path / "store", toys.base, Average())
+    store = Store.create(tmp_path / "store", toys.base, OPCM())
     for expert in toys.experts[:2]:
         store.add(expert)
     undisturbed = files(store.export(tmp_path / "undisturbed"))
@@ -298,8 +298,11 @@ def test_the_pictures_are_of_the_step_that_is_exported(
 
 @pytest.mark.draws
 def test_pictures_are_drawn_after_the_weights_and_may_fail(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = Store.create(tmp_path / "store", toys.base, OPCM())
+    store.add(toys.experts[0])
+
     def fail(directory: Path, *_: object) -> None:
         assert (directory / "model.safetensors").stat().st_size > 1000
         raise RuntimeError("no font\nsecond line")

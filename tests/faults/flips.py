@@ -99,7 +99,7 @@ def _inspect(made: Made, out: Path) -> tuple[Outcome, object]:
 
 
 def _add(made: Made, out: Path) -> tuple[Outcome, object]:
-    outcome = command("add", made.path, made.third, "--gate", "max_cosine<=1")
+    outcome = command("add", made.path, made.third, "--gate", "kept>=0")
     return outcome, {path.name: meaning(path) for path in sorted((made.path / "steps/0003").glob("*.*"))}
 
 

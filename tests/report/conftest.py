@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mergestream import OPCM, Store
+from mergestream import OPCM, Ledger, Store
 from mergestream.engine.local import single_threaded
 from tests.conftest import StateDict, save_model
 
@@ -73,6 +73,20 @@ def make_store(path: Path, models: Path, experts: tuple[str, ...] = EXPERTS, **o
         for name in experts:
             store.add(models / name)
     return store
+
+
+def make_ledger(path: Path, models: Path, experts: tuple[str, ...] = EXPERTS, **parameters: Any) -> Store:
+    with single_threaded():
+        ledger = Store.create(path, models / "base", Ledger(**parameters))
+        for name in experts:
+            ledger.add(models / name)
+    return ledger
+
+
+@pytest.fixture(scope="session")
+def ledger(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Store:
+    """Three experts in a ledger that holds nearly all of them; shared by all tests: never write to it."""
+    return make_ledger(tmp_path_factory.mktemp("ledgers") / "ledger", models, budget=8.0, entries="float32")
 
 
 @pytest.fixture(scope="session")

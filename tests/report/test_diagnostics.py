@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from mergestream import Store
 from mergestream.base.names import layer_of, natural
-from mergestream.engine import LocalEngine
-from mergestream.errors import MergestreamError
+from mergestream.errors import UsageError
+from mergestream.report.facts import Facts
 from tests.conftest import RunCommand, files, save_model
-from tests.report.conftest import EXPERTS, known, make_store
+from tests.report.conftest import EXPERTS, known, make_ledger
 
 
 def flat_delta(models: Path, name: str) -> torch.Tensor:
@@ -27,52 +26,50 @@ def exact_cosine(models: Path, one: str, other: str) -> float:
     return float(a @ b / (a.norm() * b.norm()))
 
 
-def test_similarity_is_known_without_the_experts(scored: Store, models: Path) -> None:
-    found = scored.similarity()
+def test_similarity_is_known_without_the_experts(ledger: Store, models: Path) -> None:
+    found = ledger.similarity()
     assert found.experts == EXPERTS
     for i, one in enumerate(EXPERTS):
         for j, other in enumerate(EXPERTS):
-            assert found.cosines[i][j] == pytest.approx(exact_cosine(models, one, other), abs=0.01)
+            assert found.cosines[i][j] == pytest.approx(exact_cosine(models, one, other), abs=1e-5)
 
 
-def test_sketches_do_not_depend_on_the_number_of_workers(scored: Store, models: Path, tmp_path: Path) -> None:
-    alone = make_store(tmp_path / "alone", models, engine=LocalEngine(workers=1))
-    many = make_store(tmp_path / "many", models, engine=LocalEngine(workers=8))
-    sketches = files(alone.path, "sketch.safetensors")
-    assert len(sketches) == 3
-    assert sketches == files(many.path, "sketch.safetensors") == files(scored.path, "sketch.safetensors")
+def test_a_cosine_is_of_what_the_entries_hold_over_the_whole_norms(tmp_path: Path, models: Path) -> None:
+    store = make_ledger(tmp_path / "store", models, ("giant", "cars"), entries="float32")
+    deltas = []
+    base = load_file(models / "base/model.safetensors")
+    for name in ("giant", "cars"):
+        tuned = load_file(models / name / "model.safetensors")
+        deltas.append({tensor: (tuned[tensor] - base[tensor]).double() for tensor in base})
+    product = 0.0
+    for tensor in base:
+        held = []
+        for delta in deltas:
+            value = delta[tensor]
+            if value.ndim == 2:
+                u, s, vh = torch.linalg.svd(value, full_matrices=False)
+                kept = min(value.shape) // 8
+                value = u[:, :kept] @ torch.diag(s[:kept]) @ vh[:kept]
+            held.append(value.reshape(-1))
+        product += float(held[0] @ held[1])
+    norms = [math.sqrt(sum(float(x.square().sum()) for x in delta.values())) for delta in deltas]
+    found = store.similarity().cosines
+    assert found[0][1] == found[1][0] == pytest.approx(product / math.prod(norms), abs=1e-5)
+    assert found[0][0] == found[1][1] == 1
 
 
-def test_an_interrupted_add_gives_the_same_sketch(
-    store: Store, scored: Store, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mergestream.store.steps import StepWriter
-
-    record, count = StepWriter.record, 0
-
-    def interrupted(self: StepWriter, *arguments: Any) -> None:
-        nonlocal count
-        record(self, *arguments)
-        count += 1
-        if count == 4:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(StepWriter, "record", interrupted)
-        Store(store.path, engine=LocalEngine(workers=1)).add(models / "pets")
-    assert (store.path / "steps/0003/journal").is_file()
-    store.add(models / "pets")
-    name = "experts/0003/sketch.safetensors"
-    assert (store.path / name).read_bytes() == (scored.path / name).read_bytes()
+def test_an_expert_that_is_the_base_has_no_cosine(tmp_path: Path, models: Path) -> None:
+    store = make_ledger(tmp_path / "store", models, ("cars",))
+    store.add(models / "base", allow_duplicate=True)
+    assert store.similarity().cosines == ((1.0, None), (None, None))
 
 
-def test_verify_checks_the_sketch(store: Store) -> None:
-    path = store.path / "experts/0001/sketch.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(MergestreamError, match=r"sketch\.safetensors is damaged: the digest of sketch does not match"):
-        store.verify()
+def test_an_accumulator_knows_no_cosines(scored: Store, models: Path) -> None:
+    with pytest.raises(UsageError, match="only a ledger knows the cosines of its experts, and this store uses opcm"):
+        scored.similarity()
+    assert scored.inspect(models / "giant").cosines == {}
+    assert "cosines" not in scored.inspect(models / "giant").to_json()
+    assert {"similarity", "conflicts"}.isdisjoint(Facts.of(scored).to_json())
 
 
 def test_survival_adds_up_to_what_the_history_says(scored: Store) -> None:
@@ -126,12 +123,9 @@ def test_natural_order() -> None:
     assert sorted(names, key=natural) == ["9.x", "10.x", "embedding", "layer.9.a", "layer.9.b", "layer.10.a"]
 
 
-def test_inspect_tells_cosines_interference_and_size(store: Store, models: Path) -> None:
+def test_inspect_tells_interference_and_size(store: Store, models: Path) -> None:
     before = files(store.path, ".json", ".safetensors")
     inspection = store.inspect(models / "giant")
-    assert list(inspection.cosines) == ["cars", "digits"]
-    for name, cosine in inspection.cosines.items():
-        assert cosine == pytest.approx(exact_cosine(models, "giant", name), abs=0.01)
     assert "outweighs" in inspection.notes[0] and inspection.relative_norm > 5
     shares = list(inspection.layers.values())
     assert shares == sorted(shares) and shares[0] < 1
@@ -139,11 +133,26 @@ def test_inspect_tells_cosines_interference_and_size(store: Store, models: Path)
     assert files(store.path, ".json", ".safetensors") == before
 
 
-def test_inspect_prints_them(store: Store, models: Path, mergestream: RunCommand) -> None:
+def test_inspect_tells_the_cosines_to_the_experts_of_a_ledger(ledger: Store, models: Path) -> None:
+    inspection = ledger.inspect(models / "giant")
+    assert tuple(inspection.cosines) == EXPERTS
+    for name, cosine in inspection.cosines.items():
+        assert cosine == pytest.approx(exact_cosine(models, "giant", name), abs=1e-4)
+    assert json.loads(json.dumps(inspection.to_json()))["cosines"] == inspection.cosines
+
+
+def test_inspect_prints_them(store: Store, ledger: Store, models: Path, mergestream: RunCommand) -> None:
     told = mergestream("inspect", store.path, models / "giant")
-    assert "cosine to each expert" in told.out and "layers with the smallest share kept" in told.out
+    assert "cosine" not in told.out and "layers with the smallest share kept" in told.out
     assert told.err.startswith("note: ") and "outweighs" in told.err
     assert mergestream("inspect", store.path, models / "pets").err == ""
+    cosine = ledger.inspect(models / "giant").cosines["cars"]
+    (row,) = (
+        line.split()
+        for line in mergestream("inspect", ledger.path, models / "giant").out.splitlines()
+        if line.startswith("cars")
+    )
+    assert row[2] == f"{cosine:.3f}"
 
 
 def test_add_notes_an_expert_that_outweighs_the_others(store: Store, models: Path, mergestream: RunCommand) -> None:
@@ -152,7 +161,7 @@ def test_add_notes_an_expert_that_outweighs_the_others(store: Store, models: Pat
     assert "times as long as the mean of the experts before it" in result.err
 
 
-def test_an_adapter_is_sketched_like_the_model_that_it_makes(tmp_path: Path, models: Path) -> None:
+def test_an_adapter_has_the_cosines_of_the_model_that_it_makes(tmp_path: Path, models: Path) -> None:
     base, name = load_file(models / "base/model.safetensors"), "encoder.layer.1.up"
     generator = torch.Generator().manual_seed(5)
     a, b = torch.randn(2, 16, generator=generator), torch.randn(32, 2, generator=generator)
@@ -163,7 +172,7 @@ def test_an_adapter_is_sketched_like_the_model_that_it_makes(tmp_path: Path, mod
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": [name]}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     dense = save_model(tmp_path / "dense", {**base, f"{name}.weight": base[f"{name}.weight"] + 2 * b @ a})
-    store = make_store(tmp_path / "store", models, ("cars",))
+    store = make_ledger(tmp_path / "store", models, ("cars",), budget=8.0)
     store.add(adapter)
     cosines = store.inspect(dense).cosines
     assert cosines["adapter"] == pytest.approx(1, abs=1e-3)

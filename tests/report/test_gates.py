@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mergestream import Average, Store
+from mergestream import Average, Ledger, Store
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.report.diff import compare
 from mergestream.report.gates import Gate, GateError, Gatekeeper, evaluate
 from tests.conftest import RunCommand, Toys, files
-from tests.report.conftest import known
+from tests.report.conftest import known, make_ledger
 
 SCORE = shlex.join([sys.executable, "-c", "import os, sys; print(len(os.listdir(sys.argv[1])), 'files'); print('{}')"])
 
@@ -49,33 +49,46 @@ def test_what_is_no_gate_is_refused(text: str) -> None:
 
 
 def test_gates_that_hold_are_recorded_with_their_values(store: Store, models: Path) -> None:
-    gates = ["kept>=0.1", "max_cosine<=0.9", "relative_norm<=3"]
+    gates = ["kept>=0.1", "relative_norm<=3"]
     entry = store.add(models / "pets", gates=gates)
     assert [gate["gate"] for gate in entry.gates] == gates
     again = Store(store.path).history[-1]
     assert again.gates[0]["value"] == entry.kept
-    assert again.gates[1]["value"] == pytest.approx(max(known(store.similarity().cosines[2][:2])))
-    assert again.gates[2]["value"] == pytest.approx(entry.norm / store.history[1].mean_norm)
+    assert again.gates[1]["value"] == pytest.approx(entry.norm / store.history[1].mean_norm)
+
+
+def test_a_ledger_can_refuse_an_expert_that_is_too_similar(tmp_path: Path, models: Path) -> None:
+    store = make_ledger(tmp_path / "store", models, ("cars", "digits"))
+    with pytest.raises(GateError, match="the largest cosine to an expert in the ledger is"):
+        store.add(models / "pets", gates=["max_cosine<=0.01"])
+    entry = store.add(models / "pets", gates=["max_cosine<=0.9", "damage<=9"])
+    assert entry.gates[0]["value"] == pytest.approx(max(known(store.similarity().cosines[2][:2])))
+    assert entry.gates[1]["value"] == pytest.approx(max(store.damage().values()))
+
+
+def test_an_accumulator_has_no_gate_on_cosines(store: Store, models: Path) -> None:
+    with pytest.raises(UsageError, match="only a ledger has max_cosine, and this store uses opcm"):
+        store.add(models / "pets", gates=["max_cosine<=0.9"])
 
 
 def test_every_failed_gate_has_its_sentence_and_the_store_is_unchanged(
     store: Store, models: Path, mergestream: RunCommand
 ) -> None:
     before = contents(store)
-    gates = ("--gate", "kept>=0.999", "--gate", "max_cosine<=0.01", "--gate", "norm>=0", "--gate", "distance<=0")
+    gates = ("--gate", "kept>=0.999", "--gate", "norm<=0.01", "--gate", "norm>=0", "--gate", "distance<=0")
     result = mergestream("add", store.path, models / "pets", *gates)
     assert result.code == 1
     lines = result.err.strip().splitlines()
     assert len(lines) == 3
-    for line, gate in zip(lines, ("kept>=0.999", "max_cosine<=0.01", "distance<=0"), strict=True):
+    for line, gate in zip(lines, ("kept>=0.999", "norm<=0.01", "distance<=0"), strict=True):
         assert line.startswith("error: ") and gate in line
     assert contents(store) == before
 
 
 def test_the_first_expert_has_nothing_to_be_compared_with(tmp_path: Path, models: Path) -> None:
-    store = Store.create(tmp_path / "store", models / "base", Average())
-    entry = store.add(models / "cars", gates=["max_cosine<=0", "relative_norm<=0", "kept>=1"])
-    assert [gate["value"] for gate in entry.gates] == [None, None, 1.0]
+    store = Store.create(tmp_path / "store", models / "base", Ledger())
+    entry = store.add(models / "cars", gates=["max_cosine<=0", "relative_norm<=0", "kept>=0"])
+    assert [gate["value"] for gate in entry.gates] == [None, None, entry.kept]
 
 
 def test_the_candidate_is_evaluated_before_it_counts(store: Store, models: Path, tmp_path: Path) -> None:

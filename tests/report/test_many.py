@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from mergestream import OPCM, Ledger, Store
-from mergestream.report import diagnostics, figures
+from mergestream.report import figures
 from mergestream.report.diagnostics import MAX_EXPERTS
 from mergestream.report.facts import Facts
 from mergestream.report.render import render_html, render_markdown
 from mergestream.report.sections import make_sections
 from mergestream.report.wording import MAX_FINDINGS
-from mergestream.store.records import read_sketch
 from tests.report.conftest import EXPERTS, model
 
 MANY = 500
@@ -81,16 +80,18 @@ def test_a_page_of_many_experts_is_bounded(many: Store) -> None:
     assert (
         "This shows the last 24 steps and 24 tasks." in text and "after step 60" in text and "after step 36" not in text
     )
-    assert text.count("are similar (cosine") == MAX_FINDINGS and re.search(r"… and \d+ more of these\.", text)
 
 
 def test_a_page_of_a_ledger_of_many_experts_is_bounded(tmp_path: Path, models: Path) -> None:
     store = crowded(tmp_path / "ledger", models, Ledger(), 60)
     facts = Facts.of(store)
     assert_bounded(render_html(facts), 60)
+    assert facts.interference
+    alike = dataclasses.replace(facts.interference, cosines=((0.9,) * 60,) * 60)
+    text = render_html(dataclasses.replace(facts, interference=alike))
+    assert text.count("are similar (cosine") == MAX_FINDINGS and re.search(r"… and \d+ more of these\.", text)
     tables = {section.key: section.table for section in make_sections(facts) if section.table}
     first = 60 - MAX_EXPERTS
-    assert facts.interference
     assert [cell.sort for cell in tables["damage"].rows[0][1:]] == list(facts.interference.damage[first:])
     assert tables["overlap"].rows[0][2].sort == facts.interference.overlap[first][first + 1]
     assert tables["overlap"].headings[1] == tables["damage"].headings[1] == f"expert-{first}"
@@ -105,29 +106,19 @@ def test_text_of_many_experts_has_all_in_one_table(many: Store) -> None:
 
 def test_json_of_many_experts_has_all(many: Store, done: Callable[..., str]) -> None:
     data = json.loads(done("report", many.path, "--format", "json"))
-    assert len(data["experts"]) == len(data["similarity"]["cosines"]) == len(data["similarity"]["cosines"][0]) == MANY
+    assert len(data["experts"]) == len(data["survival"]["kept"]) == MANY
     assert len(data["findings"]) < 5 * MAX_FINDINGS
 
 
 @pytest.mark.draws
-def test_the_card_of_many_experts_has_a_picture_like_any_other(
-    many: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_card_of_many_experts_has_a_picture_like_any_other(many: Store, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    read: list[Any] = []
-
-    def recorded(*place: Any) -> Any:
-        read.append(place)
-        return read_sketch(*place)
-
-    monkeypatch.setattr(diagnostics, "read_sketch", recorded)
     out = many.export(tmp_path / "merged")
     card = (out / "README.md").read_text(encoding="utf-8")
-    assert len(read) == MANY, "each sketch is read once"
-    assert f"![Cosine similarity of the last {MAX_EXPERTS} of the experts' task vectors](similarity.png)" in card
+    assert "![The scaling factor λ after each expert, against √t](lambda.png)" in card
     assert all(f"| expert-{i} |" in card for i in range(MANY))
-    assert max(imread(out / "similarity.png").shape) < 1800 and max(imread(out / "lambda.png").shape) < 800
+    assert max(imread(out / "lambda.png").shape) < 800
 
 
 def test_a_matrix_has_a_largest_size_and_so_many_names(tmp_path: Path) -> None:
@@ -137,7 +128,8 @@ def test_a_matrix_has_a_largest_size_and_so_many_names(tmp_path: Path) -> None:
     assert len(figure.axes[0].get_xticklabels()) <= figures.MAX_TICKS
 
 
-def test_inspect_lists_the_closest_of_many(many: Store, models: Path, done: Callable[..., str]) -> None:
-    text = done("inspect", many.path, models / "giant")
-    assert text.count("expert-") == 20 and f"… and {MANY - 20} more (--json lists all)" in text
-    assert len(json.loads(done("inspect", many.path, models / "giant", "--json"))["cosines"]) == MANY
+def test_inspect_of_many_lists_the_worst(tmp_path: Path, models: Path, done: Callable[..., str]) -> None:
+    store = crowded(tmp_path / "ledger", models, Ledger(), 60)
+    text = done("inspect", store.path, models / "giant")
+    assert text.count("expert-") == 20 and "… and 41 more (--json lists all)" in text
+    assert len(json.loads(done("inspect", store.path, models / "giant", "--json"))["cosines"]) == 60

@@ -15,7 +15,7 @@ from mergestream.report import figures
 from mergestream.report.facts import Facts
 from mergestream.report.render import render_html, render_markdown
 from mergestream.report.wording import MAX_NAME, short_names
-from tests.report.conftest import SCORES, make_store
+from tests.report.conftest import SCORES, make_ledger, make_store
 
 HOSTILE = ("$\\frac$", "a\n# b\n\x1b[31m|`<script>alert(1)</script>", "[x](http://y) 名 \u202e" + "n" * 400)
 
@@ -23,7 +23,10 @@ HOSTILE = ("$\\frac$", "a\n# b\n\x1b[31m|`<script>alert(1)</script>", "[x](http:
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Store:
     """A store whose experts have been given hostile names, as somebody else may do; never write to it."""
-    store = make_store(tmp_path_factory.mktemp("hostile") / "store", models)
+    return renamed(make_store(tmp_path_factory.mktemp("hostile") / "store", models))
+
+
+def renamed(store: Store) -> Store:
     history = tuple(
         dataclasses.replace(entry, name=name, source=f"/{name}", given=name)
         for entry, name in zip(store.history, HOSTILE, strict=True)
@@ -52,7 +55,7 @@ def test_the_card_shows_names_and_obeys_none(hostile: Store, tmp_path: Path, cap
     card = (out / "README.md").read_text(encoding="utf-8")
     assert_harmless(card, heads=2)
     assert "&#36;&#92;frac&#36;" in card and r"    mergestream a\nb" in card
-    assert (out / "similarity.png").stat().st_size and (out / "lambda.png").stat().st_size
+    assert (out / "lambda.png").stat().st_size
     assert capfd.readouterr() == ("", "")
 
 
@@ -76,7 +79,12 @@ def test_the_card_names_no_base_that_is_none(hostile: Store, tmp_path: Path, mod
 
 
 def test_markdown_shows_names_and_obeys_none(hostile: Store) -> None:
-    assert_harmless(render_markdown(Facts.of(hostile)), heads=9)
+    assert_harmless(render_markdown(Facts.of(hostile)), heads=8)
+
+
+def test_markdown_of_a_ledger_shows_names_and_obeys_none(tmp_path: Path, models: Path) -> None:
+    store = renamed(make_ledger(tmp_path / "store", models, budget=8.0))
+    assert_harmless(render_markdown(Facts.of(store)), heads=9)
 
 
 def test_the_page_has_no_tag_and_no_line_of_a_name(hostile: Store) -> None:

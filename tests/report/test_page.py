@@ -40,7 +40,7 @@ FLAGS = (
     "--window-size=1400,1000",
 )
 FIGURES = ("against", "scaling")
-MATRICES = ("similarity", "scores", "survival", "protected")
+MATRICES = ("scores", "survival", "protected")
 
 
 @pytest.fixture(scope="module")

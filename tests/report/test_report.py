@@ -22,7 +22,7 @@ from mergestream.report.sections import make_sections
 from mergestream.report.verdict import next_step
 from mergestream.report.wording import short_name
 from tests.conftest import RunCommand
-from tests.report.conftest import EXPERTS, known, make_store
+from tests.report.conftest import EXPERTS, known, make_ledger, make_store
 
 
 def test_json_has_all_facts(scored: Store, done: Callable[..., str]) -> None:
@@ -31,7 +31,6 @@ def test_json_has_all_facts(scored: Store, done: Callable[..., str]) -> None:
     last = data["experts"][-1]
     assert last["lambda"] == scored.history[-1].lambda_ and last["sqrt_t"] == math.sqrt(3)
     assert last["mean_norm"] == scored.history[-1].mean_norm and last["distance"] == scored.history[-1].distance
-    assert data["similarity"]["cosines"] == [list(row) for row in scored.similarity().cosines]
     assert data["survival"]["kept"] == [list(row) for row in scored.survival().kept]
     assert data["layers"]["parts"] == list(scored.survival().by_layer().parts)
     assert scored.scores
@@ -42,7 +41,7 @@ def test_json_has_all_facts(scored: Store, done: Callable[..., str]) -> None:
 
 def test_markdown_has_the_same_facts(scored: Store, done: Callable[..., str]) -> None:
     text = done("report", scored.path, "--format", "md")
-    for heading in ("## Experts", "## Similarity", "## Share kept", "## Scores (accuracy)", "## Commands"):
+    for heading in ("## Experts", "## Share kept", "## Scores (accuracy)", "## Commands"):
         assert heading in text
     assert f"| pets | 3 | {scored.history[2].added[:10]}" in text
     assert scored.scores
@@ -147,7 +146,7 @@ def test_the_commands_have_the_globs_as_they_were_given(tmp_path: Path, models: 
 
 
 def test_findings_name_what_deserves_a_look(tmp_path: Path, models: Path) -> None:
-    store = make_store(tmp_path / "store", models, ("cars", "digits", "giant"))
+    store = make_ledger(tmp_path / "store", models, ("cars", "digits", "giant"), budget=8.0)
     store.add(models / "cars", "cars-again", allow_duplicate=True)
     found = " ".join(Facts.of(store).findings())
     assert "giant is" in found and "times as large as the other experts on average" in found
@@ -181,9 +180,6 @@ def test_matrices_are_tables_with_the_numbers(scored: Store) -> None:
     sections = {section.key: section for section in make_sections(Facts.of(scored))}
     kept = sections["survival"].table
     assert kept and [cell.sort for cell in kept.rows[0]][1:] == pytest.approx([e.kept for e in scored.history])
-    pairs = sections["similarity"].table
-    assert pairs and pairs.rows[0][2].sort == scored.similarity().cosines[0][1]
-    assert pairs.rows[0][1].shade is None and max(abs(cell.shade or 0) for cell in pairs.rows[0][1:]) <= 1
     scores = sections["scores"].table
     assert scores and [row[0].text for row in scores.rows[:2]] == ["base", "after step 1"]
     assert scores.rows[1][1].sort == 0.9
@@ -208,18 +204,29 @@ def test_a_store_of_hundreds_of_tensors_and_twenty_experts(tmp_path: Path, score
 def test_the_model_card_shows_pictures(scored: Store, tmp_path: Path) -> None:
     exported = scored.export(tmp_path / "merged")
     card = (exported / "README.md").read_text(encoding="utf-8")
-    for name in ("lambda.png", "similarity.png"):
-        assert f"]({name})" in card
-        assert (exported / name).read_bytes().startswith(b"\x89PNG")
+    assert "](lambda.png)" in card
+    assert (exported / "lambda.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_cosines_of_a_ledger_are_a_table(ledger: Store, done: Callable[..., str]) -> None:
+    cosines = ledger.similarity().cosines
+    data = json.loads(done("report", ledger.path, "--format", "json"))
+    assert data["similarity"] == {"experts": list(EXPERTS), "cosines": [list(row) for row in cosines]}
+    (pairs,) = (section.table for section in make_sections(Facts.of(ledger)) if section.key == "similarity")
+    assert pairs and pairs.rows[0][2].sort == cosines[0][1]
+    assert pairs.rows[0][1].shade is None and max(abs(cell.shade or 0) for cell in pairs.rows[0][1:]) <= 1
+    (experts,) = (section.table for section in make_sections(Facts.of(ledger)) if section.key == "experts")
+    most = max((known([value])[0], name) for value, name in zip(cosines[0][1:], EXPERTS[1:], strict=True))
+    assert experts and experts.rows[0][experts.headings.index("most similar")].sort == most[0]
+    assert "## Similarity of the experts" in done("report", ledger.path, "--format", "md")
 
 
 def test_pictures_are_figure_objects(scored: Store) -> None:
     factors = [entry.lambda_ for entry in scored.history]
     axes = figures.scaling({"λ": factors}).axes[0]
     assert np.asarray(axes.lines[1].get_ydata()).tolist() == factors
-    found = scored.similarity()
-    pixels = figures.similarity(found.experts, found.cosines).axes[0].images[0].get_array()
-    assert pixels is not None and pixels[0, 1] == pytest.approx(found.cosines[0][1])
+    pixels = figures.similarity(["a", "b"], [[1.0, -0.25], [-0.25, 1.0]]).axes[0].images[0].get_array()
+    assert pixels is not None and pixels[0, 1] == -0.25
 
 
 def test_a_chart_has_a_curve_and_a_band_for_each_name() -> None:

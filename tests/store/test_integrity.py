@@ -110,25 +110,12 @@ def test_a_damaged_head_is_not_put_in_place(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_records_and_sketches_are_told_by_report_and_gates(
-    tmp_path: Path, toys: Toys, mergestream: RunCommand
-) -> None:
+def test_a_damaged_record_is_told_by_report(tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
     store = Store.create(tmp_path / "store", toys.base, Average())
     store.add(toys.experts[0])
-    record, sketch = (store.path / "experts/0001" / name for name in ("tensors.json", "sketch.safetensors"))
-    text = record.read_text()
-    record.write_text(text.replace('"kept": 1.0', '"kept": 0.5', 1))
+    record = store.path / "experts/0001/tensors.json"
+    record.write_text(record.read_text().replace('"kept": 1.0', '"kept": 0.5', 1))
     assert f"{record} is damaged" in mergestream("report", store.path, "--format", "md").err
-    record.write_text(text)
-    flip(sketch, "sketch")
-    for words in (
-        ("report", store.path, "--format", "json"),
-        ("inspect", store.path, toys.experts[1]),
-        ("add", store.path, toys.experts[1], "--gate", "max_cosine<=0.9"),
-    ):
-        result = mergestream(*words)
-        assert result.code == 1 and f"{sketch} is damaged: the digest of sketch does not match" in result.err
-    assert len(Store(store.path).history) == 1
 
 
 def test_verify_covers_the_scores(tmp_path: Path, toys: Toys) -> None:

@@ -464,7 +464,7 @@ def test_a_report_during_an_undo_is_of_the_store_after_it(store: Store, monkeypa
     monkeypatch.setattr(diagnostics, "tensor_records", undo_first)
     facts = Facts.of(store)
     assert undone and [entry.name for entry in facts.history] == ["expert-1"]
-    assert facts.survival.experts == facts.similarity.experts == ("expert-1",)
+    assert facts.survival.experts == ("expert-1",)
 
 
 def test_a_status_during_an_undo_is_no_error(
