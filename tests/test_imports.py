@@ -12,7 +12,7 @@ PACKAGE = Path(mergestream.__file__).parent
 ORDER = [
     *("errors", "escaping", "display", "sizes", "digest", "files", "schema", "storage", "progress", "interrupts"),
     *("registry", "commands"),
-    *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "merging"),
+    *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "inputs", "merging"),
     *("store", "export", "hub", "report", "tracking", "mergekit"),
     *("evaluation", "testing", "cli", "__init__", "__main__"),
 ]

@@ -6,7 +6,7 @@ The model is built on the meta device from ``config.json`` alone: no memory, no 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -97,7 +97,7 @@ def _describe(model: Any) -> Architecture:
             slots[name] = _make_slot(module, leaf, spec)
             names_of.setdefault(id(tensor), []).append(name)
     ties = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
-    return Architecture(type(model).__name__, slots, ties, _name_matcher(model, slots))
+    return Architecture(type(model).__name__, slots, ties, name_matcher(model, slots))
 
 
 def _make_slot(module: nn.Module, leaf: str, spec: TensorSpec | None) -> Slot:
@@ -117,7 +117,7 @@ def _make_slot(module: nn.Module, leaf: str, spec: TensorSpec | None) -> Slot:
     return Slot(name, name, kind, spec)
 
 
-def _name_matcher(model: Any, slots: Mapping[str, Slot]) -> Callable[[str], str | None]:
+def name_matcher(model: Any, slots: Collection[str]) -> Callable[[str], str | None]:
     """A function from stored names, with or without the base model's prefix, old or new, to names in ``slots``."""
     prefix = f"{model.base_model_prefix}."
     modernise = _modern_names(model)

@@ -1,0 +1,133 @@
+"""Load base and expert as torch modules: by transformers, or into a module of the user's own.
+
+transformers builds the class that ``config.json`` names, never with remote code and never from the network. The
+weights are read by `mergestream.checkpoints`, so every format and storage works, and an adapter is added to its base.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergestream.algebra.lowrank import dense
+from mergestream.checkpoints import Checkpoint
+from mergestream.checkpoints.meta_model import check_config_numbers, quiet_and_offline
+from mergestream.engine import Engine
+from mergestream.errors import MergestreamError, first_line
+from mergestream.escaping import one_line
+from mergestream.files import read_json
+from mergestream.sizes import format_size
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from mergestream.experts.adapters import BoundAdapter
+
+GENERATION = "generation_config.json"
+
+
+def read_weights(checkpoint: Checkpoint, adapter: BoundAdapter | None = None, wrapper: str = "") -> dict[str, Tensor]:
+    """All weights of a checkpoint, or of a base with an adapter added; ``wrapper`` is a prefix that no class expects.
+
+    They may be views of files: nothing writes to them.
+    """
+    import torch
+
+    weights = {name.removeprefix(wrapper): checkpoint.read(name) for name in checkpoint.tensors}
+    for name in adapter.terms if adapter else ():
+        assert adapter is not None
+        change = dense(adapter.delta(name, torch.float64 if weights[name].dtype == torch.float64 else torch.float32))
+        weights[name] = (weights[name] + change.to(weights[name])).to(weights[name].dtype)
+    for name in adapter.whole if adapter else ():
+        assert adapter is not None
+        if name in weights:
+            weights[name] = adapter.read(name).to(weights[name].dtype)
+    return weights
+
+
+def load_model(directory: Path | None, source: str, weights: Mapping[str, Tensor], device: str) -> nn.Module:
+    """The model that ``config.json`` in a directory describes, with these weights."""
+    with _explained(f"transformers cannot load {source}") as transformers:
+        if directory is None or not (directory / "config.json").is_file():
+            raise MergestreamError(
+                f"{source} has no config.json, by which transformers would load it; run it from Python: "
+                "Store.add(…, inputs=…, model=a torch module)"
+            )
+        raw = read_json(directory / "config.json")
+        check_config_numbers(raw)
+        model_class: Any = getattr(transformers, (raw.get("architectures") or [""])[0], None)
+        config: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+            model_class = transformers.MODEL_MAPPING[type(config)]
+        # Another implementation of attention may be one that is downloaded.
+        model = model_class.from_pretrained(None, config=config, state_dict=dict(weights), attn_implementation="eager")
+        if model.can_generate() and (directory / GENERATION).is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
+        placed: nn.Module = model.to(device).eval()
+    return placed
+
+
+def load_processor(*directories: Path | None) -> Any | None:
+    """The processor, tokenizer or image processor of the first directory that has one."""
+    for directory in directories:
+        names = ("processor_config.json", "tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
+        if directory is not None and any((directory / name).is_file() for name in names):
+            with _explained(
+                f"transformers cannot load the tokenizer or image processor in {directory}"
+            ) as transformers:
+                return transformers.AutoProcessor.from_pretrained(
+                    directory, local_files_only=True, trust_remote_code=False
+                )
+    return None
+
+
+def fill_module(module: nn.Module, weights: Mapping[str, Tensor], source: str, device: str) -> nn.Module:
+    """A copy of the user's module with these weights, by the names of its parameters."""
+    filled = copy.deepcopy(module).to(device).eval()
+    known = filled.state_dict(keep_vars=True).keys()
+    if not any(name in known for name in weights):
+        raise MergestreamError(f"the module has none of the tensors of {source}; its names must be those of the base")
+    filled.load_state_dict({name: value for name, value in weights.items() if name in known}, strict=False)
+    return filled
+
+
+def check_memory(needed: int, engine: Engine, source: str) -> None:
+    """Refuse what does not fit into the memory of the device, or into ``--max-memory``."""
+    if needed > (most := memory_of(engine)):
+        raise MergestreamError(
+            f"running {source} on inputs needs {format_size(needed)} of memory, more than the {format_size(most)} "
+            "there are; use a larger machine, another --device, or --max-memory if that is set"
+        )
+
+
+def memory_of(engine: Engine) -> int:
+    """The memory of the device in bytes, or ``--max-memory``."""
+    import torch
+
+    allowed: int | None = getattr(engine, "max_memory", None)
+    if engine.device.startswith("cuda"):
+        found = torch.cuda.mem_get_info(engine.device)[0]
+    else:
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(found, allowed or found)
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[Any]:
+    """The transformers package, quiet and offline; its errors become one sentence."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MergestreamError(f"{what}: pip install 'mergestream[transformers]'") from error
+    try:
+        with quiet_and_offline(transformers):
+            yield transformers
+    except MergestreamError:
+        raise
+    except Exception as error:  # transformers raises anything for a model that it does not know
+        raise MergestreamError(f"{what}: {one_line(first_line(error))}") from error

@@ -1,0 +1,260 @@
+"""Run a model on one sample at a time, so that there is no padding: its layers, and its pooled features."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mergestream.errors import MergestreamError, first_line
+from mergestream.escaping import one_line
+from mergestream.inputs.reading import Sample, open_image
+
+NEW_TOKENS = 32
+"""How many tokens of an answer a generative model writes by default"""
+MAX_TOKENS = 2048
+"""Longer text is cut"""
+RECORD = {"text", "text_pair", "messages", "prompt", "completion", "image"}
+"""Fields of records that a processor turns into arguments; any other mapping holds arguments"""
+Call = Callable[[nn.Module, Any], Any]
+"""A user's way to run the model on one input; a tensor that it returns holds the features, one row per input"""
+Arguments = dict[str, Any]
+
+
+@dataclass
+class Runner:
+    """A model, and how it is run on a sample."""
+
+    model: nn.Module
+    processor: Any | None = None
+    call: Call | None = None
+    new_tokens: int = NEW_TOKENS
+    device: str = "cpu"
+    _answers: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """What the model has answered, by the place of the sample and the number of its input"""
+
+    def answer(self, sample: Sample) -> None:
+        """Let a generative model write its answer, greedily, where none is given."""
+        if self.call or not self._is_plain(sample) or not self._generates or self.new_tokens <= 0:
+            return
+        with torch.inference_mode(), _blamed(sample):
+            for number, (prompt, full) in enumerate(self._arguments(sample)):
+                if full is None:
+                    output = self.model.generate(  # type: ignore[operator]
+                        **_moved(prompt, self.device), max_new_tokens=self.new_tokens, do_sample=False, num_beams=1
+                    )
+                    begun = 1 if self._is_encoder_decoder else prompt["input_ids"].shape[1]
+                    self._answers[sample.where, number] = output[:, begun:].cpu().clone()
+
+    def run(self, sample: Sample) -> None:
+        """One forward pass. Of a generative model over prompt and answer: the one given, or its own."""
+        with _blamed(sample):
+            if self.call or not self._is_plain(sample):
+                self._call(sample)
+                return
+            for number, (prompt, full) in enumerate(self._arguments(sample)):
+                self._forward(full or self._with_answer(prompt, self._answers.get((sample.where, number))))
+
+    def features(self, sample: Sample) -> Tensor | None:
+        """Pooled features, one row per input: the mean of the last hidden state, or what a vision model pools.
+
+        A generative model sees the prompt only: a router must choose before there is an answer.
+        """
+        with torch.inference_mode(), _blamed(sample):
+            if self.call or not self._is_plain(sample):
+                return _pooled(self._call(sample), False)
+            rows = [
+                _pooled(self._forward(prompt, output_hidden_states=True), "pixel_values" in prompt)
+                for prompt, _ in self._arguments(sample)
+            ]
+        return torch.cat([row for row in rows if row is not None]) if None not in rows else None
+
+    def _is_plain(self, sample: Sample) -> bool:
+        """Whether the sample is a record or named tensors, and the model takes arguments by name."""
+        return isinstance(sample.value, Mapping) and hasattr(self.model, "config")
+
+    def _call(self, sample: Sample) -> Any:
+        value = _moved(sample.value, self.device)
+        if self.call:
+            return self.call(self.model, value)
+        return self.model(**value) if isinstance(value, Mapping) else self.model(value)
+
+    # --- arguments of the model -----------------------------------------------------------------------------
+
+    def _arguments(self, sample: Sample) -> Iterator[tuple[Arguments, Arguments | None]]:
+        """The arguments of each input: its prompt, and prompt and answer where the answer is given."""
+        value = sample.value
+        if not value.keys() <= RECORD:
+            for row in _single_rows(value):
+                yield self._accepted(row), None
+        elif "image" in value:
+            processor = getattr(self._processor, "image_processor", self._processor)
+            yield self._accepted(processor(images=open_image(value["image"]), return_tensors="pt")), None
+        elif "messages" in value:
+            yield self._conversation(value["messages"])
+        else:
+            options = {"truncation": True, "max_length": self._most_tokens, "return_tensors": "pt"}
+            prompt = self._accepted(
+                self._tokenizer(value.get("text", value.get("prompt")), value.get("text_pair"), **options)
+            )
+            if "completion" not in value or not self._generates:
+                yield prompt, None
+                return
+            if self._is_encoder_decoder:
+                answer = self._tokenizer(text_target=value["completion"], **options)["input_ids"]
+            else:
+                answer = self._tokenizer(value["completion"], add_special_tokens=False, **options)["input_ids"]
+            yield prompt, self._with_answer(prompt, answer)
+
+    def _conversation(self, messages: list[Any]) -> tuple[Arguments, Arguments | None]:
+        def template(part: list[Any], prompt: bool) -> Arguments:
+            encoded = self._tokenizer.apply_chat_template(
+                part,
+                add_generation_prompt=prompt,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                tokenizer_kwargs={"truncation": True, "max_length": self._most_tokens},
+            )
+            return self._accepted(encoded)
+
+        if messages[-1]["role"] != "assistant" or len(messages) == 1:
+            return template(messages, True), None
+        return template(messages[:-1], True), template(messages, False)
+
+    def _with_answer(self, prompt: Arguments, answer: Tensor | None) -> Arguments:
+        """The arguments to see an answer as if the model had written it."""
+        if self._is_encoder_decoder:
+            start = torch.tensor([[self._start_token]])
+            return {**prompt, "decoder_input_ids": start if answer is None else torch.cat([start, answer], 1)}
+        if answer is None or "input_ids" not in prompt:
+            return prompt
+        found = {**prompt, "input_ids": torch.cat([prompt["input_ids"], answer.to(prompt["input_ids"])], 1)}
+        if "attention_mask" in prompt:
+            found["attention_mask"] = torch.ones_like(found["input_ids"])
+        return found
+
+    def _forward(self, arguments: Arguments, **options: Any) -> Any:
+        method: Any = self.model
+        if self._is_encoder_decoder and not arguments.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
+            arguments = self._with_answer(arguments, None)
+        if hasattr(method, "get_image_features") and hasattr(method, "get_text_features"):  # two towers, like CLIP
+            if "input_ids" not in arguments:
+                method, options = method.get_image_features, {}
+            elif "pixel_values" not in arguments:
+                method, options = method.get_text_features, {}
+        return method(**_moved(arguments, self.device), **options)
+
+    # --- the model and its processor ------------------------------------------------------------------------
+
+    @property
+    def _processor(self) -> Any:
+        if self.processor is None:
+            raise ValueError("there is no tokenizer or image processor beside the model; give its arguments as .npz")
+        return self.processor
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return getattr(self._processor, "tokenizer", self._processor)
+
+    @cached_property
+    def _config(self) -> Any:
+        return self.model.config
+
+    @cached_property
+    def _generates(self) -> bool:
+        return bool(self.model.can_generate())  # type: ignore[operator]
+
+    @cached_property
+    def _is_encoder_decoder(self) -> bool:
+        return bool(self._config.is_encoder_decoder)
+
+    @cached_property
+    def _start_token(self) -> int:
+        for config in (getattr(self.model, "generation_config", None), self._config):
+            if (start := getattr(config, "decoder_start_token_id", None)) is not None:
+                return int(start)
+        return int(self._config.pad_token_id or 0)
+
+    @cached_property
+    def _most_tokens(self) -> int:
+        """How many tokens of a text the model takes, with room for an answer."""
+        config = self._config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None) or MAX_TOKENS
+        for path, module in self.model.named_modules():
+            if path.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+                positions -= module.padding_idx + 1  # like RoBERTa, which counts from there
+        most = min(MAX_TOKENS, positions, self._tokenizer.model_max_length)
+        return max(1, most - self.new_tokens) if self._generates and not self._is_encoder_decoder else int(most)
+
+    def _accepted(self, arguments: Mapping[str, Any]) -> Arguments:
+        """The arguments that the model takes; a tokenizer may give more."""
+        names = inspect.signature(self.model.forward).parameters
+        dropped = {"token_type_ids"} if self._generates else set()  # GPT-2 would add word embeddings for them
+        return {name: value for name, value in arguments.items() if name in names and name not in dropped}
+
+
+def _single_rows(arguments: Mapping[str, Any]) -> Iterator[Arguments]:
+    """One input at a time, without padding, where a mask says what it is."""
+    mask = arguments.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        yield dict(arguments)
+        return
+    for row in range(len(mask)):
+        single = {name: value[row : row + 1] for name, value in arguments.items()}
+        for mask_name in ("attention_mask", "decoder_attention_mask"):
+            if mask_name not in single or single[mask_name].ndim != 2:
+                continue
+            of_decoder, shape = mask_name.startswith("decoder_"), single[mask_name].shape
+            used = single[mask_name][0].bool()
+            for name, value in single.items():
+                is_tokens = value.ndim == 2 or name.endswith("inputs_embeds")
+                if is_tokens and value.shape[:2] == shape and name.startswith("decoder_") == of_decoder:
+                    single[name] = value[:, used]
+        yield single
+
+
+def _pooled(output: Any, is_vision: bool) -> Tensor | None:
+    """One row of features per input; None where the output has no hidden state."""
+    if not isinstance(output, Tensor):
+        pooled, states = getattr(output, "pooler_output", None), getattr(output, "hidden_states", None)
+        hidden = getattr(output, "encoder_last_hidden_state", None)
+        if hidden is None:
+            hidden = getattr(output, "last_hidden_state", None)
+        if hidden is None and states:
+            hidden = states[-1]
+        output = pooled if pooled is not None and (is_vision or hidden is None) else hidden
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return None
+    if output.ndim == 1:
+        output = output[None]
+    mean: Tensor = output.flatten(2).mean(2) if output.ndim == 4 else output.mean(1) if output.ndim == 3 else output
+    return mean.flatten(1).double().cpu()
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _moved(part, device) for name, part in value.items()}
+    return type(value)(_moved(part, device) for part in value) if type(value) in (list, tuple) else value
+
+
+@contextmanager
+def _blamed(sample: Sample) -> Iterator[None]:
+    """Raise any error of a model or a processor as a sentence that names the sample."""
+    try:
+        yield
+    except MergestreamError:
+        raise
+    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
+        raise MergestreamError(f"{sample.where}: the model does not fit into memory with it; shorten it") from error
+    except Exception as error:  # whatever a library says about an input that it does not like
+        message = one_line(first_line(error)).rstrip(".")
+        raise MergestreamError(f"{sample.where} cannot be run by the model: {message}") from error

@@ -1,0 +1,143 @@
+"""The statistics of an expert's inputs: the moments of its layers, and the base's features of the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mergestream.base.architecture import name_matcher
+from mergestream.checkpoints import Checkpoint
+from mergestream.engine import Engine
+from mergestream.errors import MergestreamError
+from mergestream.experts.adapters import Adapter
+from mergestream.experts.adapters.vector import AdapterVector
+from mergestream.experts.vector import TaskVector
+from mergestream.inputs.loading import check_memory, fill_module, load_model, load_processor, memory_of, read_weights
+from mergestream.inputs.moments import LayerMoments, find_layers, measure_moments
+from mergestream.inputs.reading import Sample
+from mergestream.inputs.running import NEW_TOKENS, Call, Runner
+from mergestream.ledger.method import FEWEST
+from mergestream.ledger.routing import FeatureStatistics
+from mergestream.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+FEWEST_DIRECTIONS = 64
+"""Of the scatter of features an eighth of the directions is kept, or so many"""
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """What is kept of the inputs of one expert."""
+
+    layers: LayerMoments
+    """By the base's names of the weights"""
+    features: FeatureStatistics | None
+    """None where a module of the user gives none"""
+    count: int
+    """How many inputs there were"""
+
+
+@dataclass(frozen=True)
+class HowToRun:
+    """How models are run on inputs; by default transformers loads and runs them."""
+
+    module: nn.Module | None = None
+    """The class of model, with any weights: they are replaced in a copy"""
+    call: Call | None = None
+    new_tokens: int = NEW_TOKENS
+
+
+def measure_statistics(
+    vector: TaskVector,
+    expert: Checkpoint | Adapter,
+    directions: Mapping[str, int],
+    samples: Sequence[Sample],
+    how: HowToRun,
+    *,
+    dtype: torch.dtype,
+    engine: Engine,
+    progress: Progress,
+) -> InputStatistics:
+    """Run the expert, then its base. ``directions`` says how many are kept for each weight, by the base's names."""
+    base = vector.base
+    home = (expert.directory if isinstance(expert, Checkpoint) else None) or base.directory
+    if isinstance(vector, AdapterVector):
+        weights = read_weights(base, vector.adapter)
+    else:
+        assert isinstance(expert, Checkpoint)
+        weights = read_weights(expert, wrapper=vector.prefix.wrapper)
+    size = sum(value.nbytes for value in weights.values())
+    check_memory(size, engine, expert.source)
+    model = _make_model(home, expert.source, weights, how, engine.device)
+    slot_of = _find_names(model)
+    slots = {slot: name for name in directions if (slot := slot_of(vector.prefix.name_in_task(name)))}
+    if not find_layers(model, slots):
+        raise MergestreamError(f"no linear layer of {expert.source} has the name of a tensor of the base")
+    runner = Runner(model, load_processor(expert.directory, base.directory), how.call, how.new_tokens, engine.device)
+    for sample in samples:
+        runner.answer(sample)
+    with progress.task("running the expert", size * len(samples)) as advance:
+
+        def run(sample: Sample) -> None:
+            runner.run(sample)
+            advance(size)
+
+        found = measure_moments(
+            model,
+            {slot: directions[name] for slot, name in slots.items()},
+            samples,
+            run,
+            memory=memory_of(engine) - size,
+            dtype=dtype,
+            device=engine.device,
+        )
+    layers = LayerMoments(
+        {slots[slot]: slots[first] for slot, first in found.shared.items()},
+        {slots[first]: moment for first, moment in found.moments.items()},
+    )
+    del weights, model, runner.model
+    processor = load_processor(base.directory, expert.directory)
+    _take_template(runner.processor, processor)
+    model = _make_model(base.directory, base.source, read_weights(base), how, engine.device)
+    runner = Runner(model, processor, how.call, device=engine.device)
+    rows = []
+    with progress.task("running the base", size * len(samples)) as advance:
+        for sample in samples:
+            rows.append(runner.features(sample))
+            advance(size)
+    return InputStatistics(layers, _features(rows), len(samples))
+
+
+def _make_model(
+    directory: Path | None, source: str, weights: Mapping[str, Tensor], how: HowToRun, device: str
+) -> nn.Module:
+    if how.module is not None:
+        return fill_module(how.module, weights, source, device)
+    return load_model(directory, source, weights, device)
+
+
+def _find_names(model: nn.Module) -> Callable[[str], str | None]:
+    """The name of a parameter of the model for the stored name of a tensor."""
+    names = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return name_matcher(model, names) if hasattr(model, "base_model_prefix") else names.get
+
+
+def _take_template(one: Any, other: Any) -> None:
+    """A base model often has no chat template; then it sees its inputs in the expert's."""
+    tokenizers = [getattr(processor, "tokenizer", processor) for processor in (one, other)]
+    if getattr(tokenizers[1], "chat_template", "") is None:
+        tokenizers[1].chat_template = getattr(tokenizers[0], "chat_template", None)
+
+
+def _features(rows: Sequence[Tensor | None]) -> FeatureStatistics | None:
+    found = [row for row in rows if row is not None]
+    if len(found) < len(rows) or len({row.shape[1] for row in found}) != 1:
+        return None
+    features = torch.cat(found)
+    return FeatureStatistics.of(features, max(FEWEST_DIRECTIONS, features.shape[1] // FEWEST))
