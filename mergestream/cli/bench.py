@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.options import argument, at_least, command_line, engine_argument, make_engine, switch
+from mergestream.cli.options import argument, arguments_of, at_least, command_line, engine_argument, make_engine, switch
 from mergestream.cli.printing import answer, print_text, say
 from mergestream.errors import UsageError
 
@@ -18,16 +18,8 @@ mergestream bench text --methods opcm --orders 3 --sweep alpha=0.1:1.0:0.1 -o re
 
 @dataclass(frozen=True)
 class Options:
-    suite: str = argument(
-        metavar="SUITE", help="clip, text, vision, or a suite file (.py, .yaml); its code and commands are executed"
-    )
-    output: str = argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="DIR",
-        help="directory for results, tables and a figure; results that it already has are kept",
-    )
+    suite: str = argument(metavar="SUITE", help="clip, text, vision, or a suite file (.py, .yaml), which is executed")
+    output: str = argument("-o", "--output", required=True, metavar="DIR", help="directory; results in it are kept")
     methods: str = argument(
         "--methods",
         default="all",
@@ -35,12 +27,8 @@ class Options:
         help="comma-separated, as in opcm,opcm:projection=paper,average (all: the paper's rows and every other method)",
     )
     orders: int = argument("--orders", type=at_least(1), default=10, metavar="N", help="number of shuffled orders (10)")
-    seed: int = argument(
-        "--seed", type=int, default=0, metavar="S", help="seed of the first order; the next is S+1 (0)"
-    )
-    tasks: int | None = argument(
-        "--tasks", type=at_least(2), metavar="K", help="use the first K tasks (8 in the built-in suites)"
-    )
+    seed: int = argument("--seed", type=int, default=0, metavar="S", help="seed of the first order (0)")
+    tasks: int | None = argument("--tasks", type=at_least(2), metavar="K", help="use the first K tasks (8)")
     sweep: str | None = argument(
         "--sweep",
         metavar="P=A:B:S",
@@ -86,13 +74,7 @@ def _bench(options: Options) -> None:
     from mergestream.evaluation.workers import available_cores, progress_bars
     from mergestream.storage import local_path
 
-    suite = open_suite(
-        options.suite,
-        tasks=options.tasks,
-        test_limit=options.test_limit,
-        model=options.model,
-        evaluate=options.evaluate,
-    )
+    suite = open_suite(options.suite, **arguments_of(open_suite, options))
     on_cluster = options.engine != "local"  # where each further process might start a cluster of its own
     rows = parse_rows(options.methods, trains=suite.can_fine_tune)
     plan = Plan(

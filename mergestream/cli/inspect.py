@@ -25,7 +25,6 @@ mergestream inspect store path/to/expert
 mergestream inspect store path/to/expert --json
 """
 
-MOST_LAYERS = 5
 LAYERS_PER_EXPERT = 2
 MOST_ROWS = 20
 
@@ -56,8 +55,6 @@ def print_inspection(inspection: Inspection) -> None:
     )
     if inspection.interference:
         _print_interference(inspection.interference)
-    if inspection.kept < 1:
-        _print_layers(inspection)
     _print_linear_weights(inspection)
 
 
@@ -87,26 +84,13 @@ def _share_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _print_layers(inspection: Inspection) -> None:
-    share = "held" if inspection.interference else "kept"
-    say()
-    say(f"layers with the smallest share {share}:")
-    least = list(inspection.layers.items())[:MOST_LAYERS]
-    print_table(("layer", share), [(layer, f"{value:.1%}") for layer, value in least])
-
-
 def _print_linear_weights(inspection: Inspection) -> None:
     linear = [(name, tensor) for name, tensor in inspection.tensors.items() if tensor.role == "linear"]
     if not linear:
         return
     linear.sort(key=lambda item: (item[1].kept, item[0]))
     share = "held" if inspection.interference else "kept"
-    headings = ["tensor", share, "‖Δ‖", "‖Δ‖/‖θ⁰‖"]
-    rows = [[name, f"{t.kept:.1%}", f"{t.norm:.4g}", f"{t.relative_norm:.2%}"] for name, t in linear]
-    if not inspection.interference:
-        headings.append("protected")
-        for row, (_, tensor) in zip(rows, linear, strict=True):
-            row.append("-" if tensor.protected is None else str(tensor.protected))
     say()
     say(f"linear weights with the smallest share {share}:")
-    print_table(headings, rows, most=MOST_ROWS)
+    rows = [(name, f"{t.kept:.1%}", f"{t.norm:.4g}", f"{t.relative_norm:.2%}") for name, t in linear]
+    print_table(("tensor", share, "‖Δ‖", "‖Δ‖/‖θ⁰‖"), rows, most=MOST_ROWS)

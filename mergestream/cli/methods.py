@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from inspect import getdoc
-from textwrap import wrap
+from textwrap import fill
 from typing import Any
 
 from mergestream.cli.options import argument
-from mergestream.cli.printing import answer, say
+from mergestream.cli.printing import answer, print_text, say
 from mergestream.errors import UsageError, did_you_mean
+from mergestream.escaping import MAX_SENTENCE, one_line
 
 EXAMPLES = """
 mergestream methods
@@ -80,12 +81,9 @@ def _summary(described: type[Any]) -> str:
 
 def _print_item(item: dict[str, Any]) -> None:
     origin = "" if item["origin"] == "mergestream" else f" (from {item['origin']})"
-    _print_wrapped(f"  {item['name']}: {item['summary']}{origin}")
+    lines = [f"  {item['name']}: {item['summary']}{origin}"]
     for parameter in item.get("parameters", ()):
         choices = f" ({', '.join(parameter['choices'])})" if parameter["choices"] else ""
-        _print_wrapped(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
-
-
-def _print_wrapped(text: str) -> None:
-    for line in wrap(text, WIDTH, subsequent_indent=" " * 8, drop_whitespace=True):
-        say(line)
+        lines.append(f"    --set {parameter['name']}={parameter['default']}   {parameter['help']}{choices}")
+    for line in lines:
+        print_text(fill(one_line(line, MAX_SENTENCE), WIDTH, subsequent_indent=" " * 8))

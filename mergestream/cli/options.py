@@ -128,9 +128,7 @@ class RunningOptions:
 class ComputingOptions(RunningOptions):
     """The same for commands that compute, with a memory budget and a device."""
 
-    max_memory: int | None = argument(
-        "--max-memory", type=size, metavar="SIZE", help="memory budget for tensors, such as 4GB"
-    )
+    max_memory: int | None = argument("--max-memory", type=size, metavar="SIZE", help="memory budget, such as 4GB")
     device: str = argument("--device", default="cpu", help="where arithmetic runs: cpu (the default), cuda or cuda:N")
 
     def make_engine(self) -> Engine:
@@ -144,11 +142,9 @@ def _check_device(device: str) -> None:
         return
     import torch
 
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or not (index.isdigit() or not index):
-        raise UsageError(f"--device {device} is not cpu, cuda or cuda:N")
-    if int(index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {device} does not exist: torch finds {counted(torch.cuda.device_count(), 'GPU')}")
+    found = torch.cuda.device_count()
+    if device not in ("cuda", *(f"cuda:{index}" for index in range(found))):
+        raise UsageError(f"--device {device} is not cpu, cuda or cuda:N; torch finds {counted(found, 'GPU')}")
 
 
 @dataclass(frozen=True)
@@ -184,9 +180,7 @@ class MethodOptions:
     """The base, the merging method with its parameters, and which tensors are linear weights."""
 
     base: str = argument("--base", required=True, metavar="MODEL", help=MODEL)
-    method: str | None = argument(
-        "--method", metavar="M", help="ledger (the default), opcm, average, …; see: mergestream methods"
-    )
+    method: str | None = argument("--method", metavar="M", help="a name of mergestream methods (ledger)")
     alpha: float | None = argument("--alpha", type=float, help="short for --method opcm --set alpha=…")
     parameters: list[tuple[str, str]] = repeated("--set", "KEY=VALUE", "a parameter of the method", type=pair)
     linear: list[str] = repeated("--linear", "GLOB", "tensors to treat as linear weights")
@@ -258,9 +252,7 @@ class OutputOptions:
     """How a model is written."""
 
     dtype: str | None = argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32 or fp64 (as in the base)")
-    max_shard_size: int = argument(
-        "--max-shard-size", type=size, default="5GB", metavar="SIZE", help="maximum size of one file (5GB)"
-    )
+    max_shard_size: int = argument("--max-shard-size", type=size, default="5GB", help="largest file (5GB)")
     overwrite: bool = switch("--overwrite", "replace an earlier export")
 
 

@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from mergestream.errors import MergestreamError
 from mergestream.escaping import MAX_SENTENCE, one_line
-from mergestream.progress import Advance, NoProgress, Progress, TerminalProgress
+from mergestream.progress import NoProgress, Progress, TerminalProgress
 
 LONGEST_CELL = 100
-_BOLD, _CYAN, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
 
 
+@dataclass
 class JsonReply:
     """The state of a command's JSON output."""
 
-    def __init__(self) -> None:
-        self.data: Any = {}
-        self.notes: list[str] = []
-        self.is_stream = False
-        """Whether events are printed as they happen, one object per line, instead of one value at the end"""
-        self.is_finished = False
+    data: Any = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    is_stream: bool = False
+    """Whether events are printed as they happen, one object per line, instead of one value at the end"""
+    is_finished: bool = False
 
 
 _reply: JsonReply | None = None
@@ -94,28 +93,26 @@ def finish(*reasons: str) -> None:
 
 def make_progress(quiet: bool = False) -> Progress:
     """Create the progress display of a command. ``--json`` contains the notes even if ``quiet``."""
-    display = NoProgress() if quiet else TerminalProgress()
-    return _RecordingProgress(display, _reply) if _reply else display
+    return (_QuietProgress if quiet else _CommandProgress)()
 
 
-class _RecordingProgress(Progress):
-    """Passes everything on to another display, and adds the notes to the JSON output."""
-
-    def __init__(self, display: Progress, reply: JsonReply) -> None:
-        self._display, self._reply = display, reply
-
-    @contextmanager
-    def task(self, description: str, total: int) -> Iterator[Advance]:
-        with self._display.task(description, total) as advance:
-            yield advance
+class _QuietProgress(NoProgress):
+    """Shows nothing, and adds the notes to the JSON output."""
 
     def note(self, message: str) -> None:
-        self._display.note(message)
         sentence = one_line(message, MAX_SENTENCE)
-        if self._reply.is_stream:
+        if _reply and _reply.is_stream:
             emit({"event": "note", "note": sentence})
-        else:
-            self._reply.notes.append(sentence)
+        elif _reply:
+            _reply.notes.append(sentence)
+
+
+class _CommandProgress(TerminalProgress):
+    """Shows bars and notes, and adds the notes to the JSON output."""
+
+    def note(self, message: str) -> None:
+        super().note(message)
+        _QuietProgress().note(message)
 
 
 def say(line: str = "") -> None:
@@ -154,16 +151,10 @@ def print_table(
     listed = list(rows)
     table = [[one_line(str(cell), LONGEST_CELL) for cell in row] for row in (headings, *listed[:most])]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    for number, row in enumerate(table):
+    for row in table:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         cells[:left] = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
-        line = "  ".join(cells).rstrip()
-        if coloured and number == 0:
-            line = f"{_BOLD}{line}{_PLAIN}"
-        elif coloured:
-            line = f"{_CYAN}{cells[0]}{_PLAIN}{line[len(cells[0]) :]}"
-        print(line)
+        print("  ".join(cells).rstrip())
     if most is not None and len(listed) > most:
         print(f"… and {len(listed) - most} more (--json lists all)")
 
