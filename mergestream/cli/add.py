@@ -39,8 +39,8 @@ mergestream add store path/to/expert --log wandb:my-project --log jsonl
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
-    experts: list[str] = argument(nargs="+", metavar="[NAME=]EXPERT", help=MODEL)
-    name: str | None = argument("--name", help="name of the expert (the last part of its path)")
+    experts: list[str] = argument("[NAME=]EXPERT", MODEL, nargs="+")
+    name: str | None = argument("--name", "name of the expert (the last part of its path)")
     dry_run: bool = switch("--dry-run", "show what would happen without changing the store, like inspect")
 
 

@@ -18,45 +18,43 @@ mergestream bench text --methods opcm --orders 3 --sweep alpha=0.1:1.0:0.1 -o re
 
 @dataclass(frozen=True)
 class Options:
-    suite: str = argument(metavar="SUITE", help="clip, text, vision, or a suite file (.py, .yaml), which is executed")
-    output: str = argument("-o", "--output", required=True, metavar="DIR", help="directory; results in it are kept")
-    methods: str = argument(
-        "--methods",
-        default="all",
-        metavar="LIST",
-        help="comma-separated, as in opcm,opcm:projection=paper,average (all: the paper's rows and every other method)",
+    suite: str = argument(
+        "SUITE", "clip, text, vision, or a suite file (.py, .yaml); its code and commands are executed"
     )
-    orders: int = argument("--orders", type=at_least(1), default=10, metavar="N", help="number of shuffled orders (10)")
-    seed: int = argument("--seed", type=int, default=0, metavar="S", help="seed of the first order (0)")
-    tasks: int | None = argument("--tasks", type=at_least(2), metavar="K", help="use the first K tasks (8)")
+    output: str = argument(
+        "-o --output DIR",
+        "directory for results, tables and a figure; results that it already has are kept",
+        required=True,
+    )
+    methods: str = argument(
+        "--methods LIST",
+        "comma-separated, as in opcm,opcm:projection=paper,average (all: the paper's rows and every other method)",
+        default="all",
+    )
+    orders: int = argument("--orders N", "number of shuffled orders (10)", type=at_least(1), default=10)
+    seed: int = argument("--seed S", "seed of the first order; the next is S+1 (0)", type=int, default=0)
+    tasks: int | None = argument("--tasks K", "use the first K tasks (8 in the built-in suites)", type=at_least(2))
     sweep: str | None = argument(
-        "--sweep",
-        metavar="P=A:B:S",
-        help="a row for every value of a parameter, as in alpha=0.1:1.0:0.1; only the last models are scored",
+        "--sweep P=A:B:S",
+        "a row for every value of a parameter, as in alpha=0.1:1.0:0.1; only the last models are scored",
     )
     full_orders: int = argument(
-        "--full-orders",
+        "--full-orders N",
+        "orders with the whole accuracy matrix; the others measure only what ACC and BWT need (3)",
         type=at_least(0),
         default=3,
-        metavar="N",
-        help="orders with the whole accuracy matrix; the others measure only what ACC and BWT need (3)",
     )
     finetune_orders: int = argument(
-        "--finetune-orders", type=at_least(0), default=1, metavar="N", help="orders of continual fine-tuning (1)"
+        "--finetune-orders N", "orders of continual fine-tuning (1)", type=at_least(0), default=1
     )
     last_only: bool = switch("--last-only", "score only the last model of every order: ACC without BWT, faster")
-    test_limit: int | None = argument(
-        "--test-limit", type=at_least(1), metavar="N", help="test samples per task (text, vision: 500)"
-    )
-    model: str | None = argument("--model", help="model of the clip suite: vit-b-32 (the default), vit-b-16, vit-l-14")
+    test_limit: int | None = argument("--test-limit N", "test samples per task (text, vision: 500)", type=at_least(1))
+    model: str | None = argument("--model", "model of the clip suite: vit-b-32 (the default), vit-b-16, vit-l-14")
     evaluate: str | None = argument(
-        "--evaluate",
-        metavar="CMD",
-        help="for your own suite: a command that prints the accuracy, as in 'python score.py {model} {task}'",
+        "--evaluate CMD",
+        "for your own suite: a command that prints the accuracy, as in 'python score.py {model} {task}'",
     )
-    workers: int | None = argument(
-        "--workers", type=at_least(1), metavar="N", help="parallel processes (all cores; 1 on a cluster)"
-    )
+    workers: int | None = argument("--workers N", "parallel processes (all cores; 1 on a cluster)", type=at_least(1))
     engine: str = engine_argument()
 
 

@@ -18,8 +18,8 @@ MOST_LAYERS = 20
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions):
-    a: str = argument(metavar="A", help="a step number (0 is the base), or a checkpoint")
-    b: str = argument(metavar="B", help="the same, for the second model")
+    a: str = argument("A", "a step number (0 is the base), or a checkpoint")
+    b: str = argument("B", "the same, for the second model")
 
 
 def run(options: Options) -> None:

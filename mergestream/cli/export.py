@@ -43,31 +43,28 @@ EXACT = 1e-12
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
-    out: str = argument(metavar="OUT", help="the output directory, or s3://BUCKET/PATH")
-    task: str | None = argument("--task", metavar="NAME", help="include the head of this expert")
+    out: str = argument("OUT", "the output directory, or s3://BUCKET/PATH")
+    task: str | None = argument("--task NAME", "include the head of this expert")
     format: str = argument(
         "--format",
+        "a full model, one PEFT adapter (lora), or one adapter per expert of a ledger (loras) (full)",
         choices=("full", "lora", "loras"),
         default="full",
-        help="a full model, one PEFT adapter (lora), or one adapter per expert of a ledger (loras) (full)",
     )
-    rank: int | None = argument("--rank", type=at_least(1), metavar="K", help="rank of the adapter (default: exact)")
+    rank: int | None = argument("--rank K", "rank of the adapter (default: exact)", type=at_least(1))
     readout: str | None = argument(
-        "--readout",
-        metavar="R",
-        help="how to combine experts; ledger: agree (the default), tempered (the default for adapters), tsv, iso, "
+        "--readout R",
+        "how to combine experts; ledger: agree (the default), tempered (the default for adapters), tsv, iso, "
         "sum or expert:NAME; other methods: plain (the default) or iso",
     )
-    only: str | None = argument("--only", metavar="A,B", help="merge only these experts of a ledger")
-    without: str | None = argument("--without", metavar="A,B", help="leave these experts of a ledger out")
-    weight: list[str] = repeated("--weight", "NAME=X", "weight of an expert of a ledger (1)")
+    only: str | None = argument("--only A,B", "merge only these experts of a ledger")
+    without: str | None = argument("--without A,B", "leave these experts of a ledger out")
+    weight: list[str] = repeated("--weight NAME=X", "weight of an expert of a ledger (1)")
     balance: bool = switch("--balance", "choose weights that serve all experts of a ledger equally")
     scale: str | None = argument(
-        "--scale",
-        metavar="X",
-        help="merged = base + X · readout: a number; adaptive, sqrt or mean where experts are summed",
+        "--scale X", "merged = base + X · readout: a number; adaptive, sqrt or mean where experts are summed"
     )
-    push: str | None = argument("--push", metavar="ORG/NAME", help="upload the result to the Hugging Face hub")
+    push: str | None = argument("--push ORG/NAME", "upload the result to the Hugging Face hub")
     private: bool = switch("--private", "create a private repository")
 
     @property

@@ -25,9 +25,9 @@ mergestream from-mergekit dare.yaml -o merged --seed 7 --dtype bfloat16
 
 @dataclass(frozen=True)
 class Options(AddingOptions, OutputOptions, ComputingOptions):
-    recipe: str = argument(metavar="RECIPE", help="a YAML file; its paths are relative to the working directory")
-    out: str = argument("-o", "--out", required=True, metavar="OUT", help="the output directory, or s3://BUCKET/PATH")
-    seed: int = argument("--seed", type=at_least(0), default=0, metavar="N", help="random seed of dare (0)")
+    recipe: str = argument("RECIPE", "a YAML file; its paths are relative to the working directory")
+    out: str = argument("-o --out OUT", "the output directory, or s3://BUCKET/PATH", required=True)
+    seed: int = argument("--seed N", "random seed of dare (0)", type=at_least(0), default=0)
 
 
 def run(options: Options) -> None:

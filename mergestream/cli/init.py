@@ -19,12 +19,12 @@ mergestream init store --base org/model --config-only --max-rank 64    # for ada
 
 @dataclass(frozen=True)
 class Options(MethodOptions, RunningOptions):
-    store: str = argument(metavar="STORE", help="the new store: a directory or s3://BUCKET/PATH")
-    heads: list[str] = repeated("--heads", "GLOB", "tensors to keep per expert instead of merging them")
-    keep: int = argument("--keep", type=int, default=1, metavar="N", help="earlier steps to keep for undo (1)")
+    store: str = argument("STORE", "the new store: a directory or s3://BUCKET/PATH")
+    heads: list[str] = repeated("--heads GLOB", "tensors to keep per expert instead of merging them")
+    keep: int = argument("--keep N", "earlier steps to keep for undo (1)", type=int, default=1)
     config_only: bool = switch("--config-only", "fetch the base's weights only when they are needed")
     max_rank: int | None = argument(
-        "--max-rank", type=at_least(1), metavar="K", help="limit the rank of merged adapters (no limit: exact)"
+        "--max-rank K", "limit the rank of merged adapters (no limit: exact)", type=at_least(1)
     )
 
 

@@ -31,7 +31,7 @@ MOST_ROWS = 20
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, StoredExpertOptions):
-    expert: str = argument(metavar="EXPERT", help=MODEL)
+    expert: str = argument("EXPERT", MODEL)
 
 
 def run(options: Options) -> None:

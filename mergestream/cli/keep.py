@@ -16,7 +16,7 @@ mergestream keep store 0    # deletes all steps before the last one; a ledger ke
 
 @dataclass(frozen=True)
 class Options(StoreOptions):
-    steps: int = argument(type=at_least(0), metavar="N", help="number of earlier steps")
+    steps: int = argument("N", "number of earlier steps", type=at_least(0))
 
 
 def run(options: Options) -> None:

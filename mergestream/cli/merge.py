@@ -26,8 +26,8 @@ mergestream merge --base base --method opcm --alpha 0.4 experts/* -o merged
 
 @dataclass(frozen=True)
 class Options(MethodOptions, AddingOptions, OutputOptions, ComputingOptions):
-    experts: list[str] = argument(nargs="+", metavar="EXPERT", help=MODEL)
-    out: str = argument("-o", "--out", required=True, metavar="OUT", help="the output directory, or s3://BUCKET/PATH")
+    experts: list[str] = argument("EXPERT", MODEL, nargs="+")
+    out: str = argument("-o --out OUT", "the output directory, or s3://BUCKET/PATH", required=True)
 
 
 def run(options: Options) -> None:

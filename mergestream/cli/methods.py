@@ -23,7 +23,7 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class Options:
-    name: str | None = argument(nargs="?", metavar="NAME", help="describe only this method or readout")
+    name: str | None = argument("NAME", "describe only this method or readout", nargs="?")
 
 
 def run(options: Options) -> None:

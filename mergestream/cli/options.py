@@ -27,19 +27,23 @@ MODEL = "directory, file, s3://… or hub id org/name[@revision]"
 """What a user may give as a base or an expert"""
 
 
-def argument(*flags: str, **settings: Any) -> Any:
-    """A field that is an option (with flags) or a positional argument (without)."""
-    return field(metadata={"flags": flags, "settings": settings})
+def argument(usage: str, help: str, **settings: Any) -> Any:
+    """A field that is an option, such as ``-o --out FILE``, or a positional argument, such as ``STORE``."""
+    words = usage.split()
+    flags = [word for word in words if word.startswith("-")]
+    if metavar := words[len(flags) :]:
+        settings["metavar"] = metavar[0]
+    return field(metadata={"flags": flags, "settings": {**settings, "help": help}})
 
 
 def switch(flag: str, help: str) -> Any:
     """A field that is true if its flag is given."""
-    return argument(flag, action="store_true", help=help)
+    return argument(flag, help, action="store_true")
 
 
-def repeated(flag: str, metavar: str, help: str, **settings: Any) -> Any:
+def repeated(usage: str, help: str, **settings: Any) -> Any:
     """A field that is a list, with one item each time its flag is given."""
-    return argument(flag, action="append", default=[], metavar=metavar, help=help, **settings)
+    return argument(usage, help, action="append", default=[], **settings)
 
 
 def add_arguments(parser: ArgumentParser, options: type[Any]) -> None:
@@ -95,7 +99,7 @@ def pair(text: str) -> tuple[str, str]:
 def engine_argument() -> Any:
     """The ``--engine`` option."""
     help = "where work runs: local (the default), ray (RAY_ADDRESS, else this machine) or ray://HOST:PORT"
-    return argument("--engine", default="local", metavar="NAME", help=help)
+    return argument("--engine NAME", help, default="local")
 
 
 def make_engine(named: str, **options: Any) -> Engine:
@@ -111,7 +115,7 @@ def make_engine(named: str, **options: Any) -> Engine:
 class RunningOptions:
     """How a command runs: engine, workers, progress."""
 
-    workers: int | None = argument("--workers", type=at_least(1), metavar="N", help="tensors in parallel (all cores)")
+    workers: int | None = argument("--workers N", "tensors in parallel (all cores)", type=at_least(1))
     quiet: bool = switch("--quiet", "show no progress bars and no notes")
     engine: str = engine_argument()
 
@@ -128,8 +132,8 @@ class RunningOptions:
 class ComputingOptions(RunningOptions):
     """The same for commands that compute, with a memory budget and a device."""
 
-    max_memory: int | None = argument("--max-memory", type=size, metavar="SIZE", help="memory budget, such as 4GB")
-    device: str = argument("--device", default="cpu", help="where arithmetic runs: cpu (the default), cuda or cuda:N")
+    max_memory: int | None = argument("--max-memory SIZE", "memory budget for tensors, such as 4GB", type=size)
+    device: str = argument("--device", "where arithmetic runs: cpu (the default), cuda or cuda:N", default="cpu")
 
     def make_engine(self) -> Engine:
         if self.engine == "local":
@@ -151,7 +155,7 @@ def _check_device(device: str) -> None:
 class StoreOptions:
     """The store to read, or to change without computing."""
 
-    store: str = argument(metavar="STORE", help="the store: a directory or s3://BUCKET/PATH")
+    store: str = argument("STORE", "the store: a directory or s3://BUCKET/PATH")
 
     def open_store(self) -> Store:
         """Open the store."""
@@ -164,7 +168,7 @@ class StoreOptions:
 class WorkingStoreOptions(StoreOptions, RunningOptions):
     """The store to work on, and where its base is now."""
 
-    base: str | None = argument("--base", metavar="MODEL", help="new location of the base (its digest is checked)")
+    base: str | None = argument("--base MODEL", "new location of the base (its digest is checked)")
 
     def open_store(self) -> Store:
         from mergestream.store.store import Store
@@ -179,12 +183,12 @@ class WorkingStoreOptions(StoreOptions, RunningOptions):
 class MethodOptions:
     """The base, the merging method with its parameters, and which tensors are linear weights."""
 
-    base: str = argument("--base", required=True, metavar="MODEL", help=MODEL)
-    method: str | None = argument("--method", metavar="M", help="a name of mergestream methods (ledger)")
-    alpha: float | None = argument("--alpha", type=float, help="short for --method opcm --set alpha=…")
-    parameters: list[tuple[str, str]] = repeated("--set", "KEY=VALUE", "a parameter of the method", type=pair)
-    linear: list[str] = repeated("--linear", "GLOB", "tensors to treat as linear weights")
-    not_linear: list[str] = repeated("--not-linear", "GLOB", "tensors not to treat as linear weights")
+    base: str = argument("--base MODEL", MODEL, required=True)
+    method: str | None = argument("--method M", "ledger (the default), opcm, average, …; see: mergestream methods")
+    alpha: float | None = argument("--alpha", "short for --method opcm --set alpha=…", type=float)
+    parameters: list[tuple[str, str]] = repeated("--set KEY=VALUE", "a parameter of the method", type=pair)
+    linear: list[str] = repeated("--linear GLOB", "tensors to treat as linear weights")
+    not_linear: list[str] = repeated("--not-linear GLOB", "tensors not to treat as linear weights")
 
     def make_method(self) -> Method:
         """Create the method with its parameters."""
@@ -200,12 +204,12 @@ class ExpertOptions:
     """How an expert's tensors and tokens are matched with the base's."""
 
     partial: bool = switch("--partial", "treat tensors that an expert lacks as unchanged")
-    ignore: list[str] = repeated("--ignore", "GLOB", "leave these tensors out")
+    ignore: list[str] = repeated("--ignore GLOB", "leave these tensors out")
     vocab: Vocab | None = argument(
         "--vocab",
-        choices=("base", "union", "grow"),
-        help="tokens that the base lacks: drop them (base), keep them with their expert (union), "
+        "tokens that the base lacks: drop them (base), keep them with their expert (union), "
         "or add them to the merged model (grow)",
+        choices=("base", "union", "grow"),
     )
 
 
@@ -213,7 +217,7 @@ class ExpertOptions:
 class StoredExpertOptions(ExpertOptions):
     """The same for experts of a store, which keeps their heads."""
 
-    heads: list[str] = repeated("--heads", "GLOB", "tensors that the base lacks: keep them per expert (export --task)")
+    heads: list[str] = repeated("--heads GLOB", "tensors that the base lacks: keep them per expert (export --task)")
 
 
 @dataclass(frozen=True)
@@ -229,20 +233,17 @@ class GatedOptions(AddingOptions, StoredExpertOptions):
     """The same for experts that a store adds: conditions, evaluation and tracking."""
 
     gates: list[str] = repeated(
-        "--gate",
-        "CONDITION",
+        "--gate CONDITION",
         "refuse an expert that fails it, as in 'kept>=0.6'; kept, relative_norm, norm, score; "
         "damage, held and max_cosine (ledger); lambda and distance (other methods)",
     )
     evaluate: str | None = argument(
-        "--evaluate",
-        metavar="CMD",
-        help="run CMD on the merged model before each commit, with {model} for its directory; the score is the last "
+        "--evaluate CMD",
+        "run CMD on the merged model before each commit, with {model} for its directory; the score is the last "
         "number it prints, or the mean of the lm-eval results it writes to {scores}",
     )
     log: list[str] = repeated(
-        "--log",
-        "TRACKER[:TARGET]",
+        "--log TRACKER[:TARGET]",
         "send the numbers of each step to wandb:PROJECT, mlflow:EXPERIMENT, tensorboard:DIR or jsonl:FILE",
     )
 
@@ -251,8 +252,8 @@ class GatedOptions(AddingOptions, StoredExpertOptions):
 class OutputOptions:
     """How a model is written."""
 
-    dtype: str | None = argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32 or fp64 (as in the base)")
-    max_shard_size: int = argument("--max-shard-size", type=size, default="5GB", help="largest file (5GB)")
+    dtype: str | None = argument("--dtype TYPE", "bf16, fp16, fp32 or fp64 (as in the base)")
+    max_shard_size: int = argument("--max-shard-size SIZE", "maximum size of one file (5GB)", type=size, default="5GB")
     overwrite: bool = switch("--overwrite", "replace an earlier export")
 
 

@@ -15,8 +15,8 @@ mergestream push merged hf://org/name
 
 @dataclass(frozen=True)
 class Options:
-    place: str = argument(metavar="STORE", help="a store, or a directory written by export")
-    address: str = argument(metavar="hf://ORG/NAME", help="the repository; it is created if it does not exist")
+    place: str = argument("STORE", "a store, or a directory written by export")
+    address: str = argument("hf://ORG/NAME", "the repository; it is created if it does not exist")
     private: bool = switch("--private", "create a private repository")
 
 

@@ -17,9 +17,9 @@ mergestream remove average-store legal --expert path/to/legal    # average and t
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions):
-    name: str = argument(metavar="NAME", help="name of the expert, as shown by mergestream log")
+    name: str = argument("NAME", "name of the expert, as shown by mergestream log")
     expert: str | None = argument(
-        "--expert", metavar="MODEL", help=f"the expert itself, which average and task_arithmetic subtract: {MODEL}"
+        "--expert MODEL", f"the expert itself, which average and task_arithmetic subtract: {MODEL}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
 from mergestream.cli.printing import answer, is_json, print_text, say
@@ -25,11 +25,9 @@ FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions):
-    out: str | None = argument(
-        "-o", "--out", metavar="FILE", help="the output file (STORE-report.html; md and json: standard output)"
-    )
+    out: str | None = argument("-o --out FILE", "the output file (STORE-report.html; md and json: standard output)")
     format: str | None = argument(
-        "--format", choices=("html", "md", "json"), help="the format (by the extension of FILE, else html)"
+        "--format", "the format (by the extension of FILE, else html)", choices=("html", "md", "json")
     )
 
 
@@ -46,14 +44,15 @@ def run(options: Options) -> None:
         out = out or _default_file(options.store)
     if out is not None:
         refuse_file(out, *store.sources)
-        write_text(out, _render(Facts.of(store), form))
-        answer({"store": str(store.storage), "out": str(out), "format": form})
-        say(f"{out}: report on {options.store}")
-        return
     facts = Facts.of(store)
     text = _render(facts, form)
-    answer(facts.to_json() if form == "json" else {"format": form, "text": text})
-    print_text(text, end="")
+    if out is not None:
+        write_text(out, text)
+        answer({"store": str(store.storage), "out": str(out), "format": form})
+        say(f"{out}: report on {options.store}")
+    else:
+        answer(facts.to_json() if form == "json" else {"format": form, "text": text})
+        print_text(text, end="")
 
 
 def _default_file(store: str) -> Path:
@@ -65,14 +64,9 @@ def _default_file(store: str) -> Path:
 
 
 def _render(facts: Facts, form: str) -> str:
-    if form == "json":
-        return _format_json(facts.to_json())
+    if form == "json":  # one line per key, because the matrices of hundreds of experts are long
+        lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in facts.to_json().items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
     from mergestream.report.render import render_html, render_markdown
 
     return render_html(facts) if form == "html" else render_markdown(facts)
-
-
-def _format_json(data: dict[str, Any]) -> str:
-    """Format with one line per key, because the matrices of hundreds of experts are long."""
-    lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in data.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -40,8 +40,6 @@ def run(options: Options) -> None:
         last = manifest.history[-1]
         say(_ledger_text(manifest, status["ledger"]) if status["ledger"] else _scale_text(manifest.method, last))
         say(f"last: {last.name} ({last.added})")
-        if (last.rank or last.lost) and not status["ledger"]:
-            say(_rank_text(manifest))
     if options.tensors:
         say()
         _print_tensors(manifest)
@@ -61,14 +59,6 @@ def _ledger_text(manifest: Manifest, ledger: Mapping[str, Any]) -> str:
         f"mean ‖Δ‖ {manifest.history[-1].mean_norm:.6g}   "
         f"entries {format_size(ledger['bytes'])}   budget {ledger['budget']:g}"
     )
-
-
-def _rank_text(manifest: Manifest) -> str:
-    """Format the rank of a factored state, its limit, and what the limit has cost."""
-    limit = f", limited to {manifest.max_rank}" if manifest.max_rank else ""
-    lost = [entry.lost for entry in manifest.history if entry.lost]
-    cost = f"; {counted(len(lost), 'step')} dropped up to {max(lost):.2%} of the energy" if lost else ""
-    return f"state in factors of rank at most {manifest.history[-1].rank}{limit}{cost}"
 
 
 def _print_tensors(manifest: Manifest) -> None:

@@ -49,12 +49,8 @@ def seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
-    directory: str = argument(
-        metavar="DIR", help="each file or directory in it is an expert; or s3://…, gs://…, az://…"
-    )
-    interval: float = argument(
-        "--interval", type=seconds, default=10.0, metavar="SECONDS", help="time between two looks (10)"
-    )
+    directory: str = argument("DIR", "each file or directory in it is an expert; or s3://…, gs://…, az://…")
+    interval: float = argument("--interval SECONDS", "time between two looks (10)", type=seconds, default=10.0)
 
 
 def run(options: Options) -> None:

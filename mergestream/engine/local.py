@@ -67,6 +67,8 @@ class LocalEngine:
     ) -> Iterator[tuple[str, Result]]:
         """A job starts when the memory of all running jobs, itself included, fits the budget. The first error stops
         further jobs and is raised."""
+        import torch
+
         memory = memory or {}
         check_budget(memory, self.max_memory)
         keep_freed_memory()
@@ -78,7 +80,9 @@ class LocalEngine:
             return
         running: dict[Future[Result], str] = {}
         used = 0
-        with single_threaded(), ThreadPoolExecutor(self.workers, initializer=_one_thread) as pool:
+        # OpenMP keeps its number of threads per calling thread.
+        pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
+        with single_threaded(), pool:
             try:
                 while waiting or running:
                     for name in list(waiting):
@@ -104,10 +108,3 @@ def _submit(pool: ThreadPoolExecutor, work: Callable[[str], Result], name: str) 
         raise MergestreamError(
             "the system allows this process no more threads; use --workers 1, or raise its limits (ulimit -u, -v)"
         ) from error
-
-
-def _one_thread() -> None:
-    """OpenMP keeps its number of threads per calling thread."""
-    import torch
-
-    torch.set_num_threads(1)
