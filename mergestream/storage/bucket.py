@@ -44,6 +44,8 @@ class BucketStorage(Storage):
         """The object that this writer must be the next to replace"""
         self._expected: StoredFile | None = None
         """Its version that was fetched or put last"""
+        self._in_doubt = False
+        """Whether it may have been replaced without an answer: then it may name any object, and none is removed"""
         open_bucket(url.scheme, url.bucket)  # fails now if the library or credentials are missing
 
     def __str__(self) -> str:
@@ -144,11 +146,12 @@ class BucketStorage(Storage):
         except StoreBusyError:
             raise
         except MergestreamError:
-            if self._expected and not self.is_current(self._expected):  # the winner may have removed what was read
+            lost = self._expected and not self._in_doubt and not self.is_current(self._expected)
+            if lost:  # the winner may have removed what was read
                 raise self._lost() from None
             raise
         finally:
-            self._guarded = None
+            self._guarded, self._in_doubt = None, False
 
     def put(self, name: str, content: bytes | Path) -> None:
         """Upload a file of any size; if one part of a large upload fails, all are removed."""
@@ -177,8 +180,13 @@ class BucketStorage(Storage):
                     raise self._lost() from None
                 return there.meta["e_tag"], there.meta["version"]
 
-        tag, version = self._explained(name, put, "written")
-        self._listed = None
+        self._in_doubt = name == self._guarded
+        try:
+            tag, version = self._explained(name, put, "written")
+        except StoreBusyError:
+            self._in_doubt = False
+            raise
+        self._in_doubt, self._listed = False, None
         file = StoredFile(self, name, len(data), tag or "", version)
         if name == self._guarded:
             self._expected = file
@@ -245,6 +253,8 @@ class BucketStorage(Storage):
                 self._listed = {name: file for name, file in self._listed.items() if name not in deleted}
 
     def remove(self, folder: str) -> None:
+        if self._in_doubt:
+            raise MergestreamError(f"whether {self}/{self._guarded} was replaced is unknown, so nothing is removed")
         self.delete([f"{folder}/{name}" if folder else name for name in self.files(folder)])
 
     @contextmanager

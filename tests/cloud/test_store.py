@@ -425,6 +425,21 @@ def test_a_commit_whose_answer_is_lost_is_made_once(toys: Toys, key: str, troubl
     assert [entry.name for entry in Store(address(key)).history] == ["expert-1", "expert-2"]
 
 
+def test_a_commit_of_which_nothing_is_heard_leaves_a_whole_store(
+    toys: Toys, key: str, troubled: Trouble, environment: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the manifest was replaced is unknown, so what it may name is not removed."""
+    grown(address(key), toys, "average")
+    monkeypatch.setitem(RETRIES, "max_retries", 1)
+    environment(os.environ["AWS_ENDPOINT_URL"])
+    troubled.lost = lambda number: troubled.requests[number - 1][0] == f"PUT /{BUCKET}/{key}/manifest.json"
+    with pytest.raises(MergestreamError, match="no answer"):
+        Store(address(key), engine=ENGINE).add(toys.experts[1])
+    store = Store(address(key))
+    assert store.manifest.step == 2
+    store.verify()
+
+
 @pytest.mark.parametrize("way", ["not known", "not heeded"])
 def test_a_service_without_conditional_puts_is_refused(
     way: str,
