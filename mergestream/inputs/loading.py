@@ -18,16 +18,17 @@ from mergestream.algebra.lowrank import dense
 from mergestream.checkpoints import Checkpoint
 from mergestream.checkpoints.meta_model import check_config_numbers, quiet_and_offline
 from mergestream.engine import Engine
-from mergestream.errors import MergestreamError, first_line
-from mergestream.escaping import one_line
+from mergestream.errors import MergestreamError
 from mergestream.files import read_json
-from mergestream.sizes import format_size
+from mergestream.inputs.reading import explained
+from mergestream.sizes import format_size, shorten_list
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mergestream.experts.adapters import BoundAdapter
 
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 GENERATION = "generation_config.json"
 
 
@@ -39,20 +40,18 @@ def read_weights(checkpoint: Checkpoint, adapter: BoundAdapter | None = None, wr
     import torch
 
     weights = {name.removeprefix(wrapper): checkpoint.read(name) for name in checkpoint.tensors}
-    for name in adapter.terms if adapter else ():
-        assert adapter is not None
-        change = dense(adapter.delta(name, torch.float64 if weights[name].dtype == torch.float64 else torch.float32))
-        weights[name] = (weights[name] + change.to(weights[name])).to(weights[name].dtype)
-    for name in adapter.whole if adapter else ():
-        assert adapter is not None
-        if name in weights:
+    if adapter:
+        for name in adapter.terms:
+            change = dense(adapter.delta(name, torch.promote_types(weights[name].dtype, torch.float32)))
+            weights[name] = (weights[name] + change).to(weights[name].dtype)
+        for name in weights.keys() & adapter.whole:
             weights[name] = adapter.read(name).to(weights[name].dtype)
     return weights
 
 
 def load_model(directory: Path | None, source: str, weights: Mapping[str, Tensor], device: str) -> nn.Module:
     """The model that ``config.json`` in a directory describes, with these weights."""
-    with _explained(f"transformers cannot load {source}") as transformers:
+    with _transformers(source) as transformers:
         if directory is None or not (directory / "config.json").is_file():
             raise MergestreamError(
                 f"{source} has no config.json, by which transformers would load it; run it from Python: "
@@ -61,13 +60,20 @@ def load_model(directory: Path | None, source: str, weights: Mapping[str, Tensor
         raw = read_json(directory / "config.json")
         check_config_numbers(raw)
         model_class: Any = getattr(transformers, (raw.get("architectures") or [""])[0], None)
-        config: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config: Any = transformers.AutoConfig.from_pretrained(directory, **LOCAL)
         if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
             model_class = transformers.MODEL_MAPPING[type(config)]
         # Another implementation of attention may be one that is downloaded.
-        model = model_class.from_pretrained(None, config=config, state_dict=dict(weights), attn_implementation="eager")
-        if model.can_generate() and (directory / GENERATION).is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
+        options = {"attn_implementation": "eager", "output_loading_info": True}
+        model, found = model_class.from_pretrained(None, config=config, state_dict=dict(weights), **options)
+        missing = sorted(found["missing_keys"])  # transformers has made random ones
+        if model.can_generate():
+            if missing:
+                raise MergestreamError(f"{source} cannot be run: it lacks {shorten_list(missing)}")
+            if (directory / GENERATION).is_file():
+                model.generation_config = transformers.GenerationConfig.from_pretrained(directory, **LOCAL)
+        elif any("pooler" in name for name in missing):
+            model.base_model.pooler = None
         placed: nn.Module = model.to(device).eval()
     return placed
 
@@ -77,12 +83,8 @@ def load_processor(*directories: Path | None) -> Any | None:
     for directory in directories:
         names = ("processor_config.json", "tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
         if directory is not None and any((directory / name).is_file() for name in names):
-            with _explained(
-                f"transformers cannot load the tokenizer or image processor in {directory}"
-            ) as transformers:
-                return transformers.AutoProcessor.from_pretrained(
-                    directory, local_files_only=True, trust_remote_code=False
-                )
+            with _transformers(f"the tokenizer or image processor in {directory}") as transformers:
+                return transformers.AutoProcessor.from_pretrained(directory, **LOCAL)
     return None
 
 
@@ -118,16 +120,9 @@ def memory_of(engine: Engine) -> int:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[Any]:
+def _transformers(source: object) -> Iterator[Any]:
     """The transformers package, quiet and offline; its errors become one sentence."""
-    try:
+    with explained(f"transformers cannot load {source}"):
         transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise MergestreamError(f"{what}: pip install 'mergestream[transformers]'") from error
-    try:
         with quiet_and_offline(transformers):
             yield transformers
-    except MergestreamError:
-        raise
-    except Exception as error:  # transformers raises anything for a model that it does not know
-        raise MergestreamError(f"{what}: {one_line(first_line(error))}") from error

@@ -74,6 +74,18 @@ def read_inputs(inputs: Inputs, count: int = COUNT, progress: Progress | None = 
     return samples
 
 
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Raise any error of another library as one sentence that begins with ``what``."""
+    try:
+        yield
+    except MergestreamError:
+        raise
+    except Exception as error:  # these libraries raise anything for what they do not like
+        hint = f"; pip install {error.name}" if isinstance(error, ImportError) else ""
+        raise MergestreamError(f"{what}: {one_line(first_line(error)).rstrip('.')}{hint}") from error
+
+
 def open_image(picture: Any) -> Any:
     """Decode an image: a path, the bytes of a file, or an image already, as RGB."""
     from PIL import Image
@@ -133,7 +145,7 @@ def _json_lines(path: Path) -> Iterator[Sample]:
 
 
 def _parquet(path: Path, count: int) -> Iterator[Sample]:
-    with _explained(path, "pyarrow"):
+    with explained(f"{path} cannot be read"):
         from pyarrow import parquet
 
         file = parquet.ParquetFile(path, memory_map=True)
@@ -197,13 +209,13 @@ def _images(directory: Path, count: int) -> Iterator[Sample]:
     paths = sorted(path for path in directory.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
     if not paths:
         raise MergestreamError(f"{directory} holds no images ({', '.join(IMAGE_SUFFIXES)})")
-    with _explained(directory, "pillow"):
+    with explained(f"{directory} cannot be read"):
         from PIL import Image
     for number in range(min(count, len(paths))):
         path = paths[number * len(paths) // min(count, len(paths))]
         if not path.resolve().is_relative_to(directory.resolve()):
             raise MergestreamError(f"{path} is a link that leads out of the directory; copy the file there")
-        with _explained(path, "pillow"), Image.open(path):
+        with explained(f"{path} cannot be read"), Image.open(path):
             yield Sample({"image": path}, str(path))
 
 
@@ -211,7 +223,11 @@ def _npz(path: Path, count: int) -> Iterator[Sample]:
     import numpy
     import torch
 
-    with _explained(path, "numpy"), zipfile.ZipFile(path) as archive, numpy.load(path, allow_pickle=False) as arrays:
+    with (
+        explained(f"{path} cannot be read"),
+        zipfile.ZipFile(path) as archive,
+        numpy.load(path, allow_pickle=False) as arrays,
+    ):
         size = sum(entry.file_size for entry in archive.infolist())
         if size > MAX_ARRAY_BYTES:
             raise MergestreamError(f"{path} holds {format_size(size)} of arrays; keep the first {count} samples")
@@ -222,7 +238,7 @@ def _npz(path: Path, count: int) -> Iterator[Sample]:
 def _safetensors(path: Path, count: int) -> Iterator[Sample]:
     from safetensors import safe_open
 
-    with _explained(path, "safetensors"), safe_open(path, framework="pt") as file:
+    with explained(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys() if name not in LABELS}  # noqa: SIM118
         found = {name: part[:count] if part.get_shape() else file.get_tensor(name) for name, part in slices.items()}
     return _rows(path, found, count)
@@ -238,21 +254,6 @@ def _rows(path: Path, arrays: Mapping[str, Any], count: int) -> Iterator[Sample]
         raise MergestreamError(f"{path}: the first dimension of all arrays must be the sample ({shapes})")
     for row in range(min(lengths.values())):
         yield Sample({name: array[row : row + 1] for name, array in arrays.items()}, f"{path}, row {row}")
-
-
-@contextmanager
-def _explained(path: Path, library: str) -> Iterator[None]:
-    """Raise any error of the library that reads the file as a sentence."""
-    try:
-        yield
-    except MergestreamError:
-        raise
-    except ImportError as error:
-        raise MergestreamError(f"{path} needs the package {library}: pip install {library}") from error
-    except Exception as error:  # these libraries raise anything for a damaged file
-        if isinstance(error, OSError) and error.errno:
-            raise
-        raise MergestreamError(f"{path} cannot be read: {one_line(first_line(error))}") from error
 
 
 def _listed(names: Iterable[str]) -> str:

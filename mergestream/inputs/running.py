@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mergestream.errors import MergestreamError, first_line
-from mergestream.escaping import one_line
-from mergestream.inputs.reading import Sample, open_image
+from mergestream.inputs.reading import Sample, explained, open_image
 
 NEW_TOKENS = 32
 """How many tokens of an answer a generative model writes by default"""
@@ -43,7 +40,7 @@ class Runner:
         """Let a generative model write its answer, greedily, where none is given."""
         if self.call or not self._is_plain(sample) or not self._generates or self.new_tokens <= 0:
             return
-        with torch.inference_mode(), _blamed(sample):
+        with torch.inference_mode(), explained(f"{sample.where} cannot be run by the model"):
             for number, (prompt, full) in enumerate(self._arguments(sample)):
                 if full is None:
                     output = self.model.generate(  # type: ignore[operator]
@@ -54,7 +51,7 @@ class Runner:
 
     def run(self, sample: Sample) -> None:
         """One forward pass. Of a generative model over prompt and answer: the one given, or its own."""
-        with _blamed(sample):
+        with explained(f"{sample.where} cannot be run by the model"):
             if self.call or not self._is_plain(sample):
                 self._call(sample)
                 return
@@ -66,7 +63,7 @@ class Runner:
 
         A generative model sees the prompt only: a router must choose before there is an answer.
         """
-        with torch.inference_mode(), _blamed(sample):
+        with torch.inference_mode(), explained(f"{sample.where} cannot be run by the model"):
             if self.call or not self._is_plain(sample):
                 return _pooled(self._call(sample), False)
             rows = [
@@ -244,17 +241,3 @@ def _moved(value: Any, device: str) -> Any:
     if isinstance(value, Mapping):
         return {name: _moved(part, device) for name, part in value.items()}
     return type(value)(_moved(part, device) for part in value) if type(value) in (list, tuple) else value
-
-
-@contextmanager
-def _blamed(sample: Sample) -> Iterator[None]:
-    """Raise any error of a model or a processor as a sentence that names the sample."""
-    try:
-        yield
-    except MergestreamError:
-        raise
-    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
-        raise MergestreamError(f"{sample.where}: the model does not fit into memory with it; shorten it") from error
-    except Exception as error:  # whatever a library says about an input that it does not like
-        message = one_line(first_line(error)).rstrip(".")
-        raise MergestreamError(f"{sample.where} cannot be run by the model: {message}") from error

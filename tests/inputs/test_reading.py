@@ -104,7 +104,7 @@ def test_arrays(tmp_path: Path, kind: str) -> None:
     arrays = {"input_ids": torch.arange(12).reshape(4, 3), "labels": torch.zeros(7)}
     path = tmp_path / f"inputs.{kind}"
     if kind == "npz":
-        numpy.savez(path, **{name: array.numpy() for name, array in arrays.items()})
+        numpy.savez(path, **{name: array.numpy() for name, array in arrays.items()})  # type: ignore[arg-type]
     else:
         save_file(arrays, path)
     first, second = values(path, 2)
@@ -119,7 +119,7 @@ def write_arrays(path: Path, **arrays: Any) -> None:
 
 
 def write_parquet(path: Path, **columns: Sequence[Any]) -> None:
-    parquet.write_table(pyarrow.table(columns), path)  # type: ignore[arg-type]
+    parquet.write_table(pyarrow.table(columns), path)
 
 
 BAD: list[tuple[str, Any, str]] = [
