@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -102,10 +102,6 @@ class Storage(ABC):
         """Be the only writer: by a lock, or by compare-and-swap of the file ``name``. StoreBusyError for the loser."""
 
     @abstractmethod
-    def put(self, name: str, content: bytes | Path) -> None:
-        """Write or replace a file; a path stands for the content of that file."""
-
-    @abstractmethod
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
         """Replace a file if it is still ``before`` (None: if it does not exist), else raise StoreBusyError.
 
@@ -128,8 +124,18 @@ class Storage(ABC):
         """Make the names in a folder durable."""
 
     @abstractmethod
-    def drafting(self, folder: str) -> AbstractContextManager[Path]:
+    def publish(self, draft: Path, folder: str) -> None:
+        """Make the files of a local directory durable as a folder: flush its name, or upload them."""
+
+    @contextmanager
+    def drafting(self, folder: str) -> Iterator[Path]:
         """A local directory to write a new folder in; at the end of the block it is complete and durable."""
+        self.remove(folder)
+        with ExitStack() as temporary:
+            draft = self.path(folder) or temporary.enter_context(self.workspace())
+            draft.mkdir(parents=True, exist_ok=True)
+            yield draft
+            self.publish(draft, folder)
 
     @abstractmethod
     def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:

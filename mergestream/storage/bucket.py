@@ -153,13 +153,12 @@ class BucketStorage(Storage):
         finally:
             self._guarded, self._in_doubt = None, False
 
-    def put(self, name: str, content: bytes | Path) -> None:
+    def put(self, name: str, path: Path) -> None:
         """Upload a file of any size; if one part of a large upload fails, all are removed."""
         import obstore
 
-        multipart = False if isinstance(content, bytes) else None
-        upload = partial(obstore.put, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE, use_multipart=multipart)
-        self._explained(name, partial(upload, self._client, self._key(name), content), "written")
+        upload = partial(obstore.put, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
+        self._explained(name, partial(upload, self._client, self._key(name), path), "written")
         self._listed = None
 
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
@@ -257,12 +256,9 @@ class BucketStorage(Storage):
             raise MergestreamError(f"whether {self}/{self._guarded} was replaced is unknown, so nothing is removed")
         self.delete([f"{folder}/{name}" if folder else name for name in self.files(folder)])
 
-    @contextmanager
-    def drafting(self, folder: str) -> Iterator[Path]:
-        with self.workspace() as directory:
-            yield directory
-            for path in sorted(directory.iterdir()):
-                self.put(f"{folder}/{path.name}", path)
+    def publish(self, draft: Path, folder: str) -> None:
+        for path in sorted(draft.iterdir()):
+            self.put(f"{folder}/{path.name}", path)
 
     def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
         return replace_objects(self, marker, check)

@@ -151,20 +151,12 @@ class LocalStorage(Storage):
         finally:
             os.close(descriptor)
 
-    def put(self, name: str, content: bytes | Path) -> None:
-        path = self.path(name)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content if isinstance(content, bytes) else content.read_bytes())
-            sync_directory(path.parent)
-        except OSError as error:
-            raise write_error(path, error) from error
-
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
         path = self.path(name)
         try:
             if before is not None and not self.is_current(before):
                 raise FileExistsError
+            path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, data, new=before is None)
             return self.stat(name) or StoredFile(self, name, len(data), "")
         except FileExistsError:
@@ -198,13 +190,8 @@ class LocalStorage(Storage):
     def sync(self, folder: str = "") -> None:
         sync_directory(self.path(folder))
 
-    @contextmanager
-    def drafting(self, folder: str) -> Iterator[Path]:
-        directory = self.path(folder)
-        remove(directory)
-        directory.mkdir(parents=True)
-        yield directory
-        sync_directory(directory.parent)
+    def publish(self, draft: Path, folder: str) -> None:
+        sync_directory(draft.parent)
 
     def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
         return replace_directory(self._directory, check)

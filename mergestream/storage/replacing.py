@@ -13,10 +13,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import exchange, new_directories, sync_directory, sync_file, to_json
 from mergestream.storage.base import UNFINISHED, Storage
+
+if TYPE_CHECKING:
+    from mergestream.storage.bucket import BucketStorage
 
 _LOCK = "lock"
 
@@ -98,7 +102,7 @@ def _locked(work: Path, directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replace_objects(storage: Storage, marker: str, check: Callable[[], None]) -> Iterator[Path]:
+def replace_objects(storage: BucketStorage, marker: str, check: Callable[[], None]) -> Iterator[Path]:
     """Yield an empty draft, which is uploaded at the end; its JSON file ``marker`` is the marker."""
     with storage.workspace() as temporary:
         draft = temporary / "model"

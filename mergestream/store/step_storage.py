@@ -39,7 +39,7 @@ class StepStorage:
         if resumable and self._storage.has_lock and read_plan(self._storage, self._name) == plan:
             return True
         self._storage.remove(self._folder)
-        self._storage.put(f"{self._folder}/{PLAN}", to_json(plan).encode())
+        self._storage.put_if(f"{self._folder}/{PLAN}", to_json(plan).encode(), None)
         return False
 
     def open_writer(
@@ -65,7 +65,7 @@ class StepStorage:
             self._write_journal()
 
     def _write_journal(self) -> None:
-        if not self._lines:
+        if not self._lines or not self._storage.has_lock:
             return
         path = self._draft / JOURNAL
         try:
@@ -90,12 +90,8 @@ class StepStorage:
             (self._draft / name).unlink()
 
     def finish(self) -> None:
-        """Make the folder durable: upload it if it was written for a bucket."""
-        if self._storage.path() is None:
-            for path in sorted(self._draft.iterdir()):
-                if not is_journal(path.name):
-                    self._storage.put(f"{self._folder}/{path.name}", path)
-        self._storage.sync("steps")
+        """Make the folder durable, or upload it."""
+        self._storage.publish(self._draft, self._folder)
         self._temporary.close()
 
     def close(self) -> None:

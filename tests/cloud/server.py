@@ -68,7 +68,7 @@ class Trouble:
     refused: Callable[[int], bool] = lambda number: False
     """Answered by an error of the server"""
     cut: Callable[[int], bool] = lambda number: False
-    """Half of the answer's body, then nothing; not of a listing, which obstore does not ask for again"""
+    """Half of an object, then nothing; obstore does not ask again for a listing or an error that breaks off"""
     lost: Callable[[int], bool] = lambda number: False
     """Done, and not answered"""
     unconditional: bool = False
@@ -120,7 +120,7 @@ def disturbed(endpoint: str, trouble: Trouble) -> Iterator[str]:
             length = answer.headers["Content-Length"] if self.command == "HEAD" else str(len(content))
             self.send_header("Content-Length", length or "0")
             self.end_headers()
-            if trouble.cut(number) and "list-type" not in self.path:
+            if trouble.cut(number) and answer.status < 300 and "list-type" not in self.path:
                 content, self.close_connection = content[: len(content) // 2], True
             self.wfile.write(content)
             with counting:

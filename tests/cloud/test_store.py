@@ -240,8 +240,8 @@ def test_an_upload_that_fails_leaves_nothing(
     store, put = grown(address(key), toys, "average"), BucketStorage.put
     before = objects(bucket, key)
 
-    def broken(storage: BucketStorage, name: str, content: bytes | Path) -> None:
-        put(storage, name, content)
+    def broken(storage: BucketStorage, name: str, path: Path) -> None:
+        put(storage, name, path)
         if f"/{failing}" in name:
             raise MergestreamError("the network is gone")
 
