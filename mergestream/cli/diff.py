@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from mergestream.cli.options import WorkingStoreOptions, argument
 from mergestream.cli.printing import answer, print_table, say
@@ -26,7 +26,7 @@ def run(options: Options) -> None:
     from mergestream.report.diff import compare
 
     found = compare(options.open_store(), options.a, options.b)
-    answer(found.to_json())
+    answer(asdict(found))
     total = found.total
     say(f"A: {found.a}, ‖A − base‖ {total.norm_a:.6g}")
     say(f"B: {found.b}, ‖B − base‖ {total.norm_b:.6g}")

@@ -32,11 +32,11 @@ class Options(AddingOptions, OutputOptions, ComputingOptions):
 
 def run(options: Options) -> None:
     from mergestream.export.one_shot import merge
-    from mergestream.export.places import refuse_around
+    from mergestream.export.places import refuse_overlap
     from mergestream.mergekit import read_recipe
 
     recipe = read_recipe(Path(options.recipe), options.seed)
-    refuse_around(Path(options.out), options.recipe)
+    refuse_overlap(Path(options.out), options.recipe)
     progress = options.make_progress()
     for note in recipe.notes:
         progress.note(note)

@@ -31,7 +31,6 @@ from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.plan import WORKSPACE
 from mergestream.merging.reading import Reading, cast
 from mergestream.merging.step import overflow_explained, refuse_overflow
-from mergestream.progress import Progress
 from mergestream.store.snapshot import Snapshot
 
 Kind = Literal["linear", "conv1d", "embedding"]
@@ -85,44 +84,50 @@ def write_merged_adapter(
     Dense linear weights have no small exact rank, so they need ``rank``. Other dense tensors (biases, norms) are
     written whole.
     """
-    draft, output, engine, progress = target
     choice = choice or ReadoutChoice()
-    plan = AdapterPlan.of(snapshot, snapshot.reading(engine, choice, progress), rank)
-    scale = plan.reading.scale(choice.scale, engine)
-    _report_notes({output.path.name: plan}, progress)
-    with progress.task(f"writing {output.path.name}", plan.size) as advance:
-        energy = plan.write(draft, target, scale, advance)
-    plan.write_card(draft, output.command, scale, energy, draw)
-    form = {"format": "lora", "rank": rank, "dtype": output.dtype}
-    output.mark(draft, make_recipe(snapshot.manifest, form, _digest(draft), choice))
-    return energy
+    reading = snapshot.reading(target.engine, choice, target.progress)
+    plan = AdapterPlan.of(snapshot, reading, rank, reading.scale(choice.scale, target.engine))
+    return _write_adapters({"": plan}, target, {"format": "lora", "rank": rank}, choice, draw)[""]
 
 
 def write_expert_adapters(snapshot: Snapshot, target: Target, rank: int | None = None) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter, each to a directory of its name."""
-    draft, output, engine, progress = target
-    plans, energies = {}, {}
+    plans = {}
     for name in snapshot.manifest.names:
         if name in (".", "..") or Path(name).name != name:
             raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
-        reading = snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}"))
+        reading = snapshot.reading(target.engine, Selection(f"{ONE_EXPERT}{name}"))
         plans[name] = AdapterPlan.of(snapshot, reading, rank)
-    _report_notes(plans, progress)
+    return _write_adapters(plans, target, {"format": "loras", "rank": rank})
+
+
+def _write_adapters(
+    plans: Mapping[str, AdapterPlan],
+    target: Target,
+    form: Mapping[str, Any],
+    choice: ReadoutChoice | None = None,
+    draw: DrawPictures | None = None,
+) -> dict[str, Energy]:
+    """Write adapters to folders of the draft, by name (``""`` is the draft itself), and their common recipe."""
+    draft, output, _, progress = target
+    names_by_note: dict[str, list[str]] = {}
+    for name, plan in plans.items():
+        for note in plan.notes:
+            names_by_note.setdefault(note, []).append(name or output.path.name)
+    for note, names in names_by_note.items():  # each note once, with the adapters that it is about
+        progress.note(f"{', '.join(names)}: {note}")
+    energies, digests = {}, {}
     with progress.task(f"writing {output.path.name}", sum(plan.size for plan in plans.values())) as advance:
         for name, plan in plans.items():
-            (draft / name).mkdir()
-            energies[name] = plan.write(draft / name, target, 1.0, advance)
-            plan.write_card(draft / name, output.command, 1.0, energies[name])
-    digest = combined_digest({name: _digest(draft / name) for name in plans})
-    form = {"format": "loras", "rank": rank, "dtype": output.dtype}
-    output.mark(draft, make_recipe(snapshot.manifest, form, digest))
+            (draft / name).mkdir(exist_ok=True)
+            energies[name] = plan.write(draft / name, target, advance)
+            plan.write_card(draft / name, output.command, energies[name], draw)
+            with open_checkpoint(draft / name / "adapter_model.safetensors") as written:
+                digests[name] = combined_digest({key: tensor_digest(written.read(key)) for key in written.tensors})
+    digest = digests[""] if "" in digests else combined_digest(digests)
+    manifest = next(iter(plans.values())).snapshot.manifest
+    output.mark(draft, make_recipe(manifest, {**form, "dtype": output.dtype}, digest, choice))
     return energies
-
-
-def _digest(adapter: Path) -> str:
-    """The digest of an adapter's tensors."""
-    with open_checkpoint(adapter / "adapter_model.safetensors") as written:
-        return combined_digest({name: tensor_digest(written.read(name)) for name in written.tensors})
 
 
 @dataclass(frozen=True)
@@ -137,10 +142,11 @@ class AdapterPlan:
     """Parameters that are written whole, with the name of their tensor"""
     config: dict[str, Any]
     notes: list[str]
+    scale: float
 
     @classmethod
-    def of(cls, snapshot: Snapshot, reading: Reading, rank: int | None) -> AdapterPlan:
-        """Plan the adapter of a reading, with factors of at most ``rank``."""
+    def of(cls, snapshot: Snapshot, reading: Reading, rank: int | None, scale: float = 1.0) -> AdapterPlan:
+        """Plan the adapter of scale · direction, with factors of at most ``rank``."""
         modules, whole = _classify(reading, rank)
         weights, history = reading.weights, snapshot.manifest.history
         experts = [entry for entry in history if weights is None or entry.name in weights]
@@ -150,13 +156,13 @@ class AdapterPlan:
         if with_tokens := [expert.name for expert in experts if snapshot.tokens(expert)]:
             names = ", ".join(with_tokens)
             notes.append(f"an adapter cannot hold the new tokens of {names}; export with --format full for them")
-        return cls(snapshot, reading, modules, whole, config, notes)
+        return cls(snapshot, reading, modules, whole, config, notes, scale)
 
     @property
     def size(self) -> int:
         return len(self.modules) + len(self.whole)
 
-    def write(self, directory: Path, target: Target, scale: float, advance: Callable[[int], None]) -> Energy:
+    def write(self, directory: Path, target: Target, advance: Callable[[int], None]) -> Energy:
         """Write the tensors and the config.
 
         The scaling is 1 everywhere (lora_alpha = r), so that B·A is what is added to a weight.
@@ -173,10 +179,10 @@ class AdapterPlan:
 
         def write(name: str) -> Energy:
             if name in self.whole:
-                for start, piece in reading.pieces(self.whole[name], base, scale, dtype):
+                for start, piece in reading.pieces(self.whole[name], base, self.scale, dtype):
                     writer.write_piece(keys[name], start, piece)
                 return Energy(0.0, 0.0)
-            module, value = self.modules[name], _factors(reading, name) * scale
+            module, value = self.modules[name], _factors(reading, name) * self.scale
             left, right, lost = value.factors(module.rank)
             factors = {"A": right, "B": left} if module.kind == "linear" else {"A": left.T, "B": right.T}
             for factor, data in factors.items():
@@ -201,13 +207,11 @@ class AdapterPlan:
         write_json(directory / CONFIG_NAME, self.config)
         return Energy(math.fsum(one.total for one in energies), math.fsum(one.lost for one in energies))
 
-    def write_card(
-        self, directory: Path, command: str | None, scale: float, energy: Energy, draw: DrawPictures | None = None
-    ) -> None:
+    def write_card(self, directory: Path, command: str | None, energy: Energy, draw: DrawPictures | None) -> None:
         """Write the pictures and the card of the adapter."""
         manifest = self.snapshot.manifest
-        distance = math.sqrt(energy.total + scale**2 * math.fsum(self.reading.norm2.values()))
-        facts = CardFacts(manifest, scale, distance, command, None, draw(directory) if draw else {}, self.reading)
+        distance = math.sqrt(energy.total + self.scale**2 * math.fsum(self.reading.norm2.values()))
+        facts = CardFacts(manifest, self.scale, distance, command, None, draw(directory) if draw else {}, self.reading)
         (directory / CARD).write_text(model_card(facts, Labels("peft")), encoding="utf-8")
 
     def _memory(self) -> dict[str, int]:
@@ -217,16 +221,6 @@ class AdapterPlan:
             if self.reading.rank_bound(name) is None:
                 memory[name] = max(memory[name], WORKSPACE * torch.float32.itemsize * math.prod(module.shape))
         return memory | {parameter: memory[name] for parameter, name in self.whole.items()}
-
-
-def _report_notes(plans: Mapping[str, AdapterPlan], progress: Progress) -> None:
-    """Report every note once, with the names of the adapters it is about."""
-    names_by_note: dict[str, list[str]] = {}
-    for name, plan in plans.items():
-        for note in plan.notes:
-            names_by_note.setdefault(note, []).append(name)
-    for note, names in names_by_note.items():
-        progress.note(f"{', '.join(names)}: {note}")
 
 
 def _classify(reading: Reading, rank: int | None) -> tuple[dict[str, AdaptedModule], dict[str, str]]:

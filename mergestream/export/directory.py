@@ -14,7 +14,7 @@ from mergestream.checkpoints import float_name
 from mergestream.checkpoints.layout import MARKER
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.export.places import is_export, refuse_around, refuse_within
+from mergestream.export.places import is_export
 from mergestream.files import to_json
 from mergestream.storage import Storage, open_storage, parse_url
 from mergestream.store.manifest import MANIFEST, is_store
@@ -46,11 +46,6 @@ class Output:
         if url and url.scheme == "hf":
             raise UsageError(f"{url} is on the hub: export to a directory, and add --push {url.bucket}/{url.key}")
         return open_storage(self.path)
-
-    def keep_off(self, *sources: str | Path) -> None:
-        """Refuse an output that is, lies in or holds one of the sources, or lies in any store."""
-        refuse_within(self.path, *sources)
-        refuse_around(self.path, *sources)
 
     def _check_free(self) -> None:
         """Refuse to replace anything except an earlier export."""

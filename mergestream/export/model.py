@@ -15,6 +15,7 @@ from mergestream.export.card import CardFacts, hub_id, model_card
 from mergestream.export.companions import has_other_class, write_companions
 from mergestream.export.directory import Output
 from mergestream.export.labels import labels
+from mergestream.export.places import refuse_overlap
 from mergestream.export.recipe import ReadoutChoice, make_recipe
 from mergestream.export.source import Source, StateSource
 from mergestream.export.vocabulary import ExtendedVocabularySource, select_tokens
@@ -38,7 +39,7 @@ class Target(NamedTuple):
 @contextmanager
 def exporting(store: Store, output: Output) -> Iterator[tuple[Snapshot, Target]]:
     """A snapshot of the store, and a draft that replaces the output at the end of the block."""
-    output.keep_off(*store.sources)
+    refuse_overlap(output.path, *store.sources)
     with store.snapshot() as snapshot, output.draft() as draft:
         yield snapshot, Target(draft, output, store.engine, store.progress)
 

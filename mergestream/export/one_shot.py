@@ -22,6 +22,7 @@ from mergestream.export.card import CardFacts, without_dates
 from mergestream.export.companions import write_companions
 from mergestream.export.directory import Output
 from mergestream.export.model import Target, write_card, write_model, write_tensors
+from mergestream.export.places import refuse_overlap
 from mergestream.export.recipe import make_recipe
 from mergestream.export.source import ExpertsSource
 from mergestream.export.vocabulary import ExpertTokens, ExtendedVocabularySource
@@ -83,7 +84,7 @@ def merge(
         options["vocab"] = vocab
     inputs = MergeInputs(base, experts, options, as_method(method), linear, not_linear)
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
-    output.keep_off(base, *experts)
+    refuse_overlap(output.path, base, *experts)
     with output.draft() as draft:
         target = Target(draft, output, engine or LocalEngine(), progress or default_progress())
         if can_carry(inputs.method, len(experts)):
@@ -150,21 +151,16 @@ def _open_experts(
     return vectors
 
 
-def _check_origin(vector: TaskVector, options: Options, progress: Progress) -> None:
-    """Refuse an expert of another base, or note it if that is allowed."""
-    found = check_base(vector, vector.norm2)
-    if found.is_other and not options.get("allow_other_base"):
-        raise MergestreamError(f"{found.note}; pass --allow-other-base to merge it anyway")
-    if found.note:
-        progress.note(found.note)
-
-
 def _manifest(source: ExpertsSource, inputs: MergeInputs, progress: Progress) -> Manifest:
     """The manifest that a store of these experts would have, for the card and the recipe."""
     history: list[Expert] = []
     found = zip(inputs.experts, source.step.experts, source.step.vectors, source.totals(), strict=True)
     for number, (expert, name, vector, totals) in enumerate(found, 1):
-        _check_origin(vector, inputs.options, progress)
+        origin = check_base(vector, vector.norm2)
+        if origin.is_other and not inputs.options.get("allow_other_base"):
+            raise MergestreamError(f"{origin.note}; pass --allow-other-base to merge it anyway")
+        if origin.note:
+            progress.note(origin.note)
         digest = combined_digest(vector.digests)
         same = "the base" if totals.norm == 0 else next((old.name for old in history if old.digest == digest), None)
         if same is not None and not inputs.options.get("allow_duplicate"):

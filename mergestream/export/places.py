@@ -13,42 +13,36 @@ from mergestream.storage import Storage, local_path, open_storage, parse_url
 from mergestream.store.manifest import is_store
 
 
-def refuse_within(path: Path, *sources: str | Path) -> None:
-    """Refuse an output that is, or lies in, any store or one of the models that are read."""
+def refuse_overlap(path: Path, *sources: str | Path) -> None:
+    """Refuse an output that is, lies in or holds one of the models that are read, or that lies in any store."""
     if url := parse_url(path):
         for other in filter(None, map(parse_url, sources)):
             if f"{url}/".startswith(f"{other}/"):
                 raise _used(url, "is or lies in", other)
+            if f"{other}/".startswith(f"{url}/"):
+                raise _used(url, "holds", other)
         return
     above = {identity: directory for directory in _upwards(path) if (identity := _identity(directory))}
     for directory in above.values():
         if is_store(open_storage(directory)):
             raise MergestreamError(f"{path} {_relation(path, directory)} the store {directory}; choose another place")
-    for source in sources:
-        if _identity(source) in above:
-            raise _used(path, _relation(path, source), source)
-
-
-def refuse_around(path: Path, *sources: str | Path) -> None:
-    """Refuse an output that holds one of the models that are read, and would replace it."""
-    if url := parse_url(path):
-        for other in filter(None, map(parse_url, sources)):
-            if f"{other}/".startswith(f"{url}/"):
-                raise _used(url, "holds", other)
-        return
     place = _identity(path)
-    for source in sources if place else ():
-        if _identity(source) and place in map(_identity, _upwards(source)):
+    for source in sources:
+        if not (identity := _identity(source)):
+            continue
+        if identity in above:
+            raise _used(path, _relation(path, source), source)
+        if place in map(_identity, _upwards(source)):
             raise _used(path, "holds", source)
 
 
 def refuse_file(path: Path, *sources: str | Path) -> None:
-    """Refuse an output file that exists and is no regular file, or that `refuse_within` refuses."""
+    """Refuse an output file that exists and is no regular file, or that `refuse_overlap` refuses."""
     if local_path(path).is_symlink():
         raise MergestreamError(f"{path} is a link; name the file that it leads to")
     if path.exists() and not path.is_file():
         raise MergestreamError(f"{path} is not a file; choose another place")
-    refuse_within(path, *sources)
+    refuse_overlap(path, *sources)
 
 
 def is_export(storage: Storage) -> bool:

@@ -41,19 +41,14 @@ def make_recipe(
         "base": {
             "source": public_name(base.source, base.given),
             "digest": base.digest if base.measured else None,
-            "linear": base.linear,
-            "not_linear": base.not_linear,
-            "heads": base.heads,
+            **{key: getattr(base, key) for key in ("linear", "not_linear", "heads")},
         },
         "method": manifest.method,
         "parameters": manifest.parameters,
         "experts": [
             {
-                "name": entry.name,
+                **{key: getattr(entry, key) for key in ("name", "digest", "options", "cut")},
                 "source": public_name(entry.source, entry.given),
-                "digest": entry.digest,
-                "options": entry.options,
-                "cut": entry.cut,
             }
             for entry in history
         ],

@@ -17,17 +17,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from mergestream.escaping import one_line
-from mergestream.report.diagnostics import MAX_EXPERTS
 from mergestream.report.wording import short_names
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from mergestream.report.scores import Scores
     from mergestream.store.manifest import Manifest
 
-BLUE, ORANGE, GREY, PALE = "#2f6fde", "#d9730d", "#8a94a3", "#a9c4f2"
-CURVES = (BLUE, ORANGE, "#2e8b57", "#8e44ad", "#c0392b", "#16808f", "#7a6a2f", "#444b55")
+GREY = "#8a94a3"
+CURVES = ("#2f6fde", "#d9730d", "#2e8b57", "#8e44ad", "#c0392b", "#16808f", "#7a6a2f", "#444b55")
 DIVERGING = ("#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5")
 MAX_CELL_VALUES = 20
 """Cells carry their values up to this many in a row"""
@@ -77,7 +73,14 @@ def scaling(curves: Mapping[str, Sequence[float]], bands: Mapping[str, Sequence[
     """λ_t against √t (the paper's adaptive scaling factors), one curve per name; ``bands`` are error bars."""
     count = max(map(len, curves.values()), default=0)
     figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = _style(figure.subplots())
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[:].set_color(GREY)
+    axes.tick_params(colors=INK)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
     axes.set(xlabel="experts absorbed, t", ylabel="scaling factor λ", xlim=(0.5, max(count, 4) + 0.5))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     steps = range(1, count + 1)
@@ -86,33 +89,6 @@ def scaling(curves: Mapping[str, Sequence[float]], bands: Mapping[str, Sequence[
         colour, band, x = CURVES[number % len(CURVES)], (bands or {}).get(name), steps[: len(values)]
         axes.errorbar(x, values, band, fmt="o-", markersize=4, capsize=2, color=colour, label=label(name))
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-    return figure
-
-
-def against_experts(scores: Scores) -> Figure:
-    """A line for each task from the score of the merged model to that of the task's expert, the largest loss first."""
-    tasks = sorted(scores.compared(), key=lambda task: -task.lost)[:MAX_EXPERTS]
-    figure = Figure(figsize=(8, 1.2 + 0.28 * max(len(tasks), 3)), layout="constrained")
-    axes = _style(figure.subplots())
-    places = range(len(tasks))
-
-    def values(key: str) -> list[float]:
-        found = (getattr(task, key) for task in tasks)
-        return [math.nan if value is None else value for value in found]
-
-    axes.hlines(places, values("merged"), values("expert"), color=PALE, linewidth=4)
-    for key, name, marker, colour in (
-        ("base", "base", "o", GREY),
-        ("merged", "merged", "o", BLUE),
-        ("expert", "expert alone", "D", ORANGE),
-    ):
-        if not all(map(math.isnan, values(key))):
-            fill = "none" if key == "base" else colour
-            axes.plot(values(key), places, marker, color=colour, markerfacecolor=fill, label=name)
-    axes.set_yticks(places, [label(name) for name in short_names(task.task for task in tasks)], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(label(scores.metric))
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
 
@@ -154,18 +130,6 @@ def heat_map(
             axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
     figure.colorbar(image, label=quantity, shrink=0.8)
     return figure
-
-
-def _style(axes: Axes) -> Axes:
-    """A light grid, no frame, and text in a colour that the page can replace."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[:].set_color(GREY)
-    axes.tick_params(colors=INK)
-    axes.xaxis.label.set_color(INK)
-    axes.yaxis.label.set_color(INK)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    return axes
 
 
 def _ticks(names: Iterable[str]) -> tuple[range, list[str]]:

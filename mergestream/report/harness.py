@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 from mergestream.commands import CommandError
 from mergestream.errors import MergestreamError
 from mergestream.files import read_json
+from mergestream.sizes import shorten_list
 
 if TYPE_CHECKING:
     from mergestream.store.manifest import Evaluation
-
-_MAX_TASKS = 10
-"""Tasks that are listed in one line"""
 
 TaskScores = dict[str, tuple[float, bool]]
 """By task: its score, and whether higher is better"""
@@ -46,9 +44,7 @@ def read_evaluation(command: str, directory: Path) -> Evaluation:
 def describe_evaluation(evaluation: Evaluation) -> str:
     """``0.71 (topic 0.92, code 0.5)``"""
     tasks = [f"{task} {value:.4g}" for task, value in evaluation.get("scores", {}).items()]
-    more = [f"… and {len(tasks) - _MAX_TASKS} more"] if len(tasks) > _MAX_TASKS else []
-    by_task = f" ({', '.join([*tasks[:_MAX_TASKS], *more])})" if tasks else ""
-    return f"{evaluation['score']:.4g}{by_task}"
+    return f"{evaluation['score']:.4g}" + (f" ({shorten_list(tasks, 10)})" if tasks else "")
 
 
 def _parse_scores(content: Mapping[str, Any]) -> TaskScores:

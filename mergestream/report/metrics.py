@@ -6,9 +6,9 @@ if it was not measured. A metric is None if an entry that it needs is None.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 Entry = float | None
 Matrix = Sequence[Sequence[Entry]]
@@ -17,7 +17,7 @@ Matrix = Sequence[Sequence[Entry]]
 def mean(values: Sequence[Entry]) -> Entry:
     """The mean; None if a value is missing."""
     known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+    return fmean(known) if known and len(known) == len(values) else None
 
 
 def average_accuracy(matrix: Matrix) -> Entry:
@@ -65,8 +65,4 @@ class Spread:
         known = [value for value in values if value is not None]
         if not known:
             return None
-        centre = math.fsum(known) / len(known)
-        if len(known) == 1:
-            return Spread(centre, None, 1)
-        variance = math.fsum((value - centre) ** 2 for value in known) / (len(known) - 1)
-        return Spread(centre, math.sqrt(variance), len(known))
+        return Spread(fmean(known), stdev(known) if len(known) > 1 else None, len(known))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +20,7 @@ from mergestream.errors import MergestreamError
 from mergestream.escaping import MAX_SENTENCE, code, markdown_text, one_line
 from mergestream.report.diagnostics import MAX_EXPERTS
 from mergestream.report.facts import Facts
-from mergestream.report.sections import Section, make_sections
+from mergestream.report.sections import make_sections
 from mergestream.report.verdict import next_step, verdict
 
 
@@ -36,7 +36,6 @@ def render_html(facts: Facts) -> str:
             name=Path(facts.store).name or facts.store,
             base=Path(facts.manifest.base.source).name or facts.manifest.base.source,
             is_large=len(facts.history) > MAX_EXPERTS,
-            definitions=_definitions(facts),
             style=Markup(_template("style.css")),
             script=Markup(script),
             script_hash=Markup(f"'sha256-{policy}'"),
@@ -76,28 +75,13 @@ def _context(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _draw(section: Section) -> Markup:
+def _draw(factors: Sequence[float]) -> Markup:
+    """The curve of the scaling factors as an SVG element."""
     try:
         from mergestream.report import figures
     except ImportError as error:
         raise MergestreamError("figures need matplotlib; pip install 'mergestream[report]'") from error
-    assert section.figure is not None
-    name, data = section.figure
-    return Markup(figures.inline_svg(getattr(figures, name)(data)))
-
-
-def _definitions(facts: Facts) -> list[tuple[str, str]]:
-    manifest = facts.manifest
-    found = [
-        ("store", facts.store),
-        ("method", manifest.method),
-        *((f"· {key}", str(value)) for key, value in manifest.parameters.items()),
-        ("base", manifest.base.source),
-        ("base digest", manifest.base.digest),
-    ]
-    if facts.history and not facts.interference:  # a ledger has one digest for each entry
-        found.append(("state digest", facts.history[-1].state))
-    return found
+    return Markup(figures.inline_svg(figures.scaling({"λ": factors})))
 
 
 def _tensor_rows(facts: Facts) -> list[list[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.merging.interference import Interference, largest_other
 from mergestream.methods.scale import displayed_scale
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with sentences, a table, a figure and a caption, each of them optional."""
+    """A heading with sentences, a table, a curve and a caption, each of them optional."""
 
     key: str
     title: str
     caption: str = ""
     sentences: Sequence[str] = ()
     table: Table | None = None
-    figure: tuple[str, Any] | None = None
-    """The function in ``figures`` that draws it, and what; Markdown has no figures"""
+    curve: Sequence[float] = ()
+    """Scaling factors, which the page draws against √t"""
 
 
 def make_sections(facts: Facts) -> list[Section]:
@@ -66,12 +66,12 @@ def _against_experts(scores: Scores) -> Section:
         [
             Cell(short_name(task.task), sort=task.task),
             *(number_cell(value) for value in (task.merged, task.expert, task.base)),
-            Cell(format_number(task.lost, ".1%"), sort=task.lost),
+            Cell(format_number(task.lost, ".1%"), sort=task.lost, bar=min(max(task.lost, 0.0), 1.0)),
         ]
         for task in worst
     ]
     table = Table(("task", "merged", "expert", "base", "lost"), rows)
-    return Section("against", "Scores against the experts", caption, table=table, figure=("against_experts", scores))
+    return Section("against", "Scores against the experts", caption, table=table)
 
 
 def _experts(facts: Facts) -> Section:
@@ -119,7 +119,7 @@ def _scaling(history: Sequence[Expert]) -> Section:
         f"λ is {factors[-1]:.4g} after {counted(len(history), 'expert')}; √t is {math.sqrt(len(history)):.4g}. "
         "Orthogonal task vectors of equal norm give λ = √t. The table of experts has the numbers."
     )
-    return Section("scaling", "Scaling factor", caption, figure=("scaling", {"λ": factors}))
+    return Section("scaling", "Scaling factor", caption, curve=factors)
 
 
 def _limit(facts: Facts) -> str:

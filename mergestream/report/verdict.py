@@ -107,7 +107,9 @@ def _describe_scores(facts: Facts, scores: Scores) -> str:
     step = len(scores.matrix)
     model = "The model" if step == len(facts.history) else f"After step {step} the model"
     tasks = scores.compared()
-    merged, experts, base = (mean([getattr(task, key) for task in tasks]) for key in ("merged", "expert", "base"))
+    merged, experts, base = (
+        mean(column) for column in zip(*((t.merged, t.expert, t.base) for t in tasks), strict=True)
+    )
     if merged is None:
         return f"{model} was not scored on all tasks."
     of_base = "" if base is None else f", base {base:.3g}"

@@ -232,9 +232,9 @@ class Store:
 
     def refuse_output(self, path: str) -> None:
         """Raise if ``path`` is not on a disk, or lies in the store or in a model that it was made of."""
-        from mergestream.export.places import refuse_within
+        from mergestream.export.places import refuse_overlap
 
-        refuse_within(local_path(path), *self.sources)
+        refuse_overlap(local_path(path), *self.sources)
 
     def export(
         self,

@@ -57,7 +57,7 @@ def test_plain_objects_will_do_and_files_add_up(tmp_path: Path) -> None:
     found = read_evaluation("mine", written(tmp_path, {"a": 1, "model": "x", "b": 0.5}, {"c": 0}))
     assert (found["score"], found["scores"]) == (0.5, {"a": 1.0, "b": 0.5, "c": 0.0})
     many = read_evaluation("mine", written(tmp_path, {f"t{i:02}": i for i in range(30)}))
-    assert describe_evaluation(many).endswith("t07 7, t08 8, t09 9, … and 21 more)")
+    assert describe_evaluation(many).endswith("t07 7, t08 8, t09 9, …)")
 
 
 @pytest.mark.parametrize(

@@ -168,14 +168,6 @@ def test_nothing_to_find_in_an_ordinary_store(scored: Store) -> None:
     assert [sentence for sentence in Facts.of(scored).findings() if "lost" not in sentence] == []
 
 
-def test_figures_are_objects_with_the_numbers(scored: Store) -> None:
-    assert scored.scores
-    axes = figures.against_experts(scored.scores).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["cars", "digits", "pets"]
-    drawn = {line.get_label(): np.asarray(line.get_xdata()).tolist() for line in axes.lines}
-    assert drawn == {"base": [0.2, 0.3, 0.4], "merged": [0.7, 0.85, 0.8], "expert alone": [0.95, 0.97, 0.9]}
-
-
 def test_matrices_are_tables_with_the_numbers(scored: Store) -> None:
     sections = {section.key: section for section in make_sections(Facts.of(scored))}
     kept = sections["survival"].table

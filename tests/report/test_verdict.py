@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from markupsafe import escape
 
 from mergestream import Ledger, Store
 from mergestream.engine.local import single_threaded
-from mergestream.report import figures
 from mergestream.report.facts import OPPOSED, Facts
 from mergestream.report.render import render_html, render_markdown
 from mergestream.report.scores import Scores, TaskScore
@@ -166,15 +163,9 @@ def test_bwt_is_read_the_right_way_round(scored: Store) -> None:
     assert "BWT +0.035" in render_html(gained) and "(not below 0: nothing was forgotten)" in render_html(gained)
 
 
-def test_the_tasks_that_lost_most_are_drawn() -> None:
+def test_what_a_task_lost_is_known_where_its_expert_has_a_score() -> None:
     tasks = [TaskScore("a", 0.5, 0.8, None), TaskScore("b", None, 0.8, 0.1), TaskScore("c", 2.0, -1.0, None)]
     assert [task.lost for task in tasks] == [pytest.approx(0.375), 0.0, 0.0]
-    scores = Scores.of(["b", "a"], [[1.0, 0.5], [0.7, 0.5]], experts=[0.8, None], metric="reward")
-    axes = figures.against_experts(scores).axes[0]
-    assert [line.get_label() for line in axes.lines] == ["merged", "expert alone"]
-    merged, alone = (np.asarray(line.get_xdata()).tolist() for line in axes.lines)
-    assert merged == [0.7, 0.5] and math.isnan(alone[1])
-    assert axes.get_xlabel() == "reward" and [tick.get_text() for tick in axes.get_yticklabels()] == ["b", "a"]
 
 
 def test_scores_of_hundreds_of_tasks_are_bounded(scored: Store) -> None:
