@@ -16,7 +16,7 @@ from mergestream.errors import UsageError
 from mergestream.methods import make_method
 from mergestream.methods.base import parameter
 from mergestream.testing import Check, method_checks
-from mergestream.testing.methods import is_found_by_name
+from mergestream.testing.contract import is_found_by_name
 from tests.conftest import RunCommand, Toys, files
 
 ROOT = Path(__file__).parents[1]

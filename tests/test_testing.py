@@ -10,7 +10,7 @@ from mergestream import METHODS, Average, Method, register_method, testing
 from mergestream.algebra import pieces
 from mergestream.algebra.lowrank import Value, dense
 from mergestream.methods.base import Absorbed, Context, Slot, State
-from mergestream.testing import methods
+from mergestream.testing import contract
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,19 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("method", "check", "fault"),
     [
-        (Overwriting(), methods.arguments_are_not_modified, "arguments of absorb: sum differs"),
-        (OverwritingLater(), methods.arguments_are_not_modified, "arguments of direction: sum differs"),
-        (ByThePiece(), methods.piece_size_changes_no_byte, "in pieces of 1"),
-        (LaidOutWrong(), methods.state_matches_layout, "do not match the layout"),
-        (LatestOnly(), methods.commutative_methods_ignore_the_order, "in reverse order"),
-        (DividesByZero(), methods.zero_task_vectors_are_absorbed, "is not absorbed"),
-        (NotASum(), methods.any_number_is_a_scale, "is not refused"),
-        (ByThePiece(), methods.is_found_by_name, "the name of another method"),
+        (Overwriting(), contract.arguments_are_not_modified, "arguments of absorb: sum differs"),
+        (OverwritingLater(), contract.arguments_are_not_modified, "arguments of direction: sum differs"),
+        (ByThePiece(), contract.workers_and_pieces_change_no_byte, "in pieces of 1"),
+        (LaidOutWrong(), contract.state_matches_layout, "do not match the layout"),
+        (LatestOnly(), contract.order_does_not_matter, "in another order"),
+        (DividesByZero(), contract.zero_and_repeated_experts_are_absorbed, "is not absorbed"),
+        (NotASum(), contract.any_number_is_a_scale, "is not refused"),
+        (ByThePiece(), contract.is_found_by_name, "the name of another method"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_breach_is_found(method: Method, check: object, fault: str) -> None:
-    if check is not methods.is_found_by_name:
+    if check is not contract.is_found_by_name:
         register_method(type(method))
     with pytest.raises(AssertionError, match=fault):
         testing.Check(method, check)()  # type: ignore[arg-type]
@@ -109,5 +109,5 @@ def test_pieces_are_of_the_usual_size_again() -> None:
 
 def test_checks_are_named_for_people() -> None:
     checks = testing.method_checks(Unlike(), Average())
-    assert len({str(check) for check in checks}) == len(checks) == 2 * len(methods.REQUIREMENTS)
+    assert len({str(check) for check in checks}) == len(checks) == 2 * len(contract.OF_METHODS)
     assert str(checks[0]) == "is_found_by_name-Unlike()"

@@ -8,10 +8,11 @@
 wrong. Nothing here needs pytest. No check knows a method's formula: test the formula separately.
 """
 
-from mergestream.testing.methods import method_checks as method_checks
+from mergestream.testing.contract import Check as Check
+from mergestream.testing.contract import method_checks as method_checks
+from mergestream.testing.contract import readout_checks as readout_checks
 from mergestream.testing.models import LINEAR as LINEAR
 from mergestream.testing.models import SHAPES as SHAPES
-from mergestream.testing.models import Check as Check
 from mergestream.testing.models import StateDict as StateDict
 from mergestream.testing.models import assert_close as assert_close
 from mergestream.testing.models import assert_same as assert_same
@@ -27,4 +28,3 @@ from mergestream.testing.models import pieces_of as pieces_of
 from mergestream.testing.models import save_adapter as save_adapter
 from mergestream.testing.models import save_models as save_models
 from mergestream.testing.models import saved as saved
-from mergestream.testing.readouts import readout_checks as readout_checks

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -148,20 +148,6 @@ def saved_adapters() -> Iterator[tuple[Path, Path, StateDict, list[Path], list[P
         yield directory, path, base, experts, adapters
 
 
-@dataclass(frozen=True)
-class Check:
-    """One requirement, checked on one method or readout."""
-
-    subject: Any
-    requirement: Callable[[Any], None]
-
-    def __call__(self) -> None:
-        self.requirement(self.subject)
-
-    def __str__(self) -> str:
-        return f"{self.requirement.__name__}-{self.subject}"
-
-
 @contextmanager
 def pieces_of(size: int) -> Iterator[None]:
     """Process tensors in pieces of ``size`` elements, so that even small tensors are cut."""
@@ -169,12 +155,11 @@ def pieces_of(size: int) -> Iterator[None]:
         yield
 
 
-def merger_of(method: Method, base: StateDict, experts: Sequence[StateDict], *, backwards: bool = False) -> Merger:
-    """Return a merger with all experts, named as `save_models` names them, also if added backwards."""
-    merger = Merger(base, method)
-    named = [(f"expert{number}", expert) for number, expert in enumerate(experts, 1)]
-    for name, expert in reversed(named) if backwards else named:
-        merger.add(expert, name)
+def merger_of(method: Method, models: Sequence[StateDict], order: Sequence[int] = ()) -> Merger:
+    """Return a merger with the models of these numbers (default: all), named as `save_models` names them."""
+    merger = Merger(models[0], method)
+    for number in order or range(1, len(models)):
+        merger.add(models[number], f"expert{number}")
     return merger
 
 
@@ -182,7 +167,8 @@ def merged_in_memory(
     method: Method, base: StateDict, experts: Sequence[StateDict], *, backwards: bool = False
 ) -> StateDict:
     """Return the merged model of a `Merger`."""
-    return merger_of(method, base, experts, backwards=backwards).state_dict()
+    order = range(len(experts), 0, -1) if backwards else ()
+    return merger_of(method, [base, *experts], order).state_dict()
 
 
 def ledger_of(models: Sequence[StateDict], order: Sequence[int], method: Ledger | None = None) -> Merger:
