@@ -28,7 +28,7 @@ from mergestream.algebra import pieces
 
 # What remains of a unit vector beside a basis counts as rounding noise below this many units of precision.
 _NOISE = 16
-# Elements that are multiplied out at a time: as many as a sketch takes, and few enough to stay in the cache.
+# Elements that are multiplied out at a time: few enough to stay in the cache.
 _MULTIPLIED = 1 << 17
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mergestream.base.model import BaseModel, match_names
-from mergestream.checkpoints import Checkpoint
+from mergestream.base.model import match_names
 from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.location import Location, locate_here, without_revision
 from mergestream.checkpoints.reader import open_located
@@ -21,11 +20,6 @@ OTHER_BASE = 0.7
 """Largest plausible ‖Δ‖/‖θ⁰‖ of a matrix: two unrelated models are about 1.4 apart, fine-tuning moves at most 0.1."""
 _SAMPLE = 4
 """Weights that are compared bit by bit"""
-_SHAPE_FIELDS = (
-    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "n_embd", "n_layer", "n_head"),
-)
-"""Config fields that all copies of one model share; names, dtypes and token ids may differ."""
 
 
 class BaseCheck(NamedTuple):
@@ -74,7 +68,7 @@ def _check_adapter(vector: AdapterVector) -> BaseCheck:
     same_name = without_revision(named).lower() == without_revision(base).lower()
     if same_name or (here is not None and here == ours):
         return BaseCheck()
-    difference = _find_difference(here, named, ours, vector) if here else None
+    difference = _find_difference(here, named, vector) if here else None
     if difference is None:
         return BaseCheck(
             note=f"{adapter.source} was made for {named}, which cannot be compared with the base {base}; its shapes fit"
@@ -86,44 +80,31 @@ def _check_adapter(vector: AdapterVector) -> BaseCheck:
     return BaseCheck()
 
 
-def _find_difference(here: Path, named: str, ours: Path | None, vector: AdapterVector) -> str | None:
-    """How a local model differs from the base: empty if it does not, None if that is unknown."""
-    config, own = _read_config(here), _read_config(ours)
-    for field in _SHAPE_FIELDS:
-        if field in config and field in own and config[field] != own[field]:
-            return f"{field} is {config[field]} there and {own[field]} here"
-    if config.get("quantization_config"):
-        return None
+def _find_difference(here: Path, named: str, vector: AdapterVector) -> str | None:
+    """How a local model differs from the base, by all shapes and a sample of the weights.
+
+    Empty if it does not; None if that is unknown, because its weights are missing, quantised or of another dtype.
+    """
+    model, base = vector.model, vector.base
     try:
-        with open_located(Location(here, named)) as found:
-            return _find_different_tensor(match_names(found, vector.model.tensors), vector.model, vector.base)
+        if model_config(here).get("quantization_config"):
+            return None
+        with open_located(Location(here, named)) as opened:
+            found = match_names(opened, model.tensors)
+            for name, theirs in found.tensors.items():
+                ours = model.tensors.get(name)
+                if ours is not None and ours.shape != theirs.shape:
+                    return f"{name} has the shape {list(theirs.shape)} there and {list(ours.shape)} here"
+            if not (model.measured or base.has_weights):
+                return None
+            comparable = [
+                (tensor.numel, name)
+                for name, tensor in model.tensors.items()
+                if tensor.role == "linear" and name in found.tensors and found.tensors[name].dtype == tensor.dtype
+            ]
+            for _, name in sorted(comparable)[:_SAMPLE]:
+                if tensor_digest(found.read(name)) != (model.tensors[name].digest or tensor_digest(base.read(name))):
+                    return f"{name} has other values there"
+            return "" if comparable else None
     except MergestreamError:
         return None
-
-
-def _find_different_tensor(found: Checkpoint, model: BaseModel, base: Checkpoint) -> str | None:
-    """Compare all shapes and a sample of the weights; returns as `_find_difference` does."""
-    shared = [name for name in model.tensors if name in found.tensors]
-    for name in shared:
-        if found.tensors[name].shape != model.tensors[name].shape:
-            theirs, ours = list(found.tensors[name].shape), list(model.tensors[name].shape)
-            return f"{name} has the shape {theirs} there and {ours} here"
-    if not (model.measured or base.has_weights):
-        return None
-    comparable = [
-        (tensor.numel, name)
-        for name, tensor in model.tensors.items()
-        if tensor.role == "linear" and name in found.tensors and found.tensors[name].dtype == tensor.dtype
-    ]
-    for _, name in sorted(comparable)[:_SAMPLE]:
-        if tensor_digest(found.read(name)) != (model.tensors[name].digest or tensor_digest(base.read(name))):
-            return f"{name} has other values there"
-    return "" if comparable else None
-
-
-def _read_config(directory: Path | None) -> dict[str, Any]:
-    """The config of a model; empty if it is missing or broken."""
-    try:
-        return model_config(directory)
-    except MergestreamError:
-        return {}

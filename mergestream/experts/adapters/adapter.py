@@ -144,36 +144,30 @@ class Adapter:
         self.weights.close()
 
 
+@dataclass(eq=False)
 class BoundAdapter(Checkpoint):
     """An adapter matched to its base: a checkpoint of the tensors that it changes, under the base's names."""
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        base_tensors: Mapping[str, TensorSpec],
-        terms: Mapping[str, list[Term]],
-        whole: Mapping[str, str],
-        unchanged: Mapping[str, str],
-        extra: tuple[str, ...],
-        prefix: Prefix,
-    ) -> None:
-        self.adapter, self.weights = adapter, adapter.weights
-        self.base_tensors = base_tensors
-        self.terms = terms
-        """Tensors that change by s·B·A; tied modules may each have a term"""
-        self.whole = whole
-        """Tensors that are replaced, and their names in the file"""
-        self.unchanged = unchanged
-        """Tensors that must equal the base's, and their names in the file"""
-        self.extra = extra
-        """Parameters saved in full that the base does not have"""
-        self.prefix = prefix
-        self.source, self.directory = adapter.source, adapter.directory
+    adapter: Adapter
+    base_tensors: Mapping[str, TensorSpec]
+    terms: Mapping[str, list[Term]]
+    """Tensors that change by s·B·A; tied modules may each have a term"""
+    whole: Mapping[str, str]
+    """Tensors that are replaced, and their names in the file"""
+    unchanged: Mapping[str, str]
+    """Tensors that must equal the base's, and their names in the file"""
+    extra: tuple[str, ...]
+    """Parameters saved in full that the base does not have"""
+    prefix: Prefix
+
+    def __post_init__(self) -> None:
+        adapter, whole, base_tensors = self.adapter, self.whole, self.base_tensors
+        self.weights, self.source, self.directory = adapter.weights, adapter.source, adapter.directory
         config = adapter.config.path.read_text(encoding="utf-8")
         self.fingerprint = text_digest(f"{adapter.weights.fingerprint} {config}")
-        self._keys = {**whole, **{name: adapter.whole[name] for name in extra}}
+        self._keys = {**whole, **{name: adapter.whole[name] for name in self.extra}}
         file = Path(adapter.file).name
-        in_factors = {name: TensorInfo("F32", base_tensors[name].shape, file) for name in terms}
+        in_factors = {name: TensorInfo("F32", base_tensors[name].shape, file) for name in self.terms}
         in_full = {name: adapter.weights.tensors[key] for name, key in self._keys.items()}
         self.tensors = MappingProxyType({**in_factors, **in_full})
 

@@ -17,21 +17,6 @@ from mergestream.files import read_json
 CONFIG_NAME = "adapter_config.json"
 WAY_OUT = "merge the adapter into its model with PEFT's merge_and_unload, then add the checkpoint"
 
-# Fields that make an adapter something else than W + s·B·A, and why.
-_REFUSED = {
-    "use_dora": "DoRA rescales the columns of the full weight",
-    "lora_bias": "the factors have biases",
-    "use_qalora": "QALoRA pools the inputs of a quantised base",
-    "layer_replication": "the adapted model has other layers than its base",
-    "trainable_token_indices": "single rows of the embedding are trained too",
-    "target_parameters": "the factors belong to parameters instead of modules",
-    "alora_invocation_tokens": "the adapter is active only for some tokens",
-    "arrow_config": "the adapter routes between other adapters",
-    "use_bdlora": "BD-LoRA's factors are block-diagonal",
-    "kasa_config": "KaSA changes the base's weights",
-    "monteclora_config": "MonteCLoRA's factors are random",
-}
-
 # Initialisations that change the base's weights, so that the factors are not relative to the base any more.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -106,8 +91,7 @@ def read_config(directory: Path) -> LoraConfig:
     for name, value in fields.items():
         if name not in _HARMLESS | _READ and value:
             text = str(value).lower() if isinstance(value, bool) else str(value)
-            reason = _REFUSED.get(name, "mergestream does not know this field")
-            raise MergestreamError(f"{path}: {name}={text[:40]} cannot be honoured ({reason}); {WAY_OUT}")
+            raise MergestreamError(f"{path}: {name}={text[:40]} cannot be honoured; {WAY_OUT}")
     init = str(fields.get("init_lora_weights", True)).lower()
     if init.startswith(_BASE_CHANGING_INITS):
         raise MergestreamError(
