@@ -19,11 +19,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.heat_map import heat_map, similarity
 from mergestream.evaluation.figures import save
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import Row
 from mergestream.evaluation.tables import Table, table1
-from mergestream.report.figures import heat_map, label, scaling, similarity
+from mergestream.report.figures import label, scaling
 from mergestream.report.metrics import Spread
 
 METRICS = {"": "acc", "ACC↑": "acc", "BWT↑": "bwt"}

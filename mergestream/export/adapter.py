@@ -121,7 +121,7 @@ def _write_adapters(
         for name, plan in plans.items():
             (draft / name).mkdir(exist_ok=True)
             energies[name] = plan.write(draft / name, target, advance)
-            plan.write_card(draft / name, output.command, energies[name], draw)
+            plan.write_card(draft / name, target, energies[name], draw)
             with open_checkpoint(draft / name / "adapter_model.safetensors") as written:
                 digests[name] = combined_digest({key: tensor_digest(written.read(key)) for key in written.tensors})
     digest = digests[""] if "" in digests else combined_digest(digests)
@@ -207,11 +207,12 @@ class AdapterPlan:
         write_json(directory / CONFIG_NAME, self.config)
         return Energy(math.fsum(one.total for one in energies), math.fsum(one.lost for one in energies))
 
-    def write_card(self, directory: Path, command: str | None, energy: Energy, draw: DrawPictures | None) -> None:
+    def write_card(self, directory: Path, target: Target, energy: Energy, draw: DrawPictures | None) -> None:
         """Write the pictures and the card of the adapter."""
         manifest = self.snapshot.manifest
         distance = math.sqrt(energy.total + self.scale**2 * math.fsum(self.reading.norm2.values()))
-        facts = CardFacts(manifest, self.scale, distance, command, None, draw(directory) if draw else {}, self.reading)
+        pictures = draw(manifest, target.progress, directory) if draw else {}
+        facts = CardFacts(manifest, self.scale, distance, target.output.command, None, pictures, self.reading)
         (directory / CARD).write_text(model_card(facts, Labels("peft")), encoding="utf-8")
 
     def _memory(self) -> dict[str, int]:

@@ -20,10 +20,11 @@ from mergestream.export.recipe import ReadoutChoice, make_recipe
 from mergestream.export.source import Source, StateSource
 from mergestream.export.vocabulary import ExtendedVocabularySource, select_tokens
 from mergestream.progress import Progress
+from mergestream.store.manifest import Manifest
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.store import Store
 
-DrawPictures = Callable[[Path], Mapping[str, str]]
+DrawPictures = Callable[[Manifest, Progress, Path], Mapping[str, str]]
 """Draws the pictures of a card into a directory; returns their file names and captions."""
 
 
@@ -66,7 +67,7 @@ def write_model(
         config = task.config if task else None
         own_tokens = tokens[choice.task].tokens if choice.task in tokens else ()
         write_companions(draft, base, output.dtype, extended, config, own_tokens)
-        pictures = draw(draft) if draw else {}
+        pictures = draw(snapshot.manifest, progress, draft) if draw else {}
         facts = CardFacts(snapshot.manifest, scale, source.distance, output.command, choice.task, pictures, reading)
         write_card(draft, facts, base, has_other_class(base, config))
         form = {"dtype": output.dtype, "max_shard_size": output.max_shard_size}

@@ -264,13 +264,12 @@ class Store:
         from mergestream.export.directory import Output
         from mergestream.export.model import exporting, write_model
         from mergestream.export.recipe import ReadoutChoice
-        from mergestream.report.pictures import picture_drawer
+        from mergestream.report.pictures import draw_pictures
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task)
         with exporting(self, output) as (snapshot, target):
-            draw = picture_drawer(snapshot, self.progress) if pictures else None
-            write_model(snapshot, target, choice, draw)
+            write_model(snapshot, target, choice, draw_pictures if pictures else None)
             if task is None and (tasks := snapshot.tasks):
                 base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
                 self.progress.note(f"{output} has {base}; --task adds the head of an expert: {', '.join(tasks)}")
@@ -296,12 +295,12 @@ class Store:
         from mergestream.export.directory import Output
         from mergestream.export.model import exporting
         from mergestream.export.recipe import ReadoutChoice
-        from mergestream.report.pictures import picture_drawer
+        from mergestream.report.pictures import draw_pictures
 
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
         with exporting(self, output) as (snapshot, target):
-            return write_merged_adapter(snapshot, target, choice, rank, picture_drawer(snapshot, self.progress))
+            return write_merged_adapter(snapshot, target, choice, rank, draw_pictures)
 
     def export_adapters(
         self,

@@ -303,12 +303,12 @@ def test_pictures_are_drawn_after_the_weights_and_may_fail(
     store = Store.create(tmp_path / "store", toys.base, OPCM())
     store.add(toys.experts[0])
 
-    def fail(directory: Path, *_: object) -> None:
-        assert (directory / "model.safetensors").stat().st_size > 1000
+    def fail(_: object, path: Path, **options: object) -> None:
+        assert (path.parent / "model.safetensors").stat().st_size > 1000
         raise RuntimeError("no font\nsecond line")
 
-    monkeypatch.setattr("mergestream.report.figures.write_pictures", fail)
-    with pytest.warns(MergestreamWarning, match=r"no pictures: they could not be drawn \(no font\)"):
+    monkeypatch.setattr("mergestream.report.figures.save", fail)
+    with pytest.warns(MergestreamWarning, match=r"no picture: it could not be drawn \(no font\)"):
         out = store.export(tmp_path / "merged")
     assert "![" not in (out / "README.md").read_text(encoding="utf-8")
     assert load_file(out / "model.safetensors")

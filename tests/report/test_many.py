@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from mergestream import OPCM, Ledger, Store
-from mergestream.report import figures
 from mergestream.report.diagnostics import MAX_EXPERTS
 from mergestream.report.facts import Facts
 from mergestream.report.render import render_html, render_markdown
@@ -119,13 +118,6 @@ def test_the_card_of_many_experts_has_a_picture_like_any_other(many: Store, tmp_
     assert "![The scaling factor λ after each expert, against √t](lambda.png)" in card
     assert all(f"| expert-{i} |" in card for i in range(MANY))
     assert max(imread(out / "lambda.png").shape) < 800
-
-
-def test_a_matrix_has_a_largest_size_and_so_many_names(tmp_path: Path) -> None:
-    names = [f"task-{i}" for i in range(300)]
-    figure = figures.heat_map([[0.5] * 300] * 300, names, names, (0, 1), ".2f", "accuracy")
-    assert max(figure.get_size_inches()) < 22
-    assert len(figure.axes[0].get_xticklabels()) <= figures.MAX_TICKS
 
 
 def test_inspect_of_many_lists_the_worst(tmp_path: Path, models: Path, done: Callable[..., str]) -> None:
