@@ -180,6 +180,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "docs/tutorials/digits.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code"), "every cell was run"
 
 
 def test_the_tour_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

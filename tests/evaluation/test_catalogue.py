@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.suites import loading
 from mergestream.evaluation.suites.loading import SUITES, open_suite
 from mergestream.evaluation.workers import run_parallel
+from mergestream.registry import Registry
 
 PACKAGE = Path(mergestream.__file__).parent
 
@@ -122,12 +122,15 @@ def test_an_unknown_name_is_told_with_the_nearest() -> None:
         open_suite("vison")
 
 
-def test_other_packages_bring_suites_as_objects_or_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = {
-        name: EntryPoint(name, f"tests.evaluation.test_catalogue:{value}", SUITES.group)
-        for name, value in (("object", "BROUGHT"), ("function", "ClipSuite"), ("broken", "OWN_CLASS.title"))
-    }
-    monkeypatch.setattr(SUITES, "_external", entries)
+def test_other_packages_bring_suites_as_objects_or_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "brought-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
+    lines = {"object": "BROUGHT", "function": "ClipSuite", "broken": "OWN_CLASS.title"}
+    entries = [f"{name} = tests.evaluation.test_catalogue:{value}" for name, value in lines.items()]
+    (package / "entry_points.txt").write_text("\n".join([f"[{SUITES.group}]", *entries, ""]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(loading, "SUITES", Registry("suite", SUITES.group, {}))  # that looks again
     assert open_suite("object") == BROUGHT.limited() and open_suite("function", tasks=3).tasks == BROUGHT.tasks[:3]
     with pytest.raises(UsageError, match="is not a suite but str"):
         open_suite("broken")

@@ -65,7 +65,8 @@ def test_a_part_of_such_a_model_is_refused_too(store: Any, tmp_path: Path) -> No
 
 def test_one_matrix_that_was_kept_tells_the_base(store: Any, tmp_path: Path) -> None:
     kept = {"layers.0.q.weight": toy_expert(1)["layers.0.q.weight"]}
-    store.add(save_model(tmp_path / "retrained", {**stranger(), **kept}))
+    entry = store.add(save_model(tmp_path / "retrained", {**stranger(), **kept}))
+    assert not entry.notes and not entry.options.get("allow_other_base")
 
 
 @pytest.mark.parametrize("method", ["average", "opcm"])  # of which only the second passes through a store
@@ -109,7 +110,8 @@ def test_a_base_that_has_moved_is_still_the_base(store: Any, tmp_path: Path) -> 
     store.relocate(moved)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        store.add(adapter_of(str(moved), tmp_path))
+        entry = store.add(adapter_of(str(moved), tmp_path))
+    assert not entry.notes and store.history == (entry,)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,8 @@ def test_the_name_on_the_hub_is_the_same_whatever_the_commit(store: Any, tmp_pat
         dataclasses.replace(store.manifest, base=base).save(store.storage)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            Store(store.path).add(adapter_of("org/model", tmp_path))
+            entry = Store(store.path).add(adapter_of("org/model", tmp_path))
+    assert not entry.notes
 
 
 def test_notes_are_in_every_place(store: Any, tmp_path: Path, mergestream: RunCommand) -> None:

@@ -13,6 +13,7 @@ from mergestream.checkpoints import open_checkpoint
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.vector import TaskVector
+from mergestream.testing import pieces_of
 from tests.conftest import StateDict, toy_base, toy_expert
 
 
@@ -34,25 +35,25 @@ def test_the_difference_is_taken_in_float32_and_in_float64_for_float64() -> None
         assert found.norm2[name] == pytest.approx(float(delta.double().square().sum()))
 
 
-def test_pieces_are_the_whole_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergestream.algebra.pieces.PIECE", 7)
+def test_pieces_are_the_whole_in_order() -> None:
     found = vector(toy_expert(1))
     whole = found.whole("layers.0.up.weight").flatten()
-    parts = list(found.pieces("layers.0.up.weight"))
+    with pieces_of(7):
+        parts = list(found.pieces("layers.0.up.weight"))
     assert [start for start, _ in parts] == list(range(0, 128, 7))
     assert torch.equal(torch.cat([part for _, part in parts]), whole)
     elements = found.elements("layers.0.up.weight")
     assert torch.equal(elements(10, 31), whole[10:31])
 
 
-def test_digests_are_those_of_the_expert_whole_or_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_are_those_of_the_expert_whole_or_in_pieces() -> None:
     expert = toy_expert(1)
     digests = []
     for size in (pieces.PIECE, 7):
-        monkeypatch.setattr("mergestream.algebra.pieces.PIECE", size)
         found = vector(expert)
-        for name in found.names:
-            list(found.pieces(name))
+        with pieces_of(size):
+            for name in found.names:
+                list(found.pieces(name))
         digests.append(combined_digest(found.digests))
         assert found.digests["half.weight"] == tensor_digest(expert["half.weight"])
     assert digests[0] == digests[1]

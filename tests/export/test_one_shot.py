@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 import mergestream
 from mergestream import EMA, LAWA, OPCM, TIES, Average, LocalEngine, MagMax, MergestreamError, Store, TaskArithmetic
-from mergestream.merging.step import Step
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 
 METHODS = [
@@ -66,7 +65,7 @@ def test_an_interrupted_merge_leaves_no_files(
         assert list((tmp_path / ".out.mergestream" / "store" / "steps").iterdir())
         raise failure
 
-    monkeypatch.setattr(Step, "absorb", interrupted)
+    monkeypatch.setattr(OPCM, "absorb", interrupted)
     with pytest.raises((failure, MergestreamError)):
         mergestream.merge(toys.base, toys.experts[:2], tmp_path / "out", OPCM())
     assert not list(tmp_path.iterdir())

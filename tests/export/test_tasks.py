@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mergestream import Merger, Store
+from mergestream import Average, Merger, Store
 from mergestream.errors import MergestreamError, MergestreamWarning
-from mergestream.merging.step import Step
 from mergestream.methods import make_method
 from tests.conftest import RunCommand
 from tests.workshop import TEXT, VISION, gpt2, llama, peft, transformers
@@ -250,18 +249,18 @@ def test_the_bare_encoder_is_the_same_expert(classifiers: Place, done: Callable[
 
 def test_an_interrupted_step_resumes(classifiers: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = classifiers.store(tmp_path / "whole"), classifiers.store(tmp_path / "cut")
-    absorb, calls = Step.absorb, count(1)
+    absorb, calls = Average.absorb, count(1)
 
-    def interrupted(step: Step, *arguments: Any) -> Any:
+    def interrupted(*arguments: Any) -> Any:
         if next(calls) == 9:
             raise KeyboardInterrupt
-        return absorb(step, *arguments)
+        return absorb(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Step, "absorb", interrupted)
+        patch.setattr(Average, "absorb", interrupted)
         cut.add(classifiers.experts["spam"])
     assert (cut.path / "steps" / "0001" / "journal").read_text().count("\n") > 0
-    monkeypatch.setattr(Step, "absorb", lambda *arguments: next(calls) and absorb(*arguments))
+    monkeypatch.setattr(Average, "absorb", lambda *arguments: next(calls) and absorb(*arguments))
     entries = [store.add(classifiers.experts["spam"]) for store in (cut, whole)]
     assert entries[0].digest == entries[1].digest and entries[0].state == entries[1].state
     assert next(calls) - 10 < 2 * len(weights(classifiers.base)), "what was done is not done again"

@@ -118,9 +118,12 @@ def test_the_lock_is_not_taken_through_a_link(store: Store, tmp_path: Path) -> N
 def test_a_store_may_be_reached_through_a_link(store: Store, toys: Toys, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(store.path)
     linked = Store(tmp_path / "link")
+    before = store.history
     linked.add(toys.experts[2])
+    assert len(Store(store.path).history) == len(before) + 1
     linked.undo()
     linked.verify()
+    assert (tmp_path / "link").is_symlink() and Store(store.path).history == before
 
 
 # --- init --------------------------------------------------------------------------------------------------

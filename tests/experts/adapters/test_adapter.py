@@ -175,8 +175,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(workshop: Any, fields: Any, 
 
 def test_unknown_fields_that_are_off_do_no_harm(workshop: Any) -> None:
     adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
+    modules = open_adapter(adapter).factors.keys()
     edit_config(adapter, magic_config=None, use_magic=False)
-    open_adapter(adapter)
+    assert modules and open_adapter(adapter).factors.keys() == modules
 
 
 def test_real_dora_and_bias_factors_are_refused_even_if_the_config_hides_them(workshop: Any) -> None:
