@@ -177,17 +177,14 @@ def _check_entry(path: Path | StoredFile, name: str, raw: Any) -> _Entry:
 
 def _check_offsets(path: Path | StoredFile, entries: Mapping[str, _Entry], size: int) -> None:
     """Check that the tensors fill the ``size`` bytes after the header without gap or overlap."""
-    position, before = 0, "the header"
+    position = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, end = entry.data_offsets
         if begin != position:
-            fault = "overlaps" if begin < position else "leaves a gap after"
-            raise MergestreamError(f"{path} has a corrupt header: the tensor {name!r} {fault} {before}")
-        if end > size:
-            missing = max(entry.data_offsets[1] for entry in entries.values()) - size
-            raise MergestreamError(
-                f"{path} is truncated: {missing} bytes are missing, from the tensor {name!r} on; {_AGAIN}"
-            )
-        position, before = end, repr(name)
+            fault = "overlaps the tensor before it" if begin < position else "leaves a gap before it"
+            raise MergestreamError(f"{path} has a corrupt header: the tensor {name!r} {fault}")
+        position = end
+    if position > size:
+        raise MergestreamError(f"{path} is truncated: {position - size} bytes are missing at its end; {_AGAIN}")
     if position < size:
         raise MergestreamError(f"{path} has {size - position} bytes too many after its last tensor; {_AGAIN}")

@@ -55,11 +55,9 @@ def same_tokenizer(one: Path | None, other: Path | None) -> bool:
     """Whether two directories have the same tokenizer files, byte by byte; True if one directory is unknown."""
     if one is None or other is None:
         return True
-    pairs = [(one / name, other / name) for name in _FILES if (one / name).is_file() or (other / name).is_file()]
-    try:
-        return all(a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False) for a, b in pairs)
-    except OSError:  # a file cannot be read
-        return False
+    names = [name for name in _FILES if (one / name).is_file() or (other / name).is_file()]
+    same, _, _ = filecmp.cmpfiles(one, other, names, shallow=False)
+    return same == names
 
 
 def add_tokens(directory: Path, tokens: Mapping[str, tuple[int, Mapping[str, bool]]]) -> None:

@@ -46,13 +46,12 @@ class SafetensorsWriter(Collector):
         *,
         prefix: str = "model",
         max_shard_size: int = DEFAULT_SHARD_SIZE,
-        metadata: Mapping[str, str] | None = None,
         resume: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self._layout = dict(layout)
         self._index = self.directory / f"{prefix}.safetensors.index.json"
-        self._plans = _plan_shards(self.directory, self._layout, prefix, max_shard_size, metadata or {})
+        self._plans = _plan_shards(self.directory, self._layout, prefix, max_shard_size)
         self._shard = {name: i for i, plan in enumerate(self._plans) for name in plan.begin}
         self._written = {name for name, spec in self._layout.items() if spec.numel == 0}
         self._views: dict[int, SafetensorsFile] = {}
@@ -205,9 +204,7 @@ class _FilePlan:
             return False
 
 
-def _plan_shards(
-    directory: Path, layout: Mapping[str, TensorSpec], prefix: str, limit: int, metadata: Mapping[str, str]
-) -> list[_FilePlan]:
+def _plan_shards(directory: Path, layout: Mapping[str, TensorSpec], prefix: str, limit: int) -> list[_FilePlan]:
     shards: list[list[str]] = [[]]
     filled = 0
     for name, spec in layout.items():
@@ -221,19 +218,19 @@ def _plan_shards(
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         # Wide elements first: the format allows no gaps, and so every tensor is aligned to its element.
         ordered = {name: layout[name] for name in sorted(names, key=lambda name: -item_size(layout[name].dtype))}
-        header, begin, size = _lay_out(ordered, metadata)
+        header, begin, size = _lay_out(ordered)
         plans.append(_FilePlan(directory / f"{prefix}{part}.safetensors", header, begin, size))
     return plans
 
 
-def _lay_out(layout: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+def _lay_out(layout: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int], int]:
     """Lay out a file with the tensors in this order; returns its header, where each tensor begins, and its size."""
     entries, offsets, end = {}, {}, 0
     for name, spec in layout.items():
         offsets[name] = end
         end += spec.nbytes
         entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offsets[name], end]}
-    content = {"__metadata__": {"format": "pt", **metadata}, **entries}
+    content = {"__metadata__": {"format": "pt"}, **entries}
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % CACHE_LINE)
     header = len(text).to_bytes(8, "little") + text

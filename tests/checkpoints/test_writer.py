@@ -46,10 +46,10 @@ def test_the_safetensors_package_reads_every_dtype(tmp_path: Path) -> None:
         tensors[f"{name}.empty"] = torch.zeros(0, 3).to(dtype)
     tensors["transposed"] = torch.randn(4, 3).T
     tensors["имя"] = torch.randn(2)
-    write_all(tmp_path, tensors, metadata={"step": "3"})
+    write_all(tmp_path, tensors)
     assert equal(load_file(tmp_path / "model.safetensors"), tensors)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "step": "3"}
+        assert file.metadata() == {"format": "pt"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors"]
 
 
@@ -198,8 +198,8 @@ def test_an_interrupted_writer_is_gone_on_with(tmp_path: Path, tensors: dict[str
 
 def test_files_of_another_plan_are_not_gone_on_with(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     write_all(tmp_path, tensors, max_shard_size=800)
-    for options in ({"max_shard_size": 400}, {"max_shard_size": 800, "metadata": {"step": "2"}}):
-        with SafetensorsWriter(tmp_path, layout_of(tensors), resume=True, **options) as writer:
+    for size in (400, 800):
+        with SafetensorsWriter(tmp_path, layout_of(tensors), resume=True, max_shard_size=size) as writer:
             assert not writer.resumed
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
