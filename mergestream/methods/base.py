@@ -125,35 +125,24 @@ def parameter(
 class Method(ABC):
     """Base class of all methods; the dataclass fields of a subclass are its parameters.
 
-    The properties below are constant for most methods, which override them by class attributes.
+    `commutative` and `scale_rule` are constant for most methods, which override them by class attributes.
     """
 
     name: ClassVar[str]
-
-    @property
-    def whole(self) -> Literal["linear", "none", "all"]:
-        """Which tensors are absorbed whole: the weights of linear layers, none, or all."""
-        return "linear"
-
-    @property
-    def remembers_experts(self) -> bool:
-        """Whether it keeps one entry per expert instead of one state for all; True of the ledger."""
-        return False
-
-    @property
-    def factored(self) -> bool:
-        """Whether Δ and the slots may be `LowRank` instead of tensors. Both have the same arithmetic: sums,
-        differences, products with numbers."""
-        return False
+    whole: ClassVar[Literal["linear", "none", "all"]] = "linear"
+    """Which tensors are absorbed whole: the weights of linear layers, none, or all"""
+    factored: ClassVar[bool] = False
+    """Whether Δ and the slots may be `LowRank`, which has the arithmetic of tensors: sums, differences, multiples"""
+    additive: ClassVar[bool] = False
+    """Whether the direction is the sum of what was kept: then any scale rule can be chosen at the readout"""
+    remembers_experts: ClassVar[bool] = False
+    """Whether it keeps one entry per expert instead of one state for all; True of the ledger"""
+    has_direction: ClassVar[bool] = True
+    """Whether the direction is known when an expert is added; a ledger's depends on the readout"""
 
     @property
     def commutative(self) -> bool:
         """Whether the result is the same for any order of arrival."""
-        return False
-
-    @property
-    def additive(self) -> bool:
-        """Whether the direction is the sum of what was kept: then any scale rule can be chosen at the readout."""
         return False
 
     @property
@@ -200,11 +189,6 @@ class Method(ABC):
     def keeps_factors(self) -> bool:
         """Whether the state of a tensor may stay in factors."""
         return self.factored
-
-    @property
-    def has_direction(self) -> bool:
-        """Whether the direction is known when an expert is added; a ledger's depends on the readout."""
-        return True
 
     def entry_rank(self, rank: int | None) -> int | None:
         """The rank of Δ that an entry must hold, for a Δ in factors of this rank; None where Δ becomes dense."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from mergestream.algebra.drawing import chosen
 from mergestream.algebra.lowrank import Value, dense
 from mergestream.digest import json_digest
-from mergestream.methods.base import Absorbed, Context, State, absorb_in_turn, parameter
+from mergestream.methods.base import Absorbed, Context, Method, State, parameter
 from mergestream.methods.task_arithmetic import TaskArithmetic
 
 
@@ -26,6 +25,7 @@ class DARE(TaskArithmetic):
 
     name = "dare"
     factored = False
+    absorb_all = Method.absorb_all
 
     density: float = parameter(0.5, "d, the share of the entries that is kept", above=0, at_most=1)
     seed: int = parameter(0, "of the choice of entries", at_least=0)
@@ -34,9 +34,6 @@ class DARE(TaskArithmetic):
         kept = thinned(dense(delta), self.density, self.seed, context)
         rescaled = kept / self.density
         return Absorbed({"sum": rescaled if state is None else state["sum"] + rescaled}, kept)
-
-    def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
-        return absorb_in_turn(self, deltas, contexts)
 
 
 def thinned(delta: Tensor, density: float, seed: int, context: Context) -> Tensor:
