@@ -55,10 +55,6 @@ class Registry(Mapping[str, T], Generic[T]):
         distribution = self._external[name].dist
         return f"{distribution.name} {distribution.version}" if distribution else "an entry point"
 
-    def place(self, name: str) -> str | None:
-        """The ``module:attribute`` of a built-in plug-in."""
-        return self._own.get(name)
-
     def __getitem__(self, name: str) -> T:
         if name in self._own:
             module, _, attribute = self._own[name].partition(":")
