@@ -61,7 +61,6 @@ def _scalars(store: Store, entry: Expert) -> dict[str, float]:
         "kept": entry.kept,
         "seconds": entry.seconds,
         "rank": entry.rank or None,
-        "lost": entry.lost or None,
     }
     if entry.cut:  # in a ledger, the readout decides the scale
         survival, damage = store.survival(), store.damage()

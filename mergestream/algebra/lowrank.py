@@ -221,11 +221,6 @@ class LowRank:
         right = self.right.combine(root[:, None] * vh[:keep])
         return left, right, float(s[keep:].square().sum())
 
-    def truncate(self, rank: int) -> tuple[LowRank, float]:
-        """The nearest matrix of at most this rank, in bases of its numerical rank, and the energy that it lacks."""
-        left, right, lost = self.factors(rank)
-        return LowRank.from_factors(left, right, self.dtype, self.shape), lost
-
 
 Value = Tensor | LowRank
 
@@ -274,18 +269,13 @@ class FactorBounds:
     core: tuple[int, int]
 
     @classmethod
-    def after(
-        cls, shape: tuple[int, ...], before: Iterable[tuple[int, int]], rank: int, max_rank: int | None
-    ) -> FactorBounds | None:
+    def after(cls, shape: tuple[int, ...], before: Iterable[tuple[int, int]], rank: int) -> FactorBounds | None:
         """Of slots with bases of these ranks that absorb a task vector of ``rank``; None where the dense tensor
         takes no more."""
         m, n = pieces.matrix_shape(shape)
         ranks = [(0, 0), *before]
         a, b = min(max(left for left, _ in ranks) + rank, m), min(max(right for _, right in ranks) + rank, n)
-        new = min(rank, m), min(rank, n)
-        if max_rank is not None and max(a, b) > max_rank:
-            new = a, b = min(a, max_rank), min(b, max_rank)
-        bounds = cls((m, n), new, (a, b))
+        bounds = cls((m, n), (min(rank, m), min(rank, n)), (a, b))
         return bounds if bounds.stored < m * n or not a else None
 
     @property

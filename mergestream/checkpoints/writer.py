@@ -79,11 +79,6 @@ class SafetensorsWriter(Collector):
         """The size of all files."""
         return sum(plan.size for plan in self._plans)
 
-    @property
-    def written(self) -> int:
-        """The number of complete tensors."""
-        return len(self._written)
-
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor; ValueError if it does not match the layout."""
         if tuple(tensor.shape) != self._layout[name].shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.options import MethodOptions, RunningOptions, argument, arguments_of, at_least, repeated, switch
+from mergestream.cli.options import MethodOptions, RunningOptions, argument, arguments_of, repeated, switch
 from mergestream.cli.printing import answer, counts_text, say
 from mergestream.cli.status import status_json
 
@@ -13,7 +13,7 @@ mergestream init store --base path/to/base
 mergestream init store --base org/model@main --method ties --set density=0.1 --set mode=streaming
 mergestream init store --base bert --heads 'classifier.*' --not-linear '*.pooler.*'
 mergestream init s3://bucket/store --base s3://models/llama
-mergestream init store --base org/model --config-only --max-rank 64    # for adapters only
+mergestream init store --base org/model --config-only    # for adapters only
 """
 
 
@@ -23,9 +23,6 @@ class Options(MethodOptions, RunningOptions):
     heads: list[str] = repeated("--heads GLOB", "tensors to keep per expert instead of merging them")
     keep: int = argument("--keep N", "earlier steps to keep for undo (1)", type=int, default=1)
     config_only: bool = switch("--config-only", "fetch the base's weights only when they are needed")
-    max_rank: int | None = argument(
-        "--max-rank K", "limit the rank of merged adapters (no limit: exact)", type=at_least(1)
-    )
 
 
 def run(options: Options) -> None:

@@ -48,7 +48,7 @@ def _print_experts(method: str, history: Sequence[Expert], held: Mapping[str, fl
 
     scale_name, _ = displayed_scale(method, 1.0)
     headings = ["expert", "added", "digest", "step", "‖Δ‖"]
-    headings += ["held", "slots"] if held else ["kept", scale_name, "rank", "dropped"]
+    headings += ["held", "slots"] if held else ["kept", scale_name, "rank"]
     rows = []
     for number, entry in enumerate(history, 1):
         row: list[object] = [entry.name, entry.added, entry.digest[:12], number, f"{entry.norm:.4g}"]
@@ -56,8 +56,7 @@ def _print_experts(method: str, history: Sequence[Expert], held: Mapping[str, fl
             row += [f"{held[entry.name]:.1%}", entry.cut]
         else:
             _, scale = displayed_scale(method, entry.scale)
-            dropped = f"{entry.lost:.2%}" if entry.lost else "-"
-            row += [f"{entry.kept:.1%}", f"{scale:.4g}", entry.rank or "-", dropped]
+            row += [f"{entry.kept:.1%}", f"{scale:.4g}", entry.rank or "-"]
         rows.append(row)
     print_table(headings, rows, left=3)
 

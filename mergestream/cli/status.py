@@ -90,9 +90,7 @@ def status_json(store: Store) -> dict[str, Any]:
         "ledger": ledger,
         "experts": manifest.names,
         "keep": manifest.keep,
-        "max_rank": manifest.max_rank,
         "rank": last.rank if last else 0,
-        "lost": [entry.lost for entry in manifest.history],
         "heads": manifest.base.heads,
         "counts": dict(sorted(Counter(tensor.role for tensor in manifest.base.tensors.values()).items())),
         "tensors": [

@@ -55,7 +55,6 @@ def make_recipe(
         "form": {**defaults, **form},
         "result": result,
         "readout": asdict(choice or ReadoutChoice()),
-        "max_rank": manifest.max_rank,
         # An expert that is subtracted from a sum leaves a gap in the numbers, and rounding errors in the result.
         "exact": bool(manifest.entries) or [entry.number for entry in history] == [*range(1, len(history) + 1)],
     }

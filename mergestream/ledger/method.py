@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 from mergestream.algebra.lowrank import Basis, LowRank, Value, dense, squared_norm
 from mergestream.algebra.svd import thin_svd
 from mergestream.algebra.truncated import truncated_svd
-from mergestream.errors import UsageError
 from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
 
 FEWEST = 8
@@ -125,10 +124,6 @@ class Ledger(Method):
 
     def shortened(self, entry: Mapping[str, Tensor], context: Context) -> Mapping[str, Tensor]:
         return cut_entry(entry, self.directions(context, context.t))
-
-    def check_max_rank(self, max_rank: int) -> None:
-        super().check_max_rank(max_rank)
-        raise UsageError(f"the size of a {self.name} is bounded by its budget: --set budget=…, not by a rank")
 
     def direction(self, state: State, context: Context) -> Value:
         """The expert's task vector as its entry has it."""

@@ -57,6 +57,18 @@ class TensorPlan:
         return max(self.bounds.core) if self.bounds else self.context.rank or 0
 
 
+def factor_bounds(context: Context, rank: int | None, state: StepFiles | None) -> FactorBounds | None:
+    """The space that a tensor's factors may take with Δ of this rank absorbed; None where the tensor becomes dense.
+
+    So adapters are absorbed into an accumulator exactly, without multiplying them out. A tensor stays in factors while
+    every Δ arrives in factors, and the factors take less space than the dense tensor.
+    """
+    if rank is None:
+        return None
+    ranks = state.ranks(context.tensor) if state is not None else []
+    return None if ranks is None else FactorBounds.after(context.shape, ranks, rank)
+
+
 def tensor_context(model: BaseModel, name: str, t: int, rank: int | None = None, expert: str = "") -> Context:
     """What a method may know of a tensor of the base after t experts."""
     tensor = model.tensors[name]

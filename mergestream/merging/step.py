@@ -24,8 +24,14 @@ from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.experts.vector import TaskVector
-from mergestream.merging.factored import factor_bounds, truncated_slots
-from mergestream.merging.plan import StepFiles, TensorPlan, streamed_memory, tensor_context, whole_memory
+from mergestream.merging.plan import (
+    StepFiles,
+    TensorPlan,
+    factor_bounds,
+    streamed_memory,
+    tensor_context,
+    whole_memory,
+)
 from mergestream.merging.thresholds import Thresholds, find_thresholds
 from mergestream.methods.base import Absorbed, Context, Method, State
 from mergestream.methods.scale import scale_value
@@ -64,11 +70,9 @@ class Outcome:
     """The digest of every dense slot of the new state"""
     factors: dict[str, Any] | None = None
     """What the writer must record of slots in factors"""
-    lost2: float = 0.0
-    """The energy that was cut off to bound the rank"""
 
     def __post_init__(self) -> None:
-        if not all(map(math.isfinite, (self.norm2, self.kept2, self.direction2 or 0.0, self.lost2))):
+        if not all(map(math.isfinite, (self.norm2, self.kept2, self.direction2 or 0.0))):
             raise OverflowError
 
     @property
@@ -92,8 +96,6 @@ class Totals:
     """By the method's own rule; 1/λ_t of OPCM"""
     kept: float
     """The share of ‖Δ_t‖² that entered the state"""
-    lost: float = 0.0
-    """The share of the state's energy that was cut off to bound its rank"""
 
     @property
     def distance(self) -> float | None:
@@ -116,9 +118,7 @@ def total(method: Method, t: int, previous_mean: float, outcomes: Collection[Out
     measured = [outcome.direction2 for outcome in outcomes if outcome.direction2 is not None]
     direction_norm = math.sqrt(math.fsum(measured)) if len(measured) == len(outcomes) else None
     scale = scale_value(method.scale_rule, t, mean_norm, lambda: direction_norm or 0.0)
-    lost2 = math.fsum(outcome.lost2 for outcome in outcomes)
-    lost = lost2 / (lost2 + (direction_norm or 0.0) ** 2) if lost2 else 0.0
-    return Totals(t, norm, mean_norm, direction_norm, scale, kept2 / norm2 if norm2 else 1.0, lost)
+    return Totals(t, norm, mean_norm, direction_norm, scale, kept2 / norm2 if norm2 else 1.0)
 
 
 OVERFLOWS = (ArithmeticError, torch.linalg.LinAlgError)
@@ -160,7 +160,6 @@ class Step:
     state: StepFiles | None = None
     """The state after these; None before the first expert, and where an expert becomes an entry of its own"""
     device: str = "cpu"
-    max_rank: int | None = None
     measure_direction: bool = False
     """Whether to measure ‖direction‖ even where the method's scale does not need it"""
     subtract: bool = False
@@ -181,7 +180,7 @@ class Step:
             context = tensor_context(vector.model, name, t, method.entry_rank(rank), self.expert)
             layout, is_whole = method.layout(context), method.is_whole(context)
             if method.keeps_factors:
-                bounds = factor_bounds(context, rank, self.state, self.max_rank)
+                bounds = factor_bounds(context, rank, self.state)
             if bounds:
                 memory = bounds.workspace
             else:
@@ -194,9 +193,8 @@ class Step:
 
     @cached_property
     def measures_direction(self) -> bool:
-        """Whether ‖direction‖ is measured: for the scale, for the share that bounding the rank costs, or on demand."""
-        wanted = self.measure_direction or self.method.scale_rule == "adaptive" or self.max_rank is not None
-        return wanted and self.method.has_direction
+        """Whether ‖direction‖ is measured: for the scale, or on demand."""
+        return self.method.has_direction and (self.measure_direction or self.method.scale_rule == "adaptive")
 
     def run(self, engine: Engine, writer: StateWriter, *, done: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
         """Absorb all tensors that are not done, the largest first; yields their outcomes as they finish."""
@@ -260,13 +258,15 @@ class Step:
         """The same in factors, which are small: always on the CPU and in one piece."""
         name, delta = context.tensor, self.vector.factors(context.tensor)
         absorbed = self.method.absorb(self._state_before(name), -delta if self.subtract else delta, context)
-        slots, lost2 = truncated_slots(self.method, absorbed, self.max_rank)
-        for value in slots.values():
+        slots: dict[str, LowRank] = {}
+        for slot, value in absorbed.state.items():
+            assert isinstance(value, LowRank), f"{self.method.name} does not keep {slot} in factors"
             refuse_overflow(value.core)
+            slots[slot] = value
         direction2 = squared_norm(self.method.direction({**slots}, context)) if self.measures_direction else None
         kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
         outcome = self._outcome(name, absorbed, kept2, direction2, {})
-        return dataclasses.replace(outcome, factors=writer.write_factors(name, slots), lost2=lost2)
+        return dataclasses.replace(outcome, factors=writer.write_factors(name, slots))
 
     def _checked(self, absorbed: Absorbed, plan: TensorPlan, piece: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """The dense slots on the CPU, with the shapes that the method has laid out, or that of a ``piece``."""

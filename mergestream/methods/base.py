@@ -202,11 +202,6 @@ class Method(ABC):
         """An entry of one tensor as it is read with ``context.t`` experts."""
         return entry
 
-    def check_max_rank(self, max_rank: int) -> None:
-        """Refuse a bound on the rank of the state that makes no sense for this method."""
-        if max_rank < 1:
-            raise UsageError(f"max_rank={max_rank} must be at least 1")
-
     @property
     def parameters(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

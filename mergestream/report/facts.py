@@ -33,7 +33,7 @@ HIGH_OVERLAP = 0.5
 """Two experts respond to the same inputs above this; similar alphabets have 0.45"""
 MAX_LAYERS = 3
 """Layers that are named for each conflict"""
-_STATE_KEYS = ("scale", "direction_norm", "distance", "lost", "rank")
+_STATE_KEYS = ("scale", "direction_norm", "distance", "rank")
 """What an expert in a ledger does not have: the readout decides it, or there is nothing to bound"""
 _INTERFERENCE_KEYS = ("experts", "layers", "damage", "layer_damage", "overlap")
 _TENSOR_KEYS = ("role", "rule", "dtype", "shape", "norm", "digest")
@@ -231,7 +231,6 @@ def _commands(store: str, manifest: Manifest) -> Iterator[str]:
     init += repeat("--linear", manifest.base.linear)
     init += repeat("--not-linear", manifest.base.not_linear)
     init += repeat("--heads", manifest.base.heads)
-    init += ["--max-rank", str(manifest.max_rank)] if manifest.max_rank is not None else []
     init += ["--config-only"] if not manifest.base.measured else []
     yield shell_command(["mergestream", *init, "--keep", str(manifest.keep)])
     for entry in manifest.history:

@@ -280,7 +280,6 @@ def open_candidate(
             absorbed=manifest.step,
             state=files.enter_context(open_files(store, manifest)).state if absorbs else None,
             device=store.engine.device,
-            max_rank=manifest.max_rank,
             measure_direction=measure_distance,
             subtract=subtract,
         )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _COLUMNS = (
-    *("name", "added", "norm", "kept", "scale", "mean_norm", "distance", "score", "rank", "lost", "seconds"),
+    *("name", "added", "norm", "kept", "scale", "mean_norm", "distance", "score", "rank", "seconds"),
     *("source", "digest"),
 )
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of
@@ -30,9 +27,6 @@ if TYPE_CHECKING:
     from mergestream.merging.interference import Interference
     from mergestream.merging.plan import StepFiles
     from mergestream.store.store import Store
-
-_PROBE = 16 << 20
-"""Bytes that are written at most to measure how fast that is"""
 
 
 def inspect_expert(store: Store, expert: ExpertSource, options: Mapping[str, Any]) -> Inspection:
@@ -74,39 +68,6 @@ def _interference(candidate: Candidate, entry: StepFiles) -> Interference | None
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """How long adding the expert will take."""
-
-    seconds: float
-    absorbing: float
-    """Measured while inspecting it"""
-    writing: float
-    """The bytes of the new step over a measured rate; 0 where the store is not on a local disk"""
-    writes: int
-    """Bytes"""
-
-    @classmethod
-    def of(cls, absorbing: float, writes: int, directory: Path | None) -> Estimate:
-        writing = write_seconds(directory, writes) if directory else 0.0
-        return cls(round(absorbing + writing, 3), absorbing, writing, writes)
-
-
-def write_seconds(directory: Path, nbytes: int) -> float:
-    """How long it takes until so many bytes are on the disk, by a sample; 0 where nothing may be written."""
-    block = bytes(1 << 16)
-    count = max(1, min(_PROBE, nbytes) // len(block))
-    try:
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            started = time.perf_counter()
-            for _ in range(count):
-                file.write(block)
-            os.fsync(file.fileno())
-            return (time.perf_counter() - started) * nbytes / (count * len(block))
-    except OSError:
-        return 0.0
-
-
-@dataclass(frozen=True)
 class TensorInspection:
     """One tensor: its role, what would happen to it, how far it moved and how much would be kept."""
 
@@ -145,9 +106,7 @@ class Inspection:
     distance: float | None
     fates: Mapping[str, int]
     seconds: float
-    """How long adding it will take: absorbing, as measured, and writing, as predicted"""
-    predicted: Estimate
-    """The same in its parts"""
+    """How long absorbing it took; adding it takes a little longer"""
     memory: int
     """Bytes of RAM for tensors at the peak, with the engine's number of workers"""
     disk: int
@@ -167,7 +126,6 @@ class Inspection:
         store, totals, before = candidate.store, candidate.totals, candidate.mean_norm_before
         peaks = sorted((plan.memory for plan in candidate.step.plans.values()), reverse=True)
         disk = sum(spec.nbytes for spec in (*candidate.layout.values(), *candidate.blocks.values()))
-        predicted = Estimate.of(seconds, disk, store.storage.path())
         return cls(
             source=candidate.source,
             method=store.manifest.method,
@@ -179,8 +137,7 @@ class Inspection:
             scale=None if interference else totals.scale,
             distance=None if interference else totals.distance or 0.0,
             fates=candidate.fates,
-            seconds=predicted.seconds,
-            predicted=predicted,
+            seconds=round(seconds, 3),
             memory=sum(peaks[: store.engine.workers]),
             disk=disk,
             tensors={name: TensorInspection.of(candidate, name) for name in candidate.vector.names},

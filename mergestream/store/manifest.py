@@ -90,8 +90,6 @@ class Expert:
     """‖direction‖; None where it was not measured"""
     distance: Magnitude | None
     """‖merged − θ⁰‖ by the method's own scale, where it is known"""
-    lost: Magnitude
-    """The share of the state's energy that was cut off to bound its rank"""
     rank: Count
     """The largest rank that a tensor in factors may have now; in a ledger, that of an adapter; 0 where all are dense"""
     state: str
@@ -112,6 +110,8 @@ class Expert:
     """Suffix of its folders in a bucket: no two writers have the same folder"""
     given: str = ""
     """The path or id that the user gave; empty where it is not known, or for a model in memory"""
+    lost: Magnitude = 0.0
+    """The share of the state's energy that a bound on its rank has cut off; 0 since 0.3, which has none"""
 
     @property
     def is_entry(self) -> bool:
@@ -149,8 +149,6 @@ class Manifest:
     parameters: Mapping[str, Plain]
     base: BaseModel
     keep: Count
-    max_rank: Number | None = None
-    """The largest rank of a state in factors"""
     history: tuple[Expert, ...] = ()
     commit: str = ""
     """In object storage: a new random mark for every commit"""
@@ -285,7 +283,7 @@ class Manifest:
             "step": self.step,
             "method": {"name": self.method, "parameters": dict(self.parameters)},
             "keep": self.keep,
-            "max_rank": self.max_rank,
+            "max_rank": None,  # a bound that was dropped in 0.3; older versions need the key
             "base": self.base.to_json(),
             "history": [dataclasses.asdict(expert) for expert in self.history],
             **({"commit": self.commit} if self.commit else {}),
@@ -337,7 +335,7 @@ class Manifest:
         if content["step"] != len(history):
             raise invalid_file(path, f"it is at step {content['step']} with {counted(len(history), 'expert')}")
         method, base = content["method"], BaseModel.from_json(content["base"], path)
-        chosen = method["name"], method["parameters"], base, content["keep"], content["max_rank"]
+        chosen = method["name"], method["parameters"], base, content["keep"]
         found = cls(*chosen, history, content.get("commit", ""))
         if found.is_ledger and not isinstance(found.parameters.get("budget"), int | float):
             raise invalid_file(path, "it is a ledger without a budget")

@@ -31,8 +31,6 @@ class StepStorage:
         self._storage, self._name, self._folder = storage, folder, f"steps/{folder}"
         self._temporary = ExitStack()
         self._draft = storage.path(self._folder) or self._temporary.enter_context(storage.workspace())
-        self._lines: list[str] = []
-        self._durable = 0
 
     def begin(self, plan: Mapping[str, Any], *, resumable: bool) -> bool:
         """Write the plan; returns whether an interrupted run with the same plan is continued."""
@@ -56,22 +54,14 @@ class StepStorage:
                 if digest == text_digest(text):
                     yield json.loads(text)
 
-    def record(self, entry: Mapping[str, Any], durable: int) -> None:
-        """Add a line to the journal. It is written once ``durable``, the number of tensors that are safe, grows."""
-        text = json.dumps(entry)
-        self._lines.append(f"\n{text_digest(text)} {text}")
-        if durable > self._durable:
-            self._durable = durable
-            self._write_journal()
-
-    def _write_journal(self) -> None:
-        if not self._lines or not self._storage.has_lock:
+    def record(self, entry: Mapping[str, Any]) -> None:
+        """Add a line to the journal, if the step can be resumed."""
+        if not self._storage.has_lock:
             return
-        path = self._draft / JOURNAL
+        text, path = json.dumps(entry), self._draft / JOURNAL
         try:
             with path.open("ab", buffering=0) as file:
-                file.write("".join(self._lines).encode())
-            self._lines.clear()
+                file.write(f"\n{text_digest(text)} {text}".encode())
         except OSError as error:
             raise write_error(path, error) from error
 
@@ -95,9 +85,7 @@ class StepStorage:
         self._temporary.close()
 
     def close(self) -> None:
-        """Write the rest of the journal, and remove temporary files; on a disk the step can be resumed."""
-        with suppress(MergestreamError):  # a few tensors are done again
-            self._write_journal()
+        """Remove temporary files; on a disk the step can be resumed."""
         self._temporary.close()
 
     def remove(self) -> None:

@@ -224,8 +224,7 @@ class StepWriter:
 
     def record(self, name: str, outcome: Outcome, expert_digest: str | None) -> None:
         """Write a finished tensor to the journal, so that a resumed run skips it."""
-        entry = {"tensor": name, "outcome": dataclasses.asdict(outcome), "expert": expert_digest}
-        self._files.record(entry, sum(writer.written for writer in (self._writer, self._factors.writer) if writer))
+        self._files.record({"tensor": name, "outcome": dataclasses.asdict(outcome), "expert": expert_digest})
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process writes tensors; the plan and the journal stay here."""

@@ -53,14 +53,12 @@ class Store:
         *,
         engine: Engine | None = None,
         progress: Progress | None = None,
-        manifest: Manifest | None = None,
     ) -> None:
-        """Open a store; ``manifest`` is the first one of a store that is being created."""
         self.storage = open_storage(path)
         self.storage.check()
         self.moved_base: BaseModel | None = None  # where the base was found, if the store is read-only
         self.replaced_commit = ""  # by our last commit: another writer that has read it can no longer win
-        self.manifest = manifest or Manifest.load(self.storage)
+        self.manifest = Manifest.load(self.storage)
         self.progress = progress or default_progress()
         self.engine: Engine = engine or LocalEngine()
 
@@ -75,7 +73,6 @@ class Store:
         not_linear: Sequence[str] = (),
         heads: Sequence[str] = (),
         keep: int = 1,
-        max_rank: int | None = None,
         config_only: bool = False,
         engine: Engine | None = None,
         progress: Progress | None = None,
@@ -83,14 +80,20 @@ class Store:
         """Make an empty store for a base model; ``method`` is one, such as `OPCM`, or its name (the ledger by default).
 
         ``linear``, ``not_linear`` and ``heads`` are globs over tensor names: which weights are (not) linear, and which
-        tensors stay with each expert. ``keep`` is the number of earlier steps that are kept for ``undo``. ``max_rank``
-        bounds the rank of a state in factors (adapters only); without it nothing is cut off. With ``config_only`` the
-        base's weights are not read before a full export or a full checkpoint needs them.
+        tensors stay with each expert. ``keep`` is the number of earlier steps that are kept for ``undo``. With
+        ``config_only`` the base's weights are not read before a full export or a full checkpoint needs them.
         """
-        from mergestream.store.create import create_store
+        from mergestream.methods import as_method
+        from mergestream.store.create import check_free, examine_base, write_first_manifest
+        from mergestream.store.maintain import check_keep
 
-        globs, kept = {"linear": linear, "not_linear": not_linear, "heads": heads}, (keep, max_rank)
-        return create_store(cls, path, base, method, globs, kept, config_only, engine, progress)
+        storage, method = open_storage(path), as_method(method)
+        check_free(storage)
+        check_keep(keep)
+        globs = {"linear": linear, "not_linear": not_linear, "heads": heads}
+        model = examine_base(base, config_only, engine, progress, **globs)
+        write_first_manifest(storage, Manifest(method.name, method.parameters, model, keep))
+        return cls(storage, engine=engine, progress=progress)
 
     def __repr__(self) -> str:
         return f"<Store {str(self.storage)!r}: {self.manifest.summary}, base {self.manifest.base.source!r}>"

@@ -35,41 +35,26 @@ def read_consistently(store: Store, read: Callable[[], Result]) -> Result:
         manifest = store.manifest
         try:
             found = read()
+            if store.manifest == manifest:  # else `read` has opened a snapshot of a newer one
+                return found
+        except UsageError:
+            raise
         except (MergestreamError, OSError):
             met = store.manifest
             store.refresh()
-            if met == manifest == store.manifest:  # a manifest that `open_snapshot` has met may be gone again
+            if met == manifest == store.manifest:  # a manifest that `read` has met may be gone again
                 raise
-        else:
-            if store.manifest == manifest:  # else `open_snapshot` has met a newer one
-                return found
 
 
 def open_snapshot(store: Store, step: int | None) -> Snapshot:
-    """The store after a step (None: the last one).
+    """The store after a step (None: the last one)."""
 
-    A writer may commit at the same time, undo steps and write others under their numbers: both count only if the
-    manifest is the same before and after they were read.
-    """
-    store.refresh()
-    while True:
-        manifest = store.manifest
-        number = manifest.step if step is None else step
+    def opened() -> Snapshot:
+        number = store.manifest.step if step is None else step
         _check_kept(store, number)
-        with ExitStack() as opened:
-            try:
-                snapshot = opened.enter_context(open_files(store, manifest.at(number)))
-            except UsageError:  # an unknown method
-                raise
-            except MergestreamError:
-                store.refresh()
-                if store.manifest == manifest:
-                    raise
-                continue
-            store.refresh()
-            if store.manifest == manifest:
-                opened.pop_all()
-                return snapshot
+        return open_files(store, store.manifest.at(number))
+
+    return read_consistently(store, opened)
 
 
 def open_files(store: Store, manifest: Manifest) -> Snapshot:

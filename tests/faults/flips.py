@@ -95,7 +95,7 @@ def _printed(*words: object) -> Callable[[Made, Path], tuple[Outcome, object]]:
 
 def _inspect(made: Made, out: Path) -> tuple[Outcome, object]:
     outcome = command("inspect", made.path, made.third, "--json")
-    return outcome, {**json.loads(outcome.out), "seconds": None, "predicted": None} if outcome.code == 0 else None
+    return outcome, {**json.loads(outcome.out), "seconds": None} if outcome.code == 0 else None
 
 
 def _add(made: Made, out: Path) -> tuple[Outcome, object]:

@@ -159,7 +159,6 @@ def test_what_does_not_add_up_is_read_out_plainly_only(
         (["--set", "budget=9"], "at most 8"),
         (["--set", "entries=float16"], "is not one of bfloat16, float32"),
         (["--set", "svd=quick"], "is not one of auto, exact, randomised"),
-        (["--max-rank", "4"], "bounded by its budget"),
     ],
 )
 def test_wrong_parameters(mergestream: RunCommand, toys: Toys, tmp_path: Path, settings: Any, sentence: str) -> None:

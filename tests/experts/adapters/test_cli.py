@@ -31,20 +31,15 @@ def adapters(tmp_path: Path) -> Any:
 
 def test_from_init_to_an_adapter(tmp_path: Path, toys: Toys, cli: Any, adapters: Any) -> None:
     store, out = tmp_path / "store", tmp_path / "merged"
-    cli("init", store, "--base", toys.base, "--method", "opcm", "--max-rank", 2)
+    cli("init", store, "--base", toys.base, "--method", "opcm")
     printed = cli("add", store, *adapters)
     assert "step 3: poems" in printed.out
-    facts = json.loads(cli("status", store, "--json").out)
-    assert facts["max_rank"] == facts["rank"] == 2
-    assert facts["lost"][:2] == [0, 0]
-    assert 0 < facts["lost"][2] < 1
-    log = cli("log", store).out
-    assert "dropped" in log
-    assert f"{facts['lost'][2]:.2%}" in log
-    assert json.loads(cli("log", store, "--json").out)[2]["lost"] == facts["lost"][2]
+    rank = json.loads(cli("status", store, "--json").out)["rank"]
+    assert rank > 2
+    assert json.loads(cli("log", store, "--json").out)[2]["rank"] == rank
     assert "merged by opcm, exactly" in cli("export", store, out, "--format", "lora").out
     assert "of the energy left out" in cli("export", store, tmp_path / "small", "--format", "lora", "--rank", 1).out
-    assert json.loads((out / "adapter_config.json").read_text())["r"] == 2
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == rank
     cli("export", store, tmp_path / "full")
     cli("verify", store)
 

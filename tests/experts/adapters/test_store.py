@@ -146,44 +146,6 @@ def test_twenty_adapters_until_dense_is_cheaper(tmp_path: Path, workshop: Any) -
     assert_same_model(store.export(tmp_path / "a"), dense.export(tmp_path / "b"), base, 1e-6)
 
 
-def test_a_bounded_rank_is_the_nearest_and_tells_what_it_costs(
-    tmp_path: Path, material: tuple[Path, list[Path], list[Path]]
-) -> None:
-    base, adapters, _ = material
-    exact = store_of(tmp_path / "exact", base, adapters, Average())
-    bounded = store_of(tmp_path / "bounded", base, adapters, Average(), max_rank=3)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    total, kept = exact.snapshot().state.read(name)["sum"], bounded.snapshot().state.read(name)["sum"]
-    assert (total.rank, kept.rank) == (6, 3)
-    assert [entry.lost for entry in exact.history] == [0, 0, 0]
-    assert bounded.history[0].lost == 0
-    assert 0 < bounded.history[2].lost < 1
-    assert bounded.history[1].rank == bounded.history[2].rank == 3
-    after_two = store_of(tmp_path / "two", base, adapters[:2], Average()).snapshot().state.read(name)["sum"]
-    cut = store_of(tmp_path / "cut", base, adapters[:2], Average(), max_rank=3)
-    u, s, vh = torch.linalg.svd(after_two.dense())
-    assert torch.allclose(cut.snapshot().state.read(name)["sum"].dense(), u[:, :3] * s[:3] @ vh[:3], atol=1e-12)
-    energy = 0.0
-    for tensor, info in exact.manifest.base.tensors.items():
-        if len(info.shape) == 2:
-            value = Store(tmp_path / "two").snapshot().state.read(tensor)["sum"]
-            assert isinstance(value, LowRank)
-            energy += float(torch.linalg.svdvals(value.dense())[3:].square().sum())
-    two = Store(tmp_path / "two")
-    whole = two.snapshot().reading(two.engine).norm(two.engine) ** 2
-    assert cut.history[-1].lost == pytest.approx(energy / whole, rel=1e-6)
-    bounded.verify()
-
-
-def test_bounded_rank_with_every_factored_method(tmp_path: Path, material: tuple[Path, list[Path], list[Path]]) -> None:
-    base, adapters, _ = material
-    for method in FACTORED:
-        store = store_of(tmp_path / str(method), base, adapters, method, max_rank=2)
-        store.verify()
-        state, name = store.snapshot().state, "model.layers.0.self_attn.q_proj.weight"
-        assert all(max(ranks) <= 2 for ranks in state.ranks(name))
-
-
 def test_bytes_do_not_depend_on_workers(tmp_path: Path, material: tuple[Path, list[Path], list[Path]]) -> None:
     base, adapters, _ = material
     one = store_of(tmp_path / "one", base, adapters, OPCM(), engine=LocalEngine(1))
