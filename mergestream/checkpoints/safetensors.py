@@ -146,7 +146,9 @@ def _read_header(
         convert(header.pop("__metadata__", {}), dict[str, str])
     except (ValueError, RecursionError) as error:
         raise MergestreamError(f"{path} is no safetensors file or has a corrupt header ({error}); {_AGAIN}") from error
-    entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
+    entries: dict[str, _Entry] = {}
+    for name, entry in header.items():
+        entries[name] = _check_entry(path, name, entry)
     _check_offsets(path, entries, size - 8 - length)
     tensors = {name: TensorInfo(entry.dtype, entry.shape, path.name) for name, entry in entries.items()}
     data = 8 + length

@@ -29,7 +29,6 @@ from mergestream.store.manifest import Expert, Options, folder_name
 from mergestream.store.records import drop_record, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader, StepWriter, slot_name
-from mergestream.store.transaction import open_files
 
 if TYPE_CHECKING:
     from mergestream.experts.vector import TaskVector
@@ -278,7 +277,7 @@ def open_candidate(
             vector=vector,
             expert=known_name,
             absorbed=manifest.step,
-            state=files.enter_context(open_files(store, manifest)).state if absorbs else None,
+            state=files.enter_context(Snapshot.open(store.storage, manifest)).state if absorbs else None,
             device=store.engine.device,
             measure_direction=measure_distance,
             subtract=subtract,

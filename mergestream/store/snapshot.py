@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import TensorSpec, dtype_name
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.files import allow_open_files
 from mergestream.progress import Progress
 from mergestream.schema import invalid_file
@@ -43,16 +42,19 @@ class Snapshot:
 
     @classmethod
     def open(cls, storage: Storage, manifest: Manifest) -> Snapshot:
-        entries = manifest.needed
-        allow_open_files(len(entries))
-        with ExitStack() as opened:
-            readers: dict[int, StepReader] = {}
-            snapshot = cls(storage, manifest, readers)
-            for entry in entries:
+        """Open the files that a manifest names."""
+        allow_open_files(len(manifest.needed))
+        readers: dict[int, StepReader] = {}
+        snapshot = cls(storage, manifest, readers)
+        try:
+            for entry in manifest.needed:
                 readers[entry.number] = StepReader(storage, entry)
-                opened.callback(readers[entry.number].close)
             snapshot._check_layout()
-            opened.pop_all()
+        except BaseException as error:
+            snapshot.close()
+            if isinstance(error, UsageError) or not isinstance(error, MergestreamError | OSError):
+                raise
+            raise MergestreamError(f"the state of step {manifest.step} cannot be read: {error}") from error
         return snapshot
 
     def _check_layout(self) -> None:

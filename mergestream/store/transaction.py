@@ -52,19 +52,9 @@ def open_snapshot(store: Store, step: int | None) -> Snapshot:
     def opened() -> Snapshot:
         number = store.manifest.step if step is None else step
         _check_kept(store, number)
-        return open_files(store, store.manifest.at(number))
+        return Snapshot.open(store.storage, store.manifest.at(number))
 
     return read_consistently(store, opened)
-
-
-def open_files(store: Store, manifest: Manifest) -> Snapshot:
-    """Open the files that a manifest names."""
-    try:
-        return Snapshot.open(store.storage, manifest)
-    except UsageError:
-        raise
-    except (MergestreamError, OSError) as error:
-        raise MergestreamError(f"the state of step {manifest.step} cannot be read: {error}") from error
 
 
 def _check_kept(store: Store, number: int) -> None:
