@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
