@@ -180,7 +180,8 @@ class StateReading(Reading):
         if name in self._ranks:
             return self._apply_readout(self.method.direction(self.state.read(name), context), context)
         state: State = {slot: value.to(self.device) for slot, value in self.state.entry(name).items()}
-        return dense(self._apply_readout(self.method.direction(state, context), context)).cpu()
+        direction = self._apply_readout(self.method.direction(state, context), context)
+        return direction.cpu() if isinstance(direction, Tensor) else direction
 
     def rank_bound(self, name: str) -> int | None:
         ranks = self._ranks.get(name)
@@ -198,12 +199,12 @@ class StateReading(Reading):
 
     @cached_property
     def memory(self) -> dict[str, int]:
-        sizes = {}
+        sizes = {name: self.state.memory(name) for name in self.model.merged}
         for name, tensor in self.model.tensors.items():
             context = self.contexts[name]
             is_streamed = not tensor.merges or name in self._ranks
-            sizes[name] = streamed_memory(context) if is_streamed else peak_memory(self.method, context)
-            sizes[name] += self.state.memory(name) if tensor.merges else 0
+            needed = streamed_memory(context) if is_streamed else peak_memory(self.method, context)
+            sizes[name] = sizes.get(name, 0) + needed
         return sizes
 
     def _norm2(self, name: str) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -134,7 +134,7 @@ class Store:
 
     def snapshot(self, step: int | None = None) -> Snapshot:
         """The store after a step (the last one by default), open for reading."""
-        return transaction.open_snapshot(self, step)
+        return transaction.read_consistently(self, partial(transaction.open_snapshot, self, step))
 
     def writing(self) -> AbstractContextManager[None]:
         """Be the only writer for a block."""

@@ -47,14 +47,10 @@ def read_consistently(store: Store, read: Callable[[], Result]) -> Result:
 
 
 def open_snapshot(store: Store, step: int | None) -> Snapshot:
-    """The store after a step (None: the last one)."""
-
-    def opened() -> Snapshot:
-        number = store.manifest.step if step is None else step
-        _check_kept(store, number)
-        return Snapshot.open(store.storage, store.manifest.at(number))
-
-    return read_consistently(store, opened)
+    """The store after a step (None: the last one), by the manifest that was read."""
+    number = store.manifest.step if step is None else step
+    _check_kept(store, number)
+    return Snapshot.open(store.storage, store.manifest.at(number))
 
 
 def _check_kept(store: Store, number: int) -> None:
