@@ -161,8 +161,9 @@ def test_the_package_alone_has_no_suites_and_says_where_they_are(tmp_path: Path)
 
 def test_the_package_holds_no_suite_data() -> None:
     """Fonts, packages to fetch and the paper's numbers are the repository's, not the users'."""
-    data = {path.suffix for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert data <= {".py", ".typed", ".js", ".css", ".html", ".md"}
+    files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {path.suffix for path in files} <= {".py", ".typed", ".js", ".css", ".html", ".md", ".json"}
+    assert [path.name for path in files if path.suffix == ".json"] == ["known_architectures.json"]
     names = {path.stem for path in PACKAGE.rglob("*.py")}
     assert not names & {"fetch", "fonts", "scripts", "vision", "text", "backbones", "training", "demo"}
 
