@@ -110,7 +110,7 @@ class BaseModel:
         }
         if not any(tensor.merges for tensor in tensors.values()):
             raise MergestreamError(f"{checkpoint.source} has no floating-point tensor to merge; give another base")
-        ties, spellings = tied_names(checkpoint, architecture, roles), model_names(checkpoint, architecture)
+        ties, spellings = tied_names(architecture, roles), model_names(checkpoint, architecture)
         return cls(checkpoint.source, tensors, ties, tuple(linear), tuple(not_linear), tuple(heads), spellings)
 
     @cached_property
@@ -161,9 +161,9 @@ class BaseModel:
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint whose headers are not those of this base."""
-        # A base that is known only by its configuration may be stored in any dtype.
+        # A base that is known only by its configuration may be stored in any dtype whose states are the same.
         found, known = (
-            {name: (spec.dtype if self.measured else "", spec.shape) for name, spec in tensors.items()}
+            {name: (spec.dtype if self.measured else spec.dtype == "F64", spec.shape) for name, spec in tensors.items()}
             for tensors in (checkpoint.tensors, self.tensors)
         )
         if found != known:
@@ -175,26 +175,19 @@ class BaseModel:
 
     def check_digest(self, checkpoint: Checkpoint, engine: Engine, progress: Progress) -> None:
         """Refuse a checkpoint that is not bit-identical to this base."""
-        self.check(checkpoint)
-        measured = measure_tensors(checkpoint, list(self.tensors), engine, progress)
+        measured = self.with_weights(checkpoint, engine, progress)
         for name, tensor in self.tensors.items():
-            if measured[name].digest != tensor.digest:
+            if measured.tensors[name].digest != tensor.digest:
                 raise base_changed(name, checkpoint)
 
     def with_weights(self, checkpoint: Checkpoint, engine: Engine, progress: Progress) -> BaseModel:
         """The same base, measured from a checkpoint with its weights, and with the stored dtypes."""
         self.check(checkpoint)
         measured = measure_tensors(checkpoint, list(self.tensors), engine, progress)
-        tensors = {}
-        for name, tensor in self.tensors.items():
-            dtype = checkpoint.tensors[name].dtype
-            found = dataclasses.replace(tensor, dtype=dtype, **measured[name]._asdict())
-            if found.state_dtype != tensor.state_dtype:
-                raise MergestreamError(
-                    f"{checkpoint.source} holds {name} as {dtype}, but the store was made for {tensor.dtype}; pass the "
-                    "original base with --base"
-                )
-            tensors[name] = found
+        tensors = {
+            name: dataclasses.replace(tensor, dtype=checkpoint.tensors[name].dtype, **measured[name]._asdict())
+            for name, tensor in self.tensors.items()
+        }
         return dataclasses.replace(self, source=checkpoint.source, tensors=tensors)
 
     def to_json(self) -> dict[str, Any]:

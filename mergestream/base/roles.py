@@ -9,12 +9,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from mergestream.base.architecture import Architecture
-from mergestream.checkpoints.layout import model_config
 from mergestream.digest import tensor_digest
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
     from mergestream.checkpoints import Checkpoint, TensorInfo
@@ -34,12 +33,8 @@ class TensorRole:
     """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), if the architecture is known"""
 
 
-class Tie(NamedTuple):
-    """Two names of one tensor, and the reason, which is printed before the name of the other tensor."""
-
-    first: str
-    second: str
-    reason: str
+Tie = tuple[str, str, str]
+"""Two names of one tensor, and the reason, which is printed before the name of the other tensor"""
 
 
 def find_roles(
@@ -56,24 +51,28 @@ def find_roles(
     expert. Of tied tensors, the embedding or else the first one has the role, and the others are ``tied`` to it.
     """
     found = {name: _find_role(name, info, architecture) for name, info in base.tensors.items()}
-    ties = [Tie(name, target, "shares storage with") for name, target in base.aliases.items()]
+    ties: list[Tie] = [(name, target, "shares storage with") for name, target in base.aliases.items()]
     ties += _ties_of_architecture(base, found, architecture)
     ties += _ties_by_bytes(base, found, architecture)
     chosen = _apply_options(base, found, linear, not_linear, heads)
     roles = found | chosen
-    for group in _groups([tie for tie in ties if found[tie.first].role != "copied"], found):
+    for group in _groups([tie for tie in ties if found[tie[0]].role != "copied"], found):
         roles |= _tied(group, found, chosen)
     return roles
 
 
-def tied_names(base: Checkpoint, architecture: Architecture, roles: Mapping[str, TensorRole]) -> dict[str, str]:
-    """Names that an expert may store and the base does not, because they are tied to a tensor of the base."""
-    if architecture.slots:
-        return _absent_names(architecture, roles)
-    words = [name for name, role in roles.items() if role.role == "embedding" and _usual_aliases(name)]
-    if len(words) != 1 or not _config_ties_embeddings(base):
-        return {}
-    return {alias: words[0] for alias in _usual_aliases(words[0]) if alias not in roles}
+def tied_names(architecture: Architecture, roles: Mapping[str, TensorRole]) -> dict[str, str]:
+    """Names that an expert may store and the base does not, each with the tensor of the base to which it is tied."""
+    slots = architecture.slots
+    stored = {architecture.slot_of(name): role.tied_to or name for name, role in roles.items()}
+    names: dict[str, str] = {}
+    for group in architecture.ties:
+        present = {stored[slot]: slots[slot].kind for slot in group if slot in stored}
+        for slot in set(group) - stored.keys():
+            # If head and embedding are stored with different values, the absent name is of its own kind.
+            like = [name for name, kind in present.items() if len(present) == 1 or kind == slots[slot].kind]
+            names |= {slot: like[0]} if len(like) == 1 else {}
+    return dict(sorted(names.items()))
 
 
 def model_names(base: Checkpoint, architecture: Architecture) -> dict[str, str]:
@@ -179,7 +178,7 @@ def _ties_of_architecture(base: Checkpoint, found: dict[str, TensorRole], archit
         names = [stored[slot][0] for slot in group if len(stored.get(slot, ())) == 1]
         classes = _classes_of_equal_bytes(base, names)
         for same in classes:
-            ties += [Tie(name, same[0], f"tied by {architecture.name} to") for name in same[1:]]
+            ties += [(name, same[0], f"tied by {architecture.name} to") for name in same[1:]]
         if len(classes) > 1:
             note = f" ({architecture.name} ties it, but the stored values differ)"
             found |= {name: replace(found[name], rule=found[name].rule + note) for name in names}
@@ -198,57 +197,38 @@ def _ties_by_bytes(base: Checkpoint, found: dict[str, TensorRole], architecture:
     Equal linear weights are no tie, because deepened models repeat layers. Constants are no tie, because two
     embeddings may both start at zero.
     """
-    known = {name for name in found if architecture.slot_of(name)}
-    by_form: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for name, role in found.items():
-        if role.role in ("linear", "embedding"):
-            info = base.tensors[name]
-            by_form.setdefault((info.dtype, info.shape), []).append(name)
+    shapes = {name: base.tensors[name].shape for name, role in found.items() if role.role in ("linear", "embedding")}
+    embeddings = {name: shape for name, shape in shapes.items() if found[name].role == "embedding"}
+    alike = [name for name, shape in shapes.items() if shape in embeddings.values()]
+    unknown = {name for name in alike if not architecture.slot_of(name)}
     ties: list[Tie] = []
-    for names in by_form.values():
-        if known.issuperset(names) or not any(found[name].role == "embedding" for name in names):
+    for same in _classes_of_equal_bytes(base, alike) if unknown else ():
+        embedding = next((name for name in same if name in embeddings), None)
+        if embedding is None or len(same) == 1:
             continue
-        for same in _classes_of_equal_bytes(base, names):
-            embedding = next((name for name in same if found[name].role == "embedding"), None)
-            if embedding is None or len(same) == 1 or _is_constant(base, embedding):
-                continue
-            others = [name for name in same if name != embedding and not known.issuperset((name, embedding))]
-            ties += [Tie(name, embedding, "same bytes as") for name in others]
+        values = base.read(embedding)
+        if values.numel() and values.min() != values.max():
+            others = [name for name in same if name != embedding and not unknown.isdisjoint((name, embedding))]
+            ties += [(name, embedding, "same bytes as") for name in others]
     return ties
 
 
 def _classes_of_equal_bytes(base: Checkpoint, names: Sequence[str]) -> list[list[str]]:
-    """Group names by equal dtype, shape and bytes; the first 1024 values separate most tensors."""
-    alike: dict[tuple[object, ...], list[str]] = {}
+    """Group names by equal dtype, shape and bytes."""
+    equal: dict[str, list[str]] = {}
     for name in names:
-        info = base.tensors[name]
-        start = tensor_digest(base.read(name).flatten()[:1024]) if len(names) > 1 else ""
-        alike.setdefault((info.dtype, info.shape, start), []).append(name)
-    equal: dict[tuple[object, ...], list[str]] = {}
-    for key, candidates in alike.items():
-        for name in candidates:
-            digest = tensor_digest(base.read(name)) if len(candidates) > 1 else ""
-            equal.setdefault((key, digest), []).append(name)
+        equal.setdefault(tensor_digest(base.read(name)) if len(names) > 1 else "", []).append(name)
     return list(equal.values())
-
-
-def _is_constant(base: Checkpoint, name: str) -> bool:
-    values = base.read(name)
-    return values.numel() == 0 or bool(values.min() == values.max())
 
 
 def _groups(ties: Iterable[Tie], order: Iterable[str]) -> list[dict[str, str]]:
     """Join ties into groups, in the base's order; each name has the reason why it is in its group."""
     groups: dict[str, dict[str, str]] = {}
-    for tie in ties:
-        joined = groups.setdefault(tie.second, {tie.second: tie.reason})
-        other = groups.setdefault(tie.first, {tie.first: tie.reason})
-        if joined is not other:
-            joined |= other
-            groups |= dict.fromkeys(other, joined)
-    rank = {name: position for position, name in enumerate(order)}
+    for first, second, reason in ties:
+        joined = groups.get(second, {second: reason}) | groups.get(first, {first: reason})
+        groups |= dict.fromkeys(joined, joined)
     unique = {id(group): group for group in groups.values()}.values()
-    return [dict(sorted(group.items(), key=lambda item: rank[item[0]])) for group in unique]
+    return [{name: group[name] for name in order if name in group} for group in unique]
 
 
 def _tied(
@@ -258,18 +238,13 @@ def _tied(
     options = {chosen[name].role if name in chosen else None: name for name in group}
     if options.keys() == {"head"}:
         return {}
-    if head := options.get("head"):
-        merged = next(name for role, name in options.items() if role != "head")
-        raise UsageError(
-            f"{chosen[head].rule} matches {head}, but not {merged}, which is tied to it and merged: match both or "
-            "neither"
+    if "head" not in options:
+        options.pop(None, None)
+    if len(options) > 1:
+        matches = (
+            f"{name} is matched by {chosen[name].rule if name in chosen else 'none'}" for name in options.values()
         )
-    if options.keys() >= {"linear", "other"}:
-        one, other = options["linear"], options["other"]
-        raise UsageError(
-            f"{one} is matched by {chosen[one].rule} and {other} by {chosen[other].rule}, but they are tied: narrow "
-            "one of them"
-        )
+        raise UsageError(f"{', '.join(matches)}, but they are tied: match all of them by one option, or none")
     canonical = next((name for name in group if found[name].role == "embedding"), next(iter(group)))
     roles = {
         name: replace(found[name], role="tied", rule=f"{reason} {canonical}", tied_to=canonical)
@@ -278,47 +253,3 @@ def _tied(
     decided = next((chosen[name] for name in group if name in chosen), found[canonical])
     roles[canonical] = replace(found[canonical], role=decided.role, rule=decided.rule)
     return roles
-
-
-# --- names of a tied tensor that the base does not store ---------------------------------------------------
-
-# The modules that common models tie to a word embedding, by the embedding's name.
-_TIED_TO = {
-    "embed_tokens": ("lm_head",),
-    "wte": ("lm_head",),
-    "word_embeddings": ("lm_head", "lm_head.decoder", "cls.predictions.decoder"),
-    "embed_in": ("embed_out",),
-    "shared": ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens"),
-}
-
-
-def _absent_names(architecture: Architecture, roles: Mapping[str, TensorRole]) -> dict[str, str]:
-    """The names in the architecture's ties that are not stored, each with the tensor that stands for it."""
-    slots, slot_of = architecture.slots, architecture.slot_of
-    stored = {slot_of(name): roles[name].tied_to or name for name in roles}
-    names: dict[str, str] = {}
-    for group in architecture.ties:
-        present = {stored[slot]: slots[slot].kind for slot in group if slot in stored}
-        spellings = {*group}.union(*map(_usual_aliases, present))
-        for spelling in sorted(spellings):
-            slot = slot_of(spelling)
-            if slot in group and slot not in stored:
-                # If head and embedding are stored with different values, the absent name is of its own kind.
-                like = [name for name, kind in present.items() if len(present) == 1 or kind == slots[slot].kind]
-                names |= {spelling: like[0]} if len(like) == 1 else {}
-    return names
-
-
-def _usual_aliases(name: str) -> list[str]:
-    """Common names of tensors tied to ``name``, with every prefix of its path."""
-    *path, owner, leaf = ["", *name.split(".")]
-    prefixes = ["".join(f"{piece}." for piece in path[1:depth]) for depth in range(1, len(path) + 1)]
-    return [f"{prefix}{alias}.{leaf}" for prefix in prefixes for alias in _TIED_TO.get(owner, ())]
-
-
-def _config_ties_embeddings(base: Checkpoint) -> bool:
-    try:
-        config = model_config(base.directory)
-        return {**(config.get("text_config") or {}), **config}.get("tie_word_embeddings") is True
-    except (MergestreamError, TypeError):  # a damaged config, or its text_config is no object
-        return False
