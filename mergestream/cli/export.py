@@ -44,7 +44,7 @@ EXACT = 1e-12
 @dataclass(frozen=True)
 class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
     out: str = argument("OUT", "the output directory, or s3://BUCKET/PATH")
-    task: str | None = argument("--task NAME", "include the head of this expert")
+    task: str | None = argument("--task NAME", "include the head of this expert; --readout expert:NAME implies it")
     format: str = argument(
         "--format",
         "a full model, one PEFT adapter (lora), or one adapter per expert of a ledger (loras) (full)",

@@ -45,6 +45,17 @@ def exporting(store: Store, output: Output) -> Iterator[tuple[Snapshot, Target]]
         yield snapshot, Target(draft, output, store.engine, store.progress)
 
 
+def export_model(store: Store, output: Output, choice: ReadoutChoice, draw: DrawPictures | None) -> None:
+    """Write a merged model of a store; a note names the heads that could be included."""
+    with exporting(store, output) as (snapshot, target):
+        tasks = snapshot.tasks
+        choice = choice.with_own_head(tasks)
+        write_model(snapshot, target, choice, draw)
+        if choice.task is None and tasks:
+            base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
+            target.progress.note(f"{output} has {base}; --task adds the head of an expert: {', '.join(tasks)}")
+
+
 def write_model(
     snapshot: Snapshot, target: Target, choice: ReadoutChoice | None = None, draw: DrawPictures | None = None
 ) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mergestream.checkpoints.location import public_name
@@ -19,6 +19,11 @@ class ReadoutChoice(Selection):
 
     scale: str | float | None = None
     task: str | None = None
+
+    def with_own_head(self, tasks: Collection[str]) -> ReadoutChoice:
+        """An expert that is read out alone brings its head, if it is one of the ``tasks`` and no other was chosen."""
+        is_implied = self.task is None and self.one_expert in tasks
+        return replace(self, task=self.one_expert) if is_implied else self
 
 
 def make_recipe(

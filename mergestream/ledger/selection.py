@@ -28,6 +28,12 @@ class Selection:
     """By expert; 1 for those that are not named"""
     balance: bool = False
 
+    @property
+    def one_expert(self) -> str | None:
+        """The expert that is read out alone, if one is."""
+        name, _, one = (self.readout or "").partition(":")
+        return one if name == "expert" and one else None
+
     def of_state(self, method: Method) -> StateReadout:
         """The readout of a state that has absorbed all experts."""
         if self.only or self.without or self.weights or self.balance or (self.readout or "").startswith(ONE_EXPERT):

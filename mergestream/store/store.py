@@ -262,20 +262,17 @@ class Store:
         ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for other methods ``plain`` or ``iso``. Experts of a ledger can
         be selected (``only``, ``without``), weighted (``weights``) and balanced (``balance``). ``scale`` is a number,
         or ``adaptive``, ``sqrt`` or ``mean`` where the readout adds up. ``task`` names the expert whose head replaces
-        the base's; ``command`` goes into the model card, and ``pictures`` beside it.
+        the base's (with ``expert:NAME`` that expert, if it has one); ``command`` goes into the model card, and
+        ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
-        from mergestream.export.model import exporting, write_model
+        from mergestream.export.model import export_model
         from mergestream.export.recipe import ReadoutChoice
         from mergestream.report.pictures import draw_pictures
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task)
-        with exporting(self, output) as (snapshot, target):
-            write_model(snapshot, target, choice, draw_pictures if pictures else None)
-            if task is None and (tasks := snapshot.tasks):
-                base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
-                self.progress.note(f"{output} has {base}; --task adds the head of an expert: {', '.join(tasks)}")
+        export_model(self, output, choice, draw_pictures if pictures else None)
         return output.path
 
     def export_adapter(

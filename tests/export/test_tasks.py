@@ -442,6 +442,32 @@ def test_an_export_without_a_task_says_whose_head_it_has(
             export(store, tmp_path / "news", task="news", overwrite=True)
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_one_expert_comes_back_with_its_head(
+    family: str, places: Callable[[str], Place], done: Callable[..., str], tmp_path: Path
+) -> None:
+    place, whole = places(family), make_method("ledger", {"budget": 8.0, "entries": "float32"})
+    store = Store.create(tmp_path / "store", place.base, whole, heads=[place.heads])
+    for name in ("spam", "news"):
+        store.add(place.experts[name])
+    done("export", store.path, tmp_path / "news", "--readout", "expert:news")
+    back, original = loaded(place.family.auto, tmp_path / "news"), loaded(place.family.auto, place.experts["news"])
+    assert back.config.id2label == original.config.id2label
+    torch.testing.assert_close(logits(back), logits(original), rtol=1e-3, atol=1e-4)
+    assert "* Head: from `news`" in (tmp_path / "news" / "README.md").read_text()
+    assert json.loads((tmp_path / "news" / "mergestream.json").read_text())["readout"]["task"] == "news"
+    export(store, tmp_path / "mixed", readout="expert:spam", task="news")
+    assert loaded(place.family.auto, tmp_path / "mixed").config.num_labels == 5, "another head can be chosen"
+
+
+def test_one_expert_without_a_head_comes_back_as_before(classifiers: Place, tmp_path: Path) -> None:
+    store = classifiers.store(tmp_path / "store", method="ledger")
+    store.add(classifiers.experts["spam"])
+    store.add(classifiers.experts["news"], ignore=["classifier.*"])
+    export(store, tmp_path / "news", readout="expert:news")
+    loaded(transformers.AutoModel, tmp_path / "news")
+
+
 def test_the_error_for_a_missing_head_names_experts_with_one(
     classifiers: Place, mergestream: RunCommand, tmp_path: Path
 ) -> None:
