@@ -48,6 +48,7 @@ _HOMES = {
     "MagMax": "mergestream.methods.magmax",
     "DARE": "mergestream.methods.dare",
     "ModelStock": "mergestream.methods.model_stock",
+    "SLERP": "mergestream.methods.slerp",
     "Weighted": "mergestream.methods.weighted",
 }
 
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from mergestream.methods.magmax import MagMax as MagMax
     from mergestream.methods.model_stock import ModelStock as ModelStock
     from mergestream.methods.opcm import OPCM as OPCM
+    from mergestream.methods.slerp import SLERP as SLERP
     from mergestream.methods.task_arithmetic import TaskArithmetic as TaskArithmetic
     from mergestream.methods.ties import TIES as TIES
     from mergestream.methods.weighted import Weighted as Weighted

@@ -6,33 +6,54 @@ mergekit ignores keys that it does not know. This module refuses them, and every
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergestream import Method, ModelStock, Weighted
+from mergestream import SLERP, Method, ModelStock, Weighted
+from mergestream.commands import NUMBER
 from mergestream.errors import MergestreamError, UsageError, did_you_mean
+from mergestream.escaping import one_line
 
 Table = Mapping[str, Any]
 _SUMS = ("task_arithmetic", "ties", "dare_linear", "dare_ties")
-METHODS = ("linear", *_SUMS, "model_stock")
+METHODS = ("linear", *_SUMS, "model_stock", "slerp")
 _DROPS_AT_RANDOM = ("dare_linear", "dare_ties")
 _ELECTS_SIGNS = ("ties", "dare_ties")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_KEYS = ["merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "tokenizer"]
+_MAX_BYTES, _MAX_ALIASES, _MAX_DEPTH, _MAX_TEXT = 1 << 17, 16, 16, 1000
+"""Bounds of a recipe, so that none takes long to read; the last one is the length of one value"""
+_NUMBER = re.compile(NUMBER, re.ASCII)
+_KEYS = [
+    "merge_method",
+    "base_model",
+    "models",
+    "slices",
+    "parameters",
+    "dtype",
+    "out_dtype",
+    "tokenizer_source",
+    "tokenizer",
+]
 _UNSUPPORTED_KEYS = {
-    "slices": "stacks layers of models (slices); if every layer_range covers a whole model, list the models under "
-    "models instead",
     "modules": "has a recipe for every module (modules); write one for the whole model",
     "chat_template": "sets a chat_template; remove it, and set it in the tokenizer of the merged model",
     "experts": "builds a mixture of experts (mergekit-moe), which does not merge weights",
     "genome": "searches for weights (mergekit-evolve); write a recipe with the weights it found",
 }
-_MODEL_PARAMETERS = {"linear": ("weight",), "model_stock": (), **dict.fromkeys(_SUMS, ("weight", "density"))}
+STACKS = "layers of models can be stacked by mergekit only; here, slices must cover all layers of the same models"
+_MODEL_PARAMETERS = {
+    "linear": ("weight",),
+    "model_stock": (),
+    "slerp": (),
+    **dict.fromkeys(_SUMS, ("weight", "density")),
+}
 _SHARED_PARAMETERS = {
     "linear": ("normalize",),
     "model_stock": ("filter_wise",),
+    "slerp": ("t",),
     **dict.fromkeys(_SUMS, ("normalize", "rescale", "lambda", "int8_mask")),
 }
 
@@ -57,6 +78,8 @@ class Recipe:
     dtype: str | None
     notes: Sequence[str]
     """Where the result differs from mergekit's"""
+    layers: int | None = None
+    """How many layers its slices cover; None for a recipe without slices"""
 
 
 def read_recipe(path: Path, seed: int = 0) -> Recipe:
@@ -65,6 +88,8 @@ def read_recipe(path: Path, seed: int = 0) -> Recipe:
         return _recipe(_parse(path), seed)
     except UsageError as error:
         raise UsageError(f"{path} {error}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} contains itself by an alias") from error
 
 
 def _parse(path: Path) -> Table:
@@ -72,8 +97,24 @@ def _parse(path: Path) -> Table:
         import yaml
     except ModuleNotFoundError:
         raise MergestreamError("recipes need the package pyyaml: pip install 'mergestream[mergekit]'") from None
+
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    for kind in ("int", "float", "timestamp"):  # stay text: YAML takes 12:30:45 and 1_0 for numbers
+        loader.add_constructor(f"tag:yaml.org,2002:{kind}", yaml.SafeLoader.construct_scalar)
     try:
-        documents = list(yaml.safe_load_all(path.read_text("utf-8")))
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise UsageError(f"is no recipe: it is longer than {_MAX_BYTES} bytes")
+        aliases = depth = 0
+        for event in yaml.parse(content.decode(), Loader=loader):
+            aliases += isinstance(event, yaml.AliasEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            is_long = isinstance(event, yaml.ScalarEvent) and len(event.value) > _MAX_TEXT
+            if aliases > _MAX_ALIASES or depth > _MAX_DEPTH or is_long:
+                what = f"a value of more than {_MAX_TEXT} characters" if is_long else "too many aliases or levels"
+                raise UsageError(f"has {what} (line {event.start_mark.line + 1})")
+        documents = list(yaml.load_all(content.decode(), Loader=loader))
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -91,40 +132,60 @@ def _recipe(content: Table, seed: int) -> Recipe:
     name = _merge_method(content.get("merge_method"))
     shared = _table(content.get("parameters") or {}, "has parameters that are not a table")
     _refuse_unknown(shared, (*_SHARED_PARAMETERS[name], *_MODEL_PARAMETERS[name]), f" for {name} in its parameters")
-    models = _models(content.get("models"), name)
+    listed, layers = _unsliced(content)
+    models = _models(listed, name)
     base = _base(content.get("base_model"), name, list(models))
     _check_tokenizer(content, base)
+    own_of_base = models.pop(base, None)
+    if not models:
+        raise UsageError("merges nothing into its base; list other models under models")
+    if name == "slerp" or (name == "linear" and (own_of_base is not None or content.get("base_model") is not None)):
+        models = {base: own_of_base or {}, **models}
     inputs = [
         Input(_source(model, base), _weight(model, own, shared, name), _density(model, own, shared))
         for model, own in models.items()
-        if model != base
     ]
-    if not inputs:
-        raise UsageError("merges nothing into its base; list other models under models")
-    is_input = name == "linear" and (base in models or content.get("base_model") is not None)
-    base_weight = _weight(base, models.get(base, {}), shared, name) if is_input else 0.0
-    method = _make_method(name, inputs, shared, base_weight, seed)
+    method = _make_method(name, inputs, shared, seed)
     dtype = _dtype(content.get("out_dtype") or content.get("dtype"))
-    return Recipe(name, method, base, inputs, dtype, _notes(name, inputs, shared))
+    return Recipe(name, method, base, inputs, dtype, _notes(name, inputs, shared), layers)
 
 
 def _merge_method(name: object) -> str:
     if name is None:
         raise UsageError("has no merge_method")
-    if name in ("slerp", "nuslerp", "multislerp"):
-        raise UsageError(f"merges by {name}, which is not defined for a stream of models; linear is close to it")
+    name = _text(name, "merge_method", "text")
     if name not in METHODS:
-        raise UsageError(f"merges by {name}{did_you_mean(str(name), METHODS)} (supported: {', '.join(METHODS)})")
-    return str(name)
+        raise UsageError(f"merges by {name}{did_you_mean(name, METHODS)} (supported: {', '.join(METHODS)})")
+    return name
+
+
+def _unsliced(content: Table) -> tuple[object, int | None]:
+    """The list of models; where it is given as slices of the same models, also how many layers they cover."""
+    slices = content.get("slices")
+    if slices is None:
+        return content.get("models"), None
+    listed, covered = content.get("models"), 0
+    for part in _tables(slices, "slices"):
+        _refuse_unknown(part, ("sources",), " in an entry of slices")
+        sources = [dict(source) for source in _tables(part.get("sources"), "sources")]
+        ranges = [source.pop("layer_range", None) for source in sources]
+        end = ranges[0][-1] if isinstance(ranges[0], list) and ranges[0] else None
+        if listed not in (None, sources) or any(found != [str(covered), end] for found in ranges):
+            raise UsageError(f"has slices that stack layers: {STACKS}")
+        listed, covered = sources, round(_number("layer_range", end, ""))
+    return listed, covered
+
+
+def _tables(given: object, key: str) -> list[Table]:
+    if not isinstance(given, list) or not given:
+        raise UsageError(f"has no list of {key}")
+    return [_table(entry, f"has an entry of {key} that is not a table") for entry in given]
 
 
 def _models(listed: object, name: str) -> dict[str, Table]:
     """The parameters of every model, by its path or hub id."""
-    if not isinstance(listed, list) or not listed:
-        raise UsageError("has no list of models")
     models: dict[str, Table] = {}
-    for entry in listed:
-        entry = _table(entry, "has an entry of models that is not a table")
+    for entry in _tables(listed, "models"):
         _refuse_unknown(entry, ("model", "parameters"), " in an entry of models")
         model = _text(entry.get("model"), "model")
         if model in models:
@@ -162,8 +223,11 @@ def _split_adapter(model: str) -> list[str]:
     return [model] if Path(model).exists() else model.split("+")
 
 
-def _make_method(name: str, inputs: Sequence[Input], shared: Table, base_weight: float, seed: int) -> Method:
-    """The method; linear treats the base as one more model, with ``base_weight``."""
+def _make_method(name: str, inputs: Sequence[Input], shared: Table, seed: int) -> Method:
+    if name == "slerp":
+        if len(inputs) != 2:
+            raise UsageError(f"merges {len(inputs)} models by slerp, which is for two: the base_model and another one")
+        return SLERP(_number("t", shared.get("t"), "") if "t" in shared else 0.5)
     if name == "model_stock":
         if _flag("filter_wise", shared, False):
             raise UsageError("has filter_wise: true, but model_stock works on whole tensors here")
@@ -171,7 +235,7 @@ def _make_method(name: str, inputs: Sequence[Input], shared: Table, base_weight:
     weights = [given.weight for given in inputs]
     normalize = _flag("normalize", shared, name in ("linear", "ties"))
     if name == "linear":
-        total = math.fsum((base_weight, *weights))
+        total = math.fsum(weights)
         if normalize and abs(total) < 1e-8:
             raise UsageError("has weights whose sum is 0, which cannot be normalized")
         if not normalize and abs(total - 1) > 1e-6:
@@ -188,7 +252,7 @@ def _make_method(name: str, inputs: Sequence[Input], shared: Table, base_weight:
         elect=name in _ELECTS_SIGNS,
         normalize=normalize,
         rescale=rescale and is_random,
-        scale=_number("lambda", shared.get("lambda", 1.0), ""),
+        scale=_number("lambda", shared.get("lambda", "1"), ""),
         seed=seed if is_random else 0,
     )
 
@@ -217,21 +281,21 @@ def _check_tokenizer(content: Table, base: str) -> None:
         if others := settings.keys() - {"source"}:
             raise UsageError(f"sets {min(map(str, others))} of the tokenizer; only the base's tokenizer is supported")
         source = settings.get("source", "union")
-    if source not in (None, "base", base):
+    if source is not None and _text(source, "tokenizer_source", "text") not in ("base", base):
         raise UsageError(f"takes the tokenizer of {source}; only the base's is supported: tokenizer_source: base")
 
 
 def _dtype(given: object) -> str | None:
     if given is None:
         return None
-    name = str(given).removeprefix("torch.")
+    name = _text(given, "dtype", "text").removeprefix("torch.")
     if name not in _DTYPES:
         raise UsageError(f"has the dtype {name}{did_you_mean(name, _DTYPES)} (supported: {', '.join(_DTYPES)})")
     return name
 
 
 def _weight(model: str, own: Table, shared: Table, name: str) -> float:
-    if name == "model_stock":
+    if name in ("model_stock", "slerp"):
         return 1.0
     given = own.get("weight", shared.get("weight"))
     if given is None:
@@ -240,7 +304,7 @@ def _weight(model: str, own: Table, shared: Table, name: str) -> float:
 
 
 def _density(model: str, own: Table, shared: Table) -> float:
-    density = _number("density", own.get("density", shared.get("density", 1.0)), f" of {model}")
+    density = _number("density", own.get("density", shared.get("density", "1")), f" of {model}")
     if not 0 < density <= 1:
         raise UsageError(f"has a density of {model}, {density:g}, that is not in (0, 1]")
     return density
@@ -248,12 +312,10 @@ def _density(model: str, own: Table, shared: Table) -> float:
 
 def _number(key: str, given: object, owner: str) -> float:
     _refuse_list(key, given, owner)
-    try:
-        number = float(given) if isinstance(given, int | float | str) and not isinstance(given, bool) else math.nan
-    except (ValueError, OverflowError):
-        number = math.nan
+    is_number = isinstance(given, str) and _NUMBER.fullmatch(given)
+    number = float(given) if isinstance(given, str) and is_number else math.nan
     if not math.isfinite(number):
-        raise UsageError(f"has a {key}{owner}, {given}, that is not a number")
+        raise UsageError(f"has a {key}{owner}, {_shown(given)}, that is not a number")
     return number
 
 
@@ -261,7 +323,7 @@ def _flag(key: str, shared: Table, default: bool) -> bool:
     given = shared.get(key, default)
     _refuse_list(key, given, "")
     if given not in (True, False):
-        raise UsageError(f"has {key}: {given}, which is neither true nor false")
+        raise UsageError(f"has {key}: {_shown(given)}, which is neither true nor false")
     return bool(given)
 
 
@@ -285,7 +347,12 @@ def _table(value: object, error: str) -> Table:
     return value
 
 
-def _text(value: object, key: str) -> str:
+def _text(value: object, key: str, kind: str = "a path or hub id") -> str:
     if not isinstance(value, str) or not value:
-        raise UsageError(f"has a {key}, {value}, that is not a path or hub id")
+        raise UsageError(f"has a {key}, {_shown(value)}, that is not {kind}")
     return value
+
+
+def _shown(value: object) -> str:
+    """A value in a message, cut; of a collection only the kind, because aliases can make it very long."""
+    return f"a {type(value).__name__}" if isinstance(value, dict | list) else one_line(str(value), 100)

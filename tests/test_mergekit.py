@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from mergestream import ModelStock, Weighted
+from mergestream import SLERP, ModelStock, Weighted
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.mergekit import Recipe, read_recipe
 
@@ -24,6 +26,10 @@ def recipe(method: str | None = "ties", **changes: Any) -> dict[str, Any]:
 
 def models(*names: str, **parameters: Any) -> list[dict[str, Any]]:
     return [{"model": name, "parameters": parameters} for name in names]
+
+
+def slices(*ranges: list[int], **parameters: Any) -> list[dict[str, Any]]:
+    return [{"sources": [{**model, "layer_range": one} for model in models("org/one", **parameters)]} for one in ranges]
 
 
 def read(path: Path, content: object) -> Recipe:
@@ -69,9 +75,11 @@ def test_linear_may_start_from_any_model(path: Path) -> None:
     """Without a base_model it is the first, whose weight counts; a base_model is one of the models."""
     listed = [*models("org/one", weight=1), *models("org/two", weight=3)]
     found = read(path, recipe("linear", base_model=None, models=listed))
-    assert (found.base, found.method) == ("org/one", Weighted("0.75"))
+    assert (found.base, found.method) == ("org/one", Weighted("0.25,0.75"))
+    assert [given.source for given in found.inputs] == ["org/one", "org/two"]
     found = read(path, recipe("linear", models=models("org/one", "org/two"), parameters={"weight": 1}))
-    assert (found.base, found.method) == ("org/base", Weighted(f"{1 / 3},{1 / 3}"))
+    assert (found.base, found.method) == ("org/base", Weighted(f"{1 / 3},{1 / 3},{1 / 3}"))
+    assert [given.source for given in found.inputs] == ["org/base", "org/one", "org/two"]
     found = read(path, recipe("linear", base_model=None, models=models("org/base+org/lora", "org/two", weight=1)))
     assert (found.base, found.method) == ("org/base", Weighted("0.5,0.5"))
     assert [given.source for given in found.inputs] == ["org/lora", "org/two"]
@@ -114,7 +122,12 @@ def test_differences_from_mergekit_are_noted(path: Path) -> None:
         ("", "is not a recipe"),
         ("- 1", "is not a recipe"),
         ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
-        (recipe(slices=[]), "stacks layers of models (slices)"),
+        (recipe(slices=[]), "has no list of slices"),
+        (recipe(models=None, slices=slices([0, 2], [4, 8])), "has slices that stack layers"),
+        (recipe(models=None, slices=slices([2, 8])), "has slices that stack layers"),
+        (recipe(models=None, slices=[*slices([0, 2], weight=1), *slices([2, 8], weight=2)]), "has slices that stack"),
+        (recipe(slices=slices([0, 8])), "has slices that stack layers"),
+        (recipe(models=None, slices=[{"sources": [{"model": "org/one"}]}]), "has slices that stack layers"),
         (recipe(modules={}), "has a recipe for every module"),
         (recipe(chat_template="auto"), "sets a chat_template"),
         ({"experts": [], "gate_mode": "hidden"}, "mixture of experts (mergekit-moe)"),
@@ -122,14 +135,18 @@ def test_differences_from_mergekit_are_noted(path: Path) -> None:
         (recipe(merge_methd="ties"), "has an unknown key: merge_methd; did you mean merge_method?"),
         (recipe("tie"), "merges by tie; did you mean ties?"),
         (recipe(None), "has no merge_method"),
-        (recipe("slerp"), "merges by slerp, which is not defined for a stream"),
+        (recipe("slerp", models=models("org/one", "org/two")), "merges 3 models by slerp, which is for two"),
+        (recipe("slerp", models=models("org/one"), parameters={"t": [0, 1]}), "has a t that changes from layer to"),
+        (recipe("slerp", models=models("org/one"), parameters={"t": 2}), "slerp: t=2.0 must be between 0 and 1"),
+        (recipe("nuslerp"), "merges by nuslerp; did you mean slerp?"),
         (recipe("della"), "merges by della (supported: linear, task_arithmetic"),
         (recipe(base_model=None), "has no base_model, which ties needs"),
         (recipe(base_model="org/base+org/lora"), "has an adapter in its base_model"),
         (recipe(models=None), "has no list of models"),
         (recipe(models=[]), "has no list of models"),
         (recipe(models=["org/one"]), "has an entry of models that is not a table"),
-        (recipe(models=[{"model": 3}]), "has a model, 3, that is not a path or hub id"),
+        (recipe(models=[{"model": True}]), "has a model, True, that is not a path or hub id"),
+        (recipe(models=[{"model": [3]}]), "has a model, a list, that is not a path or hub id"),
         (recipe(models=[{"model": "org/base"}], parameters={"weight": 1}), "merges nothing into its base"),
         (recipe(models=models("org/one", "org/one", weight=1)), "lists org/one twice"),
         (recipe(models=models("org/one", wieght=1)), "in the parameters of org/one: wieght; did you mean weight?"),
@@ -173,6 +190,65 @@ def test_unsupported_recipes_are_refused(path: Path, content: object, sentence: 
         read(path, content)
     assert str(error.value).startswith(f"{path} ") and sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_slices_of_the_same_models_are_models(path: Path) -> None:
+    found = read(path, recipe(models=None, slices=slices([0, 4], [4, 9], weight=2)))
+    assert ([given.source for given in found.inputs], found.layers) == (["org/one"], 9)
+    assert read(path, recipe()).layers is None
+
+
+def test_slerp_is_for_the_base_and_another_model(path: Path) -> None:
+    for listed in (models("org/one"), models("org/base", "org/one"), models("org/one", "org/base")):
+        found = read(path, recipe("slerp", models=listed, parameters={"t": 0.25}))
+        assert found.method == SLERP(0.25)
+        assert [given.source for given in found.inputs] == ["org/base", "org/one"]
+
+
+@pytest.mark.parametrize("weight", ["12:30:45", "1_0", "１", "0x10", "1e999", "9" * 900, "!!int x", "-.inf", "'1_0'"])
+def test_only_plain_numbers_are_weights(path: Path, weight: str) -> None:
+    with pytest.raises(UsageError, match=r"has a weight of org/one, .{1,100}, that is not a number"):
+        read(path, f"merge_method: ties\nbase_model: b\nmodels: [{{model: org/one, parameters: {{weight: {weight}}}}}]")
+
+
+LAUGHS = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (f"a0: &a0 ha\n{LAUGHS}merge_method: *a9", "has too many aliases or levels (line 3)"),
+        ("base_model: &a [x]\nmerge_method: [*a, *a]", "has a merge_method, a list, that is not text"),
+        ("merge_method: " + "[" * 100, "has too many aliases or levels (line 1)"),
+        (f"merge_method: {'x' * 1001}", "has a value of more than 1000 characters (line 1)"),
+        (f"merge_method: {'x' * 900}", f"merges by {'x' * 900} (supported"),
+        (f"merge_method: {'9' * 5000}", "has a value of more than 1000 characters"),
+        (f"merge_method: true{' ' * 200_000}", "is no recipe: it is longer than 131072 bytes"),
+        (recipe("linear", models=None) | {"slices": 1}, "has no list of slices"),
+        ("slices:\n- &a {sources: [*a]}\n- *a\nmerge_method: linear", "has slices that stack layers"),
+        (
+            "slices:\n- sources: &s [{model: a, layer_range: [0, 1], parameters: &p {p: *p}}]\n"
+            "- sources: [{model: a, layer_range: [1, 2], parameters: &q {p: *q}}]\nmerge_method: linear",
+            "contains itself",
+        ),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_recipe_is_bounded(path: Path, content: object, sentence: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read(path, content)
+    assert sentence in str(error.value) and len(str(error.value)) < 1500
+
+
+def test_an_endless_file_and_a_pipe_are_read_up_to_the_bound(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="/dev/zero is no recipe: it is longer than"):
+        read_recipe(Path("/dev/zero"))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(yaml.safe_dump(recipe()),))
+    writer.start()
+    assert read_recipe(pipe).merge_method == "ties"
+    writer.join()
 
 
 def test_a_missing_file_is_named(path: Path) -> None:

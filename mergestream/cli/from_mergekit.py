@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +16,20 @@ from mergestream.cli.options import (
     command_line,
 )
 from mergestream.cli.printing import answer, say
+from mergestream.errors import UsageError
 from mergestream.sizes import counted
 
 EXAMPLES = """
-mergestream from-mergekit recipe.yaml -o merged
-mergestream from-mergekit dare.yaml -o merged --seed 7 --dtype bfloat16
+mergestream from-mergekit recipe.yaml merged
+mergestream from-mergekit dare.yaml merged --seed 7 --dtype bfloat16
 """
 
 
 @dataclass(frozen=True)
 class Options(AddingOptions, OutputOptions, ComputingOptions):
     recipe: str = argument("RECIPE", "a YAML file; its paths are relative to the working directory")
-    out: str = argument("-o --out OUT", "the output directory, or s3://BUCKET/PATH", required=True)
+    out: str | None = argument("OUT", "the output directory, or s3://BUCKET/PATH", nargs="?")
+    out_option: str | None = argument("-o --out OUT", "the same as an option")
     seed: int = argument("--seed N", "random seed of dare (0)", type=at_least(0), default=0)
 
 
@@ -35,8 +38,12 @@ def run(options: Options) -> None:
     from mergestream.export.places import refuse_overlap
     from mergestream.mergekit import read_recipe
 
+    if (out := options.out or options.out_option) is None or (options.out and options.out_option):
+        raise UsageError("give one output directory: mergestream from-mergekit RECIPE OUT")
     recipe = read_recipe(Path(options.recipe), options.seed)
-    refuse_overlap(Path(options.out), options.recipe)
+    if recipe.layers is not None:
+        _check_layers(recipe.base, recipe.layers)
+    refuse_overlap(Path(out), options.recipe)
     progress = options.make_progress()
     for note in recipe.notes:
         progress.note(note)
@@ -45,12 +52,14 @@ def run(options: Options) -> None:
         "experts": [given.source for given in recipe.inputs],
         "method": recipe.method,
         "dtype": options.dtype or recipe.dtype,
+        "base_is_merged": True,
+        "out": out,
     }
     made = {"engine": options.make_engine(), "progress": progress, "command": command_line()}
     merge(**arguments_of(merge, options, **chosen, **made))
     answer(
         {
-            "out": options.out,
+            "out": out,
             "merge_method": recipe.merge_method,
             "method": recipe.method.name,
             "parameters": recipe.method.parameters,
@@ -58,6 +67,17 @@ def run(options: Options) -> None:
             "experts": [vars(given) for given in recipe.inputs],
         }
     )
-    say(
-        f"{options.out}: {counted(len(recipe.inputs), 'expert')} merged by {recipe.merge_method} as in {options.recipe}"
-    )
+    say(f"{out}: {counted(len(recipe.inputs), 'model')} merged by {recipe.merge_method} as in {options.recipe}")
+
+
+def _check_layers(base: str, covered: int) -> None:
+    """Refuse slices that do not cover all layers of the base."""
+    from mergestream.base.names import layer_of
+    from mergestream.checkpoints import open_checkpoint
+    from mergestream.mergekit import STACKS
+
+    with open_checkpoint(base) as opened:
+        layers = {layer_of(name) for name in opened.tensors}
+    stacks = Counter(layer.rpartition(".")[0] for layer in layers if layer[-1].isdecimal())
+    if covered != (count := max(stacks.values(), default=0)):
+        raise UsageError(f"{STACKS}: the slices end at layer {covered}, and {base} has {count}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream import __version__
 from mergestream.checkpoints import Checkpoint
 from mergestream.checkpoints.layout import model_config
-from mergestream.checkpoints.location import public_name, without_revision
+from mergestream.checkpoints.location import hub_name, public_name, without_revision
 from mergestream.escaping import code, markdown_text, one_line
 from mergestream.methods.scale import displayed_scale
 from mergestream.sizes import counted
@@ -43,6 +43,8 @@ class CardFacts:
     """Image files beside the card, with their captions"""
     reading: Reading | None = None
     """How the model was read out of a store"""
+    base_is_merged: bool = False
+    """Whether the base is one of the merged models, so that the merge has no base in the usual sense"""
 
 
 def model_card(facts: CardFacts, labels: Labels, hub_id: str | None = None) -> str:
@@ -51,7 +53,10 @@ def model_card(facts: CardFacts, labels: Labels, hub_id: str | None = None) -> s
     weights, readout = (reading.weights, reading.readout_name) if reading else (None, "plain")
     count = len(manifest.history if weights is None else weights)
     pipeline = [f"pipeline_tag: {labels.pipeline}"] if labels.pipeline and not facts.task else []
-    origin = ["base_model:", f"- {json.dumps(hub_id)}", "base_model_relation: merge"] if hub_id else []
+    origins = [hub_id, *(hub_name(entry.source) for entry in manifest.history if facts.base_is_merged)]
+    ids = [f"- {json.dumps(name)}" for name in dict.fromkeys(filter(None, origins))]
+    origin = ["base_model:", *ids, "base_model_relation: merge"] if ids else []
+    base = code(public_name(manifest.base.source, manifest.base.given))
     parameters = markdown_text(", ".join(f"{key} = {value}" for key, value in manifest.parameters.items())) or "none"
     name, value = displayed_scale(manifest.method, facts.scale)
     inverse = f" = 1/{name}, {name} = {value:.6g}" if value != facts.scale else ""
@@ -59,7 +64,7 @@ def model_card(facts: CardFacts, labels: Labels, hub_id: str | None = None) -> s
         *("---", f"library_name: {labels.library}", *pipeline, "tags:", "- merge", "- mergestream", *origin, "---"),
         *("", f"# {counted(count, 'model')} merged with {markdown_text(manifest.method)}"),
         *("", f"Merged one by one by mergestream {__version__}, without data or training.", ""),
-        f"* Base: {code(public_name(manifest.base.source, manifest.base.given))}",
+        f"* Base: none; config, tokenizer and θ⁰ are those of {base}" if facts.base_is_merged else f"* Base: {base}",
         f"* Method: {code(manifest.method)}; parameters: {parameters}",
         *([f"* Readout: {code(readout)}"] if readout != "plain" else []),
         f"* Scale {facts.scale:.6g}{inverse}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",

@@ -47,6 +47,8 @@ class MergeInputs:
     method: Method
     linear: Sequence[str]
     not_linear: Sequence[str]
+    base_is_merged: bool = False
+    """Whether the base may be one of the experts, as in a plain mean of models"""
 
 
 def merge(
@@ -62,6 +64,7 @@ def merge(
     vocab: Vocab | None = None,
     allow_duplicate: bool = False,
     allow_other_base: bool = False,
+    base_is_merged: bool = False,
     dtype: str | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
@@ -72,7 +75,8 @@ def merge(
     """Merge ``experts`` in their order with a method, or the method of that name, and write the result to ``out``.
 
     If the method allows it, each tensor is merged in one pass over all experts and written at once, so that every file
-    is read once; otherwise the experts pass through a temporary store.
+    is read once; otherwise the experts pass through a temporary store. With ``base_is_merged`` the base may be listed
+    as one of the ``experts``: `SLERP` and the plain mean of models have no other base.
     """
     if vocab == "union":
         raise UsageError(
@@ -82,7 +86,9 @@ def merge(
     options["allow_other_base"] = allow_other_base
     if vocab is not None:
         options["vocab"] = vocab
-    inputs = MergeInputs(base, experts, options, as_method(method), linear, not_linear)
+    inputs = MergeInputs(base, experts, options, method := as_method(method), linear, not_linear)
+    if base_is_merged or method.needs_base:
+        inputs = dataclasses.replace(inputs, base_is_merged=True)
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     refuse_overlap(output.path, base, *experts)
     with output.draft() as draft:
@@ -127,7 +133,9 @@ def _merge_in_one_pass(inputs: MergeInputs, target: Target) -> None:
         digest = write_tensors(extended or source, target)
         manifest = _manifest(source, inputs, progress)
         write_companions(draft, base, output.dtype, extended)
-        write_card(draft, CardFacts(manifest, source.scale, source.distance, output.command), base)
+        facts = CardFacts(manifest, source.scale, source.distance, output.command)
+        is_merged = inputs.base_is_merged and any(entry.source == base.source for entry in manifest.history)
+        write_card(draft, dataclasses.replace(facts, base_is_merged=is_merged), base)
         form = {"dtype": output.dtype, "max_shard_size": output.max_shard_size}
         output.mark(draft, make_recipe(manifest, form, digest, made_by="merge"))
 
@@ -162,7 +170,9 @@ def _manifest(source: ExpertsSource, inputs: MergeInputs, progress: Progress) ->
         if origin.note:
             progress.note(origin.note)
         digest = combined_digest(vector.digests)
-        same = "the base" if totals.norm == 0 else next((old.name for old in history if old.digest == digest), None)
+        same = next((old.name for old in history if old.digest == digest), None)
+        if totals.norm == 0 and not (inputs.base_is_merged and vector.expert.source == source.model.source):
+            same = "the base"
         if same is not None and not inputs.options.get("allow_duplicate"):
             raise MergestreamError(
                 f"{vector.expert.source} is the same model as {same}; pass --allow-duplicate to merge it again"

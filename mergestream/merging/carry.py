@@ -12,7 +12,7 @@ from torch import Tensor
 from mergestream.algebra.lowrank import Value
 from mergestream.algebra.pieces import ranges
 from mergestream.experts.vector import BasePieces, TaskVector
-from mergestream.merging.plan import peak_memory, tensor_context
+from mergestream.merging.plan import peak_memory, tensor_context, with_base
 from mergestream.methods.base import Context, Method
 
 
@@ -60,6 +60,7 @@ class Carry:
             for number, found in enumerate(thresholds)
         ]
         if self.method.is_whole(contexts[0]):
+            contexts = [with_base(context, self.method, self.vectors[0], self.device) for context in contexts]
             arriving = (self._whole(name, number, context) for number, context in enumerate(contexts))
             yield from _in_pieces(*self.method.carry(arriving, contexts, self.device))
             return

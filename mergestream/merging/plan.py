@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 from mergestream.algebra.lowrank import FactorBounds
 from mergestream.algebra.pieces import PIECE
 from mergestream.base.model import BaseModel
+from mergestream.experts.vector import TaskVector
 from mergestream.methods.base import Context, Method, Slot, State
 
 WORKSPACE = 6
@@ -82,6 +84,14 @@ def tensor_context(model: BaseModel, name: str, t: int, rank: int | None = None,
         tensor=name,
         expert=expert,
     )
+
+
+def with_base(context: Context, method: Method, vector: TaskVector, device: str) -> Context:
+    """Add θ⁰ of the tensor, where the method needs it."""
+    if not method.needs_base:
+        return context
+    base = vector.base_elements(context.tensor)(0, math.prod(context.shape)).reshape(context.shape)
+    return dataclasses.replace(context, base=base.to(device))
 
 
 def whole_memory(context: Context, layout: Mapping[str, Slot]) -> int:

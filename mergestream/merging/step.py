@@ -31,6 +31,7 @@ from mergestream.merging.plan import (
     streamed_memory,
     tensor_context,
     whole_memory,
+    with_base,
 )
 from mergestream.merging.thresholds import Thresholds, find_thresholds
 from mergestream.methods.base import Absorbed, Context, Method, State
@@ -219,6 +220,7 @@ class Step:
             if state is not None:
                 state = {slot: _dense(value).to(self.device) for slot, value in state.items()}
             delta = delta.to(self.device) if isinstance(delta, Tensor) else delta  # factors are small
+            context = with_base(context, self.method, self.vector, self.device)
             absorbed = self.method.absorb(state, -delta if self.subtract else delta, context)
             kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
             if self.measures_direction:

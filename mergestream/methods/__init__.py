@@ -37,6 +37,7 @@ METHODS: Registry[type[Method]] = Registry(
         "dare": "mergestream.methods.dare:DARE",
         "weighted": "mergestream.methods.weighted:Weighted",
         "model_stock": "mergestream.methods.model_stock:ModelStock",
+        "slerp": "mergestream.methods.slerp:SLERP",
     },
     _check_method,
 )

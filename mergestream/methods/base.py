@@ -66,6 +66,8 @@ class Context:
     """The name of the expert whose Δ this is"""
     start: int = 0
     """The index of the piece's first element in the whole tensor"""
+    base: Tensor | None = None
+    """θ⁰ of a whole tensor, for methods with `needs_base`"""
 
     @property
     def like(self) -> Slot:
@@ -135,6 +137,8 @@ class Method(ABC):
     """Whether Δ and the slots may be `LowRank`, which has the arithmetic of tensors: sums, differences, multiples"""
     additive: ClassVar[bool] = False
     """Whether the direction is the sum of what was kept: then any scale rule can be chosen at the readout"""
+    needs_base: ClassVar[bool] = False
+    """Whether `absorb` needs ``context.base``; for methods that absorb all tensors whole"""
     remembers_experts: ClassVar[bool] = False
     """Whether it keeps one entry per expert instead of one state for all; True of the ledger"""
     has_direction: ClassVar[bool] = True

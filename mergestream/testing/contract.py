@@ -153,7 +153,7 @@ def _task_vectors(
     for t, expert in enumerate(experts, 1):
         ranking = method.ranking(t)
         thresholds = dict.fromkeys(ranking.names if ranking else (), 0.01)
-        context = Context(t, name in LINEAR, tuple(like.shape), like.dtype, thresholds)
+        context = Context(t, name in LINEAR, tuple(like.shape), like.dtype, thresholds, base=like)
         delta = expert[name] - like
         yield context, delta if method.is_whole(context) else delta.reshape(-1)
 

@@ -24,7 +24,7 @@ from mergestream.testing import (
     save_models,
 )
 from mergestream.testing.models import saved_adapters
-from tests.methods.formulas import weighted
+from tests.methods.formulas import slerp, weighted
 
 WEIGHTS = (0.5, -0.3, 0.9)
 DENSITIES = (0.3, 1.0, 0.01)
@@ -44,7 +44,7 @@ def run(method: str, given: Sequence[dict[str, float]], *words: str, **others: A
     listed = [{"model": name, "parameters": parameters} for name, parameters in zip(names, given, strict=True)]
     recipe = {"merge_method": method, "base_model": "base.safetensors", "models": listed, **others}
     Path("recipe.yaml").write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
-    assert main(["from-mergekit", "recipe.yaml", "-o", "out", "--overwrite", "--quiet", *words]) == 0
+    assert main(["from-mergekit", "recipe.yaml", "out", "--overwrite", "--quiet", *words]) == 0
     return load_model(Path("out"))
 
 
@@ -80,6 +80,51 @@ def test_linear_is_the_weighted_mean(models: list[StateDict], base: str | None) 
     for name, x in merged.items():
         mean = sum(w * model[name] for w, model in zip(weights, models, strict=True)) / sum(weights)
         torch.testing.assert_close(x, mean, rtol=1e-9, atol=1e-12)
+
+
+def test_linear_names_all_models_and_no_base(models: list[StateDict]) -> None:
+    listed = [{"model": f"expert{number}.safetensors", "parameters": {"weight": 1}} for number in (1, 2)]
+    run("linear", [], models=listed, base_model=None)
+    card = Path("out/README.md").read_text()
+    assert "# 2 models merged with weighted" in card and "* Base: none; config" in card
+    assert "| 1 | expert1 |" in card and "| 2 | expert2 |" in card and "allow-duplicate" not in card
+    run("ties", own())
+    assert "* Base: `base.safetensors`" in Path("out/README.md").read_text()
+
+
+def test_slerp_turns_from_the_base_to_the_other_model(models: list[StateDict]) -> None:
+    other = {name: x + 2 * torch.randn_like(x) for name, x in models[0].items()}
+    save_models(Path(), [models[0], other])
+    listed = [{"model": "base.safetensors"}, {"model": "expert1.safetensors"}]
+    merged = run("slerp", [], "--allow-other-base", models=listed, parameters={"t": 0.3})
+    assert_moved(merged, models, slerp(models[0], [models[0], other], 0.3))
+    assert "# 2 models merged with slerp" in Path("out/README.md").read_text()
+    words = "merge --method slerp --set t=0.3 --base base.safetensors base.safetensors expert1.safetensors"
+    assert main([*words.split(), "-o", "again", "--allow-other-base"]) == 0
+    assert_same(load_model(Path("again")), merged, "without a recipe")
+
+
+def test_slices_must_cover_all_layers(models: list[StateDict], capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {f"layers.{number}.{name}.weight": (3, 2) for number in range(12) for name in "ab"} | {"norm.bias": (2,)}
+    save_models(Path(), make_models(1, shapes=shapes))
+    sources = {"model": "expert1.safetensors", "parameters": {"weight": 0.5}}
+    expected = run("task_arithmetic", [], models=[sources])
+    for ends in ([12], [5, 12]):
+        slices = [
+            {"sources": [{**sources, "layer_range": [start, end]}]}
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        assert_same(run("task_arithmetic", [], models=None, slices=slices), expected, "in slices")
+    recipe = {"merge_method": "ties", "base_model": "base.safetensors", "slices": slices[:1]}
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["from-mergekit", "recipe.yaml", "elsewhere"]) == 2
+    assert "the slices end at layer 5, and base.safetensors has 12" in capsys.readouterr().err
+
+
+def test_the_output_is_given_once(models: list[StateDict], capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["out", "-o", "out"]):
+        assert main(["from-mergekit", "recipe.yaml", *words]) == 2
+        assert "give one output directory" in capsys.readouterr().err
 
 
 def test_model_stock_is_the_method_of_that_name(models: list[StateDict]) -> None:
@@ -128,7 +173,7 @@ def test_dtype_comes_from_the_recipe_or_the_command(models: list[StateDict]) -> 
 
 def test_output_as_text_and_json(models: list[StateDict], capsys: pytest.CaptureFixture[str]) -> None:
     run("ties", own(DENSITIES))
-    assert capsys.readouterr().out == "out: 3 experts merged by ties as in recipe.yaml\n"
+    assert capsys.readouterr().out == "out: 3 models merged by ties as in recipe.yaml\n"
     card = Path("out/README.md").read_text()
     assert "elect = True" in card and "weights = 0.5,-0.3,0.9" in card and "expert2" in card
     run("dare_linear", own(DENSITIES), "--json", "--seed", "2", parameters={"int8_mask": True})

@@ -116,6 +116,21 @@ def _largest(x: Tensor, density: float) -> Tensor:
     return x * (x.abs() >= x.abs().flatten().sort(descending=True).values[max(1, int(density * x.numel())) - 1])
 
 
+def slerp(base: Any, experts: Any, t: Any = 0.5) -> Any:
+    merged = {name: experts[0][name].double() for name in base}
+    for expert in experts[1:]:
+        for name, x in merged.items():
+            y = expert[name].double()
+            lengths = float(x.norm() * y.norm())
+            cosine = float((x * y).sum()) / lengths if lengths else 0.0
+            if abs(cosine) > 0.9995:
+                merged[name] = (1 - t) * x + t * y
+            else:
+                angle = math.acos(cosine)
+                merged[name] = (math.sin((1 - t) * angle) * x + math.sin(t * angle) * y) / math.sin(angle)
+    return {name: merged[name] - base[name].double() for name in base}
+
+
 def model_stock(base: Any, experts: Any) -> Any:
     vectors, k = deltas(base, experts), len(experts)
     merged = {}
