@@ -54,8 +54,8 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
     rank: int | None = argument("--rank K", "rank of the adapter (default: exact)", type=at_least(1))
     readout: str | None = argument(
         "--readout R",
-        "how to combine experts; ledger: agree (the default), tempered (the default for adapters), tsv, iso, "
-        "sum or expert:NAME; other methods: plain (the default) or iso",
+        "how to combine experts; ledger: agree (the default), tempered (the default for adapters), outputs, regress, "
+        "tsv, iso, sum or expert:NAME; other methods: plain (the default) or iso",
     )
     only: str | None = argument("--only A,B", "merge only these experts of a ledger")
     without: str | None = argument("--without A,B", "leave these experts of a ledger out")

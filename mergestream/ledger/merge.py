@@ -9,7 +9,7 @@ import torch
 
 from mergestream.algebra.lowrank import LowRank, Value
 from mergestream.ledger.readouts.base import EntriesReadout
-from mergestream.ledger.span import Entry, Product, Span, in_order
+from mergestream.ledger.span import Coefficients, Entry, Product, Span, in_order
 from mergestream.methods.base import Context
 
 
@@ -25,7 +25,7 @@ def merge_entries(
 
     Matrices are merged on the ``device``; the entries and the result are on the CPU.
     """
-    moved = in_order(entries)
+    moved = [number for number in in_order(entries) if entries[number].slots]
     if not moved:
         return LowRank.zeros(context.shape, context.dtype)
     if "delta" in entries[moved[0]].slots and not context.linear:
@@ -34,6 +34,7 @@ def merge_entries(
             total += share * entries[number].slots["delta"]
         return total.to(context.dtype)
     products: list[Product] = []
+    Z: Coefficients
     for span in Span.of(entries, context.dtype, context.transposed, device):
         if context.linear and len(span.sigma):
             Z = readout.coefficients(span)

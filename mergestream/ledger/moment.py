@@ -48,6 +48,11 @@ class Moment:
     def trace(self) -> float:
         return math.fsum([*self.values.tolist(), self.rest])
 
+    @property
+    def factor(self) -> Tensor:
+        """R (k×n, float64) of G = RᵀR + spread · I"""
+        return (self.values - self.spread).clamp(min=0).sqrt()[:, None] * self.vectors.double()
+
     def apply(self, rows: Tensor) -> Tensor:
         """rows · G (float64)"""
         rows, vectors = rows.double(), self.vectors.to(rows.device, torch.float64)

@@ -60,7 +60,8 @@ class Selection:
         readout = READOUTS.choose(name)()
         if not isinstance(readout, EntriesReadout):
             raise UsageError(
-                f"a ledger cannot be read out by {name}; choose agree, tsv, tempered, iso, sum or expert:NAME"
+                f"a ledger cannot be read out by {name}; choose agree, regress, outputs, tsv, tempered, iso, sum or "
+                "expert:NAME"
             )
         return readout, selected
 

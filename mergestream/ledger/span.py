@@ -1,17 +1,18 @@
 """The directions of all experts for one linear weight, side by side: the input of readouts.
 
-With Δ_i = U_i Σ_i V_iᵀ, U = [U_1 … U_t] (m×κ) and V likewise, every readout has the form
+With Δ_i = U_i Σ_i V_iᵀ, U = [U_1 … U_t] (m×κ) and V likewise, a readout has the form
 
     M = U Z Vᵀ,    Z (κ×κ) made of UᵀU, VᵀV, σ, ‖Δ_i‖² and the weights c_i
 
-so that all but two products happens in κ dimensions, however large the weight is.
+so that all but two products happens in κ dimensions, however large the weight is. A readout that knows the inputs of
+the layer may answer to more of them than the experts do: M = U Y with any Y (κ×n).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from mergestream.algebra.lowrank import LowRank
 from mergestream.algebra.svd import gram, thin_svd
 from mergestream.digest import combined_digest, tensor_digests
+from mergestream.ledger.moment import Moment
 
 ENERGIES = ("sigma", "norm2")
 """The slots of an entry that say how much it holds: 0.1 % of its size"""
@@ -31,11 +33,17 @@ class Entry:
 
     slots: Mapping[str, Tensor]
     weight: float = 1.0
+    moment: Moment | None = None
+    """Of the layer's inputs, where the expert has been calibrated"""
+    is_adapter: bool = False
 
     @cached_property
-    def identity(self) -> tuple[str, float]:
+    def identity(self) -> tuple[str, float, float, bool]:
         """A key that depends on the content only."""
-        return combined_digest(tensor_digests(self.slots)), self.weight
+        known = self.moment
+        moment = {"values": known.values, "vectors": known.vectors} if known else {}
+        digest = combined_digest(tensor_digests({**self.slots, **moment}))
+        return digest, self.weight, known.rest if known else 0.0, self.is_adapter
 
     @property
     def held(self) -> float:
@@ -48,12 +56,24 @@ class Entry:
 
 
 def in_order(entries: Sequence[Entry]) -> list[int]:
-    """The numbers of the entries that change the tensor, in an order that does not depend on the order of arrival."""
+    """The numbers of the entries that change the tensor or know its inputs, in an order that does not depend on the
+    order of arrival."""
     identities = {}
     for number, entry in enumerate(entries):
-        if entry.slots:
+        if entry.slots or entry.moment:
             identities[number] = entry.identity
     return sorted(identities, key=identities.__getitem__)
+
+
+@dataclass(frozen=True)
+class RightFactor:
+    """Y (κ×n) of M = U Y."""
+
+    rows: Tensor
+
+
+Coefficients = Tensor | RightFactor
+"""Z of M = U Z Vᵀ, a matrix or a vector that is its diagonal; or the right factor of M = U Y"""
 
 
 @dataclass(frozen=True)
@@ -68,11 +88,14 @@ class Span:
     norm2: Tensor
     weight: Tensor
     owner: Tensor
+    experts: Mapping[int, Entry]
+    """The entries by number, in order: also of experts that only know the layer's inputs"""
 
     @staticmethod
     def of(entries: Sequence[Entry], dtype: torch.dtype, transposed: bool, device: str = "cpu") -> Iterator[Span]:
         """One for each matrix of the tensor, on a device; ``transposed`` weights are stored input × output."""
-        moved = in_order(entries)
+        experts = {number: entries[number] for number in in_order(entries)}
+        moved = [number for number, entry in experts.items() if entry.slots]
         outputs, inputs = ("right", "left") if transposed else ("left", "right")
         weights = [entries[number].weight for number in moved]
         for parts in zip(*(_triplets(entries[number].slots) for number in moved), strict=True):
@@ -86,6 +109,7 @@ class Span:
                 torch.tensor(norm2, dtype=torch.float64).repeat_interleave(counts).to(device),
                 torch.tensor(weights, dtype=torch.float64).repeat_interleave(counts).to(device),
                 torch.tensor(moved).repeat_interleave(counts).to(device),
+                experts,
             )
 
     @cached_property
@@ -109,9 +133,47 @@ class Span:
         first = torch.cat([self.owner.new_tensor([-1]), self.owner[:-1]]) != self.owner
         return (self.weight * self.norm2.sqrt())[first].sum() / self.weight[first].sum()
 
-    def damage(self, Z: Tensor) -> dict[int, float]:
-        """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner: how far M is from each expert on that expert's inputs."""
-        wrong = Z[:, None] * self.input_gram if Z.ndim == 1 else Z @ self.input_gram
+    @property
+    def reversed(self) -> Span:
+        """The same of all Δ_iᵀ."""
+        return replace(self, outputs=self.inputs, inputs=self.outputs)
+
+    def damage(self, coefficients: Coefficients) -> dict[int, float]:
+        """How far M is from each expert on that expert's inputs, by owner.
+
+            tr (M − Δ_i) G_i (M − Δ_i)ᵀ / tr Δ_i G_i Δ_iᵀ
+
+        G_i is the second moment of the inputs, or |Δ_i|² where it is not known.
+        """
+        return self._damage_by_own_directions(coefficients) | self._damage_by_moments(coefficients)
+
+    def right_factor(self, coefficients: Coefficients) -> Tensor:
+        """Y of M = U Y, in the type of the coefficients."""
+        if isinstance(coefficients, RightFactor):
+            return coefficients.rows
+        inputs = self.inputs.to(coefficients.dtype)
+        return coefficients[:, None] * inputs if coefficients.ndim == 1 else coefficients @ inputs
+
+    def _damage_by_moments(self, coefficients: Coefficients) -> dict[int, float]:
+        known = {number: entry.moment for number, entry in self.experts.items() if entry.moment}
+        if not known:
+            return {}
+        found, merged = {}, self.right_factor(coefficients)
+        for number, moment in known.items():
+            own = self.sigma[:, None] * self.inputs * (self.owner == number)[:, None]
+            missed, whole = ((moment.apply(Y) * (self.output_gram @ Y.double())).sum() for Y in (merged - own, own))
+            if whole:
+                found[number] = float(missed / whole)
+        return found
+
+    def _damage_by_own_directions(self, coefficients: Coefficients) -> dict[int, float]:
+        """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner"""
+        if isinstance(coefficients, RightFactor):
+            wrong = coefficients.rows.double() @ self.inputs.T.double()
+        elif coefficients.ndim == 1:
+            wrong = coefficients[:, None] * self.input_gram
+        else:
+            wrong = coefficients @ self.input_gram
         wrong.diagonal().sub_(self.sigma)
         wrong *= self.sigma
         owners, which = self.owner.unique(return_inverse=True)
@@ -145,25 +207,29 @@ def cosines(inner: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Product:
-    """U Z Vᵀ for a matrix Z, or for a vector that is the diagonal of Z."""
+    """U Z Vᵀ or U Y."""
 
     span: Span
-    coefficients: Tensor
+    coefficients: Coefficients
     transposed: bool
 
     def dense(self) -> Tensor:
-        left, right = self._factors(self.coefficients.to(self.span.outputs.dtype))
+        left, right = self._factors(self.span.outputs.dtype)
         product = left @ right
         return product.T if self.transposed else product
 
     def low_rank(self, dtype: torch.dtype, shape: tuple[int, ...]) -> LowRank:
-        left, right = self._factors(self.coefficients)
+        left, right = self._factors()
         left, right = (right.T, left.T) if self.transposed else (left, right)
         return LowRank.from_factors(left.cpu(), right.cpu(), dtype, shape)
 
-    def _factors(self, Z: Tensor) -> tuple[Tensor, Tensor]:
-        """U Z and Vᵀ or U and Z Vᵀ, whichever takes fewer products; in Z's dtype."""
-        left, right = self.span.outputs.T.to(Z.dtype), self.span.inputs.to(Z.dtype)
+    def _factors(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """U Z and Vᵀ or U and Z Vᵀ, whichever takes fewer products."""
+        span, Z = self.span, self.coefficients
+        left = span.outputs.T.to(dtype)
+        if isinstance(Z, RightFactor):
+            return left, Z.rows.to(dtype)
+        right, Z = span.inputs.to(dtype), Z.to(dtype)
         if Z.ndim == 1:
             return left, Z[:, None] * right
         return (left, Z @ right) if right.shape[1] <= left.shape[0] else (left @ Z, right)

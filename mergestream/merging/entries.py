@@ -39,6 +39,7 @@ class WeightedExpert:
     cut: int
     norm: float
     files: StepFiles
+    is_adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class EntriesReading(Reading):
         """The entries of one tensor, as they are read."""
         found = []
         for expert in self.experts:
-            found.append(Entry(cut_entry(expert.files.entry(name), self.directions[name]), expert.weight))
+            slots = cut_entry(expert.files.entry(name), self.directions[name])
+            found.append(Entry(slots, expert.weight, is_adapter=expert.is_adapter))
         return found
 
     def elements(self, name: str) -> Elements | None:

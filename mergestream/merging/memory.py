@@ -52,7 +52,7 @@ def read_out(
     adapters = [expert.name for expert in kept if expert.is_adapter]
     chosen, weights = selection.of_entries([expert.name for expert in kept], adapters)
     experts = [
-        WeightedExpert(expert.name, weights[expert.name], expert.cut, expert.norm, expert.files)
+        WeightedExpert(expert.name, weights[expert.name], expert.cut, expert.norm, expert.files, expert.is_adapter)
         for expert in kept
         if expert.name in weights and expert.files is not None
     ]

@@ -259,11 +259,11 @@ class Store:
         """Write the merged model as a Hugging Face directory.
 
         ``readout`` is ``agree`` (the default for a ledger), ``tempered`` (the default where an adapter is merged),
-        ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for other methods ``plain`` or ``iso``. Experts of a ledger can
-        be selected (``only``, ``without``), weighted (``weights``) and balanced (``balance``). ``scale`` is a number,
-        or ``adaptive``, ``sqrt`` or ``mean`` where the readout adds up. ``task`` names the expert whose head replaces
-        the base's (with ``expert:NAME`` that expert, if it has one); ``command`` goes into the model card, and
-        ``pictures`` beside it.
+        ``outputs``, ``regress``, ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for other methods ``plain`` or ``iso``.
+        Experts of a ledger can be selected (``only``, ``without``), weighted (``weights``) and balanced (``balance``).
+        ``scale`` is a number, or ``adaptive``, ``sqrt`` or ``mean`` where the readout adds up. ``task`` names the
+        expert whose head replaces the base's (with ``expert:NAME`` that expert, if it has one); ``command`` goes into
+        the model card, and ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
         from mergestream.export.model import export_model

@@ -295,7 +295,8 @@ def zero_and_repeated_experts_are_absorbed(method: Method, readout: str | None =
 @of_methods
 @of_readouts
 def adapters_equal_full_models(method: Method, readout: str | None = None) -> None:
-    """Adapters merge like the full models they stand for (float64), and piece size changes no bit."""
+    """Adapters merge like the full models they stand for (float64), unless the readout tells them apart; piece size
+    changes no bit."""
     tolerance = 1e-6
     if readout:
         method, tolerance = Ledger(entries="float32"), 1e-5
@@ -306,7 +307,8 @@ def adapters_equal_full_models(method: Method, readout: str | None = None) -> No
         factored = exported(make_store(directory / "factors", method, path, adapters), readout=readout)
         with pieces_of(100):
             in_pieces = exported(make_store(directory / "pieces", method, path, adapters), readout=readout)
-    assert_close(factored, full, base, tolerance, "as adapters")
+    if not (readout and READOUTS[readout].tells_adapters):
+        assert_close(factored, full, base, tolerance, "as adapters")
     assert_same(in_pieces, factored, "as adapters, in pieces of 100")
 
 

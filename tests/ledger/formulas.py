@@ -103,8 +103,64 @@ def tempered(parts: Any, norms: Any, weights: Any) -> Any:
     return merged * (mean / float(merged.norm()))
 
 
+def outputs(parts: Any, norms: Any, weights: Any) -> Any:
+    merged = agree([(V, sigma, U) for U, sigma, V in parts], norms, weights).T
+    moved = [(c, math.sqrt(norm2)) for c, norm2 in zip(weights, norms, strict=True) if norm2]
+    return merged * (1.5 * sum(c * norm for c, norm in moved) / sum(c for c, _ in moved) / float(merged.norm()))
+
+
+def regress(deltas: Any, moments: Any, weights: Any, adapters: Any) -> Any:
+    """Design section 9, as one system of linear equations; ``moments`` are n×n matrices, or None."""
+    m, n = deltas[0].shape
+    identities = torch.eye(m, dtype=torch.float64), torch.eye(n, dtype=torch.float64)
+    inputs, outputs = [], []
+    for delta, H, is_adapter in zip(deltas, moments, adapters, strict=True):
+        norm2 = max(float(delta.square().sum()), 1e-300)
+        by_inputs, by_outputs = delta.T @ delta / norm2, delta @ delta.T / norm2
+        has = H is not None
+        outputs.append(by_outputs if is_adapter and not has else 0 * by_outputs)
+        if is_adapter:
+            inputs.append(H / H.trace() if has else 0 * by_inputs)
+        else:
+            inputs.append((H / H.trace() + by_inputs) / 2 if has else by_inputs)
+    experts = list(zip(weights, deltas, outputs, inputs, strict=True))
+    A, C = sum(c * L for c, _, L, _ in experts), sum(c * G for c, _, _, G in experts)
+    B, S = sum(c * (L @ x + x @ G) for c, x, L, G in experts), sum(c * x for c, x, _, _ in experts)
+    eps = 0.01 * (A.trace() / m + C.trace() / n)
+    if not eps:
+        return torch.zeros(m, n, dtype=torch.float64)
+    system = torch.kron(A, identities[1]) + torch.kron(identities[0], C) + eps * torch.eye(m * n, dtype=torch.float64)
+    M = torch.linalg.solve(system, (B + eps * S).flatten()).reshape(m, n)
+    wanted = sum(c * float((x * (L @ x + x @ G)).sum()) for c, x, L, G in experts)
+    found = float((M * (A @ M + M @ C)).sum())
+    return M * math.sqrt(min(wanted / found, len(deltas)))
+
+
+def regress_alone(parts: Any, norms: Any, weights: Any) -> Any:
+    """Of full fine-tunes without inputs."""
+    experts = [
+        (c, U * sigma @ V.T, V * sigma**2 @ V.T / norm2)
+        for (U, sigma, V), norm2, c in zip(parts, norms, weights, strict=True)
+        if norm2
+    ]
+    C = sum(c * G for c, _, G in experts)
+    eps = 0.01 * C.trace() / len(C)
+    ridge = eps * torch.eye(len(C), dtype=torch.float64)
+    M = sum(c * (delta @ G + eps * delta) for c, delta, G in experts) @ torch.linalg.inv(C + ridge)
+    wanted = sum(c * float((delta @ G * delta).sum()) for c, delta, G in experts)
+    return M * math.sqrt(min(wanted / float((M @ C * M).sum()), len(experts)))
+
+
 def sum_(parts: Any, norms: Any, weights: Any) -> Any:
     return sum(c * U * sigma @ V.T for (U, sigma, V), c in zip(parts, weights, strict=True))
 
 
-FORMULAS = {"agree": agree, "tsv": tsv, "tempered": tempered, "iso": iso, "sum": sum_}
+FORMULAS = {
+    "agree": agree,
+    "regress": regress_alone,
+    "outputs": outputs,
+    "tsv": tsv,
+    "tempered": tempered,
+    "iso": iso,
+    "sum": sum_,
+}

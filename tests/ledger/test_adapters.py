@@ -32,7 +32,7 @@ def densifying() -> Any:
     return patch.object(LowRank, "dense", side_effect=AssertionError("an adapter was multiplied out"))
 
 
-@pytest.mark.parametrize("readout", ["agree", "tsv", "tempered", "iso", "sum"])
+@pytest.mark.parametrize("readout", ["agree", "outputs", "tsv", "tempered", "iso", "sum"])
 @pytest.mark.parametrize("model", [llama, gpt2])
 def test_adapters_are_merged_as_their_dense_forms_and_never_multiplied_out(
     tmp_path: Path, workshop: Any, model: Any, readout: str

@@ -37,7 +37,7 @@ def model(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_every_readout_is_written_and_named_in_the_card(done: Callable[..., str], ledger: Path, tmp_path: Path) -> None:
     found = {}
-    for readout in ("agree", "tsv", "tempered", "iso", "sum", "expert:expert-2"):
+    for readout in ("agree", "regress", "outputs", "tsv", "tempered", "iso", "sum", "expert:expert-2"):
         out = tmp_path / readout.replace(":", "-")
         name, _, expert = readout.partition(":")
         said = f"{expert} as stored in the ledger" if expert else f"4 experts merged by ledger, readout {name}"

@@ -14,7 +14,7 @@ from mergestream.errors import UsageError
 from mergestream.testing import Check, ledger_of, make_models, readout_checks
 from tests.ledger import formulas
 
-NAMES = ["agree", "tsv", "tempered", "iso", "sum"]
+NAMES = ["agree", "regress", "outputs", "tsv", "tempered", "iso", "sum"]
 every_readout = pytest.mark.parametrize("readout", NAMES)
 
 

@@ -25,7 +25,7 @@ READOUTS: Registry[type[Readout]] = Registry(
     "mergestream.readouts",
     {
         name: f"mergestream.ledger.readouts.{name}:{name.capitalize()}"
-        for name in ("agree", "tsv", "tempered", "iso", "sum", "expert", "plain")
+        for name in ("agree", "regress", "outputs", "tsv", "tempered", "iso", "sum", "expert", "plain")
     },
     _check_readout,
 )

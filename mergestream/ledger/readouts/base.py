@@ -10,10 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from torch import Tensor
-
 from mergestream.algebra.lowrank import Value
-from mergestream.ledger.span import Span
+from mergestream.ledger.span import Coefficients, Span
 from mergestream.methods.base import Method
 
 
@@ -21,6 +19,8 @@ class Readout(ABC):
     """Base class of all readouts. Subclass `EntriesReadout`, `StateReadout` or both."""
 
     name: ClassVar[str]
+    tells_adapters: ClassVar[bool] = False
+    """Whether it merges an adapter otherwise than the full model that the adapter stands for"""
 
 
 class EntriesReadout(Readout):
@@ -32,8 +32,11 @@ class EntriesReadout(Readout):
     """Whether it is Σ c_i Δ_i: then any scale rule can be chosen"""
 
     @abstractmethod
-    def coefficients(self, span: Span) -> Tensor:
-        """Z of M = U Z Vᵀ for a linear weight: a κ×κ matrix, or a vector of κ numbers for a diagonal one."""
+    def coefficients(self, span: Span) -> Coefficients:
+        """Z of M = U Z Vᵀ for a linear weight: a κ×κ matrix, or a vector of κ numbers for a diagonal one.
+
+        A readout that answers to other inputs than the experts do returns the right factor Y of M = U Y instead.
+        """
 
     def share(self, weight: float, total: float) -> float:
         """The factor of an expert with this weight in a tensor that is no linear weight; ``total`` sums all weights."""

@@ -1,0 +1,395 @@
+"""Measure what a few inputs per expert are worth: readouts that know them, and routing.
+
+    python -m benchmarks.inputs text-lora --tasks 8 --test-limit 1000
+    python -m benchmarks.inputs vision-lora --tasks 14 --rows tempered,outputs,regress@64,routed@64
+
+A row is a readout (``tempered``; ``sum*0.5`` with a scale), a readout with inputs (``regress@64``: 64 training inputs
+of every expert), or ``routed@64``. Words behind a plus say which inputs they are: ``regress@64+half`` (every other
+expert has none), ``+wrong`` (each expert has those of the next task), ``+other`` (they are of no task of the suite),
+``routed@64+fallback`` (a tenth of the inputs, the least certain, are answered by the merged model).
+
+Writes results.json and table.md to docs/results/inputs/SUITE-TASKS; the protocol is in benchmarks/protocol.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import machine
+from benchmarks.suites.causal import Encoded, share_right
+from benchmarks.suites.experts import ExpertSuite
+from benchmarks.suites.heads import all_features, pick
+from benchmarks.suites.language import LanguageSuite, neutral_texts
+from benchmarks.suites.trained import TrainedSuite
+from mergestream import Store
+from mergestream.base.architecture import name_matcher
+from mergestream.display import markdown_table
+from mergestream.evaluation.cache import cache_directory, key_of
+from mergestream.evaluation.streams import score
+from mergestream.files import write_json, write_text
+from mergestream.ledger.moment import Moment
+from mergestream.ledger.selection import Selection
+from mergestream.ledger.span import Entry, RightFactor
+from mergestream.merging.entries import EntriesReading
+from mergestream.progress import NoProgress
+
+ROWS = (
+    *("average", "default", "tempered", "outputs", "regress@64", "routed@64", "routed@64+fallback"),
+    *("sum*0.5", "iso", "regress@16", "regress@256", "routed@16", "routed@256"),
+    *("regress@64+half", "regress@64+wrong", "regress@64+other"),
+)
+SEED = 0
+UNCERTAIN = 0.1
+"""The share of an expert's own inputs that the merged model answers, with ``fallback``"""
+SHRINKAGE = 0.1
+Moments = Mapping[str, Mapping[str, Moment]]
+"""By expert and weight"""
+Score = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is measured: ``readout*scale@count+source``."""
+
+    key: str
+
+    @cached_property
+    def words(self) -> set[str]:
+        return set(self.key.split("+")[1:])
+
+    @cached_property
+    def count(self) -> int:
+        """Inputs per expert; 0 for a row without."""
+        return int(self.key.partition("+")[0].partition("@")[2] or 0)
+
+    @cached_property
+    def selection(self) -> dict[str, Any]:
+        """The options of `Store.export`."""
+        name, _, scale = self.key.partition("@")[0].partition("*")
+        if name == "average":
+            return {"readout": "sum", "scale": "mean"}
+        return {"readout": None if name == "default" else name, "scale": float(scale) if scale else None}
+
+
+class Subject:
+    """A suite, its experts in a store, and what can be measured of them."""
+
+    def __init__(self, suite: ExpertSuite, work: Path) -> None:
+        self.suite = suite
+        self.tasks = suite.tasks
+        started = time.monotonic()
+        self.store = Store.create(work / "store", suite.base(), progress=NoProgress())
+        for task in self.tasks:
+            self.store.add(suite.expert(task), name=task)
+        self.add_seconds = (time.monotonic() - started) / len(self.tasks)
+        self.calibrate_seconds: dict[str, float] = {}
+
+    # --- inputs ---------------------------------------------------------------------------------------------
+
+    def inputs(self, task: str, row: Row) -> Sequence[Any]:
+        """Unlabelled inputs for the expert of a task."""
+        if "other" in row.words:
+            return self._of_no_task(task, row.count)
+        source = self.tasks[(self.tasks.index(task) + 1) % len(self.tasks)] if "wrong" in row.words else task
+        if isinstance(self.suite, LanguageSuite):
+            train = self.suite.data(source)[0]
+            return [self.suite.encoded(source, *train[index]) for index in _drawn(len(train), row.count)]
+        items = self.suite.data(source).train_items
+        return pick(items, _drawn(len(items), row.count))
+
+    def _of_no_task(self, task: str, count: int) -> Sequence[Any]:
+        """Sentences of Grimm's tales, or images of the tasks that are not merged."""
+        place = self.tasks.index(task)
+        if isinstance(self.suite, TrainedSuite) and self.suite.data_of == "vision":
+            whole = replace(self.suite, count=len(self.suite.all_tasks))
+            others = [each for each in whole.tasks if each not in self.tasks]
+            images = torch.cat([whole.data(each).train_items[: 8 * count] for each in others])
+            chosen: Sequence[Any] = images[_drawn(len(images), count, place)]  # type: ignore[assignment]
+            return chosen
+        texts = [sentence for text in neutral_texts() for sentence in text.split(". ") if len(sentence) > 20]
+        drawn = [texts[index] for index in _drawn(len(texts), count, place)]
+        if isinstance(self.suite, LanguageSuite):
+            return [Encoded(self.suite.backbone.tokenizer.encode(text).ids, [2]) for text in drawn]
+        return drawn
+
+    def moments(self, row: Row) -> Moments:
+        """The moments of the row's inputs, by expert; cached."""
+        experts = self.tasks[::2] if "half" in row.words else self.tasks
+        return {task: self._moments(task, row) for task in experts} if row.count else {}
+
+    def _moments(self, task: str, row: Row) -> dict[str, Moment]:
+        source = sorted(row.words - {"half", "fallback"})
+        key = key_of(self.suite.expert(task).name, self.suite.base().name, row.count, source, SEED, len(self.tasks))
+        path = cache_directory() / "moments" / self.suite.name / f"{task}-{key}.pt"
+        if not path.is_file():
+            started = time.monotonic()
+            found = self._measure(self.suite.load(self.suite.expert(task)), self.inputs(task, row))
+            self.calibrate_seconds[f"{task}@{row.count}"] = time.monotonic() - started
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({name: (m.values, m.vectors, m.rest) for name, m in found.items()}, path)
+        return {name: Moment(*parts) for name, parts in torch.load(path).items()}
+
+    def _measure(self, model: torch.nn.Module, inputs: Sequence[Any]) -> dict[str, Moment]:
+        sums: dict[str, Tensor] = {}
+        counts: dict[str, int] = {}
+
+        def add(name: str, x: Tensor) -> None:
+            rows = x.detach().flatten(0, -2).double()
+            sums[name] = sums.get(name, 0) + rows.T @ rows
+            counts[name] = counts.get(name, 0) + len(rows)
+
+        hooks = [
+            module.register_forward_pre_hook(lambda _, args, name=f"{path}.weight": add(name, args[0]))
+            for path, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        ]
+        with torch.inference_mode():
+            for each in inputs:  # one by one: there is no padding
+                self._forward(model, each)
+        for hook in hooks:
+            hook.remove()
+        with self.store.snapshot() as snapshot:
+            reading = snapshot.reading(self.store.engine)
+        assert isinstance(reading, EntriesReading)
+        found, slot_of = {}, name_matcher(model, sums)
+        for name in reading.linear:
+            if slot := slot_of(name):
+                kept = reading.directions[name] or min(reading.contexts[name].matrices[1:])
+                found[name] = Moment.of(sums[slot] / counts[slot], kept, torch.bfloat16)
+        return found
+
+    def _forward(self, model: Any, each: Any) -> Tensor:
+        """Run the model on one input; returns the features that a router sees."""
+        if isinstance(each, Encoded):
+            hidden: Tensor = model.get_decoder()(torch.tensor([each.prompt + each.answer])).last_hidden_state
+            return hidden[:, : len(each.prompt)].mean(1)
+        assert isinstance(self.suite, TrainedSuite)
+        features: Tensor = self.suite.backbone.features(model, [each] if isinstance(each, str) else each[None])
+        return features
+
+    # --- merged ---------------------------------------------------------------------------------------------
+
+    def merged(self, row: Row, work: Path, only: Sequence[str] = ()) -> tuple[Path, float]:
+        """Export the merged model of a row to a new directory; returns it and the seconds."""
+        with _calibrated(self.moments(row)):
+            target, started = work / f"merged-{time.monotonic_ns()}", time.monotonic()
+            model = self.store.export(target, **row.selection, only=list(only), pictures=False)
+            return model, time.monotonic() - started
+
+    def damage(self, row: Row, measured: Moments) -> dict[str, float]:
+        """The predicted damage of every expert by a row's readout: on these inputs, or on its own directions."""
+        with _calibrated(self.moments(row)), self.store.snapshot() as snapshot:
+            reading = snapshot.reading(self.store.engine, Selection(row.selection["readout"]))
+            assert isinstance(reading, EntriesReading)
+            factor = reading.scale(row.selection["scale"], self.store.engine)
+            found: dict[str, list[float]] = {task: [] for task in self.tasks}
+            for name, matrices in reading.measured(self.store.engine, lambda span: span):
+                for span in matrices:
+                    merged = RightFactor(factor * span.right_factor(reading.readout.coefficients(span)).double())
+                    entries = {
+                        number: replace(entry, moment=measured.get(reading.experts[number].name, {}).get(name))
+                        for number, entry in span.experts.items()
+                    }
+                    for number, value in replace(span, experts=entries).damage(merged).items():
+                        found[reading.experts[number].name].append(value)
+        return {task: sum(values) / len(values) for task, values in found.items() if values}
+
+    def bytes_of(self, row: Row) -> dict[str, int]:
+        """Bytes of the store, and of the moments beside it."""
+        moments = [moment for found in self.moments(row).values() for moment in found.values()]
+        stored = sum(file.stat().st_size for file in (self.store.path / "steps").rglob("*") if file.is_file())
+        return {"store": stored, "moments": sum(m.values.nbytes + m.vectors.nbytes + 8 for m in moments)}
+
+    # --- routed ---------------------------------------------------------------------------------------------
+
+    def routed(self, row: Row, work: Path) -> dict[str, Any]:
+        """Every test input goes to the expert whose inputs look most like it."""
+        base = self.suite.load(self.suite.base())
+        with torch.inference_mode():
+            known = [
+                torch.cat([self._forward(base, each) for each in self.inputs(task, row)]).double()
+                for task in self.tasks
+            ]
+        means = torch.stack([rows.mean(0) for rows in known])
+        centred = torch.cat([rows - rows.mean(0) for rows in known])
+        covariance = centred.T @ centred / (len(centred) - len(known))
+        covariance *= 1 - SHRINKAGE
+        covariance.diagonal().add_(SHRINKAGE / (1 - SHRINKAGE) * covariance.diagonal().mean())
+        weights = torch.linalg.solve(covariance, means.T)
+        bias = 0.5 * (means * weights.T).sum(1)
+
+        def route(features: Tensor) -> tuple[Tensor, Tensor]:
+            confidence, expert = (features.double() @ weights - bias).softmax(1).max(1)
+            return expert, confidence
+
+        least = 0.0
+        if "fallback" in row.words:
+            least = float(torch.cat([route(rows)[1] for rows in known]).quantile(UNCERTAIN))
+        tests = {task: self._tests(task) for task in self.tasks}
+        chosen = {task: route(self._features(base, tests[task])) for task in self.tasks}
+        right = dict.fromkeys(self.tasks, 0)
+        models = [self.suite.expert(task) for task in self.tasks]
+        if least:
+            models.append(self.merged(Row(f"regress@{row.count}"), work)[0])
+        for number, directory in enumerate(models):
+            model = self.suite.load(directory)
+            for task, (expert, confidence) in chosen.items():
+                sent = torch.where(confidence < least, len(self.tasks), expert)
+                right[task] += self._right(model, task, (sent == number).nonzero().flatten().tolist())
+        places = enumerate(self.tasks)
+        return {
+            "accuracies": {task: right[task] / len(tests[task]) for task in self.tasks},
+            "routed_right": {task: float((chosen[task][0] == place).double().mean()) for place, task in places},
+            "answered_by_merged": {task: float((chosen[task][1] < least).double().mean()) for task in self.tasks},
+        }
+
+    def _tests(self, task: str) -> Sequence[Any]:
+        limit = self.suite.test_limit
+        if isinstance(self.suite, LanguageSuite):
+            return [self.suite.encoded(task, *example) for example in self.suite.data(task)[1][:limit]]
+        items: Sequence[Any] = self.suite.data(task).test_items[:limit]
+        return items
+
+    def _features(self, base: Any, items: Sequence[Any]) -> Tensor:
+        with torch.inference_mode():
+            if isinstance(self.suite, TrainedSuite):
+                return all_features(self.suite.backbone, base, items)
+            return torch.cat([self._forward(base, each) for each in items])
+
+    def _right(self, model: Any, task: str, places: Sequence[int]) -> int:
+        """How many of these test inputs of a task a model answers rightly."""
+        if not places:
+            return 0
+        if isinstance(self.suite, LanguageSuite):
+            examples = [self._tests(task)[place] for place in places]
+            choices = [self.suite.encoded(task, "", choice).answer[0] for choice in self.suite._tasks[task].choices]
+            return round(share_right(model, examples, choices) * len(examples))
+        assert isinstance(self.suite, TrainedSuite)
+        data = self.suite.data(task)
+        features = all_features(self.suite.backbone, model, pick(data.test_items, places))
+        labels = data.test_labels[torch.tensor(places)]
+        return int((self.suite.head(task)(features).argmax(1) == labels).sum())
+
+
+def _drawn(available: int, count: int, seed: int = SEED) -> list[int]:
+    return sorted(random.Random(seed).sample(range(available), min(count, available)))
+
+
+@contextmanager
+def _calibrated(moments: Moments) -> Iterator[None]:
+    """Give the entries of a ledger these moments."""
+    plain = EntriesReading.entries
+
+    def entries(reading: EntriesReading, name: str) -> list[Entry]:
+        found = zip(reading.experts, plain(reading, name), strict=True)
+        return [replace(entry, moment=moments.get(expert.name, {}).get(name)) for expert, entry in found]
+
+    with patch.object(EntriesReading, "entries", entries):
+        yield
+
+
+def measure(subject: Subject, row: Row, work: Path, bwt: bool) -> dict[str, Any]:
+    """Everything of one row."""
+    suite, tasks = subject.suite, subject.tasks
+    if row.key.startswith("routed"):
+        started = time.monotonic()
+        routed = subject.routed(row, work)
+        return {**routed, "seconds": time.monotonic() - started}
+    model, seconds = subject.merged(row, work)
+    scores = score(suite, model, [*tasks, *suite.beside])
+    shutil.rmtree(model)
+    found: dict[str, Any] = {
+        "accuracies": {task: scores[task] for task in tasks},
+        "beside": {name: scores[name] for name in suite.beside},
+        "export_seconds": seconds,
+        "bytes": subject.bytes_of(row),
+        "damage": {
+            "by_directions": subject.damage(row, {}),
+            "by_inputs": subject.damage(row, subject.moments(Row("regress@64"))),
+        },
+    }
+    if bwt:
+        lost = []
+        for step, task in enumerate(tasks[:-1]):
+            model, _ = subject.merged(row, work, tasks[: step + 1])
+            lost.append(scores[task] - score(suite, model, [task])[task])
+            shutil.rmtree(model)
+        found["bwt"] = sum(lost) / len(lost)
+    return found
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The rows as Markdown, the best first."""
+    lines = []
+    for key, row in results["rows"].items():
+        found = list(row["accuracies"].values())
+        right = row.get("routed_right")
+        cells = (
+            f"{100 * sum(found) / len(found):.1f}",
+            f"{100 * min(found):.1f}",
+            f"{100 * row['bwt']:+.1f}" if "bwt" in row else "–",
+            f"{100 * sum(right.values()) / len(right):.1f}" if right else "–",
+            *(f"{value:.2f}" for value in row.get("beside", {}).values()),
+        )
+        lines.append((f"`{key}`", *cells))
+    experts = list(results["experts"].values())
+    lines.append(("experts", f"{100 * sum(experts) / len(experts):.1f}", f"{100 * min(experts):.1f}", "–", "–"))
+    headings = ("", "ACC", "worst task", "BWT", "right expert", *results["beside"])
+    width = len(headings)
+    return "\n".join(markdown_table(headings, [(*line, *[""] * (width - len(line))) for line in lines])) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.inputs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suite")
+    parser.add_argument("--tasks", type=int, default=8)
+    parser.add_argument("--test-limit", type=int, default=1000)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--bwt", action="store_true", help="also score every row after each expert, on its own task")
+    parser.add_argument("-o", "--output", type=Path)
+    chosen = parser.parse_args(arguments)
+    suite = import_module(f"benchmarks.suites.{chosen.suite.replace('-', '_')}").SUITE
+    suite = suite.limited(chosen.tasks, chosen.test_limit)
+    output: Path = chosen.output or Path(f"docs/results/inputs/{chosen.suite}-{chosen.tasks}")
+    path = output / "results.json"
+    results: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {"rows": {}}
+    results |= {"suite": chosen.suite, "tasks": suite.tasks, "test_limit": chosen.test_limit, "beside": suite.beside}
+    results |= {"machine": machine(), "protocol": suite.protocol()}
+    with tempfile.TemporaryDirectory() as place:
+        work = Path(place)
+        subject = Subject(suite, work)
+        results["add_seconds"] = subject.add_seconds
+        if "experts" not in results:
+            results["experts"] = {task: score(suite, suite.expert(task), [task])[task] for task in suite.tasks}
+        for key in chosen.rows.split(","):
+            if key not in results["rows"]:
+                results["rows"][key] = measure(subject, Row(key), work, chosen.bwt)
+                results["calibrate_seconds"] = {**results.get("calibrate_seconds", {}), **subject.calibrate_seconds}
+                write_json(path, results)
+                write_text(output / "table.md", table(results))
+                print(key, results["rows"][key]["accuracies"], flush=True)
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""outputs: the merged weight matches each expert where that expert's outputs lie."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mergestream.ledger.readouts.agree import Agree
+from mergestream.ledger.span import Span
+
+LENGTH = 1.5
+"""The norm of a merged matrix, in mean norms of the experts"""
+
+
+class Outputs(Agree):
+    """`agree` from the other side, with a chosen length: the merge of adapters.
+
+        Mᵀ of `agree` for all Δ_iᵀ,  times 1.5 n/‖M‖  with n = Σ c_i ‖Δ_i‖ / Σ c_i
+
+    An adapter is B·A. Its factor A is mostly as it was drawn, and says nothing about the inputs. Its factor B has been
+    learnt: it is where the expert's outputs lie.
+    """
+
+    name = "outputs"
+
+    def coefficients(self, span: Span) -> Tensor:
+        Z = super().coefficients(span.reversed).T
+        length2 = (Z * (span.output_gram @ Z @ span.input_gram)).sum()
+        return Z * (LENGTH * span.mean_norm / length2.sqrt())
