@@ -51,9 +51,9 @@ from mergestream.merging.entries import EntriesReading
 from mergestream.progress import NoProgress
 
 ROWS = (
-    *("average", "default", "tempered", "outputs", "regress@64", "routed@64", "routed@64+fallback"),
-    *("sum*0.5", "iso", "regress@16", "regress@256", "routed@16", "routed@256"),
-    *("regress@64+half", "regress@64+wrong", "regress@64+other"),
+    *("default", "outputs", "regress@64", "routed@64", "regress@16", "regress@64+half", "regress@256"),
+    *("regress@64+wrong", "regress@64+other", "routed@64+fallback", "routed@16", "routed@256"),
+    *("average", "sum*0.5", "iso"),
 )
 SEED = 0
 UNCERTAIN = 0.1
@@ -245,7 +245,10 @@ class Subject:
         tests = {task: self._tests(task) for task in self.tasks}
         chosen = {task: route(self._features(base, tests[task])) for task in self.tasks}
         right = dict.fromkeys(self.tasks, 0)
-        models = [self.suite.expert(task) for task in self.tasks]
+        models = [
+            self.store.export(work / f"{row.key}-{task}", readout=f"expert:{task}", pictures=False)
+            for task in self.tasks
+        ]
         if least:
             models.append(self.merged(Row(f"regress@{row.count}"), work)[0])
         for number, directory in enumerate(models):
