@@ -21,6 +21,7 @@ __version__ = "0.3.0"
 _HOMES = {
     "Store": "mergestream.store.store",
     "Expert": "mergestream.store.manifest",
+    "Inputs": "mergestream.inputs.reading",
     "Merger": "mergestream.merging.merger",
     "merge": "mergestream.export.one_shot",
     "MergestreamError": "mergestream.errors",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from mergestream.errors import MergestreamWarning as MergestreamWarning
     from mergestream.experts import task_vectors as task_vectors
     from mergestream.export.one_shot import merge as merge
+    from mergestream.inputs.reading import Inputs as Inputs
     from mergestream.ledger.method import Ledger as Ledger
     from mergestream.ledger.readouts import READOUTS as READOUTS
     from mergestream.ledger.readouts import register_readout as register_readout

@@ -12,6 +12,7 @@ from mergestream.cli.options import (
     MODEL,
     ComputingOptions,
     GatedOptions,
+    InputsOptions,
     WorkingStoreOptions,
     argument,
     arguments_of,
@@ -33,12 +34,13 @@ mergestream add store path/to/classifier --heads 'classifier.*'
 mergestream add store path/to/expert --gate 'kept>=0.6' --gate 'relative_norm<=3'
 mergestream add store path/to/expert --gate 'damage<=0.3'    # ledger: predicted for every expert
 mergestream add store path/to/expert --evaluate 'python score.py {model}' --gate 'score>=0.8'
+mergestream add store path/to/expert --inputs prompts.jsonl    # unlabelled inputs, for a better merge
 mergestream add store path/to/expert --log wandb:my-project --log jsonl
 """
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
+class Options(WorkingStoreOptions, ComputingOptions, GatedOptions, InputsOptions):
     experts: list[str] = argument("[NAME=]EXPERT", MODEL, nargs="+")
     name: str | None = argument("--name", "name of the expert (the last part of its path)")
     dry_run: bool = switch("--dry-run", "show what would happen without changing the store, like inspect")
@@ -49,6 +51,8 @@ def run(options: Options) -> None:
     answer(results)  # before the first expert: if a later one fails, the earlier ones are committed
     if options.name is not None and len(options.experts) > 1:
         raise UsageError("--name is for one expert; write NAME=EXPERT to name several")
+    if options.inputs is not None and len(options.experts) > 1:
+        raise UsageError("--inputs are those of one expert; add the experts one by one")
     store = options.open_store()
     for word in options.experts:
         name, expert = split_name(word) if options.name is None else (options.name, word)
@@ -71,7 +75,7 @@ def _inspect(store: Store, expert: str, options: Options) -> dict[str, Any]:
 
 
 def _add(store: Store, expert: str, name: str | None, options: Options) -> dict[str, Any]:
-    entry = store.add(**arguments_of(store.add, options, expert=expert, name=name))
+    entry = store.add(**arguments_of(store.add, options, expert=expert, name=name, inputs=options.make_inputs()))
     print_step(store, entry)
     return entry_json(entry)
 

@@ -19,6 +19,7 @@ from mergestream.sizes import counted, parse_size
 if TYPE_CHECKING:
     from mergestream.engine import Engine
     from mergestream.experts.vocabulary import Vocab
+    from mergestream.inputs.reading import Inputs
     from mergestream.methods.base import Method
     from mergestream.progress import Progress
     from mergestream.store.store import Store
@@ -246,6 +247,29 @@ class GatedOptions(AddingOptions, StoredExpertOptions):
         "--log TRACKER[:TARGET]",
         "send the numbers of each step to wandb:PROJECT, mlflow:EXPERIMENT, tensorboard:DIR or jsonl:FILE",
     )
+
+
+@dataclass(frozen=True)
+class InputsOptions:
+    """A few unlabelled inputs of one expert."""
+
+    inputs: str | None = argument(
+        "--inputs FILE",
+        "unlabelled inputs of the expert: .jsonl, .txt, .parquet, .npz, .safetensors, or a directory of images",
+    )
+    inputs_count: int = argument("--inputs-count N", "how many of them are used (64)", type=at_least(2), default=64)
+    inputs_tokens: int = argument(
+        "--inputs-tokens N",
+        "length of the answers that a generative model writes where none is given (32)",
+        type=at_least(0),
+        default=32,
+    )
+
+    def make_inputs(self) -> Inputs | None:
+        """The inputs with their options; None where there are none."""
+        from mergestream.inputs.reading import Inputs
+
+        return None if self.inputs is None else Inputs(self.inputs, self.inputs_count, self.inputs_tokens)
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,11 @@ def _scale_text(method: str, last: Expert) -> str:
 
 
 def _ledger_text(manifest: Manifest, ledger: Mapping[str, Any]) -> str:
+    inputs = f"inputs {format_size(ledger['inputs_bytes'])}   " if ledger["inputs_bytes"] else ""
     return (
         f"{counted(manifest.step, 'expert')} in {counted(ledger['room_for'], 'slot')}   "
         f"mean ‖Δ‖ {manifest.history[-1].mean_norm:.6g}   "
-        f"entries {format_size(ledger['bytes'])}   budget {ledger['budget']:g}"
+        f"entries {format_size(ledger['bytes'])}   {inputs}budget {ledger['budget']:g}"
     )
 
 
@@ -102,10 +103,16 @@ def status_json(store: Store) -> dict[str, Any]:
 
 def _ledger_json(store: Store) -> dict[str, Any] | None:
     """Describe how a ledger's budget is divided: slots for experts, bytes of all entries."""
+    from mergestream.storage import total_bytes
     from mergestream.store.steps import step_bytes
 
     manifest = store.manifest
     if not manifest.is_ledger:
         return None
     taken = sum(step_bytes(store.storage, entry.folder) for entry in manifest.history)
-    return {"room_for": manifest.sharing, "bytes": taken, "budget": manifest.parameters["budget"]}
+    return {
+        "room_for": manifest.sharing,
+        "bytes": taken,
+        "inputs_bytes": total_bytes(store.storage.files("inputs")),
+        "budget": manifest.parameters["budget"],
+    }

@@ -1,4 +1,4 @@
-"""``mergestream undo``: take back the last expert."""
+"""``mergestream undo``: take back the last expert, or the last calibrate."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ Options = StoreOptions
 
 def run(options: Options) -> None:
     store = options.open_store()
+    before = store.manifest.step
     undone = store.undo()
     answer({"store": str(store.storage), "step": store.manifest.step, "undone": entry_json(undone)})
-    say(f"{undone.name} taken back; {store.storage} is at step {store.manifest.step}")
+    what = undone.name if store.manifest.step < before else f"the inputs of {undone.name}"
+    say(f"{what} taken back; {store.storage} is at step {store.manifest.step}")

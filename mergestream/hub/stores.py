@@ -22,7 +22,7 @@ from mergestream.store.records import record_folder
 from mergestream.store.step_storage import PLAN, is_journal
 from mergestream.store.store import Store
 
-_PART = re.compile(r"manifest\.json|scores\.json|(steps|experts)/[0-9]{4,}(-[0-9a-f]+)?/[A-Za-z0-9][\w.-]*")
+_PART = re.compile(r"manifest\.json|scores\.json|(steps|experts|inputs)/[0-9]{4,}(-[0-9a-f]+)?/[A-Za-z0-9][\w.-]*")
 _BESIDE = re.compile(r"README\.md|\.git\w*")
 _CARD = "README.md"
 
@@ -78,11 +78,12 @@ def _parts(store: Store) -> Iterator[str]:
     yield MANIFEST
     if store.storage.stat("scores.json"):
         yield "scores.json"
-    for entry in store.history:
-        folders = [record_folder(entry.folder), *([f"steps/{entry.folder}"] if entry.state else [])]
-        for folder in folders:
-            files = store.storage.files(folder)
-            yield from (f"{folder}/{name}" for name in files if name != PLAN and not is_journal(name))
+    folders = [record_folder(entry.folder) for entry in store.history]
+    folders += [f"steps/{entry.folder}" for entry in store.history if entry.state]
+    folders += [f"inputs/{entry.folder}" for entry in store.manifest.inputs]
+    for folder in folders:
+        files = store.storage.files(folder)
+        yield from (f"{folder}/{name}" for name in files if name != PLAN and not is_journal(name))
 
 
 def _card(manifest: Manifest, name: str) -> str:
@@ -100,8 +101,8 @@ def _card(manifest: Manifest, name: str) -> str:
     return "\n".join(lines)
 
 
-def pull_store(address: str, path: Path, check: Callable[[Path], None]) -> None:
-    """Download a store to ``path``; ``check`` may refuse the download by raising an error.
+def pull_store(address: str, path: Path, base: str | Path | None, open_store: Callable[[Path], Store]) -> None:
+    """Download a store to ``path`` and verify it; ``base`` is where its base is here.
 
     An interrupted download stays beside ``path``, and the next pull resumes it.
     """
@@ -112,7 +113,10 @@ def pull_store(address: str, path: Path, check: Callable[[Path], None]) -> None:
     work = path.resolve().with_name(f".{path.name}.pull")
     try:
         _download(name, revision or None, work)
-        check(work)
+        store = open_store(work)
+        if base is not None:
+            store.relocate(base)
+        store.verify(base=False)
         for part in (*work.rglob("*"), work):
             sync_file(part)
         work.rename(path)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.location import system_errors_explained
 from mergestream.errors import MergestreamError, UsageError, first_line
@@ -22,6 +22,10 @@ from mergestream.escaping import one_line
 from mergestream.progress import Progress
 from mergestream.sizes import counted, format_size, shorten_list
 
+if TYPE_CHECKING:
+    from torch import nn
+
+NEW_TOKENS = 32
 COUNT, FEW, FEWEST = 64, 16, 2
 """How many samples are taken by default, below how many the user is warned, and how many are needed"""
 PAIRS = (
@@ -44,7 +48,28 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".ti
 MAX_LINE_BYTES, MAX_LINES, MAX_ARRAY_BYTES, MAX_PIXELS = 1 << 24, 1_000_000, 1 << 32, 1 << 26
 """Larger files are refused before they fill the memory"""
 
-Inputs = str | Path | Iterable[Any]
+Source = str | Path | Iterable[Any]
+Call = Callable[["nn.Module", Any], Any]
+"""A user's way to run a model on one input; a tensor that it returns holds the features, one row per input"""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A few unlabelled inputs of an expert, and how models are run on them; by default transformers does it."""
+
+    source: Source
+    """A file, a directory of images, or an iterable of what the processor or the model takes"""
+    count: int = COUNT
+    """How many are taken at most"""
+    tokens: int = NEW_TOKENS
+    """How many tokens of an answer a generative model writes where none is given"""
+    model: nn.Module | None = None
+    """The class of model, with any weights: they are replaced in a copy"""
+    call: Call | None = None
+
+    @staticmethod
+    def of(given: Source | Inputs) -> Inputs:
+        return given if isinstance(given, Inputs) else Inputs(given)
 
 
 @dataclass(frozen=True)
@@ -56,7 +81,7 @@ class Sample:
     where: str
 
 
-def read_inputs(inputs: Inputs, count: int = COUNT, progress: Progress | None = None) -> list[Sample]:
+def read_inputs(inputs: Source, count: int = COUNT, progress: Progress | None = None) -> list[Sample]:
     """At most ``count`` samples of a file, a directory of images, or any Python iterable."""
     if count < FEWEST:
         raise UsageError(f"{count} inputs are too few: take at least {FEWEST}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,16 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mergestream.inputs.reading import Sample, explained, open_image
+from mergestream.inputs.reading import NEW_TOKENS, Call, Sample, explained, open_image
 
-NEW_TOKENS = 32
-"""How many tokens of an answer a generative model writes by default"""
 MAX_TOKENS = 2048
 """Longer text is cut"""
 RECORD = {"text", "text_pair", "messages", "prompt", "completion", "image"}
 """Fields of records that a processor turns into arguments; any other mapping holds arguments"""
-Call = Callable[[nn.Module, Any], Any]
-"""A user's way to run the model on one input; a tensor that it returns holds the features, one row per input"""
 Arguments = dict[str, Any]
 
 

@@ -18,8 +18,8 @@ from mergestream.experts.adapters.vector import AdapterVector
 from mergestream.experts.vector import TaskVector
 from mergestream.inputs.loading import check_memory, fill_module, load_model, load_processor, memory_of, read_weights
 from mergestream.inputs.moments import LayerMoments, find_layers, measure_moments
-from mergestream.inputs.reading import Sample
-from mergestream.inputs.running import NEW_TOKENS, Call, Runner
+from mergestream.inputs.reading import Inputs, Sample
+from mergestream.inputs.running import Runner
 from mergestream.ledger.method import FEWEST
 from mergestream.ledger.routing import FeatureStatistics
 from mergestream.progress import Progress
@@ -43,22 +43,12 @@ class InputStatistics:
     """How many inputs there were"""
 
 
-@dataclass(frozen=True)
-class HowToRun:
-    """How models are run on inputs; by default transformers loads and runs them."""
-
-    module: nn.Module | None = None
-    """The class of model, with any weights: they are replaced in a copy"""
-    call: Call | None = None
-    new_tokens: int = NEW_TOKENS
-
-
 def measure_statistics(
     vector: TaskVector,
     expert: Checkpoint | Adapter,
     directions: Mapping[str, int],
     samples: Sequence[Sample],
-    how: HowToRun,
+    how: Inputs,
     *,
     dtype: torch.dtype,
     engine: Engine,
@@ -79,7 +69,7 @@ def measure_statistics(
     slots = {slot: name for name in directions if (slot := slot_of(vector.prefix.name_in_task(name)))}
     if not find_layers(model, slots):
         raise MergestreamError(f"no linear layer of {expert.source} has the name of a tensor of the base")
-    runner = Runner(model, load_processor(expert.directory, base.directory), how.call, how.new_tokens, engine.device)
+    runner = Runner(model, load_processor(expert.directory, base.directory), how.call, how.tokens, engine.device)
     for sample in samples:
         runner.answer(sample)
     with progress.task("running the expert", size * len(samples)) as advance:
@@ -115,10 +105,10 @@ def measure_statistics(
 
 
 def _make_model(
-    directory: Path | None, source: str, weights: Mapping[str, Tensor], how: HowToRun, device: str
+    directory: Path | None, source: str, weights: Mapping[str, Tensor], how: Inputs, device: str
 ) -> nn.Module:
-    if how.module is not None:
-        return fill_module(how.module, weights, source, device)
+    if how.model is not None:
+        return fill_module(how.model, weights, source, device)
     return load_model(directory, source, weights, device)
 
 

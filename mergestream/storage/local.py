@@ -107,7 +107,7 @@ class LocalStorage(Storage):
 
     def check(self) -> None:
         _check_entries(self._directory)
-        for kind in ("steps", "experts"):
+        for kind in ("steps", "experts", "inputs"):
             for entry in _check_entries(self.path(kind)):
                 _check_entries(Path(entry))
 

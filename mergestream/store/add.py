@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import MergestreamError
 from mergestream.experts import ExpertSource
+from mergestream.inputs.reading import Inputs, Source
+from mergestream.store.calibrate import measure_inputs, read_samples
 from mergestream.store.candidate import Candidate, open_candidate
-from mergestream.store.manifest import Expert
+from mergestream.store.inputs import write_inputs
+from mergestream.store.manifest import Expert, InputsEntry
 from mergestream.store.shorten import shorten_entries
 from mergestream.store.transaction import clean_up_after_commit, commit
 
@@ -29,16 +32,23 @@ def add_expert(
     allow_duplicate: bool = False,
     allow_other_base: bool = False,
     review: Review | None = None,
+    inputs: Source | Inputs | None = None,
     **options: Any,
 ) -> Expert:
-    """Add an expert as one transaction; ``options`` are those of `open_candidate`.
+    """Add an expert as one transaction; ``options`` are those of `open_candidate`, ``inputs`` what it is run on.
 
     The step is written beside the others. It counts when the manifest that names it is committed: until then an error
     leaves the store as it was, and an interrupted step is resumed by the next call.
     """
     started = time.monotonic()
+    given = None if inputs is None else Inputs.of(inputs)
+    samples = read_samples(store, given) if given else []
     with store.writing(), open_candidate(store, expert, name, **options) as candidate:
         with candidate.writing() as writer:
+            if given:
+                found = measure_inputs(candidate, given, samples, candidate.cut)
+                record = write_inputs(store.storage, candidate.folder, found)
+                candidate.inputs = InputsEntry(candidate.number, found.count, record, candidate.mark)
             candidate.absorb(writer, "absorbing")
             if not allow_duplicate:
                 _refuse_duplicate(candidate)

@@ -25,7 +25,7 @@ from mergestream.experts.adapters import Adapter
 from mergestream.experts.base_check import BaseCheck, check_base
 from mergestream.merging.step import Outcome, StateWriter, Step, Totals, total
 from mergestream.store.factors import block_layout, core_layout
-from mergestream.store.manifest import Expert, Options, folder_name
+from mergestream.store.manifest import Expert, InputsEntry, Options, folder_name
 from mergestream.store.records import drop_record, write_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader, StepWriter, slot_name
@@ -54,6 +54,10 @@ class Candidate:
         self.outcomes: dict[str, Outcome] = {}
         self.digests: dict[str, str] = {}
         self.step: Step
+        self.opened: Checkpoint | Adapter
+        """The expert under its own names"""
+        self.given_expert: ExpertSource
+        self.inputs: InputsEntry | None = None
 
     @property
     def source(self) -> str:
@@ -164,6 +168,7 @@ class Candidate:
             cut=self.cut,
             notes=self.notes,
             given=self.given,
+            inputs=self.inputs,
             **{key: value for key, value in vars(totals).items() if key != "t"},
         )
 
@@ -267,6 +272,7 @@ def open_candidate(
         vector = make_task_vector(model, base, opened, partial=partial, ignore=ignore, vocab=vocab)
         known_name = name if subtract and name else free_name(name, vector.expert.source, manifest.names)
         candidate = Candidate(store, vector, known_name, options, "" if isinstance(expert, Mapping) else str(expert))
+        candidate.opened, candidate.given_expert = opened, expert
         if isinstance(opened, Adapter) and not method.factored:
             candidate.note(f"{method.name} needs dense tensors: the adapter is multiplied out, tensor by tensor")
         for sentence in vector.notes:

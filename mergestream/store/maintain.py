@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from mergestream.base.model import BaseModel, match_names
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.storage import total_bytes
+from mergestream.store.inputs import InputsReader
 from mergestream.store.records import verify_record
 from mergestream.store.steps import StepReader
 from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused
@@ -61,6 +63,9 @@ def verify_files(store: Store, with_base: bool) -> None:
         elif entry in manifest.needed:
             raise MergestreamError(f"{store.storage}/steps/{entry.folder} is missing; restore the store from a backup")
         verify_record(store.storage, entry, store.engine)
+        if entry.inputs:
+            with closing(InputsReader(store.storage, entry.inputs)) as inputs:
+                deque(inputs.verify(store.engine), maxlen=0)
 
 
 def relocate_base(store: Store, base: str | Path) -> None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from mergestream.base.model import BaseModel, match_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
-from mergestream.display import html_table
 from mergestream.errors import MergestreamError, did_you_mean
-from mergestream.experts.vocabulary import Vocab
 from mergestream.files import to_json
 from mergestream.methods import method_text
-from mergestream.methods.scale import inverse, scale_value
-from mergestream.schema import BACKUP, Count, Finite, Magnitude, Number, Plain, damaged, invalid_file, parse, validate
+from mergestream.methods.scale import scale_value
+from mergestream.schema import BACKUP, Count, Number, Plain, damaged, invalid_file, parse, validate
 from mergestream.sizes import counted
 from mergestream.storage import Storage, StoredFile
+from mergestream.store.expert import Evaluation as Evaluation
+from mergestream.store.expert import Expert as Expert
+from mergestream.store.expert import InputsEntry as InputsEntry
+from mergestream.store.expert import Options as Options
+from mergestream.store.expert import PassedGate as PassedGate
+from mergestream.store.expert import folder_name as folder_name
 
 if TYPE_CHECKING:
     from mergestream.methods.base import Method
@@ -31,114 +35,6 @@ READABLE = (1, 2, FORMAT)
 """Format 1 lacks facts about the base that follow from others, and always has ‖direction‖. Up to format 2 only the last
 expert could be removed, so the number of an expert is its position."""
 _MARK = re.compile("[0-9a-f]{0,32}")
-
-
-def folder_name(number: int, mark: str) -> str:
-    return f"{number:04d}-{mark}" if mark else f"{number:04d}"
-
-
-class Options(TypedDict, total=False):
-    """The options that an expert was added with."""
-
-    partial: bool
-    ignore: list[str]
-    vocab: Vocab
-    allow_duplicate: bool
-    allow_other_base: bool
-
-
-class PassedGate(TypedDict):
-    """A gate that an expert has passed, with its value; None where there was nothing to compare."""
-
-    gate: str
-    value: float | None
-
-
-class _ByTask(TypedDict, total=False):
-    scores: dict[str, float]
-    """Scores by task, where the command has written them"""
-
-
-class Evaluation(_ByTask):
-    """The command that evaluated an expert before it was added, and the score."""
-
-    command: str
-    score: float
-
-
-@dataclass(frozen=True)
-class Expert:
-    """One expert of a store, and the scalars of the store after it."""
-
-    name: str
-    number: Number
-    """The number of its folders: the record in ``experts``, and its entry or the state after it in ``steps``"""
-    source: str
-    digest: str
-    added: str
-    """The time, in UTC"""
-    seconds: Magnitude
-    norm: Magnitude
-    """‖Δ_t‖, before any projection"""
-    kept: Magnitude
-    """The share of ‖Δ_t‖² that entered the state"""
-    scale: Finite
-    """merged = θ⁰ + scale · direction; 1/λ_t of OPCM"""
-    mean_norm: Magnitude
-    """n_t"""
-    direction_norm: Magnitude | None
-    """‖direction‖; None where it was not measured"""
-    distance: Magnitude | None
-    """‖merged − θ⁰‖ by the method's own scale, where it is known"""
-    rank: Count
-    """The largest rank that a tensor in factors may have now; in a ledger, that of an adapter; 0 where all are dense"""
-    state: str
-    """Digest of the state after this step, or of the entry; empty where the state contains a removed expert"""
-    record: str
-    """Digest of ``experts/NNNN/tensors.json``"""
-    fates: Mapping[str, Count]
-    """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored"""
-    options: Options
-    cut: Count = 0
-    """In a ledger: for how many experts its entry is cut"""
-    gates: Sequence[PassedGate] = ()
-    """The gates that it passed"""
-    evaluation: Evaluation | None = None
-    notes: Sequence[str] = field(default_factory=list)
-    """The notes that the user saw"""
-    mark: str = ""
-    """Suffix of its folders in a bucket: no two writers have the same folder"""
-    given: str = ""
-    """The path or id that the user gave; empty where it is not known, or for a model in memory"""
-    lost: Magnitude = 0.0
-    """The share of the state's energy that a bound on its rank has cut off; 0 since 0.3, which has none"""
-
-    @property
-    def is_entry(self) -> bool:
-        """Whether its step holds its own entry in a ledger, instead of the state after it"""
-        return self.cut > 0
-
-    @property
-    def folder(self) -> str:
-        """The name of its folders in ``steps`` and ``experts``"""
-        return folder_name(self.number, self.mark)
-
-    @property
-    def lambda_(self) -> float:
-        """1/scale, which is λ_t of OPCM"""
-        return inverse(self.scale)
-
-    @property
-    def score(self) -> float | None:
-        """The score of the command that evaluated it, if there was one."""
-        return self.evaluation["score"] if self.evaluation else None
-
-    def __repr__(self) -> str:
-        kept = "held" if self.cut else "kept"
-        return f"<Expert {self.name!r}: ‖Δ‖ {self.norm:.4g}, {kept} {self.kept:.1%}, added {self.added}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(repr(self)[1:-1], ("", ""), list(vars(self).items()))
 
 
 @dataclass(frozen=True)
@@ -221,7 +117,25 @@ class Manifest:
     @property
     def next_number(self) -> int:
         """The number for the folders of the next expert."""
-        return max((entry.number for entry in self.history), default=0) + 1
+        return max((entry.number for entry in self._numbered), default=0) + 1
+
+    @property
+    def _numbered(self) -> list[Expert | InputsEntry]:
+        """Everything that has a folder of its own."""
+        return [*self.history, *self.inputs]
+
+    @property
+    def inputs(self) -> tuple[InputsEntry, ...]:
+        """All statistics of inputs, also those that `undo` may bring back."""
+        present = [entry.inputs for entry in self.history if entry.inputs]
+        return (*present, *(entry.before for entry in present if entry.before))
+
+    @property
+    def calibrated(self) -> Expert | None:
+        """The expert whose inputs were added last, and after the last expert."""
+        last = self.history[-1].name if self.history else ""
+        found = [(entry.inputs.number, entry) for entry in self.history if entry.inputs and entry.inputs.after == last]
+        return max(found, key=lambda pair: pair[0])[1] if found else None
 
     @property
     def needed(self) -> tuple[Expert, ...]:
@@ -264,6 +178,9 @@ class Manifest:
                     entry, mean_norm=mean_norm, scale=scale, direction_norm=None, distance=None, state=state
                 )
             )
+        for place, entry in enumerate(history):
+            if entry.inputs and entry.inputs.after == removed.name:
+                history[place] = dataclasses.replace(entry, inputs=dataclasses.replace(entry.inputs, after=""))
         return dataclasses.replace(self, history=tuple(history))
 
     def replacing(self, old: Expert, new: Expert) -> Manifest:
@@ -327,8 +244,6 @@ class Manifest:
         content = validate(data, _Content, path)
         numbered = [{"number": place, **entry} for place, entry in enumerate(content["history"], 1)]
         history = validate(numbered, tuple[Expert, ...], path)
-        if strange := [entry for entry in history if not _MARK.fullmatch(entry.mark)]:
-            raise invalid_file(path, f"{strange[0].mark!r} is no mark of files")
         for what in ("name", "number"):
             if len({getattr(entry, what) for entry in history}) < len(history):
                 raise invalid_file(path, f"two experts have the same {what}")
@@ -337,6 +252,8 @@ class Manifest:
         method, base = content["method"], BaseModel.from_json(content["base"], path)
         chosen = method["name"], method["parameters"], base, content["keep"]
         found = cls(*chosen, history, content.get("commit", ""))
+        if strange := [entry for entry in found._numbered if not _MARK.fullmatch(entry.mark)]:
+            raise invalid_file(path, f"{strange[0].mark!r} is no mark of files")
         if found.is_ledger and not isinstance(found.parameters.get("budget"), int | float):
             raise invalid_file(path, "it is a ledger without a budget")
         return found

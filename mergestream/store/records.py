@@ -77,6 +77,7 @@ def drop_record(storage: Storage, folder: str) -> None:
     """Remove the record of an expert that was not added. A failure is ignored: the next writer cleans up."""
     with suppress(OSError, MergestreamError):
         storage.remove(record_folder(folder))
+        storage.remove(f"inputs/{folder}")
 
 
 class TensorRecord(TypedDict):

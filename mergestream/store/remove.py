@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 
 def undo_last(store: Store) -> Expert:
-    """Go back to before the last expert; returns its entry."""
+    """Go back to before the last expert, or to before `calibrate`; returns the entry that was taken back."""
     with store.writing():
         if not store.history:
             raise MergestreamError(f"{store.storage} has absorbed nothing, there is nothing to undo")
+        if (calibrated := store.manifest.calibrated) and calibrated.inputs:
+            earlier = dataclasses.replace(calibrated, inputs=calibrated.inputs.before)
+            commit(store, store.manifest.replacing(calibrated, earlier))
+            clean_up_after_commit(store)
+            return calibrated
         undone, before = store.history[-1], store.manifest.at(store.manifest.step - 1)
         if not has_files(store, before):
             kept = counted(store.manifest.keep, "earlier step")

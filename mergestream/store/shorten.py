@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.merging.plan import tensor_context
+from mergestream.store.calibrate import shorten_inputs
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import copy_record, drop_record
 from mergestream.store.step_storage import StepStorage
@@ -47,9 +48,14 @@ def _shorten(store: Store, manifest: Manifest, expert: Expert, cut: int) -> Expe
     files = StepStorage(store.storage, shorter.folder)
     files.begin({"commit": manifest.commit}, resumable=False)
     try:
+        if expert.inputs:
+            record = shorten_inputs(store, manifest, expert.inputs, shorter.folder, cut)
+            inputs = dataclasses.replace(expert.inputs, number=shorter.number, mark=shorter.mark, record=record)
+            expert, shorter = dataclasses.replace(expert, inputs=inputs), dataclasses.replace(shorter, inputs=inputs)
         digests = _write(store, files, manifest, expert, cut)
         if digests is None:
-            files.remove()
+            if not expert.inputs:
+                files.remove()
             return dataclasses.replace(expert, cut=cut)
         copy_record(store.storage, expert.folder, shorter.folder)
     except BaseException:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mergestream.merging.memory import KeptExpert
     from mergestream.merging.reading import Reading
     from mergestream.methods.base import Method
+    from mergestream.store.inputs import InputsReader
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,12 @@ class Snapshot:
             others = f"these have: {', '.join(self.tasks)}" if self.tasks else "--heads GLOB at init keeps them"
             raise MergestreamError(f"expert {name} has no head of its own; {others}")
         return task
+
+    def open_inputs(self, expert: Expert) -> InputsReader | None:
+        """The statistics of an expert's inputs, if it has any; close them after use."""
+        from mergestream.store.inputs import InputsReader
+
+        return InputsReader(self.storage, expert.inputs) if expert.inputs else None
 
     def tokens(self, expert: Expert) -> list[Token]:
         """The tokens whose rows were kept for an expert, in their order."""

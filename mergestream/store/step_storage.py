@@ -130,10 +130,11 @@ def clean_up(storage: Storage, manifest: Manifest, kept: Collection[str], replac
     for folder in kept:
         names = [name for name in storage.files(f"steps/{folder}") if name == PLAN or is_journal(name)]
         storage.delete(f"steps/{folder}/{name}" for name in names)
-    experts = {entry.folder for entry in manifest.history} | spared
-    for folder in _numbered(storage, "experts"):
-        if folder not in experts:
-            storage.remove(f"experts/{folder}")
+    for kind, entries in (("experts", manifest.history), ("inputs", manifest.inputs)):
+        named = {entry.folder for entry in entries} | spared
+        for folder in _numbered(storage, kind):
+            if folder not in named:
+                storage.remove(f"{kind}/{folder}")
     storage.clean_scratch()
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from mergestream.experts.vocabulary import Vocab
     from mergestream.export.adapter import Energy
+    from mergestream.inputs.reading import Inputs, Source
     from mergestream.methods.base import Method
     from mergestream.report.diagnostics import Similarity, Survival
     from mergestream.report.scores import Scores
@@ -154,16 +155,17 @@ class Store:
         gates: Sequence[str] = (),
         evaluate: str | None = None,
         log: str | Sequence[str] = (),
+        inputs: Source | Inputs | None = None,
     ) -> Expert:
         """Add an expert as one durable step; if it fails or is interrupted, the store is as before.
 
         ``expert`` is a path, a hub id, a torch module or a state dict. The same call resumes one that was interrupted.
         An expert that was added already, or was not made from the base, is refused unless it is allowed. ``vocab``
-        (``base``, ``union`` or ``grow``) says what happens to tokens that the base does not have, ``heads`` are globs
-        of tensors that the base does not have, which stay with each expert from now on. ``gates`` are conditions such
-        as ``kept>=0.6``; ``evaluate`` is a command that is run on the merged model first, with ``{model}`` for its
-        directory: the score is the last number that it prints, or the mean of what it writes to ``{scores}``. ``log``
-        sends the numbers of the step to ``wandb``, ``mlflow``, ``tensorboard`` or ``jsonl`` (``wandb:my-project``).
+        (``base``, ``union`` or ``grow``) says what becomes of tokens that the base lacks. ``heads`` are globs
+        of tensors that it lacks, to stay with each expert. ``gates`` are conditions such as ``kept>=0.6``. ``evaluate``
+        is a command that is run on the merged model first, with ``{model}`` for its directory: the score is the last
+        number that it prints, or the mean of what it writes to ``{scores}``. ``log`` sends the numbers of the step to
+        ``wandb``, ``mlflow``, ``tensorboard`` or ``jsonl`` (``wandb:my-project``). ``inputs`` are those of `calibrate`.
         """
         from mergestream.report.gates import Gatekeeper
         from mergestream.store.add import add_expert
@@ -173,9 +175,16 @@ class Store:
         options: dict[str, Any] = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}
         options |= {"allow_duplicate": allow_duplicate, "allow_other_base": allow_other_base}
         options["measure_distance"] = gatekeeper.asks_for("distance")
-        added = add_expert(self, expert, name, review=gatekeeper.review, **options)
+        added = add_expert(self, expert, name, review=gatekeeper.review, inputs=inputs, **options)
         track(trackers, self, added)
         return added
+
+    def calibrate(self, name: str, inputs: Source | Inputs, expert: ExpertSource | None = None) -> Expert:
+        """Run an expert of a ledger on a few unlabelled ``inputs``, and keep statistics of them, for better merges and
+        for routing: a file, a directory of images, an iterable, or `Inputs`. ``expert`` is where it is now."""
+        from mergestream.store.calibrate import calibrate_expert
+
+        return calibrate_expert(self, name, inputs, expert)
 
     def inspect(
         self,
@@ -193,7 +202,7 @@ class Store:
         return self.retried(lambda: inspect_expert(self, expert, options))
 
     def undo(self) -> Expert:
-        """Go back to before the last expert; returns its entry."""
+        """Go back to before the last expert or `calibrate`; returns the entry that was taken back."""
         from mergestream.store.remove import undo_last
 
         return undo_last(self)
@@ -339,13 +348,7 @@ class Store:
         """Download a store from ``hf://ORG/NAME[@revision]`` and verify it; ``base`` is where its base is here."""
         from mergestream.hub.stores import pull_store
 
-        def check(work: Path) -> None:
-            store = cls(work, engine=engine, progress=progress)
-            if base is not None:
-                store.relocate(base)
-            store.verify(base=False)
-
-        pull_store(address, Path(path), check)
+        pull_store(address, Path(path), base, lambda work: cls(work, engine=engine, progress=progress))
         return cls(path, engine=engine, progress=progress)
 
     # --- reports

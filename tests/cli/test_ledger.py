@@ -40,7 +40,7 @@ def test_log_prints_the_share_held_now(ledger: Path, done: Callable[..., str]) -
 def test_status_prints_slots_and_budget(ledger: Path, done: Callable[..., str]) -> None:
     status = json.loads(done("status", ledger, "--json"))
     taken = sum(path.stat().st_size for path in (ledger / "steps").rglob("*") if path.is_file())
-    assert status["ledger"] == {"room_for": 8, "bytes": taken, "budget": 1.0}
+    assert status["ledger"] == {"room_for": 8, "bytes": taken, "inputs_bytes": 0, "budget": 1.0}
     assert status["lambda"] is None and status["distance"] is None
     text = done("status", ledger)
     assert "2 experts in 8 slots" in text and "budget 1" in text and "λ" not in text

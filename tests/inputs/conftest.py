@@ -14,8 +14,8 @@ from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import LocalEngine
 from mergestream.experts import make_task_vector, open_expert
-from mergestream.inputs.reading import Sample, read_inputs
-from mergestream.inputs.statistics import HowToRun, InputStatistics, measure_statistics
+from mergestream.inputs.reading import Inputs, Sample, read_inputs
+from mergestream.inputs.statistics import InputStatistics, measure_statistics
 from mergestream.progress import NoProgress
 from tests import speaking
 from tests.workshop import Workshop, peft, transformers, workshop  # noqa: F401
@@ -92,7 +92,7 @@ def expert_of(base: Path, place: Path, seed: int = 2) -> Path:
 
 
 def measure(
-    base: Any, expert: Any, samples: Sequence[Sample], how: HowToRun | None = None, *, kept: int = 1000, **options: Any
+    base: Any, expert: Any, samples: Sequence[Sample], how: Inputs | None = None, *, kept: int = 1000, **options: Any
 ) -> InputStatistics:
     """The statistics of an expert; by default with all directions, in float64."""
     with open_checkpoint(base) as opened:
@@ -101,7 +101,7 @@ def measure(
         vector = make_task_vector(model, opened, found, partial=True)
         directions = {name: kept for name in model.merged if model.tensors[name].role == "linear"}
         options = {"dtype": torch.float64, "engine": LocalEngine(), "progress": NoProgress(), **options}
-        return measure_statistics(vector, found, directions, samples, how or HowToRun(), **options)
+        return measure_statistics(vector, found, directions, samples, how or Inputs([]), **options)
 
 
 def expected_moments(

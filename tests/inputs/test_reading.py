@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 
 from mergestream.errors import MergestreamError, MergestreamWarning, UsageError
 from mergestream.inputs import reading
-from mergestream.inputs.reading import Inputs, open_image, read_inputs
+from mergestream.inputs.reading import Source, open_image, read_inputs
 from mergestream.progress import NoProgress, Progress
 
 
-def values(inputs: Inputs, count: int = 64) -> list[Any]:
+def values(inputs: Source, count: int = 64) -> list[Any]:
     return [sample.value for sample in read_inputs(inputs, count, NoProgress())]
 
 

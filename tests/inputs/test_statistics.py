@@ -11,8 +11,7 @@ from PIL import Image
 
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError
-from mergestream.inputs.reading import Sample, read_inputs
-from mergestream.inputs.statistics import HowToRun
+from mergestream.inputs.reading import Inputs, Sample, read_inputs
 from mergestream.progress import NoProgress
 from tests import speaking
 from tests.inputs import conftest as families
@@ -89,7 +88,7 @@ def test_a_causal_model_writes_its_own_answer(tmp_path: Path, family: Any) -> No
                 break
         rows.append(ids)
     expected = expected_moments(model, lambda model: [model(ids) for ids in rows])
-    found = measure(base, expert, read_inputs(TEXTS, progress=NoProgress()), HowToRun(new_tokens=4))
+    found = measure(base, expert, read_inputs(TEXTS, progress=NoProgress()), Inputs([], tokens=4))
     assert_moments(found, expected, leave=["lm_head.weight"] if family is families.gpt2 else [])
 
 
@@ -109,7 +108,7 @@ def test_an_encoder_decoder(tmp_path: Path) -> None:
     assert_moments(found, expected, leave=["lm_head.weight"])
     cross = "decoder.block.{}.layer.1.EncDecAttention.{}.weight"
     assert found.layers.shared[cross.format(1, "v")] == cross.format(0, "k"), "all cross attention sees one input"
-    assert measure(base, expert, read_inputs(TEXTS, progress=NoProgress()), HowToRun(new_tokens=3)).features is not None
+    assert measure(base, expert, read_inputs(TEXTS, progress=NoProgress()), Inputs([], tokens=3)).features is not None
 
 
 @pytest.mark.parametrize("family", [families.vit, families.clip_vision])
@@ -137,7 +136,7 @@ def test_a_vision_model(tmp_path: Path, family: Any) -> None:
 def test_an_adapter_runs_on_its_base(tmp_path: Path, workshop: Workshop, texts: list[Sample]) -> None:
     base = save_with_companions(families.llama(), tmp_path / "base")
     adapter = workshop.adapter(base, r=2, target_modules=["q_proj", "down_proj"])
-    found = measure(base, adapter, texts, HowToRun(new_tokens=0))
+    found = measure(base, adapter, texts, Inputs([], tokens=0))
     merged = peft.PeftModel.from_pretrained(workshop.load(base), adapter).merge_and_unload().eval()
     batch = padded(base)
     batch.pop("token_type_ids", None)
@@ -193,7 +192,7 @@ def test_weights_that_are_tied_or_used_twice(tmp_path: Path) -> None:
     module = Twice()
     items = [torch.randn(3, 4, dtype=torch.float64) for _ in range(5)]
     samples = read_inputs(items, progress=NoProgress())
-    found = measure(module, module, samples, HowToRun(module))
+    found = measure(module, module, samples, Inputs([], model=module))
     x = torch.cat(items)
     y = module.first(x).relu()
     inputs = {"first.weight": torch.cat([x, y, y]), "third.weight": y}
@@ -217,7 +216,7 @@ def test_layers_that_differ_only_later_are_told_apart(tmp_path: Path) -> None:
 
     items = [torch.randn(2, 4).abs() * sign for sign in (1, -1, 1)]
     module = Gated()
-    found = measure(module.state_dict(), module, read_inputs(items, progress=NoProgress()), HowToRun(module))
+    found = measure(module.state_dict(), module, read_inputs(items, progress=NoProgress()), Inputs([], model=module))
     one, two = torch.cat(items).double(), torch.cat([items[0], items[2]]).double()
     assert_moments(found, {"always.weight": one.T @ one / 6, "sometimes.weight": two.T @ two / 4})
 
@@ -231,14 +230,16 @@ def test_a_callable_runs_the_model_and_gives_features(tmp_path: Path) -> None:
         return model(input_ids=torch.tensor([item])).logits
 
     items = [[2, 3, 4], [5, 6]]
-    found = measure(base, base, read_inputs(items, progress=NoProgress()), HowToRun(call=call))
+    found = measure(base, base, read_inputs(items, progress=NoProgress()), Inputs([], call=call))
     assert items[1] in seen
     model = speaking.auto(base).eval()
     assert_moments(found, expected_moments(model, lambda model: [model(input_ids=torch.tensor([i])) for i in items]))
     logits = torch.cat([model(input_ids=torch.tensor([item])).logits for item in items]).detach()
     assert found.features is not None
     torch.testing.assert_close(found.features.mean, logits.mean(0))
-    without = measure(base, base, read_inputs(items, progress=NoProgress()), HowToRun(call=lambda *item: [call(*item)]))
+    without = measure(
+        base, base, read_inputs(items, progress=NoProgress()), Inputs([], call=lambda *item: [call(*item)])
+    )
     assert without.features is None
 
 
@@ -250,4 +251,4 @@ def test_bad_activations_and_bad_inputs_name_the_sample(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     samples = read_inputs([torch.ones(1, 2), torch.tensor([[1.0, float("nan")]])])
     with pytest.raises(MergestreamError, match=r"input 2: the input of the layer 0\.weight holds NaN or Inf"):
-        measure(module.state_dict(), module, samples, HowToRun(module))
+        measure(module.state_dict(), module, samples, Inputs([], model=module))

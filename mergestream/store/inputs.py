@@ -1,0 +1,122 @@
+"""Statistics of an expert's inputs, ``inputs/NNNN``: written once, and checked whenever they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+
+from mergestream.checkpoints import SafetensorsWriter, TensorSpec, dtype_name
+from mergestream.digest import tensor_digest, text_digest
+from mergestream.engine import Engine
+from mergestream.files import to_json, write_text
+from mergestream.inputs.moments import LayerMoments
+from mergestream.inputs.statistics import InputStatistics
+from mergestream.ledger.moment import Moment
+from mergestream.ledger.routing import FeatureStatistics
+from mergestream.schema import Count, damaged, invalid_file, parse, validate
+from mergestream.storage import Storage, read_text
+from mergestream.store.manifest import InputsEntry
+from mergestream.store.tensors import CheckedTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX, STEM = "inputs.json", "moments"
+FEATURES = "features"
+"""The name of the moment of the features; all others are named after a weight"""
+
+
+class _Index(TypedDict):
+    """``inputs.json``"""
+
+    count: Count
+    """How many inputs there were"""
+    features: Count
+    """How many rows of features; 0 where there are none"""
+    shared: dict[str, str]
+    """By weight: the weight under whose name its moment is stored"""
+    digests: dict[str, str]
+
+
+def inputs_folder(folder: str) -> str:
+    return f"inputs/{folder}"
+
+
+def write_inputs(storage: Storage, folder: str, found: InputStatistics) -> str:
+    """Write the statistics into a new folder; returns the digest of their index."""
+    tensors: dict[str, Tensor] = {}
+    for name, moment in found.layers.moments.items():
+        tensors |= _moment_tensors(name, moment)
+    if found.features:
+        tensors |= {"mean": found.features.mean, **_moment_tensors(FEATURES, found.features.scatter)}
+    index = {
+        "count": found.count,
+        "features": found.features.count if found.features else 0,
+        "shared": dict(found.layers.shared),
+        "digests": {name: tensor_digest(tensor) for name, tensor in tensors.items()},
+    }
+    text = to_json(index)
+    with storage.drafting(inputs_folder(folder)) as directory:
+        layout = {name: TensorSpec(dtype_name(part.dtype), tuple(part.shape)) for name, part in tensors.items()}
+        with SafetensorsWriter(directory, layout, prefix=STEM) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+        write_text(directory / INDEX, text)
+    return text_digest(text)
+
+
+class InputsReader:
+    """The statistics of one expert's inputs."""
+
+    def __init__(self, storage: Storage, entry: InputsEntry) -> None:
+        """``entry`` is what the manifest says of them."""
+        folder = inputs_folder(entry.folder)
+        self._where = f"{storage}/{folder}/{INDEX}"
+        text = read_text(storage, f"{folder}/{INDEX}")
+        if text_digest(text) != entry.record:
+            raise damaged(self._where, "its digest does not match the manifest")
+        self.index = validate(parse(text, self._where), _Index, self._where)
+        self._tensors = CheckedTensors(storage, folder, STEM, self.index["digests"])
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensors.nbytes
+
+    def moment(self, weight: str) -> Moment | None:
+        """The moment of the input of a layer, by the name of its weight; None where the layer was not run."""
+        stored = self.index["shared"].get(weight)
+        return None if stored is None else self._moment(stored)
+
+    def features(self) -> FeatureStatistics | None:
+        """The features of the base on the same inputs, if there are any."""
+        count = self.index["features"]
+        return FeatureStatistics(count, self._tensors.read("mean"), self._moment(FEATURES)) if count else None
+
+    def statistics(self) -> InputStatistics:
+        """Everything at once."""
+        shared = self.index["shared"]
+        moments = {name: self._moment(name) for name in dict.fromkeys(shared.values())}
+        return InputStatistics(LayerMoments(shared, moments), self.features(), self.index["count"])
+
+    def _moment(self, name: str) -> Moment:
+        keys = [f"{part}:{name}" for part in ("values", "vectors", "rest")]
+        if missing := [key for key in keys if key not in self._tensors.tensors]:
+            raise invalid_file(self._where, f"{missing[0]} is missing")
+        values, vectors, rest = self._tensors.read_all(keys).values()
+        if vectors.ndim != 2 or values.shape != vectors.shape[:1] or rest.numel() != 1 or values.dtype != torch.float64:
+            raise invalid_file(self._where, f"{keys[1]} does not fit {keys[0]}")
+        return Moment(values, vectors, float(rest))
+
+    def verify(self, engine: Engine) -> Iterator[int]:
+        """Read all tensors; yields the bytes of each."""
+        return self._tensors.verify(engine)
+
+    def close(self) -> None:
+        self._tensors.close()
+
+
+def _moment_tensors(name: str, moment: Moment) -> dict[str, Tensor]:
+    rest = torch.tensor(moment.rest, dtype=torch.float64)
+    return {f"values:{name}": moment.values, f"vectors:{name}": moment.vectors, f"rest:{name}": rest}
