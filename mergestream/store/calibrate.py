@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,8 +16,7 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts import ExpertSource
 from mergestream.inputs.reading import Inputs, Sample, Source, read_inputs
 from mergestream.inputs.statistics import InputStatistics, measure_statistics
-from mergestream.ledger.method import Ledger
-from mergestream.merging.plan import tensor_context
+from mergestream.ledger.method import FEWEST
 from mergestream.store.candidate import Candidate, open_candidate
 from mergestream.store.inputs import InputsReader, write_inputs
 from mergestream.store.manifest import Expert, InputsEntry, Manifest, folder_name
@@ -99,14 +99,14 @@ def measure_inputs(candidate: Candidate, inputs: Inputs, samples: Sequence[Sampl
 
 
 def directions(manifest: Manifest, weights: Sequence[str], cut: int) -> dict[str, int]:
-    """How many directions a moment keeps for each linear weight: as many as an entry for so many experts."""
-    method, found = manifest.make_method(), {}
-    assert isinstance(method, Ledger)
+    """How many directions a moment keeps for each linear weight: ⌊β·r/cut⌋, as the entry of a full fine-tune."""
+    found, budget = {}, float(manifest.parameters["budget"] or 1)
     for name in weights:
         tensor = manifest.base.tensors[name]
         if tensor.role == "linear" and len(tensor.shape) == 2:
-            kept = method.directions(tensor_context(manifest.base, name, cut), cut)
-            found[name] = min(tensor.shape) if kept is None else kept
+            rank = min(tensor.shape)
+            share = max(1, math.floor(budget * rank / max(cut, FEWEST)))
+            found[name] = min(rank, share) if budget * rank >= FEWEST else rank
     return found
 
 
