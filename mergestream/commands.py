@@ -22,7 +22,9 @@ _MOST_OUTPUT = 1 << 20
 
 
 class CommandError(MergestreamError):
-    """The user's command cannot be run, fails, or prints no score."""
+    """The user's command cannot be run, fails, takes too long, or prints no score."""
+
+    kind = "command"
 
 
 def check_command(template: str) -> None:
@@ -35,8 +37,8 @@ def check_command(template: str) -> None:
         raise UsageError(f"--evaluate {template!r} does not contain {MODEL}; write it where the model's path belongs")
 
 
-def run_command(template: str, *, show_errors: bool = False, **places: object) -> str:
-    """Run the command and return the end of its standard output.
+def run_command(template: str, timeout: float | None = None, *, show_errors: bool = False, **places: object) -> str:
+    """Run the command and return the end of its standard output; after ``timeout`` seconds it is stopped.
 
     ``places`` fill the template's placeholders, such as ``{model}``. Standard error goes to the terminal with
     ``show_errors``; otherwise its last line becomes the reason in `CommandError` if the command fails.
@@ -49,7 +51,11 @@ def run_command(template: str, *, show_errors: bool = False, **places: object) -
     # Files, not pipes: a background process may keep a pipe open for ever.
     with TemporaryFile() as output, TemporaryFile() as errors:
         try:
-            code = subprocess.run(arguments, stdout=output, stderr=None if show_errors else errors).returncode
+            stderr = None if show_errors else errors
+            code = subprocess.run(arguments, stdout=output, stderr=stderr, timeout=timeout).returncode
+        except subprocess.TimeoutExpired as error:
+            wait = f"it has not ended after {timeout:g} s; to wait longer, pass --evaluate-timeout SECONDS"
+            raise CommandError(f"--evaluate: {arguments[0]} was stopped: {wait}") from error
         except OSError as error:
             raise CommandError(f"--evaluate: {arguments[0]} cannot be run: {error.strerror}") from error
         if code:

@@ -19,6 +19,8 @@ class MergestreamError(Exception):
     """The input or the store is at fault. The message says what is wrong, where, and what to do."""
 
     exit_code: ClassVar[int] = 1
+    kind: ClassVar[str] = "input"
+    """The kind of error, in ``--json``"""
 
     def __init__(self, message: str = "") -> None:
         for directory, address in _ADDRESSES.items():
@@ -35,20 +37,26 @@ class UsageError(MergestreamError):
     """The call is wrong: an unknown method, a parameter out of range."""
 
     exit_code: ClassVar[int] = 2
+    kind = "usage"
 
 
 class StoreBusyError(MergestreamError):
     """Another process is writing to the store, or to the same output."""
 
     exit_code: ClassVar[int] = 3
+    kind = "busy"
 
 
 class EngineError(MergestreamError):
     """The engine cannot be reached or was lost. The models are fine, and finished tensors are kept."""
 
+    kind = "engine"
+
 
 class DamagedError(MergestreamError):
     """The store or its base has changed on disk, so no command can use it."""
+
+    kind = "damaged"
 
 
 class MergestreamWarning(UserWarning):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 
 from mergestream.cli.parser import COMMANDS, make_parser, parse, wants_json
-from mergestream.cli.printing import error_sentences, finish, print_error, replying
+from mergestream.cli.printing import error_kind, error_sentences, finish, print_error, replying
 from mergestream.errors import MergestreamError
 from mergestream.escaping import check_utf8
 from mergestream.interrupts import Terminated, terminated_like_interrupted
@@ -22,7 +22,8 @@ INTERRUPTED, TERMINATED = 130, 143
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0: success. 1: the input or the store is at fault. 2: wrong usage. 3: the store is busy. 130, 143: interrupted.
+    0: success. 1: the input or the store is at fault. 2: wrong usage. 3: the store is busy.
+    4: a gate refused an expert. 130, 143: interrupted.
     """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         import argcomplete
@@ -47,20 +48,20 @@ def _run(words: Sequence[str]) -> int:
     except KeyboardInterrupt as interrupt:
         what, code = ("terminated", TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", INTERRUPTED)
         advice = str(interrupt) or "finished steps are kept, and the same command continues where this one stopped"
-        return _fail(code, f"{what}; {advice}")
+        return _fail(code, what, f"{what}; {advice}")
     except BrokenPipeError:  # discard the rest, so that flushing at exit does not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (MergestreamError, OSError) as error:
-        return _fail(getattr(error, "exit_code", 1), *error_sentences(error))
+        return _fail(getattr(error, "exit_code", 1), error_kind(error), *error_sentences(error))
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        return _fail(1, "out of memory; lower --max-memory, or use fewer --workers")
+        return _fail(1, "memory", "out of memory; lower --max-memory, or use fewer --workers")
 
 
-def _fail(code: int, *reasons: str) -> int:
+def _fail(code: int, kind: str, *reasons: str) -> int:
     print_error(*reasons)
     with suppress(OSError):  # standard output may be what failed
-        finish(*reasons)
+        finish(*reasons, kind=kind)
     return code

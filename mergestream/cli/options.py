@@ -243,6 +243,9 @@ class GatedOptions(AddingOptions, StoredExpertOptions):
         "run CMD on the merged model before each commit, with {model} for its directory; the score is the last "
         "number it prints, or the mean of the lm-eval results it writes to {scores}",
     )
+    evaluate_timeout: int = argument(
+        "--evaluate-timeout SECONDS", "stop CMD after this time, and add nothing (3600)", type=at_least(1), default=3600
+    )
     log: list[str] = repeated(
         "--log TRACKER[:TARGET]",
         "send the numbers of each step to wandb:PROJECT, mlflow:EXPERIMENT, tensorboard:DIR or jsonl:FILE",

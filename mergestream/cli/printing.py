@@ -76,11 +76,11 @@ def with_notes(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "notes": list(dict.fromkeys((*data.get("notes", ()), *notes)))}
 
 
-def finish(*reasons: str) -> None:
+def finish(*reasons: str, kind: str = "") -> None:
     """End the output of a command, once. If the answer is a list, ``reasons`` for a failure become its last item."""
     if _reply and not _reply.is_finished:
         _reply.is_finished = True
-        failure = {"error": "; ".join(reasons), "reasons": reasons} if reasons else {}
+        failure = {"error": "; ".join(reasons), "kind": kind, "reasons": reasons} if reasons else {}
         if _reply.is_stream:
             if failure:
                 emit({"event": "error", **failure})
@@ -140,6 +140,12 @@ def error_sentences(error: Exception) -> Sequence[str]:
     if isinstance(error, OSError) and error.strerror:
         return [f"{error.filename} cannot be used: {error.strerror}" if error.filename else error.strerror]
     return [f"{type(error).__name__}: {error}"]
+
+
+def error_kind(error: Exception) -> str:
+    """The kind of an error; ``system`` for one of the operating system, and ``internal`` if it is unexpected."""
+    kind = "system" if isinstance(error, OSError) else "internal"
+    return getattr(error, "kind", kind)
 
 
 def print_table(

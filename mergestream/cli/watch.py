@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from mergestream.cli.add import print_step
 from mergestream.cli.log import entry_json
 from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument, arguments_of
-from mergestream.cli.printing import emit, error_sentences, is_json, print_error, say
+from mergestream.cli.printing import emit, error_kind, error_sentences, is_json, print_error, say
 from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
 from mergestream.escaping import MAX_SENTENCE, one_line
 
@@ -187,7 +187,7 @@ class Watcher:
         reason = "; ".join(error_sentences(error))
         if self._skipped.get(path) != reason:
             self._skipped[path] = reason
-            emit({"event": "skipped", "path": str(path), "reasons": [reason]})
+            emit({"event": "skipped", "path": str(path), "kind": error_kind(error), "reasons": [reason]})
             if not is_json():
                 self.store.progress.note(f"{path} is skipped for now: {reason}")
 
@@ -196,7 +196,8 @@ def report_failure(path: Place, error: Exception, pause: float | None) -> None:
     """Report an expert that could not be added; after ``pause`` seconds it is tried again."""
     reasons = error_sentences(error)
     event = "refused" if pause is None else "failed"
-    emit({"event": event, "path": str(path), "reasons": reasons, "seconds_to_retry": pause})
+    facts = {"kind": error_kind(error), "reasons": reasons, "seconds_to_retry": pause}
+    emit({"event": event, "path": str(path), **facts})
     if not is_json():
         again = "" if pause is None else f"; next attempt in {pause:.0f} s"
         print_error(*(f"{path.name}: {reason}{again}" for reason in reasons))

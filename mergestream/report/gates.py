@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from mergestream.commands import NUMBER, SCORES, CommandError, check_command, last_number, run_command
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.escaping import one_line
 from mergestream.export.directory import Output
 from mergestream.export.model import Target, write_model
@@ -41,6 +42,9 @@ _GATE = re.compile(rf"\s*(\w+)\s*(>=|<=|>|<)\s*({NUMBER})\s*")
 class GateError(MergestreamError):
     """One or more gates failed; the message has one line for each."""
 
+    exit_code: ClassVar[int] = 4
+    kind = "gate"
+
     @property
     def sentences(self) -> Sequence[str]:
         return str(self).split("\n")
@@ -59,8 +63,9 @@ class Gate:
         """Read a condition; raises if it is not one."""
         match = _GATE.fullmatch(text)
         if not match or match[1] not in QUANTITIES or not math.isfinite(float(match[3])):
+            close = did_you_mean(match[1], QUANTITIES) if match and match[1] not in QUANTITIES else ""
             raise UsageError(
-                f"gate {text!r} is not a condition such as 'kept>=0.6'; the quantities are: {', '.join(QUANTITIES)}"
+                f"gate {text!r} is not a condition such as 'kept>=0.6'{close} (the quantities: {', '.join(QUANTITIES)})"
             )
         return cls(match[1], match[2], float(match[3]))
 
@@ -78,9 +83,17 @@ class Gatekeeper:
 
     gates: tuple[Gate, ...] = ()
     command: str | None = None
+    timeout: float | None = None
+    """Seconds after which the command is stopped"""
 
     @classmethod
-    def of(cls, gates: Sequence[str], command: str | None, manifest: Manifest | None = None) -> Gatekeeper:
+    def of(
+        cls,
+        gates: Sequence[str],
+        command: str | None,
+        manifest: Manifest | None = None,
+        timeout: float | None = None,
+    ) -> Gatekeeper:
         """Read the gates; raises before any work is done if the store cannot have one of them."""
         parsed = tuple(Gate.parse(text) for text in gates)
         if manifest:
@@ -90,7 +103,7 @@ class Gatekeeper:
             check_command(command)
         elif any(gate.quantity == "score" for gate in parsed):
             raise UsageError("a gate on the score needs a command that gives it; pass --evaluate CMD")
-        return cls(parsed, command)
+        return cls(parsed, command, timeout)
 
     def asks_for(self, quantity: str) -> bool:
         """Whether a gate needs this quantity."""
@@ -103,7 +116,7 @@ class Gatekeeper:
         passed = check(numbers, self._measure(candidate), expert.source) if numbers else []
         if self.command is None:
             return replace(expert, gates=passed)
-        evaluation = _evaluate_candidate(candidate, self.command)
+        evaluation = _evaluate_candidate(candidate, self.command, self.timeout)
         scored = [gate for gate in self.gates if gate.quantity == "score"]
         passed += check(scored, {"score": evaluation["score"]}, expert.source)
         return replace(expert, gates=passed, evaluation=evaluation)
@@ -144,12 +157,12 @@ def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str
     return [{"gate": str(gate), "value": values[gate.quantity]} for gate in gates]
 
 
-def evaluate(command: str, model: Path, scores: Path) -> Evaluation:
+def evaluate(command: str, model: Path, scores: Path, timeout: float | None = None) -> Evaluation:
     """Run a user's command on a model; the score is in the files at ``scores``, or is the last number printed."""
     try:
-        printed = run_command(command, model=model, scores=scores, show_errors=True)
-    except MergestreamError as error:
-        raise MergestreamError(f"{error}; nothing was added") from error
+        printed = run_command(command, timeout, model=model, scores=scores, show_errors=True)
+    except CommandError as error:
+        raise CommandError(f"{error}; nothing was added") from error
     if SCORES in command:
         return read_evaluation(command, scores)
     score = last_number(printed)
@@ -159,7 +172,7 @@ def evaluate(command: str, model: Path, scores: Path) -> Evaluation:
     return {"command": command, "score": score}
 
 
-def _evaluate_candidate(candidate: Candidate, command: str) -> Evaluation:
+def _evaluate_candidate(candidate: Candidate, command: str, timeout: float | None) -> Evaluation:
     """Export the model that the step would give to a temporary directory, and evaluate it."""
     store = candidate.store
     with store.storage.workspace() as directory:
@@ -168,7 +181,7 @@ def _evaluate_candidate(candidate: Candidate, command: str) -> Evaluation:
             write_model(snapshot, Target(draft, output, store.engine, store.progress))
         scores = directory / "scores"
         scores.mkdir()
-        return evaluate(command, output.path, scores)
+        return evaluate(command, output.path, scores, timeout)
 
 
 def _check_method(quantity: str, manifest: Manifest) -> None:

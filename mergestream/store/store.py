@@ -154,6 +154,7 @@ class Store:
         allow_other_base: bool = False,
         gates: Sequence[str] = (),
         evaluate: str | None = None,
+        evaluate_timeout: float | None = 3600,
         log: str | Sequence[str] = (),
         inputs: Source | Inputs | None = None,
     ) -> Expert:
@@ -164,14 +165,16 @@ class Store:
         (``base``, ``union`` or ``grow``) says what becomes of tokens that the base lacks. ``heads`` are globs
         of tensors that it lacks, to stay with each expert. ``gates`` are conditions such as ``kept>=0.6``. ``evaluate``
         is a command that is run on the merged model first, with ``{model}`` for its directory: the score is the last
-        number that it prints, or the mean of what it writes to ``{scores}``. ``log`` sends the numbers of the step to
-        ``wandb``, ``mlflow``, ``tensorboard`` or ``jsonl`` (``wandb:my-project``). ``inputs`` are those of `calibrate`.
+        number that it prints, or the mean of what it writes to ``{scores}``; it is stopped after ``evaluate_timeout``
+        seconds. ``log`` sends the numbers of the step to ``wandb``, ``mlflow``, ``tensorboard`` or ``jsonl``
+        (``wandb:my-project``). ``inputs`` are those of `calibrate`.
         """
         from mergestream.report.gates import Gatekeeper
         from mergestream.store.add import add_expert
         from mergestream.tracking import parse_trackers, track
 
-        gatekeeper, trackers = Gatekeeper.of(gates, evaluate, self.manifest), parse_trackers(log, self)
+        gatekeeper = Gatekeeper.of(gates, evaluate, self.manifest, evaluate_timeout)
+        trackers = parse_trackers(log, self)
         options: dict[str, Any] = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}
         options |= {"allow_duplicate": allow_duplicate, "allow_other_base": allow_other_base}
         options["measure_distance"] = gatekeeper.asks_for("distance")

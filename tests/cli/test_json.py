@@ -85,7 +85,8 @@ def test_notes_after_the_commit_are_in_json_even_if_quiet(
 def test_a_refused_gate_gives_its_reasons(store: Path, toys: Toys, run_json: Any, mergestream: RunCommand) -> None:
     words = ("add", store, *toys.experts[2:], "--gate", "norm<=0.001", "--gate", "held>=2")
     code, (refused,) = run_json(*words)
-    assert code == 1 and len(refused["reasons"]) == 2 and refused["error"] == "; ".join(refused["reasons"])
+    assert (code, refused["kind"]) == (4, "gate") and len(refused["reasons"]) == 2
+    assert refused["error"] == "; ".join(refused["reasons"])
     assert all("was not added" in reason for reason in refused["reasons"])
     assert [f"error: {reason}" for reason in refused["reasons"]] == mergestream(*words, "--json").err.splitlines()
 
@@ -96,22 +97,22 @@ def test_add_prints_a_list_even_without_a_store(toys: Toys, tmp_path: Path, run_
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "part"),
+    ("words", "code", "kind", "part"),
     [
-        (("status", "nowhere"), 1, "nowhere"),
-        (("remove", "STORE", "nobody"), 2, "nobody"),
-        (("export", "STORE"), 2, "OUT"),
-        (("export", "STORE", "out", "--overwite"), 2, "did you mean --overwrite"),
-        (("expot", "STORE"), 2, "did you mean export"),
-        (("watch", "STORE", "nowhere"), 1, "is not a directory"),
+        (("status", "nowhere"), 1, "input", "nowhere"),
+        (("remove", "STORE", "nobody"), 2, "usage", "nobody"),
+        (("export", "STORE"), 2, "usage", "OUT"),
+        (("export", "STORE", "out", "--overwite"), 2, "usage", "did you mean --overwrite"),
+        (("expot", "STORE"), 2, "usage", "did you mean export"),
+        (("watch", "STORE", "nowhere"), 1, "input", "is not a directory"),
     ],
 )
 def test_json_contains_the_error(
-    words: Any, code: int, part: str, store: Path, mergestream: RunCommand, run_json: Any
+    words: Any, code: int, kind: str, part: str, store: Path, mergestream: RunCommand, run_json: Any
 ) -> None:
     given = [store if word == "STORE" else word for word in words]
     found, data = run_json(*given)
-    assert found == code and part in data["error"] and data["notes"] == []
+    assert (found, data["kind"]) == (code, kind) and part in data["error"] and data["notes"] == []
     assert f"error: {data['error']}\n" == mergestream(*given).err
 
 

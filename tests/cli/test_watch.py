@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -333,7 +334,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Any:
             if not left[0]:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(time, "sleep", sleep)
+        own = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)  # subprocess sleeps too
+        monkeypatch.setattr("mergestream.cli.watch.time", own)
 
     return limit
 
@@ -350,7 +352,7 @@ def test_events_are_lines_of_json(bench: Bench, mergestream: RunCommand, looks: 
     skipped, absorbed, refused = events[1:]
     assert absorbed["step"] == 1 and absorbed["expert"]["evaluation"]["score"] == 0.5
     assert Path(refused["path"]).name == "bad.safetensors" and refused["seconds_to_retry"] is None
-    assert "No such file" in skipped["reasons"][0]
+    assert "No such file" in skipped["reasons"][0] and (skipped["kind"], refused["kind"]) == ("system", "input")
 
 
 def test_a_retry_is_an_event(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mergestream import Average, Ledger, Store
+from mergestream.commands import CommandError
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.report.diff import compare
 from mergestream.report.gates import Gate, GateError, Gatekeeper, evaluate
@@ -77,7 +78,7 @@ def test_every_failed_gate_has_its_sentence_and_the_store_is_unchanged(
     before = contents(store)
     gates = ("--gate", "kept>=0.999", "--gate", "norm<=0.01", "--gate", "norm>=0", "--gate", "distance<=0")
     result = mergestream("add", store.path, models / "pets", *gates)
-    assert result.code == 1
+    assert result.code == 4
     lines = result.err.strip().splitlines()
     assert len(lines) == 3
     for line, gate in zip(lines, ("kept>=0.999", "norm<=0.01", "distance<=0"), strict=True):
@@ -116,7 +117,7 @@ def test_a_score_that_is_too_low_leaves_the_store_unchanged(
     before = contents(store)
     options = ("--evaluate", command("0.4 0.75"), "--gate", "score>=0.8")
     result = mergestream("add", store.path, models / "pets", *options)
-    assert (result.code, len(result.err.splitlines())) == (1, 1)
+    assert (result.code, len(result.err.splitlines())) == (4, 1)
     assert "0.75" in result.err and "score>=0.8" in result.err
     assert contents(store) == before
 
@@ -166,8 +167,21 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
         evaluate("no-such-program {model}", tmp_path, tmp_path)
 
 
-def test_gate_errors_are_errors_of_the_input() -> None:
-    assert GateError.exit_code == 1
+def test_gate_errors_have_an_exit_code_of_their_own() -> None:
+    assert (GateError.exit_code, GateError.kind) == (4, "gate")
+
+
+def test_a_misspelt_quantity_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"did you mean damage\? \(the quantities: kept"):
+        Gate.parse("damge<=0.3")
+
+
+def test_a_hanging_evaluation_is_stopped(store: Store, models: Path) -> None:
+    before = contents(store)
+    hanging = shlex.join([sys.executable, "-c", "import time; time.sleep(60)", "{model}"])
+    with pytest.raises(CommandError, match=r"after 0\.2 s; .*--evaluate-timeout SECONDS; nothing was added"):
+        store.add(models / "pets", evaluate=hanging, evaluate_timeout=0.2)
+    assert contents(store) == before
 
 
 def test_a_gate_on_the_distance_has_it_measured_where_the_method_does_not_need_it(tmp_path: Path, toys: Toys) -> None:
