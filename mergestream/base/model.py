@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, is_finite, ranges
 from mergestream.base.architecture import load_architecture
 from mergestream.base.known import find_architecture
+from mergestream.base.names import are_adapter_names
 from mergestream.base.roles import Role, find_roles, model_names, tied_names
 from mergestream.checkpoints import DTYPES, FLOATS, Checkpoint, TensorInfo, TensorSpec
 from mergestream.checkpoints.checkpoint import RenamedCheckpoint
@@ -99,6 +100,11 @@ class BaseModel:
         progress: Progress | None = None,
     ) -> BaseModel:
         """Find the role of each tensor, and measure digests and norms; without ``measure`` no weight is read."""
+        if are_adapter_names(checkpoint.tensors):
+            raise MergestreamError(
+                f"{checkpoint.source} is an adapter (LoRA), which is no base: give the model that it was made for, and "
+                "add the adapter to the store"
+            )
         architecture = find_architecture(checkpoint)
         roles = find_roles(checkpoint, architecture, linear=linear, not_linear=not_linear, heads=heads)
         measured = dict.fromkeys(roles, Measured("", 0.0))

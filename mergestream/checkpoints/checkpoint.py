@@ -122,6 +122,8 @@ class Checkpoint(ABC):
     """Later name to first name, for tensors that share their memory"""
     fingerprint: str | None = None
     """Changes when a file changes; computed from the headers. None for a model in memory."""
+    metadata: Mapping[str, str] = MappingProxyType({})
+    """What a safetensors header says besides its tensors"""
     note: str | None = None
     """A sentence that the user should read when this checkpoint is merged"""
     copies: int = 0
@@ -221,6 +223,7 @@ class FileCheckpoint(Checkpoint):
         if not tensors:
             raise MergestreamError(f"{source} holds no tensors")
         self.tensors, self.aliases = tensors, aliases
+        self.metadata = self._shards[0].metadata
         self.copies = max(shard.copies for shard in self._shards)
         self.fingerprint = _fingerprint(self._shards)
         if fingerprint not in (None, self.fingerprint):

@@ -63,7 +63,7 @@ class SafetensorsFile(Shard):
             with path.open("rb") as file:
                 number = file.fileno()
                 self._size = os.fstat(number).st_size
-                self.tensors, self._spans = _read_header(
+                self.tensors, self._spans, self.metadata = _read_header(
                     path, self._size, lambda begin, end: os.pread(number, end - begin, begin)
                 )
                 # Private and writable: a stray write stays in memory, where a read-only map would crash.
@@ -106,7 +106,7 @@ class SafetensorsObject(Shard):
     def __init__(self, path: StoredFile) -> None:
         super().__init__(path)
         start = path.read(0, min(_USUAL_HEADER, path.size))
-        self.tensors, self._spans = _read_header(
+        self.tensors, self._spans, self.metadata = _read_header(
             path, path.size, lambda begin, end: start[begin:end] if end <= len(start) else path.read(begin, end)
         )
         self._small = {name: span for name, span in self._spans.items() if 0 < span[1] - span[0] < SMALL}
@@ -127,8 +127,11 @@ class SafetensorsObject(Shard):
 
 def _read_header(
     path: Path | StoredFile, size: int, read: Callable[[int, int], bytes]
-) -> tuple[dict[str, TensorInfo], dict[str, tuple[int, int]]]:
-    """Read and check the header; returns the tensors, and the bytes of each. ``read(begin, end)`` returns bytes."""
+) -> tuple[dict[str, TensorInfo], dict[str, tuple[int, int]], dict[str, str]]:
+    """Read and check the header; ``read(begin, end)`` returns bytes.
+
+    Returns the tensors, the bytes of each, and the metadata.
+    """
     if size < 8:
         raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {_AGAIN}")
     (length,) = struct.unpack("<Q", read(0, 8))
@@ -143,7 +146,7 @@ def _read_header(
         if not isinstance(header, dict):
             raise ValueError("not a JSON object")
         "".join(header).encode()  # half a surrogate pair is valid JSON, but no text
-        convert(header.pop("__metadata__", {}), dict[str, str])
+        metadata = convert(header.pop("__metadata__", {}), dict[str, str])
     except (ValueError, RecursionError) as error:
         raise MergestreamError(f"{path} is no safetensors file or has a corrupt header ({error}); {_AGAIN}") from error
     entries: dict[str, _Entry] = {}
@@ -152,9 +155,8 @@ def _read_header(
     _check_offsets(path, entries, size - 8 - length)
     tensors = {name: TensorInfo(entry.dtype, entry.shape, path.name) for name, entry in entries.items()}
     data = 8 + length
-    return tensors, {
-        name: (data + entry.data_offsets[0], data + entry.data_offsets[1]) for name, entry in entries.items()
-    }
+    spans = {name: (data + entry.data_offsets[0], data + entry.data_offsets[1]) for name, entry in entries.items()}
+    return tensors, spans, metadata
 
 
 def _check_entry(path: Path | StoredFile, name: str, raw: Any) -> _Entry:

@@ -41,10 +41,14 @@ def make_task_vector(
     vocab: Vocab | None = None,
 ) -> TaskVector:
     """The expert's difference from the base, under the base's names; headers are checked, no weight is read."""
+    from mergestream.base.names import are_adapter_names
+    from mergestream.experts.adapters.single_file import open_lora_file
     from mergestream.experts.adapters.vector import AdapterVector
     from mergestream.experts.names import under_base_names
     from mergestream.experts.vector import TaskVector
 
+    if isinstance(expert, Checkpoint) and are_adapter_names(expert.tensors):
+        expert = open_lora_file(expert, model, base.directory)
     if isinstance(expert, Adapter):
         return AdapterVector(model, base, expert, ignore=ignore, vocab=vocab)
     expert, prefix = under_base_names(model, expert, ignore)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.base.model import ConfigOnlyBase
+from mergestream.base.names import are_adapter_names
 from mergestream.checkpoints import WEIGHT_SUFFIXES, Checkpoint, TensorSpec, dtype_name
 from mergestream.checkpoints.location import without_revision
 from mergestream.digest import combined_digest
@@ -22,6 +23,7 @@ from mergestream.errors import EngineError, MergestreamError, StoreBusyError, Us
 from mergestream.escaping import MAX_SENTENCE, one_line
 from mergestream.experts import ExpertSource, make_task_vector, open_expert
 from mergestream.experts.adapters import Adapter
+from mergestream.experts.adapters.vector import AdapterVector
 from mergestream.experts.base_check import BaseCheck, check_base
 from mergestream.merging.step import Outcome, StateWriter, Step, Totals, total
 from mergestream.store.factors import block_layout, core_layout
@@ -263,7 +265,8 @@ def open_candidate(
         model, opened = manifest.base.with_heads(heads), open_expert(expert)
         files.callback(opened.close)
         base: Checkpoint
-        if not model.measured and isinstance(opened, Adapter) and not opened.whole:
+        in_factors = not opened.whole if isinstance(opened, Adapter) else are_adapter_names(opened.tensors)
+        if not model.measured and in_factors:
             base = ConfigOnlyBase(model.source, None, model.tensors)
         else:
             base = files.enter_context(manifest.open_base())
@@ -273,7 +276,7 @@ def open_candidate(
         known_name = name if subtract and name else free_name(name, vector.expert.source, manifest.names)
         candidate = Candidate(store, vector, known_name, options, "" if isinstance(expert, Mapping) else str(expert))
         candidate.opened, candidate.given_expert = opened, expert
-        if isinstance(opened, Adapter) and not method.factored:
+        if isinstance(vector, AdapterVector) and not method.factored:
             candidate.note(f"{method.name} needs dense tensors: the adapter is multiplied out, tensor by tensor")
         for sentence in vector.notes:
             candidate.note(sentence)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.algebra.lowrank import LowRank
+    from mergestream.base.model import BaseModel
 
 PREFIX = "base_model.model."
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -55,7 +56,7 @@ class Adapter:
     """An adapter as it is stored: factors per module, and parameters that were saved in full."""
 
     source: str
-    directory: Path
+    directory: Path | None
     config: LoraConfig
     weights: Checkpoint
     factors: Mapping[str, Factors]
@@ -64,6 +65,13 @@ class Adapter:
     """Parameters that were saved in full (``modules_to_save``, biases), and their names in the file"""
     unchanged: Mapping[str, str]
     """Weights of the base that PEFT saved unchanged, and their names in the file"""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user"""
+
+    def bind_to(self, model: BaseModel) -> BoundAdapter:
+        """Match the adapter to the tensors of a base."""
+        tensors = {name: tensor for name, tensor in model.tensors.items() if not tensor.tied_to}
+        return self.bind(tensors, {**model.spellings, **model.ties}, model.conv1d)
 
     def bind(
         self,
@@ -120,7 +128,7 @@ class Adapter:
         if len(a) < 2 or len(a) != len(b) or not a[0] == b[1] == rank or set(b[2:]) - {1}:
             raise MergestreamError(
                 f"{self.file}: {factors.a} of shape {list(a)} and {factors.b} of shape {list(b)} are no factors of "
-                f"rank {rank}, which {CONFIG_NAME} gives for {module}; {_AGAIN}"
+                f"rank {rank}, which {self.config.path.name} gives for {module}; {_AGAIN}"
             )
         product = (b[0], *a[1:])
         plain = product == shape and not factors.is_embedding
@@ -163,8 +171,7 @@ class BoundAdapter(Checkpoint):
     def __post_init__(self) -> None:
         adapter, whole, base_tensors = self.adapter, self.whole, self.base_tensors
         self.weights, self.source, self.directory = adapter.weights, adapter.source, adapter.directory
-        config = adapter.config.path.read_text(encoding="utf-8")
-        self.fingerprint = text_digest(f"{adapter.weights.fingerprint} {config}")
+        self.fingerprint = text_digest(f"{adapter.weights.fingerprint} {adapter.config.digest}")
         self._keys = {**whole, **{name: adapter.whole[name] for name in self.extra}}
         file = Path(adapter.file).name
         in_factors = {name: TensorInfo("F32", base_tensors[name].shape, file) for name in self.terms}
@@ -241,8 +248,13 @@ def open_adapter(
     name = next((name for name in _WEIGHTS if name in objects or (directory / name).is_file()), None)
     if name is None:
         raise MergestreamError(f"{source} has {CONFIG_NAME}, but neither {' nor '.join(_WEIGHTS)}; {_AGAIN}")
-    file = f"{source}/{name}"
-    weights = open_located(Location(directory / name, file, objects))
+    weights = open_located(Location(directory / name, f"{source}/{name}", objects))
+    return make_adapter(source, directory, config, weights)
+
+
+def make_adapter(source: str, directory: Path | None, config: LoraConfig, weights: Checkpoint) -> Adapter:
+    """The adapter with these tensors, sorted by what PEFT's names say of them."""
+    file = weights.source
     pairs: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
     whole: dict[str, str] = {}

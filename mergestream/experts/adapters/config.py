@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta, convert
 
+from mergestream.digest import json_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.module_patterns import PatternTable
 from mergestream.files import read_json
@@ -67,10 +68,11 @@ class LoraConfig:
     r: int
     alpha: float
     rslora: bool
-    rank_pattern: PatternTable
-    alpha_pattern: PatternTable
+    rank_pattern: PatternTable | Mapping[str, float]
+    alpha_pattern: PatternTable | Mapping[str, float]
     fan_in_fan_out: bool
     inherited: AdapterConfig
+    digest: str
 
     def rank(self, module: str) -> int:
         """The rank of a module's factors."""
@@ -85,7 +87,11 @@ class LoraConfig:
 def read_config(directory: Path) -> LoraConfig:
     """Read and check the configuration of the adapter in ``directory``."""
     path = directory / CONFIG_NAME
-    fields = read_json(path, finite=True)
+    return make_config(path, read_json(path, finite=True))
+
+
+def make_config(path: Path, fields: Mapping[str, Any]) -> LoraConfig:
+    """Check the fields of a configuration that was read from a file."""
     if fields.get("peft_type") != "LORA":
         raise MergestreamError(f"{path}: peft_type={fields.get('peft_type')} is not LORA; {WAY_OUT}")
     for name, value in fields.items():
@@ -111,6 +117,7 @@ def read_config(directory: Path) -> LoraConfig:
         _make_table(path, "alpha_pattern", found.get("alpha_pattern")),
         bool(fields.get("fan_in_fan_out")),
         convert(fields, AdapterConfig),
+        json_digest(fields),
     )
 
 

@@ -32,14 +32,10 @@ class AdapterVector(TaskVector):
         ignore: Sequence[str] = (),
         vocab: Vocab | None = None,
     ) -> None:
-        self.adapter = adapter.bind(
-            {name: tensor for name, tensor in model.tensors.items() if not tensor.tied_to},
-            {**model.spellings, **model.ties},
-            model.conv1d,
-        )
+        self.adapter = adapter.bind_to(model)
         terms = self.adapter.terms
         super().__init__(model, base, self.adapter, partial=True, ignore=ignore, vocab=vocab, in_factors=terms)
-        self.prefix = self.adapter.prefix
+        self.prefix, self.notes = self.adapter.prefix, adapter.notes + self.notes
         self.adapter_config = adapter.config.inherited
         self._in_factors = terms.keys() & self._stored.keys()
 
