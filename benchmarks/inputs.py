@@ -300,7 +300,7 @@ def _calibrated(moments: Moments) -> Iterator[None]:
     """Give the entries of a ledger these moments."""
     plain = EntriesReading.entries
 
-    def entries(reading: EntriesReading, name: str) -> list[Entry]:
+    def entries(reading: EntriesReading, name: str, *, measured: bool = False) -> list[Entry]:
         found = zip(reading.experts, plain(reading, name), strict=True)
         return [replace(entry, moment=moments.get(expert.name, {}).get(name)) for expert, entry in found]
 

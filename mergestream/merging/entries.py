@@ -17,7 +17,7 @@ from mergestream.ledger.merge import merge_entries
 from mergestream.ledger.method import Ledger, cut_entry
 from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.ledger.span import ENERGIES, Entry, Span
-from mergestream.merging.plan import StepFiles, streamed_memory
+from mergestream.merging.plan import InputFiles, StepFiles, streamed_memory
 from mergestream.merging.reading import Reading
 from mergestream.merging.step import overflow_explained
 from mergestream.methods.scale import NAMED, Scale, parse_scale, scale_value
@@ -32,7 +32,7 @@ Measured = TypeVar("Measured")
 
 @dataclass(frozen=True)
 class WeightedExpert:
-    """An expert that is merged: its weight, how far its entry is cut, its norm, and its entry."""
+    """An expert that is merged: its weight, how far its entry is cut, its norm, its entry, and what its inputs are."""
 
     name: str
     weight: float
@@ -40,6 +40,7 @@ class WeightedExpert:
     norm: float
     files: StepFiles
     is_adapter: bool = False
+    inputs: InputFiles | None = None
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,17 @@ class EntriesReading(Reading):
         """The linear weights, with their sizes."""
         return {name: tensor.numel for name, tensor in self.model.tensors.items() if tensor.role == "linear"}
 
-    def entries(self, name: str) -> list[Entry]:
-        """The entries of one tensor, as they are read."""
-        found = []
+    def entries(self, name: str, *, measured: bool = False) -> list[Entry]:
+        """The entries of one tensor, as they are read; with the moments of its inputs if the readout uses them, or if
+        the merge is ``measured``."""
+        found, kept = [], self.directions[name]
+        with_inputs = (measured or self.readout.uses_inputs) and name in self.linear
         for expert in self.experts:
-            slots = cut_entry(expert.files.entry(name), self.directions[name])
-            found.append(Entry(slots, expert.weight, is_adapter=expert.is_adapter))
+            slots = cut_entry(expert.files.entry(name), kept)
+            moment = expert.inputs.moment(name) if expert.inputs and with_inputs else None
+            if moment and kept is not None:
+                moment = moment.cut(kept)
+            found.append(Entry(slots, expert.weight, moment, expert.is_adapter))
         return found
 
     def elements(self, name: str) -> Elements | None:
@@ -131,6 +137,9 @@ class EntriesReading(Reading):
             together = min((self.directions[name] or 1) * len(self.experts), 8 * min(m, n))
             elements = 2 * math.prod(context.shape) + 2 * together * (m + n)
             whole = context.dtype.itemsize * elements + 12 * 8 * together**2
+            if self.readout.uses_inputs:  # rows in float64, and matrices of the smaller side of all moments
+                width = m if context.transposed else n
+                whole += 8 * (6 * together * width + 4 * min(2 * together, width) ** 2)
             sizes[name] = whole if tensor.merges else streamed_memory(context)
         return sizes
 
@@ -155,7 +164,7 @@ class EntriesReading(Reading):
         def measure_tensor(name: str) -> list[Measured]:
             context = self.contexts[name]
             with overflow_explained(name):
-                spans = Span.of(self.entries(name), context.dtype, context.transposed, self.device)
+                spans = Span.of(self.entries(name, measured=True), context.dtype, context.transposed, self.device)
                 return [measure(span) for span in spans if len(span.sigma)]
 
         yield from engine.run(self.linear, measure_tensor, self.memory)

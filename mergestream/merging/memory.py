@@ -14,7 +14,7 @@ from mergestream.engine import Engine
 from mergestream.ledger.method import Ledger
 from mergestream.ledger.selection import Selection
 from mergestream.merging.entries import EntriesReading, WeightedExpert
-from mergestream.merging.plan import StepFiles
+from mergestream.merging.plan import InputFiles, StepFiles
 from mergestream.merging.reading import Reading, StateReading
 from mergestream.methods.base import Method
 from mergestream.progress import Progress
@@ -33,6 +33,8 @@ class KeptExpert:
     is_adapter: bool
     files: StepFiles | None
     """The expert's entry, or the state after it; None where the state is no longer needed"""
+    inputs: InputFiles | None = None
+    """What is known of the expert's inputs"""
 
 
 def read_out(
@@ -52,7 +54,15 @@ def read_out(
     adapters = [expert.name for expert in kept if expert.is_adapter]
     chosen, weights = selection.of_entries([expert.name for expert in kept], adapters)
     experts = [
-        WeightedExpert(expert.name, weights[expert.name], expert.cut, expert.norm, expert.files, expert.is_adapter)
+        WeightedExpert(
+            expert.name,
+            weights[expert.name],
+            expert.cut,
+            expert.norm,
+            expert.files,
+            expert.is_adapter,
+            expert.inputs,
+        )
         for expert in kept
         if expert.name in weights and expert.files is not None
     ]

@@ -15,6 +15,7 @@ from mergestream.algebra.lowrank import FactorBounds
 from mergestream.algebra.pieces import PIECE
 from mergestream.base.model import BaseModel
 from mergestream.experts.vector import TaskVector
+from mergestream.ledger.moment import Moment
 from mergestream.methods.base import Context, Method, Slot, State
 
 WORKSPACE = 6
@@ -35,6 +36,13 @@ class StepFiles(Protocol):
 
     def entry(self, name: str, only: Collection[str] | None = None) -> Mapping[str, Tensor]:
         """The slots of a tensor in an entry, all or ``only`` some; none where the expert has not changed it."""
+
+
+class InputFiles(Protocol):
+    """Reads what is known of the inputs of one expert."""
+
+    def moment(self, weight: str) -> Moment | None:
+        """The second moment of the inputs of a linear weight; None where it is not known."""
 
 
 @dataclass(frozen=True)

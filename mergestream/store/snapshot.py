@@ -80,7 +80,7 @@ class Snapshot:
         self.close()
 
     def close(self) -> None:
-        for reader in self.readers.values():
+        for reader in [*self.readers.values(), *self.__dict__.get("inputs", {}).values()]:
             reader.close()
 
     @property
@@ -96,6 +96,12 @@ class Snapshot:
     def method(self) -> Method:
         return self.manifest.make_method()
 
+    @cached_property
+    def inputs(self) -> dict[int, InputsReader]:
+        """What is known of the inputs of experts, by their number; closed with the snapshot."""
+        known = {entry.number: self.open_inputs(entry) for entry in self.manifest.history}
+        return {number: reader for number, reader in known.items() if reader}
+
     @property
     def kept(self) -> list[KeptExpert]:
         """All experts with their open files."""
@@ -110,6 +116,7 @@ class Snapshot:
                 cut=entry.cut,
                 is_adapter=entry.name in self.manifest.adapters,
                 files=self.readers.get(entry.number),
+                inputs=self.inputs.get(entry.number),
             )
             for entry in self.manifest.history
         ]

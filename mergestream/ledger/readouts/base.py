@@ -30,6 +30,8 @@ class EntriesReadout(Readout):
     """The default scale"""
     additive: ClassVar[bool] = False
     """Whether it is Σ c_i Δ_i: then any scale rule can be chosen"""
+    uses_inputs: ClassVar[bool] = False
+    """Whether it reads the moments of the layers' inputs, where there are any"""
 
     @abstractmethod
     def coefficients(self, span: Span) -> Coefficients:

@@ -34,6 +34,7 @@ class Regress(EntriesReadout):
 
     name = "regress"
     tells_adapters = True
+    uses_inputs = True
 
     def coefficients(self, span: Span) -> RightFactor:
         moved = span.sigma[:, None] * span.inputs.double()  # Δ_i = U_i · these rows
