@@ -1,21 +1,14 @@
-"""Models on the Hugging Face hub: downloaded to the cache of huggingface_hub, or read by range."""
+"""Models on the Hugging Face hub, downloaded to the cache of huggingface_hub."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mergestream.checkpoints.layout import CODE, find_weights, is_index, may_go_along, names_code, read_index
 from mergestream.checkpoints.unsupported import no_weights_error
 from mergestream.errors import MergestreamError, first_line
-from mergestream.storage import StoredFile, Url
-from mergestream.storage.client import service_error
-
-_TIMEOUT = 30
-"""Seconds"""
 
 
 def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
@@ -78,50 +71,6 @@ def _hub_errors_explained(hub_id: str) -> Iterator[None]:
         ) from error
     except Exception as error:  # each client library has its own types
         raise _UnreachableError(first_line(error)) from error
-
-
-@dataclass(frozen=True)
-class HubCommit:
-    """A commit of a repository whose files are read by range."""
-
-    url: Url
-    """``hf://org/name@commit``"""
-
-    def __str__(self) -> str:
-        return str(self.url)
-
-    def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
-        import huggingface_hub as hub
-        from huggingface_hub import utils
-
-        name, _, commit = self.url.key.partition("@")
-        address = hub.hf_hub_url(f"{self.url.bucket}/{name}", file.key, revision=commit)
-        headers = {**utils.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}"}
-        answer: Any
-        try:
-            answer = utils.http_backoff("GET", address, headers=headers, timeout=_TIMEOUT)
-        except Exception as error:  # each client library has its own types
-            answer = getattr(error, "response", None)
-        status = answer.status_code if answer is not None else None
-        if status not in (200, 206):
-            raise service_error(str(file), status)
-        return bytes(answer.content)
-
-
-def list_commit(hub_id: str) -> tuple[Url, dict[str, StoredFile]]:
-    """The present commit of ``org/name[@revision]``, and its files."""
-    repo, _, revision = hub_id.partition("@")
-    try:
-        with _hub_errors_explained(hub_id):
-            import huggingface_hub as hub
-
-            info = hub.model_info(repo, revision=revision or None, files_metadata=True)
-    except _UnreachableError as error:
-        raise MergestreamError(f"hf://{hub_id} cannot be read from the hub ({error})") from error
-    owner, _, name = repo.partition("/")
-    commit, tag = HubCommit(Url("hf", owner, f"{name}@{info.sha}")), info.sha or ""
-    files = [StoredFile(commit, sibling.rfilename, sibling.size or 0, tag) for sibling in info.siblings or []]
-    return commit.url, {file.key: file for file in files}
 
 
 def _weights(hub_id: str, files: list[str]) -> list[str]:

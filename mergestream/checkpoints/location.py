@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mergestream.checkpoints.hub import cached, download, list_commit
+from mergestream.checkpoints.hub import cached, download
 from mergestream.checkpoints.layout import CODE, MARKER, is_index, is_weight_file, may_go_along, names_code
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, UsageError, known_as
@@ -46,12 +46,16 @@ class Location(NamedTuple):
 
 
 def locate(source: str | Path, *, weights: bool = True) -> Location:
-    """Find a model by its path, URL or hub id ``org/name[@revision]``; download it from the hub if necessary.
+    """Find a model by its path, URL or hub id ``[hf://]org/name[@revision]``; download it from the hub if necessary.
 
     Without ``weights`` only the configuration and its companions are downloaded.
     """
     url = parse_url(source)
     with system_errors_explained(source):
+        if url and url.scheme == "hf":
+            if not _is_hub_id(str(url)):
+                raise UsageError(f"{url} is not a model on the hub: give hf://org/name[@revision]")
+            return Location(*download(str(url).removeprefix("hf://"), weights=weights))
         if url:
             return _locate_remote(url)
         path = _resolved(source)
@@ -65,10 +69,6 @@ def locate(source: str | Path, *, weights: bool = True) -> Location:
 
 
 def _locate_remote(url: Url) -> Location:
-    if url.scheme == "hf":
-        if not _is_hub_id(str(url)):
-            raise UsageError(f"{url} is not a model on the hub: give hf://org/name[@revision]")
-        return _fetch_companions(*list_commit(f"{url.bucket}/{url.key}"))
     folder = url.parent if is_weight_file(url.key) else url
     location = _fetch_companions(folder, open_storage(str(folder)).files())
     marker = location.path / MARKER
@@ -131,7 +131,7 @@ def locate_here(source: str) -> Path | None:
             return path
     except (OSError, RuntimeError, ValueError, UsageError):  # not a valid path
         return None
-    return cached(source) if _is_hub_id(source) else None
+    return cached(source.removeprefix("hf://")) if _is_hub_id(source) else None
 
 
 def _resolved(source: str | Path) -> Path:

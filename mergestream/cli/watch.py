@@ -21,7 +21,7 @@ from mergestream.escaping import MAX_SENTENCE, one_line
 if TYPE_CHECKING:
     from mergestream.storage import Storage, Url
     from mergestream.store.store import Store
-    from mergestream.store.watched import FoundExpert, WatchSource
+    from mergestream.store.watched import FoundExpert
 
     Place: TypeAlias = Path | Url
 
@@ -55,20 +55,20 @@ class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
 
 def run(options: Options) -> None:
     from mergestream.report.gates import Gatekeeper
-    from mergestream.store.watched import open_watch_source
+    from mergestream.store.watched import find_experts, watched_place
     from mergestream.tracking import parse_trackers
 
-    source = open_watch_source(options.directory)
+    place = watched_place(options.directory)
     store = options.open_store()
-    _check_apart(source.place, store.storage)
-    dict(source.look())  # report an unreadable directory, a wrong gate or a wrong tracker now
+    _check_apart(place, store.storage)
+    dict(find_experts(place))  # report an unreadable directory, a wrong gate or a wrong tracker now
     Gatekeeper.of(options.gates, options.evaluate, store.manifest)
     parse_trackers(options.log, store)
     adding = arguments_of(store.add, options)
     log = adding.pop("log")
-    watcher = Watcher(store, source, adding, log=log)
-    say(f"watching {source.place} for {store.storage}; stop with Ctrl-C")
-    emit({"event": "watching", "store": str(store.storage), "directory": str(source.place)})
+    watcher = Watcher(store, place, adding, log=log)
+    say(f"watching {place} for {store.storage}; stop with Ctrl-C")
+    emit({"event": "watching", "store": str(store.storage), "directory": str(place)})
     with suppress(KeyboardInterrupt):
         while True:
             watcher.look()
@@ -85,21 +85,21 @@ def _check_apart(directory: Place, store: Storage) -> None:
 class Watcher:
     """Adds the experts of a watched directory or bucket to a store.
 
-    An expert is complete when its files did not change between two looks. Experts that were refused or taken back are
-    listed in the store, and skipped until their files change.
+    An expert is complete when its files did not change between two looks. Refused experts are listed in the store, and
+    skipped until their files or the options change.
     """
 
     def __init__(
         self,
         store: Store,
-        source: WatchSource,
+        place: Place,
         options: Mapping[str, Any],
         *,
         log: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``options`` and ``log`` are arguments of `Store.add`."""
-        self.store, self.source = store, source
+        self.store, self.place = store, place
         self._options, self._log, self._clock = options, log, clock
         self._files: dict[str, str] = {}
         """Signatures at the last look, by source"""
@@ -110,24 +110,26 @@ class Watcher:
 
     def look(self) -> None:
         """Add all complete experts, the oldest first."""
-        from mergestream.store.watched import recall
+        from mergestream.store.watched import find_experts, recall
 
         try:
-            self.store.refresh()  # before recall: undo and remove list an expert before they change the manifest
-            left_alone = recall(self.store.storage)
-            found = dict(self.source.look())
+            self.store.refresh()
+            refused = recall(self.store.storage)
+            found = dict(find_experts(self.place))
         except (MergestreamError, OSError) as error:
-            self._skip(self.source.place, error)
+            self._skip(self.place, error)
             return
-        self._skipped.pop(self.source.place, None)
-        added = {entry.source for entry in self.store.history}
+        self._skipped.pop(self.place, None)
+        added, tried = {entry.source for entry in self.store.history}, set[str]()
         for path, expert in self._complete(found):
-            left = left_alone.get(expert.source)
-            is_left = left is not None and left.applies_to(expert.files, self._options)
+            if expert.source in added:
+                self._due[expert.source, expert.files] = math.inf  # so that undo does not bring it back
+            known = refused.get(expert.source)
+            is_refused = known is not None and known.applies_to(expert.files, self._options)
             is_due = self._clock() >= self._due.get((expert.source, expert.files), 0)
-            if expert.source not in added and not is_left and is_due:
+            if is_due and not is_refused and expert.source not in tried:  # two links may lead to one expert
+                tried.add(expert.source)
                 self._add(path, expert)
-                added.add(expert.source)  # another link may lead to the same expert
 
     def _complete(self, found: Mapping[Place, FoundExpert | Exception]) -> list[tuple[Place, FoundExpert]]:
         """List the experts that did not change since the last look, and report those that cannot be read."""
@@ -144,10 +146,6 @@ class Watcher:
 
     def _add(self, path: Place, expert: FoundExpert) -> None:
         try:
-            if missing := self.source.missing_files(path):
-                self._due[expert.source, expert.files] = math.inf
-                self._skip(path, MergestreamError(missing))
-                return
             entry = self.store.add(str(path), **self._options, log=self._log)
         except StoreBusyError:
             return  # the next look tries again
@@ -158,6 +156,7 @@ class Watcher:
             if pause is None and isinstance(error, MergestreamError):
                 self._remember(expert, error)
         else:
+            self._due[expert.source, expert.files] = math.inf
             print_step(self.store, entry)
             event = {"event": "absorbed", "path": str(path), "step": self.store.manifest.step}
             emit({**event, "expert": entry_json(entry)})

@@ -163,8 +163,6 @@ class Step:
     device: str = "cpu"
     measure_direction: bool = False
     """Whether to measure ‖direction‖ even where the method's scale does not need it"""
-    subtract: bool = False
-    """Whether −Δ is absorbed, to take an expert out of a sum"""
 
     @property
     def t(self) -> int:
@@ -221,7 +219,7 @@ class Step:
                 state = {slot: _dense(value).to(self.device) for slot, value in state.items()}
             delta = delta.to(self.device) if isinstance(delta, Tensor) else delta  # factors are small
             context = with_base(context, self.method, self.vector, self.device)
-            absorbed = self.method.absorb(state, -delta if self.subtract else delta, context)
+            absorbed = self.method.absorb(state, delta, context)
             kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
             if self.measures_direction:
                 direction2 = squared_norm(_dense(self.method.direction(absorbed.state, context)))
@@ -243,7 +241,7 @@ class Step:
                 before = {slot: x[start:stop].to(self.device) for slot, x in flat.items()}
             delta = piece.to(self.device)
             place = dataclasses.replace(context, start=start)
-            absorbed = self.method.absorb({**before} if before else None, -delta if self.subtract else delta, place)
+            absorbed = self.method.absorb({**before} if before else None, delta, place)
             if absorbed.kept is not None:
                 kept.add(_dense(absorbed.kept))
             if self.measures_direction:
@@ -259,7 +257,7 @@ class Step:
     def _absorb_factors(self, plan: TensorPlan, context: Context, writer: StateWriter) -> Outcome:
         """The same in factors, which are small: always on the CPU and in one piece."""
         name, delta = context.tensor, self.vector.factors(context.tensor)
-        absorbed = self.method.absorb(self._state_before(name), -delta if self.subtract else delta, context)
+        absorbed = self.method.absorb(self._state_before(name), delta, context)
         slots: dict[str, LowRank] = {}
         for slot, value in absorbed.state.items():
             assert isinstance(value, LowRank), f"{self.method.name} does not keep {slot} in factors"

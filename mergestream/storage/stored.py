@@ -7,9 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import MergestreamError
+
+if TYPE_CHECKING:
+    from mergestream.storage.base import Storage
 
 RANGE = 4 << 20
 """Bytes of one request: its latency costs about as much as the transfer of so many bytes"""
@@ -20,18 +23,11 @@ _KEPT = 2
 _THREADS = 8
 
 
-class FileReader(Protocol):
-    """Reads ranges of files that were listed."""
-
-    def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
-        """The bytes from ``begin`` to ``end``; an error if the file has changed since it was listed."""
-
-
 @dataclass(frozen=True)
 class StoredFile:
     """A file as it was listed: its place, size and version."""
 
-    storage: FileReader = field(compare=False, repr=False)
+    storage: Storage = field(compare=False, repr=False)
     key: str
     """The name in the storage, with its folders"""
     size: int

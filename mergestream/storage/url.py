@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 from mergestream.errors import UsageError
 
-_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "hf": "hf"}
-"""The accepted schemes, and the one that each is stored as"""
-_OTHER_SCHEMES = {"abfs": "az", "abfss": "az"}
-"""Schemes whose URLs also name an account"""
+_SCHEMES = ("s3", "gs", "az", "hf")
 
 
 class Url(NamedTuple):
@@ -43,10 +40,10 @@ def parse_url(place: str | Path) -> Url | None:
     """Parse a URL of object storage, also one that a `Path` was made of; None for a local path."""
     scheme, separator, rest = str(place).partition(":/")
     scheme = scheme.lower()
-    if not separator or scheme not in _SCHEMES | _OTHER_SCHEMES:
+    if not separator or scheme not in _SCHEMES:
+        if rest.startswith("/") and scheme.isalnum():
+            raise UsageError(f"{scheme}:// is not supported; write s3://, gs:// or az:// for object storage")
         return None
-    if scheme in _OTHER_SCHEMES:
-        raise UsageError(f"{scheme}:// is not supported for object storage; write {_OTHER_SCHEMES[scheme]}:// instead")
     bucket, _, key = rest.strip("/").partition("/")
     if re.search("[@:]", bucket) or "?" in rest:
         raise UsageError(
@@ -55,7 +52,7 @@ def parse_url(place: str | Path) -> Url | None:
         )
     if not bucket or not all(part.isprintable() and part not in ("", ".", "..") for part in key.split("/") if key):
         raise UsageError(f"{scheme}://{rest.lstrip('/')!a} is not a URL of object storage: give {scheme}://BUCKET/PATH")
-    return Url(_SCHEMES[scheme], bucket, key)
+    return Url(scheme, bucket, key)
 
 
 def local_path(place: str | Path) -> Path:

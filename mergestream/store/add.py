@@ -49,7 +49,7 @@ def add_expert(
                 found = measure_inputs(candidate, given, samples, candidate.cut)
                 record = write_inputs(store.storage, candidate.folder, found)
                 candidate.inputs = InputsEntry(candidate.number, found.count, record, candidate.mark)
-            candidate.absorb(writer, "absorbing")
+            candidate.absorb(writer, "absorbing", store.engine)
             if not allow_duplicate:
                 _refuse_duplicate(candidate)
             if not allow_other_base:

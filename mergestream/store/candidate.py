@@ -1,6 +1,6 @@
 """A candidate: an expert that was opened for a store, and the outcome of absorbing it.
 
-`add`, `inspect` and `remove` work on one. Nothing counts before the manifest is committed.
+`add` and `inspect` work on one. Nothing counts before the manifest is committed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader, StepWriter, slot_name
 
 if TYPE_CHECKING:
+    from mergestream.engine import Engine
     from mergestream.experts.vector import TaskVector
     from mergestream.experts.vocabulary import Vocab
-    from mergestream.storage import Storage
     from mergestream.store.store import Store
 
 LARGE = 5.0
@@ -94,24 +94,11 @@ class Candidate:
 
     @contextmanager
     def writing(self) -> Iterator[StepWriter]:
-        """Begin the new step, or resume it. An error removes the step; an interruption leaves it to be resumed."""
-        writer = self.open_writer(self.store.storage)
-        try:
-            yield writer
-        except (EngineError, StoreBusyError):
-            writer.pause()
-            raise
-        except (MergestreamError, OSError):  # free the space, the disk may be full
-            writer.abandon()
-            drop_record(self.store.storage, self.folder)
-            raise
-        except BaseException:
-            writer.pause()
-            raise
+        """Begin the new step, or resume the one of a run with the same plan.
 
-    def open_writer(self, storage: Storage) -> StepWriter:
-        """Write the new step into a storage; a run with the same plan resumes it."""
-        step = self.step
+        An error removes the step; an interruption leaves it to be resumed.
+        """
+        step, storage = self.step, self.store.storage
         plan = {
             "source": self.source,
             "name": self.name,
@@ -120,15 +107,26 @@ class Candidate:
             "cut": self.cut,
             "commit": self.store.manifest.commit,
             "measured": step.measures_direction,
-            "withdrawn": step.subtract,
             **self.options,
         }
         before = step.state if isinstance(step.state, StepReader) else None
-        return StepWriter(storage, self.folder, plan, layout=self.layout, blocks=self.blocks, before=before)
+        writer = StepWriter(storage, self.folder, plan, layout=self.layout, blocks=self.blocks, before=before)
+        try:
+            yield writer
+        except (EngineError, StoreBusyError):
+            writer.pause()
+            raise
+        except (MergestreamError, OSError):  # free the space, the disk may be full
+            writer.abandon()
+            drop_record(storage, self.folder)
+            raise
+        except BaseException:
+            writer.pause()
+            raise
 
-    def absorb(self, writer: StateWriter, label: str) -> None:
+    def absorb(self, writer: StateWriter, label: str, engine: Engine) -> None:
         """Absorb every tensor, with its progress under a label; resumes what a `StepWriter` has done already."""
-        engine, vector = self.store.engine, self.vector
+        vector = self.vector
         done = writer.done if isinstance(writer, StepWriter) else {}
         self.outcomes = {name: outcome for name, (outcome, _) in done.items()}
         sizes = {name: vector.model.tensors[name].numel for name in vector.names}
@@ -145,22 +143,16 @@ class Candidate:
         self.digests = {**earlier, **vector.digests}
 
     def write_record(self, state: str, started: float) -> Expert:
-        """Write the record of the expert beside its step; returns its entry in the history."""
-        record = write_record(self.store.storage, self.folder, self)
-        self.expert = self.as_expert(state, record, time.monotonic() - started)
-        return self.expert
-
-    def as_expert(self, state: str, record: str, seconds: float) -> Expert:
-        """The entry in the history, with the digests of the step and of the record."""
-        totals = self.totals
-        return Expert(
+        """Write the record of the expert beside its step; returns its entry in the history, with the digests of both."""
+        record, totals = write_record(self.store.storage, self.folder, self), self.totals
+        self.expert = Expert(
             name=self.name,
             number=self.number,
             mark=self.mark,
             source=self.source,
             digest=self.digest,
             added=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            seconds=round(seconds, 3),
+            seconds=round(time.monotonic() - started, 3),
             distance=totals.distance,
             rank=self.rank,
             state=state,
@@ -173,6 +165,7 @@ class Candidate:
             inputs=self.inputs,
             **{key: value for key, value in vars(totals).items() if key != "t"},
         )
+        return self.expert
 
     @cached_property
     def totals(self) -> Totals:
@@ -250,12 +243,10 @@ def open_candidate(
     vocab: Vocab | None = None,
     heads: Sequence[str] = (),
     measure_distance: bool = False,
-    subtract: bool = False,
 ) -> Iterator[Candidate]:
     """Open an expert and check it against the base by its headers; the files are closed at the end of the block.
 
     ``measure_distance``: measure the distance to the base even where the method's scale does not need it.
-    ``subtract``: the expert is in the store under this name, and its Δ will be taken out of the state.
     """
     options: Options = {"partial": partial, "ignore": list(ignore)}
     if vocab is not None:
@@ -273,7 +264,7 @@ def open_candidate(
             if not model.measured:  # from now on it must not change
                 model = model.with_weights(base, store.engine, store.progress)
         vector = make_task_vector(model, base, opened, partial=partial, ignore=ignore, vocab=vocab)
-        known_name = name if subtract and name else free_name(name, vector.expert.source, manifest.names)
+        known_name = free_name(name, vector.expert.source, manifest.names)
         candidate = Candidate(store, vector, known_name, options, "" if isinstance(expert, Mapping) else str(expert))
         candidate.opened, candidate.given_expert = opened, expert
         if isinstance(vector, AdapterVector) and not method.factored:
@@ -289,7 +280,6 @@ def open_candidate(
             state=files.enter_context(Snapshot.open(store.storage, manifest)).state if absorbs else None,
             device=store.engine.device,
             measure_direction=measure_distance,
-            subtract=subtract,
         )
         yield candidate
 

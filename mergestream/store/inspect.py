@@ -4,68 +4,54 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of
-from mergestream.engine import LocalEngine
+from mergestream.engine import Engine, LocalEngine
 from mergestream.experts import ExpertSource
 from mergestream.ledger.selection import Selection
 from mergestream.merging.memory import KeptExpert, read_out
 from mergestream.merging.merger import MemoryState
 from mergestream.merging.step import Discard
 from mergestream.methods.scale import inverse
-from mergestream.storage import open_storage
 from mergestream.store.candidate import Candidate, open_candidate
-from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:
     from mergestream.merging.interference import Interference
-    from mergestream.merging.plan import StepFiles
     from mergestream.store.store import Store
 
 
 def inspect_expert(store: Store, expert: ExpertSource, options: Mapping[str, Any]) -> Inspection:
     """Absorb an expert without adding it; ``options`` are those of `open_candidate`.
 
-    A ledger also compares the new entry with the others. The entry is kept in memory, or in a temporary step that
-    all workers see.
+    A ledger also compares the new entry with the others. The entry is kept in memory, so this is done on this machine.
     """
-    with open_candidate(store, expert, measure_distance=True, **options) as candidate, ExitStack() as stack:
-        started = time.monotonic()
-        entry: StepFiles | None = None
-        if not candidate.cut:
-            candidate.absorb(Discard(), "inspecting")
-        elif isinstance(store.engine, LocalEngine):
-            entry = memory = MemoryState(candidate.step)
-            candidate.absorb(memory, "inspecting")
-        else:
-            local = store.storage.path()
-            beside = tempfile.TemporaryDirectory(prefix=".mergestream-", dir=local and local.resolve().parent)
-            storage = open_storage(stack.enter_context(beside))
-            writer = candidate.open_writer(storage)
-            candidate.absorb(writer, "inspecting")
-            state = writer.finish(candidate.outcomes)
-            entry = stack.enter_context(closing(StepReader(storage, candidate.as_expert(state, "", 0.0))))
+    with open_candidate(store, expert, measure_distance=True, **options) as candidate:
+        started, found = time.monotonic(), None
+        engine = LocalEngine() if candidate.cut and not isinstance(store.engine, LocalEngine) else store.engine
+        entry = MemoryState(candidate.step) if candidate.cut else None
+        candidate.absorb(entry or Discard(), "inspecting", engine)
         seconds = time.monotonic() - started
         candidate.note_oddities()
-        return Inspection.of(candidate, seconds, _interference(candidate, entry) if entry is not None else None)
+        if entry:
+            found = _interference(candidate, entry, engine)
+        return Inspection.of(candidate, seconds, found)
 
 
-def _interference(candidate: Candidate, entry: StepFiles) -> Interference | None:
+def _interference(candidate: Candidate, entry: MemoryState, engine: Engine) -> Interference | None:
     """How the experts of a ledger would interfere with the candidate, which is the last of them."""
     store, totals = candidate.store, candidate.totals
     norms = totals.norm, totals.mean_norm, totals.direction_norm
     new = KeptExpert(candidate.name, *norms, candidate.cut, bool(candidate.rank), entry)
     with ExitStack() as opened:
         known = opened.enter_context(store.snapshot()).kept if store.history else []
-        reading = read_out(candidate.vector.model, store.method, [*known, new], Selection(), store.engine)
-        return reading.interference(store.engine, store.progress)
+        reading = read_out(candidate.vector.model, store.method, [*known, new], Selection(), engine)
+        return reading.interference(engine, store.progress)
 
 
 @dataclass(frozen=True)

@@ -162,22 +162,13 @@ class Manifest:
         return dataclasses.replace(self, history=(*self.history, expert))
 
     def without(self, removed: Expert) -> Manifest:
-        """The manifest without an expert; norms and scales of the later ones are recomputed."""
-        method, place = self.make_method(), self.history.index(removed)
+        """The manifest of a ledger without an expert; the mean norms of the later ones are recomputed."""
+        place = self.history.index(removed)
         history = list(self.history[:place])
         for entry in self.history[place + 1 :]:
-            t = len(history) + 1
             before = history[-1].mean_norm if history else 0.0
-            mean_norm = ((t - 1) * before + entry.norm) / t
-            scale = scale_value(method.scale_rule, t, mean_norm, lambda: 0.0)
-            state = (
-                entry.state if entry.is_entry else ""
-            )  # an entry stays valid; a state still contains the removed expert
-            history.append(
-                dataclasses.replace(
-                    entry, mean_norm=mean_norm, scale=scale, direction_norm=None, distance=None, state=state
-                )
-            )
+            mean_norm = (len(history) * before + entry.norm) / (len(history) + 1)
+            history.append(dataclasses.replace(entry, mean_norm=mean_norm))
         for place, entry in enumerate(history):
             if entry.inputs and entry.inputs.after == removed.name:
                 history[place] = dataclasses.replace(entry, inputs=dataclasses.replace(entry.inputs, after=""))

@@ -210,12 +210,11 @@ class Store:
 
         return undo_last(self)
 
-    def remove(self, name: str, expert: ExpertSource | None = None) -> Expert:
-        """Take any expert out; returns its entry. A ledger drops the entry; methods that only add up (average,
-        task_arithmetic) need the ``expert`` itself, to subtract it."""
+    def remove(self, name: str) -> Expert:
+        """Take any expert out of a ledger; returns its entry. Other methods can only `undo`."""
         from mergestream.store.remove import remove_expert
 
-        return remove_expert(self, name, expert)
+        return remove_expert(self, name)
 
     def keep(self, steps: int) -> None:
         """Keep so many earlier steps for `undo` from now on; older ones are dropped."""

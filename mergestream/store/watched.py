@@ -1,4 +1,4 @@
-"""Experts for `watch`: where they appear, and ``watched.json``, the experts that it skips until their files change."""
+"""Experts for `watch`: where they appear, and ``watched.json``, the refused ones, skipped until their files change."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from mergestream.checkpoints.layout import find_weights, is_index, is_weight_file, read_index
 from mergestream.checkpoints.location import locate
 from mergestream.digest import json_digest, text_digest
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.files import to_json, write_error
 from mergestream.schema import BACKUP, damaged, validate
-from mergestream.sizes import counted
 from mergestream.storage import Storage, StoredFile, Url, open_storage, parse_url, read_json
 
 NAME = "watched.json"
-_REMEDY = f"{BACKUP}, or remove the file to let watch try again what was refused or taken back"
+_REMEDY = f"{BACKUP}, or remove the file to let watch try again what was refused"
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class SkippedExpert:
     """Their `signature`"""
     reason: str
     options: Mapping[str, Any] | None = None
-    """The options that it was refused with; None if it was taken back"""
+    """The options that it was refused with; None for any (older versions: it was taken out of the store)"""
 
     def applies_to(self, files: str, options: Mapping[str, Any]) -> bool:
         """Whether these files are skipped with these options."""
@@ -59,29 +57,12 @@ def remember(storage: Storage, experts: Mapping[str, SkippedExpert]) -> None:
         raise write_error(f"{storage}/{NAME}", error) from error
 
 
-def remember_departed(storage: Storage, source: str) -> None:
-    """Have `watch` skip an expert that is taken out of the store, if its files are still there."""
-    try:
-        files = signature(source)
-    except OSError:
-        return
-    if files:
-        remember(storage, {source: SkippedExpert(files, "it was taken back")})
-
-
-def signature(source: str | Path) -> str:
-    """A digest of the names, sizes and versions of an expert's files; empty if there are none.
-
-    A commit on the hub has none either: it never changes.
-    """
-    url = parse_url(source)
-    if url and url.scheme == "hf":
-        return ""
-    parent, name = (str(url.parent), url.name) if url else (str(Path(source).parent), Path(source).name)
-    if is_weight_file(name) if url else Path(source).is_file():
-        file = open_storage(parent).stat(name)
-        return _digest({name: file} if file else {})
-    return _digest({name: file for name, file in open_storage(source).files().items() if file.size or not url})
+def signature(path: Path) -> str:
+    """A digest of the names, sizes and times of an expert's files; empty if there are none."""
+    if path.is_file():
+        file = open_storage(path.parent).stat(path.name)
+        return _digest({path.name: file} if file else {})
+    return _digest(open_storage(path).files())
 
 
 def _digest(files: Mapping[str, StoredFile]) -> str:
@@ -101,81 +82,39 @@ class FoundExpert(NamedTuple):
     """Time of the last change, in seconds: the oldest is added first"""
 
 
-class WatchSource(Protocol):
-    """A place that experts appear in."""
-
-    @property
-    def place(self) -> Path | Url: ...
-
-    def look(self) -> Iterator[tuple[Path | Url, FoundExpert | Exception]]:
-        """Every expert, or the error that it causes."""
-
-    def missing_files(self, expert: Path | Url) -> str | None:
-        """A sentence about files that have yet to arrive; None if the expert is complete."""
-
-
-def open_watch_source(place: str) -> WatchSource:
+def watched_place(place: str) -> Path | Url:
     """A directory, or a folder of a bucket, to watch."""
     url = parse_url(place)
-    if url is None:
-        if not Path(place).is_dir():
-            raise MergestreamError(f"{place} is not a directory")
-        return WatchedDirectory(Path(place))
-    if url.scheme == "hf":
-        raise UsageError(f"{url} is on the hub, where no experts appear; watch a directory, or a folder in a bucket")
-    return WatchedFolder(url)
+    if url is None and not Path(place).is_dir():
+        raise MergestreamError(f"{place} is not a directory")
+    return url or Path(place)
 
 
-@dataclass(frozen=True)
-class WatchedDirectory:
-    """A directory; every file or directory in it is an expert."""
-
-    place: Path
-
-    def look(self) -> Iterator[tuple[Path, FoundExpert | Exception]]:
-        for path in self.place.resolve().iterdir():
-            if path.name.startswith("."):
-                continue
-            try:
-                changed = path.stat().st_mtime
-                yield path, FoundExpert(locate(path).source, signature(path), changed)
-            except (MergestreamError, OSError) as error:
-                if os.path.lexists(path):  # else it was removed just now
-                    yield path, error
-
-    def missing_files(self, expert: Path | Url) -> str | None:
-        """None: a local file that is incomplete still grows between two looks."""
-        return None
+def find_experts(place: Path | Url) -> Iterator[tuple[Path | Url, FoundExpert | Exception]]:
+    """Every expert in a watched place, or the error that it causes."""
+    return _in_directory(place) if isinstance(place, Path) else _in_bucket(place)
 
 
-@dataclass(frozen=True)
-class WatchedFolder:
-    """A folder of a bucket; every folder or object in it is an expert."""
-
-    place: Url
-
-    def look(self) -> Iterator[tuple[Url, FoundExpert]]:
-        experts: dict[str, dict[str, StoredFile]] = defaultdict(dict)
-        for key, file in open_storage(str(self.place)).files().items():
-            name, _, below = key.partition("/")
-            if file.size and not name.startswith("."):  # consoles make a folder by an empty object
-                experts[name][below or name] = file
-        for name, files in experts.items():
-            url, changed = self.place.child(name), max(file.changed for file in files.values())
-            yield url, FoundExpert(str(url), _digest(files), changed)
-
-    def missing_files(self, expert: Path | Url) -> str | None:
-        """An object appears when it is complete, but the next one may take a while."""
+def _in_directory(place: Path) -> Iterator[tuple[Path, FoundExpert | Exception]]:
+    """Every file or directory is an expert."""
+    for path in place.resolve().iterdir():
+        if path.name.startswith("."):
+            continue
         try:
-            location = locate(str(expert))
-            names = location.names if location.path.is_dir() else set()
-            entry = find_weights(names, location.source)
-        except MergestreamError as error:
-            if isinstance(error.__cause__, OSError):  # a failure of the network
-                raise
-            return str(error)
-        if not location.objects:
-            return "its weights have not arrived yet"
-        shards = set(read_index(location.path / entry).values()) if entry and is_index(entry) else set()
-        missing = shards - names
-        return f"{len(missing)} of its {counted(len(shards), 'shard')} have not arrived yet" if missing else None
+            changed = path.stat().st_mtime
+            yield path, FoundExpert(locate(path).source, signature(path), changed)
+        except (MergestreamError, OSError) as error:
+            if os.path.lexists(path):  # else it was removed just now
+                yield path, error
+
+
+def _in_bucket(place: Url) -> Iterator[tuple[Url, FoundExpert]]:
+    """Every folder or object is an expert."""
+    experts: dict[str, dict[str, StoredFile]] = defaultdict(dict)
+    for key, file in open_storage(str(place)).files().items():
+        name, _, below = key.partition("/")
+        if file.size and not name.startswith("."):  # consoles make a folder by an empty object
+            experts[name][below or name] = file
+    for name, files in experts.items():
+        url, changed = place.child(name), max(file.changed for file in files.values())
+        yield url, FoundExpert(str(url), _digest(files), changed)

@@ -128,8 +128,7 @@ def test_inspect_and_dry_run_agree_and_change_nothing(store: Path, done: Callabl
     inspected = json.loads(done("inspect", store, toys.experts[2], "--json"))
     dry, other = json.loads(done("add", store, toys.experts[2], toys.experts[3], "--dry-run", "--json"))
     for facts in (inspected, dry):
-        predicted = facts.pop("predicted")
-        assert facts.pop("seconds") >= 0 and predicted["seconds"] > 0 and predicted["writes"] == facts["disk"]
+        assert facts.pop("seconds") > 0
     assert inspected == dry and other["step"] == 3
     assert files(store) == before
     assert {"norm", "kept", "lambda", "distance", "fates", "memory", "disk", "tensors", "step"} <= inspected.keys()

@@ -58,18 +58,6 @@ def test_a_store_goes_from_a_disk_to_a_bucket_and_back(toys: Toys, tmp_path: Pat
     done("verify", store)
 
 
-def test_an_expert_that_was_overwritten_is_not_the_one_that_was_added(
-    bucket: obstore.store.S3Store, tmp_path: Path, done: Callable[..., str], mergestream: RunCommand
-) -> None:
-    store, url = tmp_path / "store", upload(bucket, save_model(tmp_path / "expert", toy_expert(7)), "moving")
-    done("init", store, "--base", BASE, "--method", "average")
-    done("add", store, url, EXPERTS[0])
-    upload(bucket, save_model(tmp_path / "expert", toy_expert(8)), "moving")
-    result = mergestream("remove", store, "moving", "--expert", url)
-    assert result.code == 1
-    assert "is not the expert that was added" in result.err
-
-
 def test_a_base_that_was_overwritten_is_found_out(
     bucket: obstore.store.S3Store, tmp_path: Path, done: Callable[..., str], mergestream: RunCommand
 ) -> None:

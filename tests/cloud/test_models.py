@@ -36,11 +36,10 @@ def assert_same(source: str | Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def test_an_address_is_known_however_it_is_written() -> None:
-    for written in ("s3://bucket/a/b", "S3://bucket/a/b/", "s3a://bucket/a/b", Path("s3://bucket/a/b")):
+    for written in ("s3://bucket/a/b", "S3://bucket/a/b/", Path("s3://bucket/a/b")):
         assert parse_url(written) == Url("s3", "bucket", "a/b")
-    assert str(parse_url("gcs://bucket/a")) == "gs://bucket/a"
     assert str(parse_url("az://container")) == "az://container"
-    for elsewhere in ("a/b", "/a/b", "org/name@main", "c:/a", "https://host/a", Path("a")):
+    for elsewhere in ("a/b", "/a/b", "org/name@main", "c:/a", Path("a")):
         assert parse_url(elsewhere) is None
 
 
@@ -62,7 +61,7 @@ def test_an_address_with_credentials_is_refused_and_not_repeated(address: str) -
 
 
 @pytest.mark.parametrize(
-    "address", ["s3://", "s3://bucket/../a", "s3://bucket/a//b", "s3://bucket/a\nb", "abfss://c/a"]
+    "address", ["s3://", "s3://bucket/../a", "s3://bucket/a//b", "s3://bucket/a\nb", "abfss://c/a", "https://host/a"]
 )
 def test_no_address_is_said_to_be_none(address: str) -> None:
     with pytest.raises(UsageError, match="object storage") as refused:

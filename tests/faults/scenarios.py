@@ -120,12 +120,6 @@ SCENARIOS = {
         Scenario(
             "remove", [_init("ledger"), _add(*_experts(1, 3))], ("remove", "store", "expert-2"), _add("expert-4")
         ),
-        Scenario(
-            "subtract",
-            [_init("average"), _add(*_experts(1, 3))],
-            ("remove", "store", "expert-2", "--expert", "TOYS/expert-2", *QUIET),
-            _add("expert-4"),
-        ),
         Scenario("export", [_init("opcm"), _add(*_experts(1, 2))], _export, (*_export, *_replace)),
         Scenario(
             "export over another",

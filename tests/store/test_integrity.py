@@ -56,16 +56,6 @@ def test_a_damaged_state_is_neither_exported_nor_built_on(
     store.export(tmp_path / "out", pictures=False)
 
 
-def test_a_damaged_sum_cannot_be_subtracted_from(tmp_path: Path, toys: Toys) -> None:
-    store = Store.create(tmp_path / "store", toys.base, Average())
-    for expert in toys.experts[:2]:
-        store.add(expert)
-    flip(store.path / "steps/0002/model.safetensors", "sum:temperature")
-    with pytest.raises(MergestreamError, match="the digest of sum:temperature does not match"):
-        store.remove("expert-1", toys.experts[0])
-    assert len(Store(store.path).history) == 2
-
-
 def test_undo_is_not_advised_for_factors_that_steps_share(tmp_path: Path, toys: Toys) -> None:
     store = Store.create(tmp_path / "store", toys.base, OPCM())
     for number in (1, 2):

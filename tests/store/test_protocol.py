@@ -188,10 +188,20 @@ def commands(store: Path, toys: Toys) -> dict[str, tuple[object, ...]]:
     return {
         "add": ("add", store, toys.experts[2]),
         "undo": ("undo", store),
-        "remove": ("remove", store, "expert-1", "--expert", toys.experts[0]),
+        "remove": ("remove", store, "expert-1"),
         "keep": ("keep", store, 0),
         "verify": ("verify", store, "--base", toys.base),
     }
+
+
+def store_for(command: str, store: Store, toys: Toys) -> Store:
+    """The store for a command: only a ledger can `remove`."""
+    if command != "remove":
+        return store
+    ledger = Store.create(store.path.with_name("ledger"), toys.base, Ledger())
+    for expert in toys.experts[:2]:
+        ledger.add(expert)
+    return ledger
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "rmdir"])
@@ -199,6 +209,7 @@ def commands(store: Path, toys: Toys) -> dict[str, tuple[object, ...]]:
 def test_what_fails_after_the_commit_is_only_told(
     command: str, call: str, store: Store, toys: Toys, mergestream: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = store_for(command, store, toys)
     reference = shutil.copytree(store.path, store.path.with_name("reference"))
     assert mergestream(*commands(reference, toys)[command]).code == 0
     broken = monkeypatch.context()
@@ -307,6 +318,7 @@ def no_room_for_the_manifest(monkeypatch: pytest.MonkeyPatch, full: Callable[[],
 def test_a_step_for_whose_manifest_there_is_no_room_is_abandoned(
     command: str, store: Store, toys: Toys, mergestream: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = store_for(command, store, toys)
     before = files(store.path, ".json", ".safetensors")
     with no_room_for_the_manifest(monkeypatch, lambda: True):
         result = mergestream(*commands(store.path, toys)[command])

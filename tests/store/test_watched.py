@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mergestream import Average, MergestreamError, MergestreamWarning, Store
+from mergestream import Average, MergestreamError, Store
 from mergestream.store.watched import NAME, SkippedExpert, recall, remember, signature
 from tests.conftest import Toys, save_model, toy_expert
 
@@ -20,34 +20,13 @@ def store(tmp_path: Path, toys: Toys) -> Any:
     return store
 
 
-def test_who_is_taken_back_or_removed_is_left_alone(store: Any, toys: Toys) -> None:
-    store.undo()
-    store.add(toys.experts[1])
-    store.add(toys.experts[2])
-    store.remove("expert-2", toys.experts[1])
-    left = recall(store.storage)
-    assert list(left) == [str(path) for path in toys.experts[:2]]
-    assert all(entry.applies_to(signature(path), {}) for entry, path in zip(left.values(), toys.experts, strict=False))
-    store.verify()
-
-
-def test_an_expert_whose_files_are_gone_is_not_remembered(tmp_path: Path, store: Any) -> None:
-    gone = save_model(tmp_path / "gone", toy_expert(7))
-    store.add(gone)
-    (gone / "model.safetensors").unlink()
-    gone.rmdir()
-    store.undo()
-    assert not (store.path / NAME).exists()
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"experts": {"a": 1}, "digest": ""}', '{"experts": 1, "digest": 2}'])
 def test_damage_is_found_and_stops_no_undo(text: str, store: Any) -> None:
     (store.path / NAME).write_text(text)
     for reading in (lambda: recall(store.storage), store.verify):
         with pytest.raises(MergestreamError, match=NAME):
             reading()
-    with pytest.warns(MergestreamWarning, match="watch may add expert-1 again"):
-        store.undo()
+    store.undo()
     assert store.history == ()
 
 
