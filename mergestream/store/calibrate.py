@@ -34,19 +34,14 @@ def calibrate_expert(store: Store, name: str, inputs: Source | Inputs, expert: E
     samples = read_samples(store, inputs)
     with store.writing():
         manifest = store.manifest
-        try:
-            entry = manifest.expert(name)
-        except MergestreamError as error:
-            raise UsageError(str(error)) from None
+        entry = manifest.expert(name)
         given = entry.options
         with open_candidate(
             store,
             entry.source if expert is None else expert,
-            name,
             partial=given.get("partial", False),
             ignore=given.get("ignore", ()),
             vocab=given.get("vocab"),
-            subtract=True,
         ) as candidate:
             _check_same(candidate, entry)
             found = measure_inputs(candidate, inputs, samples, entry.cut)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from mergestream.base.model import BaseModel, match_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
-from mergestream.errors import MergestreamError, did_you_mean
+from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.files import to_json
 from mergestream.methods import method_text
 from mergestream.methods.scale import scale_value
@@ -153,7 +153,7 @@ class Manifest:
         for entry in self.history:
             if entry.name == name:
                 return entry
-        raise MergestreamError(
+        raise UsageError(
             f"no expert named {name} has been absorbed{did_you_mean(name, self.names)} "
             f"(there are: {', '.join(self.names) or 'none yet'})"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -40,10 +41,7 @@ def remove_expert(store: Store, name: str) -> Expert:
                 f"{store.manifest.method} cannot take an expert out of its state: undo goes back step by step, and a "
                 "store made with --method ledger can remove any expert"
             )
-        try:
-            removed = store.manifest.expert(name)
-        except MergestreamError as error:
-            raise UsageError(str(error)) from None
+        removed = store.manifest.expert(name)
         _commit(store, store.manifest.without(removed))
         return removed
 

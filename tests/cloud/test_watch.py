@@ -75,7 +75,9 @@ def test_folders_and_files_are_absorbed_oldest_first(bench: Bench) -> None:
     assert Store(bench.store.path).history[1].source == f"{bench.url}/one"
 
 
-def test_an_upload_that_is_not_complete_is_refused_until_it_changes(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_upload_that_is_not_complete_is_refused_until_it_changes(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     index: dict[str, dict[str, str]] = {"weight_map": {}}
     shards: dict[str, dict[str, Tensor]] = {
         "model-00001-of-00002.safetensors": {},

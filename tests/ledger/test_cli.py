@@ -172,14 +172,17 @@ def test_an_unknown_name_cannot_be_removed(mergestream: RunCommand, ledger: Path
     assert "no expert named expert-7 has been absorbed; did you mean expert-4? (there are:" in result.err
 
 
-def test_removing_the_only_expert_leaves_an_empty_store(
+def test_taking_out_the_only_expert_leaves_an_empty_store(
     done: Callable[..., str], mergestream: RunCommand, toys: Toys, tmp_path: Path
 ) -> None:
-    for method in ("ledger", "opcm"):
+    for method, command, told in (
+        ("ledger", ("remove", "expert-1"), "has 0 experts"),
+        ("opcm", ("undo",), "is at step 0"),
+    ):
         store = tmp_path / method
         done("init", store, "--base", toys.base, "--method", method)
         done("add", store, toys.experts[0])
-        assert "has 0 experts" in done("remove", store, "expert-1")
+        assert told in done(command[0], store, *command[1:])
         assert "has absorbed nothing yet" in mergestream("export", store, tmp_path / "out").err
         done("add", store, toys.experts[1])
 
