@@ -60,6 +60,6 @@ def make_recipe(
         "form": {**defaults, **form},
         "result": result,
         "readout": asdict(choice or ReadoutChoice()),
-        # Up to 0.2 an expert could be subtracted from a sum: it leaves a gap in the numbers, and rounding errors in the result.
+        # Up to 0.2 an expert could be subtracted from a sum: a gap in the numbers, and rounding errors.
         "exact": bool(manifest.entries) or [entry.number for entry in history] == [*range(1, len(history) + 1)],
     }

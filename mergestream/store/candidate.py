@@ -143,7 +143,7 @@ class Candidate:
         self.digests = {**earlier, **vector.digests}
 
     def write_record(self, state: str, started: float) -> Expert:
-        """Write the record of the expert beside its step; returns its entry in the history, with the digests of both."""
+        """Write the record of the expert beside its step; returns its entry in the history."""
         record, totals = write_record(self.store.storage, self.folder, self), self.totals
         self.expert = Expert(
             name=self.name,

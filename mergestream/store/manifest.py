@@ -15,7 +15,6 @@ from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.files import to_json
 from mergestream.methods import method_text
-from mergestream.methods.scale import scale_value
 from mergestream.schema import BACKUP, Count, Number, Plain, damaged, invalid_file, parse, validate
 from mergestream.sizes import counted
 from mergestream.storage import Storage, StoredFile

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mergestream.checkpoints.location import locate
 from mergestream.digest import json_digest, text_digest
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import MergestreamError
 from mergestream.files import to_json, write_error
 from mergestream.schema import BACKUP, damaged, validate
 from mergestream.storage import Storage, StoredFile, Url, open_storage, parse_url, read_json

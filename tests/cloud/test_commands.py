@@ -11,7 +11,7 @@ import obstore
 import pytest
 
 from tests.cloud.server import BUCKET, SECRET, Trouble, upload
-from tests.conftest import RunCommand, Toys, files, save_model, toy_base, toy_expert
+from tests.conftest import RunCommand, Toys, files, save_model, toy_base
 from tests.handmade import handmade_adapter
 
 BASE = f"s3://{BUCKET}/base"

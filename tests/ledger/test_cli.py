@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mergestream import Store
 from tests.conftest import RunCommand, Toys, files
 
 

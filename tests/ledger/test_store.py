@@ -16,7 +16,6 @@ from mergestream import OPCM, Average, Ledger, Store, TaskArithmetic
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.store import shorten
 from mergestream.testing import (
-    assert_close,
     assert_same,
     exported,
     ledger_of,

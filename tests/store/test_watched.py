@@ -10,7 +10,7 @@ import pytest
 
 from mergestream import Average, MergestreamError, Store
 from mergestream.store.watched import NAME, SkippedExpert, recall, remember, signature
-from tests.conftest import Toys, save_model, toy_expert
+from tests.conftest import Toys
 
 
 @pytest.fixture
