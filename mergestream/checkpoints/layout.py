@@ -86,11 +86,16 @@ def companions(directory: Path) -> Iterator[Path]:
     if names_code(directory):
         code = directory.rglob(f"*{CODE}")
         found += (path for path in code if not path.relative_to(directory).parts[0].startswith("."))
-    allowed = directory.resolve(), directory.resolve().parent.parent / "blobs"
     for path in filter(Path.is_file, found):
-        if not any(path.resolve().is_relative_to(place) for place in allowed):
+        if leads_out(path, directory):
             raise MergestreamError(f"{path} is a link that leads out of the model's directory; copy the file there")
         yield path
+
+
+def leads_out(path: Path, directory: Path) -> bool:
+    """Whether a file of a model is a link to elsewhere; a link into the hub's cache is not."""
+    allowed = directory.resolve(), directory.resolve().parent.parent / "blobs"
+    return not any(path.resolve().is_relative_to(place) for place in allowed)
 
 
 def names_code(directory: Path) -> bool:

@@ -45,6 +45,9 @@ EXACT = 1e-12
 class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
     out: str = argument("OUT", "the output directory, or s3://BUCKET/PATH")
     task: str | None = argument("--task NAME", "include the head of this expert; --readout expert:NAME implies it")
+    files_from: str | None = argument(
+        "--files-from NAME", "take chat template, special tokens and generation settings from this expert, or from base"
+    )
     format: str = argument(
         "--format",
         "a full model, one PEFT adapter (lora), or one adapter per expert of a ledger (loras) (full)",
@@ -94,6 +97,8 @@ def _check(options: Options, selection: dict[str, Any]) -> None:
         raise UsageError("--rank is for adapters: add --format lora")
     if options.format != "full" and options.task is not None:
         raise UsageError("--task is for full models: an adapter has no head of its own")
+    if options.format != "full" and options.files_from is not None:
+        raise UsageError("--files-from is for full models: an adapter is used with the files of its base")
     if options.format == "loras" and (any(selection.values()) or options.scale is not None):
         raise UsageError("--format loras writes every expert unchanged; use --format lora with --readout, --only, …")
     if options.private and not options.push:

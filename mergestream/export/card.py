@@ -45,6 +45,8 @@ class CardFacts:
     """How the model was read out of a store"""
     base_is_merged: bool = False
     """Whether the base is one of the merged models, so that the merge has no base in the usual sense"""
+    settings: str = ""
+    """Where the chat template, special tokens and generation settings are from, if not all from the base"""
 
 
 def model_card(facts: CardFacts, labels: Labels, hub_id: str | None = None) -> str:
@@ -69,6 +71,7 @@ def model_card(facts: CardFacts, labels: Labels, hub_id: str | None = None) -> s
         *([f"* Readout: {code(readout)}"] if readout != "plain" else []),
         f"* Scale {facts.scale:.6g}{inverse}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
         *([f"* Head: from {code(facts.task)}"] if facts.task else []),
+        *([f"* Settings: {facts.settings}"] if facts.settings else []),
         *history_section(manifest, weights),
         *(line for file, caption in facts.pictures.items() for line in ("", f"![{caption}]({file})")),
         *(["", "Made with:", "", f"    {one_line(facts.command, MAX_COMMAND)}"] if facts.command else []),

@@ -76,7 +76,9 @@ def fit_config(
     new_ids = {token.id: extended.rows[token.content] for token in own_tokens} if extended else {}
 
     def new_id(key: str, old: Any) -> Any:
-        is_lost = isinstance(old, int) and isinstance(size, int) and old >= size
+        if not isinstance(old, int):
+            return old
+        is_lost = isinstance(size, int) and old >= size
         return new_ids.get(old, ours.get(key) if is_lost else old)
 
     fitted = dict(config)

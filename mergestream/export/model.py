@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec, torch_dtype
 from mergestream.checkpoints.layout import CARD, DIFFUSERS_STEM
+from mergestream.checkpoints.settings import PARTS
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine
 from mergestream.export.card import CardFacts, hub_id, model_card
@@ -17,6 +19,7 @@ from mergestream.export.directory import Output
 from mergestream.export.labels import labels
 from mergestream.export.places import refuse_overlap
 from mergestream.export.recipe import ReadoutChoice, make_recipe
+from mergestream.export.settings import find_givers, take_settings
 from mergestream.export.source import Source, StateSource
 from mergestream.export.vocabulary import ExtendedVocabularySource, select_tokens
 from mergestream.progress import Progress
@@ -64,6 +67,7 @@ def write_model(
     choice = choice or ReadoutChoice()
     with ExitStack() as stack:
         reading = snapshot.reading(engine, choice, progress)
+        givers = find_givers(snapshot, reading, choice)
         base = stack.enter_context(snapshot.manifest.open_base())
         task = snapshot.open_task(choice.task) if choice.task is not None else None
         if task:
@@ -78,8 +82,13 @@ def write_model(
         config = task.config if task else None
         own_tokens = tokens[choice.task].tokens if choice.task in tokens else ()
         write_companions(draft, base, output.dtype, extended, config, own_tokens)
+        parts = PARTS if config is None else [part for part in PARTS if part != "config"]
+        taken = take_settings(draft, givers, tokens, extended, parts)
+        for note in taken.notes:
+            progress.note(note)
         pictures = draw(snapshot.manifest, progress, draft) if draw else {}
         facts = CardFacts(snapshot.manifest, scale, source.distance, output.command, choice.task, pictures, reading)
+        facts = dataclasses.replace(facts, settings=taken.summary)
         write_card(draft, facts, base, has_other_class(base, config))
         form = {"dtype": output.dtype, "max_shard_size": output.max_shard_size}
         output.mark(draft, make_recipe(snapshot.manifest, form, digest, choice))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, open_checkpoint
+from mergestream.checkpoints.settings import read_settings
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import combined_digest
 from mergestream.engine import Engine, LocalEngine
@@ -24,6 +25,7 @@ from mergestream.export.directory import Output
 from mergestream.export.model import Target, write_card, write_model, write_tensors
 from mergestream.export.places import refuse_overlap
 from mergestream.export.recipe import make_recipe
+from mergestream.export.settings import Givers, take_settings
 from mergestream.export.source import ExpertsSource
 from mergestream.export.vocabulary import ExpertTokens, ExtendedVocabularySource
 from mergestream.merging.carry import Carry, can_carry
@@ -128,12 +130,17 @@ def _merge_in_one_pass(inputs: MergeInputs, target: Target) -> None:
             names.append(expert_name(vector.expert.source, names))
         step = Carry(inputs.method, vectors, names, engine.device)
         source = ExpertsSource(step, base, find_thresholds(inputs.method, vectors, step.counts, None, engine))
-        tokens = [ExpertTokens(vector.tokens, vector.expert) for vector in vectors if vector.tokens]
-        extended = ExtendedVocabularySource(source, tokens, base) if tokens else None
+        named = dict(zip(names, vectors, strict=True))
+        tokens = {name: ExpertTokens(one.tokens, one.expert) for name, one in named.items() if one.tokens}
+        extended = ExtendedVocabularySource(source, list(tokens.values()), base) if tokens else None
         digest = write_tensors(extended or source, target)
         manifest = _manifest(source, inputs, progress)
         write_companions(draft, base, output.dtype, extended)
-        facts = CardFacts(manifest, source.scale, source.distance, output.command)
+        givers = Givers({name: read_settings(vector.expert.directory) for name, vector in named.items()})
+        taken = take_settings(draft, givers, tokens, extended)
+        for note in taken.notes:
+            progress.note(note)
+        facts = CardFacts(manifest, source.scale, source.distance, output.command, settings=taken.summary)
         is_merged = inputs.base_is_merged and any(entry.source == base.source for entry in manifest.history)
         write_card(draft, dataclasses.replace(facts, base_is_merged=is_merged), base)
         form = {"dtype": output.dtype, "max_shard_size": output.max_shard_size}

@@ -19,6 +19,8 @@ class ReadoutChoice(Selection):
 
     scale: str | float | None = None
     task: str | None = None
+    files_from: str | None = None
+    """The expert whose chat template, special tokens and generation settings are written, or ``base``"""
 
     def with_own_head(self, tasks: Collection[str]) -> ReadoutChoice:
         """An expert that is read out alone brings its head, if it is one of the ``tasks`` and no other was chosen."""

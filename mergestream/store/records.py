@@ -1,4 +1,4 @@
-"""Records of the experts of a store, ``experts/NNNN``: facts per tensor, and heads."""
+"""Records of the experts of a store, ``experts/NNNN``: facts per tensor, settings, and heads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from mergestream.checkpoints import SafetensorsWriter
+from mergestream.checkpoints.settings import Settings, read_settings
 from mergestream.digest import text_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
@@ -55,6 +56,7 @@ def _write_files(directory: Path, candidate: Candidate) -> None:
         "adapter": vector.adapter_config,
         "prefix": asdict(vector.prefix),
         "tokens": [asdict(token) for token in vector.tokens],
+        "settings": read_settings(expert.directory),
         "tensors": {
             name: {"norm": math.sqrt(outcome.norm2), "kept": outcome.kept, "protected": outcome.protected}
             for name, outcome in ((name, candidate.outcomes[name]) for name in vector.names)
@@ -106,6 +108,8 @@ class Record(_Record, total=False):
     """The configuration of an adapter; missing in older stores"""
     prefix: Prefix
     """The prefix that tensor names of the expert have and the base's lack; missing in older stores"""
+    settings: Settings
+    """Chat template, special tokens and generation settings; missing in older stores"""
 
 
 @dataclass(frozen=True)

@@ -262,6 +262,7 @@ class Store:
         scale: str | float | None = None,
         dtype: str | None = None,
         task: str | None = None,
+        files_from: str | None = None,
         max_shard_size: int = DEFAULT_SHARD_SIZE,
         overwrite: bool = False,
         command: str | None = None,
@@ -273,8 +274,9 @@ class Store:
         ``outputs``, ``regress``, ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for other methods ``plain`` or ``iso``.
         Experts of a ledger can be selected (``only``, ``without``), weighted (``weights``) and balanced (``balance``).
         ``scale`` is a number, or ``adaptive``, ``sqrt`` or ``mean`` where the readout adds up. ``task`` names the
-        expert whose head replaces the base's (with ``expert:NAME`` that expert, if it has one); ``command`` goes into
-        the model card, and ``pictures`` beside it.
+        expert whose head replaces the base's (with ``expert:NAME`` that expert, if it has one), and ``files_from`` the
+        expert, or ``base``, with the chat template, special tokens and generation settings. ``command`` goes into the
+        model card, and ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
         from mergestream.export.model import export_model
@@ -282,7 +284,7 @@ class Store:
         from mergestream.report.pictures import draw_pictures
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
-        choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task)
+        choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task, files_from)
         export_model(self, output, choice, draw_pictures if pictures else None)
         return output.path
 
