@@ -39,6 +39,8 @@ def read_weights(checkpoint: Checkpoint, adapter: BoundAdapter | None = None, wr
     """
     import torch
 
+    while not all(name.startswith(wrapper) for name in checkpoint.tensors):  # ignored tensors have less in common
+        wrapper = wrapper[: wrapper.rstrip(".").rfind(".") + 1]
     weights = {name.removeprefix(wrapper): checkpoint.read(name) for name in checkpoint.tensors}
     if adapter:
         for name in adapter.terms:

@@ -113,7 +113,8 @@ class Runner:
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
-                tokenizer_kwargs={"truncation": True, "max_length": self._most_tokens},
+                truncation=True,
+                max_length=self._most_tokens,
             )
             return self._accepted(encoded)
 

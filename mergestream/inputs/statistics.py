@@ -95,7 +95,7 @@ def measure_statistics(
     processor = load_processor(base.directory, expert.directory)
     _take_template(runner.processor, processor)
     model = _make_model(base.directory, base.source, read_weights(base), how, engine.device)
-    runner = Runner(model, processor, how.call, device=engine.device)
+    runner = Runner(model, processor, how.call, how.tokens, engine.device)
     rows = []
     with progress.task("running the base", size * len(samples)) as advance:
         for sample in samples:

@@ -16,8 +16,9 @@ from typing import Any
 
 import obstore
 import pytest
+import torch
 
-from mergestream import LocalEngine, MergestreamError, Store
+from mergestream import Inputs, LocalEngine, MergestreamError, Store
 from mergestream.checkpoints import SafetensorsWriter
 from mergestream.checkpoints.checkpoint import item_size
 from mergestream.cli.watch import Watcher
@@ -31,7 +32,7 @@ from tests.cloud.server import BUCKET, SECRET, Trouble, upload
 from tests.cloud.test_export import objects, weights
 from tests.conftest import RunCommand, Toys, files, save_model, toy_expert
 from tests.handmade import handmade_adapter
-from tests.hub.conftest import hub  # noqa: F401
+from tests.hub.conftest import Hub, hub  # noqa: F401
 
 ENGINE = LocalEngine(workers=1)
 
@@ -519,3 +520,43 @@ def test_what_is_read_of_the_state_counts_as_memory(toys: Toys, key: str, tmp_pa
         state = tensors[name].numel * item_size(tensors[name].state_dtype)
         assert readings[1][name] - readings[0][name] == state
     assert far.inspect(toys.experts[1]).memory > near.inspect(toys.experts[1]).memory
+
+
+def test_inputs_of_experts(key: str, tmp_path: Path, bucket: obstore.store.S3Store, hub: Hub) -> None:  # noqa: F811
+    """They are written, kept and dropped as on a disk; a writer that lost leaves nothing, and push takes them."""
+    torch.manual_seed(0)
+    first = torch.nn.Linear(16, 16)
+    model = torch.nn.Sequential(first, torch.nn.ReLU(), torch.nn.Linear(16, 16))
+    for name in ("base", "one", "two"):
+        save_model(tmp_path / name, model.state_dict())
+        torch.nn.init.normal_(first.weight)
+    given = Inputs([torch.randn(5, 16) for _ in range(20)], model=model)
+    there, here = (Store.create(at, tmp_path / "base", engine=ENGINE) for at in (address(key), tmp_path / "store"))
+    for store in (there, here):
+        store.add(tmp_path / "one", inputs=given)
+        store.add(tmp_path / "two")
+        store.calibrate("two", given)
+        store.verify()
+    assert [entry.inputs and entry.inputs.record for entry in there.history] == [
+        entry.inputs and entry.inputs.record for entry in here.history
+    ]
+    assert len(folders(bucket, key, "inputs")) == 2
+    loser = Store(address(key), engine=ENGINE)
+
+    def overtaken(model: Any, item: Any) -> Any:
+        there.keep(there.manifest.keep + 1)
+        return model(item)
+
+    with pytest.raises(StoreBusyError):
+        loser.calibrate("one", Inputs(given.source, model=model, call=overtaken))
+    there.refresh()
+    there.gc()
+    assert len(folders(bucket, key, "inputs")) == 2
+    there.push("hf://org/model", private=True)
+    pulled = Store.pull("hf://org/model", tmp_path / "pulled")
+    assert [entry.inputs for entry in pulled.history] == [entry.inputs for entry in there.history]
+    assert there.undo().name == "two" and there.manifest.step == 2
+    there.undo()
+    assert len(folders(bucket, key, "inputs")) == 1
+    there.remove("one")
+    assert folders(bucket, key, "inputs") == set()

@@ -92,13 +92,20 @@ def expert_of(base: Path, place: Path, seed: int = 2) -> Path:
 
 
 def measure(
-    base: Any, expert: Any, samples: Sequence[Sample], how: Inputs | None = None, *, kept: int = 1000, **options: Any
+    base: Any,
+    expert: Any,
+    samples: Sequence[Sample],
+    how: Inputs | None = None,
+    *,
+    kept: int = 1000,
+    ignore: Sequence[str] = (),
+    **options: Any,
 ) -> InputStatistics:
     """The statistics of an expert; by default with all directions, in float64."""
     with open_checkpoint(base) as opened:
         model = BaseModel.examine(opened, measure=False)
         found = open_expert(expert)
-        vector = make_task_vector(model, opened, found, partial=True)
+        vector = make_task_vector(model, opened, found, partial=True, ignore=ignore)
         directions = {name: kept for name in model.merged if model.tensors[name].role == "linear"}
         options = {"dtype": torch.float64, "engine": LocalEngine(), "progress": NoProgress(), **options}
         return measure_statistics(vector, found, directions, samples, how or Inputs([]), **options)
