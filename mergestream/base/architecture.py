@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.checkpoints.meta_model import build_on_meta, check_config_numbers, quiet_and_offline
 from mergestream.errors import MergestreamError
+from mergestream.escaping import one_line
 from mergestream.files import read_json
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ def load_architecture(directory: Path | None) -> Architecture:
         cause = error.__cause__ if isinstance(error, MergestreamError) else error
         if isinstance(cause, OSError) and cause.errno:  # a disk error must not change the roles
             raise
-        return Architecture(unknown=f"config.json not usable by transformers: {type(error).__name__}")
+        name = type(error).__name__
+        reasons = {"KeyError": f"{error} is missing or unknown", "TooLargeError": "it is too large"}
+        why = one_line(reasons.get(name, f"it fails with {name}"), 100)
+        return Architecture(unknown=f"transformers cannot build the model of config.json: {why}")
 
 
 def _build(directory: Path, transformers: Any) -> Any:

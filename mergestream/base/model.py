@@ -291,10 +291,7 @@ def _measure(checkpoint: Checkpoint, name: str) -> Measured:
 def unusable(name: str, checkpoint: Checkpoint) -> MergestreamError:
     """The error for a tensor that holds NaN or Inf, or whose squared norm overflows."""
     fault = "is too large to be merged" if is_finite(checkpoint.read(name)) else "holds NaN or Inf"
-    return MergestreamError(
-        f"tensor {checkpoint.stored_name(name)} in {checkpoint.tensors[name].file} of {checkpoint.source} {fault}; "
-        "nothing was merged, repair or replace the file"
-    )
+    return MergestreamError(f"{checkpoint.place(name)} {fault}; nothing was merged, repair or replace the file")
 
 
 # --- opening the base -----------------------------------------------------------------------------------------

@@ -149,6 +149,11 @@ class Checkpoint(ABC):
         """The tensor's name in the file."""
         return name
 
+    def place(self, name: str) -> str:
+        """Where a tensor is, for messages."""
+        file = self.tensors[name].file
+        return f"tensor {self.stored_name(name)} in {file}" + (f" of {self.source}" if file != self.source else "")
+
     def close(self) -> None:  # noqa: B027
         """Release the files. Tensors that were read stay valid."""
 

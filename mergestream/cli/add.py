@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from mergestream.cli.options import (
     ComputingOptions,
     GatedOptions,
     InputsOptions,
+    StoredExpertOptions,
     WorkingStoreOptions,
     argument,
     arguments_of,
@@ -54,8 +55,13 @@ def run(options: Options) -> None:
     if options.inputs is not None and len(options.experts) > 1:
         raise UsageError("--inputs are those of one expert; add the experts one by one")
     store = options.open_store()
-    for word in options.experts:
-        name, expert = split_name(word) if options.name is None else (options.name, word)
+    experts = [split_name(word) if options.name is None else (options.name, word) for word in options.experts]
+    if len(experts) > 1 and not options.dry_run:
+        from mergestream.store.candidate import check_experts
+
+        matching = {item.name: getattr(options, item.name) for item in fields(StoredExpertOptions)}
+        check_experts(store, experts, **matching)
+    for name, expert in experts:
         result = _inspect(store, expert, options) if options.dry_run else _add(store, expert, name, options)
         results.append(with_notes(result))
 

@@ -22,6 +22,7 @@ class Options(MethodOptions, RunningOptions):
     store: str = argument("STORE", "the new store: a directory or s3://BUCKET/PATH")
     heads: list[str] = repeated("--heads GLOB", "tensors to keep per expert instead of merging them")
     keep: int = argument("--keep N", "earlier steps to keep for undo (1)", type=int, default=1)
+    verbose: bool = switch("--verbose", "with --json: list every tensor, as status does")
     config_only: bool = switch("--config-only", "fetch the base's weights only when they are needed")
 
 
@@ -32,6 +33,8 @@ def run(options: Options) -> None:
     made = {"path": options.store, "method": method, "engine": engine, "progress": progress}
     store = Store.create(**arguments_of(Store.create, options, **made))
     status = status_json(store)
+    if not options.verbose:
+        del status["tensors"]
     answer(status)
     say(f"{store.storage}: {store.manifest.method_text} on {store.manifest.base.source}")
     say(f"tensors: {counts_text(status['counts'])}")

@@ -176,7 +176,10 @@ class WorkingStoreOptions(StoreOptions, RunningOptions):
 
         store = Store(self.store, engine=self.make_engine(), progress=self.make_progress())
         if self.base:
+            earlier = store.manifest.base.source
             store.relocate(self.base)
+            if store.moved_base is None and (now := store.manifest.base.source) != earlier:
+                store.progress.note(f"{store.storage} refers to the base at {now} from now on, no longer at {earlier}")
         return store
 
 

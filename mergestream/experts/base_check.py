@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mergestream.base.model import match_names
+from mergestream.checkpoints import WEIGHT_SUFFIXES
 from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.location import Location, locate_here, without_revision
 from mergestream.checkpoints.reader import open_located
@@ -66,7 +67,8 @@ def _check_adapter(vector: AdapterVector) -> BaseCheck:
         return BaseCheck(note=f"{adapter.source} does not say which model it was made for; its shapes fit the base")
     here, ours = locate_here(named), locate_here(base)
     same_name = without_revision(named).lower() == without_revision(base).lower()
-    if same_name or (here is not None and here == ours):
+    is_called_alike = here is None and last_part(named).lower() == last_part(base).lower()
+    if same_name or is_called_alike or (here is not None and here == ours):
         return BaseCheck()
     difference = _find_difference(here, named, vector) if here else None
     if difference is None:
@@ -78,6 +80,12 @@ def _check_adapter(vector: AdapterVector) -> BaseCheck:
             True, f"{adapter.source} was made for {named}, which is not the base of this store: {difference}"
         )
     return BaseCheck()
+
+
+def last_part(source: str) -> str:
+    """The last part of a path or hub id, without the suffix of a file."""
+    path = Path(without_revision(source))
+    return path.stem if path.suffix in WEIGHT_SUFFIXES else path.name
 
 
 def _find_difference(here: Path, named: str, vector: AdapterVector) -> str | None:

@@ -277,8 +277,8 @@ def _match_ignored(model: BaseModel, expert: Checkpoint, ignore: Sequence[str]) 
 
 def _check_spec(model: BaseModel, expert: Checkpoint, name: str, canonical: str) -> None:
     """Refuse another shape than the base's, and integers."""
-    ours, theirs, stored = model.tensors[canonical], expert.tensors[name], expert.stored_name(name)
-    where = f"tensor {stored} in {theirs.file} of {expert.source}"
+    ours, theirs = model.tensors[canonical], expert.tensors[name]
+    where = expert.place(name)
     if theirs.shape != ours.shape:
         hint = ""
         if theirs.shape[1:] == ours.shape[1:]:

@@ -269,9 +269,8 @@ def _refuse_tokens(expert: Checkpoint, rows: RowMap, table: str) -> MergestreamE
         )
     remedy = _CHOICES if rows.new else "pass --vocab base to leave the missing rows unchanged"
     return MergestreamError(
-        f"tensor {expert.stored_name(table)} in {expert.tensors[table].file} of {expert.source} has {rows.theirs} rows "
-        f"and the base has {rows.ours}, and no tokenizer shows which tokens are new; if the first "
-        f"{min(rows.ours, rows.theirs)} are the same, {remedy}"
+        f"{expert.place(table)} has {rows.theirs} rows and the base has {rows.ours}, and no tokenizer "
+        f"shows which tokens are new; if the first {min(rows.ours, rows.theirs)} are the same, {remedy}"
     )
 
 

@@ -12,20 +12,20 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mergestream.base.model import ConfigOnlyBase
 from mergestream.base.names import are_adapter_names
-from mergestream.checkpoints import WEIGHT_SUFFIXES, Checkpoint, TensorSpec, dtype_name
-from mergestream.checkpoints.location import without_revision
+from mergestream.checkpoints import Checkpoint, TensorSpec, dtype_name
 from mergestream.digest import combined_digest
 from mergestream.errors import EngineError, MergestreamError, StoreBusyError, UsageError
 from mergestream.escaping import MAX_SENTENCE, one_line
 from mergestream.experts import ExpertSource, make_task_vector, open_expert
 from mergestream.experts.adapters import Adapter
 from mergestream.experts.adapters.vector import AdapterVector
-from mergestream.experts.base_check import BaseCheck, check_base
+from mergestream.experts.base_check import BaseCheck, check_base, last_part
 from mergestream.merging.step import Outcome, StateWriter, Step, Totals, total
+from mergestream.progress import NoProgress
 from mergestream.store.factors import block_layout, core_layout
 from mergestream.store.manifest import Expert, InputsEntry, Options, folder_name
 from mergestream.store.records import drop_record, write_record
@@ -269,6 +269,8 @@ def open_candidate(
         candidate.opened, candidate.given_expert = opened, expert
         if isinstance(vector, AdapterVector) and not method.factored:
             candidate.note(f"{method.name} needs dense tensors: the adapter is multiplied out, tensor by tensor")
+        if name is None and isinstance(expert, str | Path) and known_name != last_part(candidate.source):
+            candidate.note(f"{candidate.source} is called {known_name}, because another expert has its name already")
         for sentence in vector.notes:
             candidate.note(sentence)
         absorbs = bool(manifest.history) and not manifest.entries  # else the expert gets an entry of its own
@@ -284,10 +286,24 @@ def open_candidate(
         yield candidate
 
 
+def check_experts(store: Store, experts: Sequence[tuple[str | None, str]], **options: Any) -> None:
+    """Check names and headers of all experts, before the first one is added; ``options`` as in `open_candidate`."""
+    taken, progress = list(store.manifest.names), store.progress
+    store.progress = NoProgress()  # the notes come when each one is added
+    try:
+        for name, expert in experts:
+            with open_candidate(store, expert, name, **options) as candidate:
+                taken.append(free_name(name, candidate.source, taken))
+    finally:
+        store.progress = progress
+
+
 def free_name(name: str | None, source: str, taken: Collection[str]) -> str:
     """The name of a new expert: the user's choice, or the last part of its source."""
-    if name is not None and not (name.strip() and name.isprintable()):
-        raise UsageError(f"{name!r} cannot be the name of an expert; choose a --name that can be seen and printed")
+    if name is not None and (not (name.strip() and name.isprintable()) or "/" in name or name in (".", "..")):
+        raise UsageError(
+            f"{name!r} cannot be the name of an expert; choose a --name that can be printed and has no slash"
+        )
     if name in taken:
         raise MergestreamError(f"an expert named {name} has been absorbed already; choose another --name")
     return expert_name(source, taken) if name is None else name
@@ -295,7 +311,6 @@ def free_name(name: str | None, source: str, taken: Collection[str]) -> str:
 
 def expert_name(source: str, taken: Collection[str]) -> str:
     """The last part of the path or hub id, numbered where another expert has that name."""
-    path = Path(without_revision(source))
-    stem = path.stem if path.suffix in WEIGHT_SUFFIXES else path.name
+    stem = last_part(source)
     candidates = (stem if i == 1 else f"{stem}-{i}" for i in range(1, len(taken) + 2))
     return next(candidate for candidate in candidates if candidate not in taken)

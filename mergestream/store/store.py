@@ -164,10 +164,9 @@ class Store:
         An expert that was added already, or was not made from the base, is refused unless it is allowed. ``vocab``
         (``base``, ``union`` or ``grow``) says what becomes of tokens that the base lacks. ``heads`` are globs
         of tensors that it lacks, to stay with each expert. ``gates`` are conditions such as ``kept>=0.6``. ``evaluate``
-        is a command that is run on the merged model first, with ``{model}`` for its directory: the score is the last
-        number that it prints, or the mean of what it writes to ``{scores}``; it is stopped after ``evaluate_timeout``
-        seconds. ``log`` sends the numbers of the step to ``wandb``, ``mlflow``, ``tensorboard`` or ``jsonl``
-        (``wandb:my-project``). ``inputs`` are those of `calibrate`.
+        is a command that is run on the merged model first, with ``{model}`` for its directory, for ``evaluate_timeout``
+        seconds at most: the score is the last number that it prints, or the mean of what it writes to ``{scores}``.
+        ``log`` sends the numbers of the step to a tracker (``wandb:my-project``). ``inputs`` are those of `calibrate`.
         """
         from mergestream.report.gates import Gatekeeper
         from mergestream.store.add import add_expert
@@ -175,10 +174,10 @@ class Store:
 
         gatekeeper = Gatekeeper.of(gates, evaluate, self.manifest, evaluate_timeout)
         trackers = parse_trackers(log, self)
-        options: dict[str, Any] = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}
-        options |= {"allow_duplicate": allow_duplicate, "allow_other_base": allow_other_base}
-        options["measure_distance"] = gatekeeper.asks_for("distance")
-        added = add_expert(self, expert, name, review=gatekeeper.review, inputs=inputs, **options)
+        allowed = {"allow_duplicate": allow_duplicate, "allow_other_base": allow_other_base}
+        options: dict[str, Any] = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads, **allowed}
+        options |= {"measure_distance": gatekeeper.asks_for("distance"), "inputs": inputs}
+        added = add_expert(self, expert, name, review=gatekeeper.review, **options)
         track(trackers, self, added)
         return added
 
@@ -241,8 +240,6 @@ class Store:
         from mergestream.store.maintain import relocate_base
 
         relocate_base(self, base)
-
-    # --- export
 
     def refuse_output(self, path: str) -> None:
         """Raise if ``path`` is not on a disk, or lies in the store or in a model that it was made of."""
@@ -354,8 +351,6 @@ class Store:
 
         pull_store(address, Path(path), base, lambda work: cls(work, engine=engine, progress=progress))
         return cls(path, engine=engine, progress=progress)
-
-    # --- reports
 
     def similarity(self) -> Similarity:
         """The cosines of all task vectors in a ledger, from their entries."""

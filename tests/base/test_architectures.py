@@ -346,11 +346,21 @@ def test_a_model_that_nobody_can_have_is_not_built(number: Any, tmp_path: Path) 
         "vocab_size": 8,
     }
     (tmp_path / "config.json").write_text(json.dumps({**llama, **number}))
-    with pytest.raises(MergestreamError, match=r"config.json does not describe its tensors \(.*TooLargeError\)"):
+    with pytest.raises(MergestreamError, match=r"config.json does not describe its tensors \(.*too large\)"):
         open_base(tmp_path, config_only=True)
 
 
 def test_modules_are_counted_while_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergestream.checkpoints.meta_model.MAX_MODULES", 10)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 8}))
-    assert load_architecture(tmp_path).unknown == "config.json not usable by transformers: TooLargeError"
+    assert load_architecture(tmp_path).unknown == "transformers cannot build the model of config.json: it is too large"
+
+
+def test_what_the_config_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("hidden_size")
+
+    monkeypatch.setattr("mergestream.base.architecture._build", fail)
+    (tmp_path / "config.json").write_text("{}")
+    unknown = load_architecture(tmp_path).unknown
+    assert unknown == "transformers cannot build the model of config.json: 'hidden_size' is missing or unknown"

@@ -151,7 +151,7 @@ def test_a_config_that_transformers_does_not_know_leaves_it_to_the_rule(tmp_path
         (tmp_path / "config.json").write_text(json.dumps(config))
         (part,) = examine(tmp_path).values()
         assert part.role == "linear"
-        assert part.rule.startswith("2-D *.weight (config.json not usable by transformers: ")
+        assert part.rule.startswith("2-D *.weight (transformers cannot build the model of config.json: ")
 
 
 def test_code_beside_the_config_is_never_run(tmp_path: Path) -> None:

@@ -67,9 +67,47 @@ def test_notes_are_one_printable_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(err.splitlines()) == 1 and len(err) < 1100
 
 
-@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[31mred", "half \ud800", "txt.\u202eexe"])
-def test_an_unprintable_name_is_wrong_usage(name: str, tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[31mred", "half \ud800", "txt.\u202eexe", "a/b", "..", "."])
+def test_an_unusable_name_is_wrong_usage(name: str, tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
     store = Store.create(tmp_path / "store", toys.base)
     result = mergestream("add", store.path, toys.experts[0], "--name", name)
     assert result.code == 2 and len(result.err.splitlines()) == 1
     assert not Store(store.path).history
+
+
+def test_a_name_that_is_taken_is_numbered_and_noted(tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
+    store = Store.create(tmp_path / "store", toys.base)
+    for number in (0, 1):
+        shutil.copytree(toys.experts[number], tmp_path / str(number) / "law")
+    result = mergestream("add", store.path, tmp_path / "0" / "law", tmp_path / "1" / "law")
+    assert result.code == 0 and Store(store.path).manifest.names == ["law", "law-2"]
+    assert "1/law is called law-2, because another expert has its name already" in result.err
+    assert result.err.count("note: ") == 1
+
+
+@pytest.mark.parametrize("last", ["missing", "bad.safetensors", "a=0", "expert-3=1"])
+def test_all_experts_are_checked_before_the_first_is_added(
+    last: str, tmp_path: Path, toys: Toys, mergestream: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.create(tmp_path / "store", toys.base)
+    monkeypatch.chdir(tmp_path)
+    Path("bad.safetensors").write_bytes(b"nonsense")
+    for number in (0, 1):
+        shutil.copytree(toys.experts[number], str(number))
+    result = mergestream("add", store.path, f"a={toys.experts[1]}", shutil.copytree(toys.experts[2], "expert-3"), last)
+    assert result.code == 1 and len(result.err.splitlines()) == 1
+    assert not Store(store.path).history and not list((store.path / "steps").glob("*"))
+
+
+def test_a_base_that_is_remembered_is_said(tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
+    store = Store.create(tmp_path / "store", toys.base)
+    moved = shutil.copytree(toys.base, tmp_path / "moved")
+    words = ("add", store.path, toys.experts[0], "--base", moved)
+    assert f"refers to the base at {moved} from now on, no longer at" in mergestream(*words).err
+    assert "from now on" not in mergestream(*words, "--allow-duplicate").err
+
+
+def test_init_counts_the_tensors(tmp_path: Path, toys: Toys, done: Callable[..., str]) -> None:
+    counted = json.loads(done("init", tmp_path / "a", "--base", toys.base, "--json"))
+    listed = json.loads(done("init", tmp_path / "b", "--base", toys.base, "--json", "--verbose"))
+    assert "tensors" not in counted and sum(counted["counts"].values()) == len(listed["tensors"])

@@ -115,7 +115,7 @@ def test_a_base_that_has_moved_is_still_the_base(store: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "named", [None, "org/model", "/somewhere/else/base", "base", "", "~nobody/base", "a\0b", "x" * 5000, "\x1b[2J"]
+    "named", [None, "org/model", "/somewhere/else/model", "other", "", "~nobody/model", "a\0b", "x" * 5000, "\x1b[2J"]
 )
 def test_where_it_cannot_be_known_the_shapes_decide_and_a_note_says_so(
     named: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,6 +124,16 @@ def test_where_it_cannot_be_known_the_shapes_decide_and_a_note_says_so(
     with pytest.warns(MergestreamWarning, match=r"cannot be compared|does not say which model"):
         entry = store.add(adapter_of(named, tmp_path))
     assert entry.notes and not entry.options.get("allow_other_base")
+
+
+@pytest.mark.parametrize("named", ["base", "/somewhere/else/base", "org/Base", "org/base@main"])
+def test_a_base_of_the_same_name_elsewhere_is_not_noted(
+    named: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not store.add(adapter_of(named, tmp_path)).notes
 
 
 @pytest.mark.parametrize("named", [{"quantization_config": {"bits": 4}}, {"dtype": torch.float16}, {"weights": None}])

@@ -21,6 +21,8 @@ WAY_OUT = "merge the adapter into its model with PEFT's merge_and_unload, then a
 # Initialisations that change the base's weights, so that the factors are not relative to the base any more.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
+_PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT")
+
 # Fields about training and use that do not change W + s·B·A.
 _HARMLESS = {
     "auto_mapping", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
@@ -92,7 +94,12 @@ def read_config(directory: Path) -> LoraConfig:
 
 def make_config(path: Path, fields: Mapping[str, Any]) -> LoraConfig:
     """Check the fields of a configuration that was read from a file."""
-    if fields.get("peft_type") != "LORA":
+    if (kind := fields.get("peft_type")) in _PROMPTS:
+        raise MergestreamError(
+            f"{path}: peft_type={kind} trains tokens or prefixes instead of weights, so there is nothing to merge; "
+            "serve it with PEFT"
+        )
+    if kind != "LORA":
         raise MergestreamError(f"{path}: peft_type={fields.get('peft_type')} is not LORA; {WAY_OUT}")
     for name, value in fields.items():
         if name not in _HARMLESS | _READ and value:

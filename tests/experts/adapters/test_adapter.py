@@ -147,6 +147,7 @@ def test_a_new_head_is_extra(workshop: Any) -> None:
     [
         ({"use_dora": True}, "use_dora=true cannot be honoured; .* merge_and_unload"),
         ({"lora_bias": True}, "lora_bias=true"),
+        ({"peft_type": "PROMPT_TUNING"}, "trains tokens or prefixes instead of weights, so there is nothing to merge"),
         ({"peft_type": "IA3"}, "peft_type=IA3 is not LORA; merge"),
         ({"peft_type": "ADALORA"}, "peft_type=ADALORA"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4 .* changes the base's weights"),
