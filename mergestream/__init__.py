@@ -24,6 +24,7 @@ _HOMES = {
     "Inputs": "mergestream.inputs.reading",
     "Merger": "mergestream.merging.merger",
     "merge": "mergestream.export.one_shot",
+    "RoutedModel": "mergestream.routed",
     "MergestreamError": "mergestream.errors",
     "MergestreamWarning": "mergestream.errors",
     "task_vectors": "mergestream.experts",
@@ -98,5 +99,6 @@ if TYPE_CHECKING:
     from mergestream.methods.task_arithmetic import TaskArithmetic as TaskArithmetic
     from mergestream.methods.ties import TIES as TIES
     from mergestream.methods.weighted import Weighted as Weighted
+    from mergestream.routed import RoutedModel as RoutedModel
     from mergestream.store.manifest import Expert as Expert
     from mergestream.store.store import Store as Store

@@ -13,7 +13,7 @@ ORDER = [
     *("errors", "escaping", "display", "sizes", "digest", "files", "schema", "storage", "progress", "interrupts"),
     *("registry", "commands"),
     *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "inputs", "merging"),
-    *("store", "export", "hub", "report", "tracking", "mergekit"),
+    *("store", "export", "routed", "hub", "report", "tracking", "mergekit"),
     *("evaluation", "testing", "cli", "__init__", "__main__"),
 ]
 """Files and folders of the package, the lowest first; within a folder every import is allowed"""

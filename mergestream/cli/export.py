@@ -34,6 +34,7 @@ mergestream export store merged --readout tsv --without legal --weight medical=0
 mergestream export store legal-again --readout expert:legal
 mergestream export store merged-adapter --format lora --rank 32
 mergestream export store adapters --format loras --rank 16
+mergestream export store served --format routed --with-base
 mergestream export store merged --push org/name --private
 """
 
@@ -50,11 +51,13 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
     )
     format: str = argument(
         "--format",
-        "a full model, one PEFT adapter (lora), or one adapter per expert of a ledger (loras) (full)",
-        choices=("full", "lora", "loras"),
+        "a full model, one PEFT adapter (lora), one adapter per expert of a ledger (loras), or these with a router "
+        "that chooses one for each input (routed) (full)",
+        choices=("full", "lora", "loras", "routed"),
         default="full",
     )
     rank: int | None = argument("--rank K", "rank of the adapter (default: exact)", type=at_least(1))
+    with_base: bool = switch("--with-base", "with --format routed: add a copy of the base")
     readout: str | None = argument(
         "--readout R",
         "how to combine experts; ledger: agree (the default), tempered (the default for adapters), outputs, regress, "
@@ -84,7 +87,12 @@ def run(options: Options) -> None:
     selection = options.selection
     _check(options, selection)
     store = options.open_store()
-    result = _export_adapters(store, options) if options.format == "loras" else _export(store, options, selection)
+    if options.format == "routed":
+        result = _export_routed(store, options, selection)
+    elif options.format == "loras":
+        result = _export_adapters(store, options)
+    else:
+        result = _export(store, options, selection)
     answer(result)
     if options.push:
         result["pushed"] = _push(options)
@@ -101,6 +109,8 @@ def _check(options: Options, selection: dict[str, Any]) -> None:
         raise UsageError("--files-from is for full models: an adapter is used with the files of its base")
     if options.format == "loras" and (any(selection.values()) or options.scale is not None):
         raise UsageError("--format loras writes every expert unchanged; use --format lora with --readout, --only, …")
+    if options.with_base and options.format != "routed":
+        raise UsageError("--with-base is for --format routed")
     if options.private and not options.push:
         raise UsageError("--private needs --push ORG/NAME")
     if options.push:
@@ -115,6 +125,18 @@ def _export_adapters(store: Store, options: Options) -> dict[str, Any]:
     lost = {name: energy.lost_share for name, energy in energies.items()}
     say(f"{options.out}: {counted(len(energies), 'adapter')}, {', '.join(energies)}")
     return {"out": options.out, "format": options.format, "experts": list(energies), "lost": lost}
+
+
+def _export_routed(store: Store, options: Options, selection: dict[str, Any]) -> dict[str, Any]:
+    from mergestream.export.routed import export_routed
+
+    others = {**selection, "store": store, "scale": options.scale, "command": command_line()}
+    written = export_routed(**arguments_of(export_routed, options, **others))
+    lost = {name: energy.lost_share for name, energy in written.energies.items()}
+    by = "their input directions" if written.without_inputs else "inputs"
+    say(f"{options.out}: {counted(len(written.experts), 'expert')}, routed by {by}: {', '.join(written.experts)}")
+    facts = {"experts": list(written.experts), "without_inputs": list(written.without_inputs), "lost": lost}
+    return {"out": options.out, "format": options.format, **facts}
 
 
 def _export(store: Store, options: Options, selection: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from mergestream.base.model import BaseModel, BaseTensor, ConfigOnlyBase
 from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint, torch_dtype
 from mergestream.checkpoints.layout import CARD
 from mergestream.digest import combined_digest, tensor_digest
+from mergestream.engine import Engine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.adapters.adapter import PREFIX
 from mergestream.experts.adapters.config import CONFIG_NAME
@@ -87,21 +88,26 @@ def write_merged_adapter(
     choice = choice or ReadoutChoice()
     reading = snapshot.reading(target.engine, choice, target.progress)
     plan = AdapterPlan.of(snapshot, reading, rank, reading.scale(choice.scale, target.engine))
-    return _write_adapters({"": plan}, target, {"format": "lora", "rank": rank}, choice, draw)[""]
+    return write_adapters({"": plan}, target, {"format": "lora", "rank": rank}, choice, draw)[""]
 
 
 def write_expert_adapters(snapshot: Snapshot, target: Target, rank: int | None = None) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter, each to a directory of its name."""
+    plans = plan_experts(snapshot, target.engine, rank, snapshot.manifest.names)
+    return write_adapters(plans, target, {"format": "loras", "rank": rank})
+
+
+def plan_experts(snapshot: Snapshot, engine: Engine, rank: int | None, names: Sequence[str]) -> dict[str, AdapterPlan]:
+    """Plan an adapter of each of these experts of a ledger."""
     plans = {}
-    for name in snapshot.manifest.names:
+    for name in names:
         if name in (".", "..") or Path(name).name != name:
             raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
-        reading = snapshot.reading(target.engine, Selection(f"{ONE_EXPERT}{name}"))
-        plans[name] = AdapterPlan.of(snapshot, reading, rank)
-    return _write_adapters(plans, target, {"format": "loras", "rank": rank})
+        plans[name] = AdapterPlan.of(snapshot, snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}")), rank)
+    return plans
 
 
-def _write_adapters(
+def write_adapters(
     plans: Mapping[str, AdapterPlan],
     target: Target,
     form: Mapping[str, Any],
@@ -119,7 +125,7 @@ def _write_adapters(
     energies, digests = {}, {}
     with progress.task(f"writing {output.path.name}", sum(plan.size for plan in plans.values())) as advance:
         for name, plan in plans.items():
-            (draft / name).mkdir(exist_ok=True)
+            (draft / name).mkdir(parents=True, exist_ok=True)
             energies[name] = plan.write(draft / name, target, advance)
             plan.write_card(draft / name, target, energies[name], draw)
             with open_checkpoint(draft / name / "adapter_model.safetensors") as written:
@@ -233,7 +239,7 @@ def _classify(reading: Reading, rank: int | None) -> tuple[dict[str, AdaptedModu
     for name in model.merged:
         tensor, parameter = model.tensors[name], spelling.get(name, name)
         path, _, leaf = parameter.rpartition(".")
-        bound = reading.rank_bound(name)
+        bound = reading.rank_bound(name) if _can_have_factors(tensor, leaf) else None
         if bound is None and reading.is_zero(name):
             continue
         if bound is None and not _can_have_factors(tensor, leaf):

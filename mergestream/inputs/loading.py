@@ -51,8 +51,13 @@ def read_weights(checkpoint: Checkpoint, adapter: BoundAdapter | None = None, wr
     return weights
 
 
-def load_model(directory: Path | None, source: str, weights: Mapping[str, Tensor], device: str) -> nn.Module:
-    """The model that ``config.json`` in a directory describes, with these weights."""
+def load_model(
+    directory: Path | None, source: str, weights: Mapping[str, Tensor], device: str, *, attention: str = "eager"
+) -> nn.Module:
+    """The model that ``config.json`` in a directory describes, with these weights.
+
+    ``attention`` is ``sdpa`` for torch's own implementation, where the model has it; it takes less memory.
+    """
     with _transformers(source) as transformers:
         if directory is None or not (directory / "config.json").is_file():
             raise MergestreamError(
@@ -66,7 +71,8 @@ def load_model(directory: Path | None, source: str, weights: Mapping[str, Tensor
         if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
             model_class = transformers.MODEL_MAPPING[type(config)]
         # Another implementation of attention may be one that is downloaded.
-        options = {"attn_implementation": "eager", "output_loading_info": True}
+        attention = attention if getattr(model_class, f"_supports_{attention}", False) else "eager"
+        options = {"attn_implementation": attention, "output_loading_info": True}
         model, found = model_class.from_pretrained(None, config=config, state_dict=dict(weights), **options)
         missing = sorted(found["missing_keys"])  # transformers has made random ones
         if model.can_generate():

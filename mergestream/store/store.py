@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from mergestream.experts.vocabulary import Vocab
     from mergestream.export.adapter import Energy
+    from mergestream.export.routed import RoutedExport
     from mergestream.inputs.reading import Inputs, Source
     from mergestream.methods.base import Method
     from mergestream.report.diagnostics import Similarity, Survival
@@ -49,11 +50,7 @@ class Store:
     """
 
     def __init__(
-        self,
-        path: str | Path | Storage,
-        *,
-        engine: Engine | None = None,
-        progress: Progress | None = None,
+        self, path: str | Path | Storage, *, engine: Engine | None = None, progress: Progress | None = None
     ) -> None:
         self.storage = open_storage(path)
         self.storage.check()
@@ -307,9 +304,8 @@ class Store:
         from mergestream.export.recipe import ReadoutChoice
         from mergestream.report.pictures import draw_pictures
 
-        output = Output(Path(out), dtype, overwrite=overwrite, command=command)
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
-        with exporting(self, output) as (snapshot, target):
+        with exporting(self, Output(Path(out), dtype, overwrite=overwrite, command=command)) as (snapshot, target):
             return write_merged_adapter(snapshot, target, choice, rank, draw_pictures)
 
     def export_adapters(
@@ -326,9 +322,17 @@ class Store:
         from mergestream.export.directory import Output
         from mergestream.export.model import exporting
 
-        output = Output(Path(out), dtype, overwrite=overwrite, command=command)
-        with exporting(self, output) as (snapshot, target):
+        with exporting(self, Output(Path(out), dtype, overwrite=overwrite, command=command)) as (snapshot, target):
             return write_expert_adapters(snapshot, target, rank)
+
+    def export_routed(self, out: str | Path, **options: Any) -> RoutedExport:
+        """Write all experts of a ledger as PEFT adapters, a merged adapter, and a router: what `RoutedModel` loads.
+
+        The options are those of `export_adapter`, for the merged adapter; ``with_base`` adds a copy of the base.
+        """
+        from mergestream.export.routed import export_routed
+
+        return export_routed(self, out, **options)
 
     def push(self, address: str, *, private: bool = False) -> str:
         """Upload the store as it is now to ``hf://ORG/NAME``, in one commit; returns the repository's address."""

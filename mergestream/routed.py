@@ -1,0 +1,355 @@
+"""`RoutedModel`: serve all experts of a store from one copy of the base; each input is answered by the expert that it
+looks like.
+
+It loads what ``export --format routed`` has written, by transformers and PEFT, without remote code.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from mergestream.checkpoints import open_checkpoint
+from mergestream.errors import MergestreamError
+from mergestream.experts.adapters.adapter import PREFIX
+from mergestream.export.routed import EXPERTS, MERGED, ROUTER, base_of, read_router
+from mergestream.inputs.loading import load_model, load_processor, read_weights
+from mergestream.inputs.reading import Sample, explained
+from mergestream.inputs.running import Runner
+
+if TYPE_CHECKING:
+    from mergestream.ledger.routing import Router
+
+FALLBACK = 0.05
+"""The share of inputs like those of the experts that the merged adapter answers, because the router is unsure"""
+
+
+class Route(NamedTuple):
+    """Where an input goes."""
+
+    expert: str
+    """The expert that the input looks most like"""
+    confidence: float
+    """The probability of that expert, by the router"""
+    adapter: str
+    """The adapter that answers: the expert's, or ``merged`` below the threshold"""
+
+
+class RoutedModel:
+    """One copy of the base in memory, an adapter per expert, a merged adapter, and a router.
+
+    One forward pass of the base decides for each input of a batch which adapter answers it. It serves one call at a
+    time: threads have to take turns.
+    """
+
+    def __init__(self, adapters: Adapters, runner: Runner, experts: Sequence[str], router: Router | None) -> None:
+        """`from_pretrained` makes one."""
+        self._adapters, self._runner, self._router = adapters, runner, router
+        self.experts = tuple(experts)
+        self.threshold = 0.0
+        """Below this confidence the merged adapter answers"""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        base: str | Path | None = None,
+        device: str = "cpu",
+        fallback: float = FALLBACK,
+    ) -> RoutedModel:
+        """Load the directory that ``export --format routed`` has written.
+
+        ``base`` is where the base is, if it is neither in the directory nor where it was. The merged adapter answers
+        where the router is less confident than on all but this share (``fallback``) of inputs like the experts' own;
+        a router that was made without inputs does not know that, and never uses it unless ``threshold`` is set.
+        """
+        directory = Path(directory).expanduser()
+        if not (directory / ROUTER).is_file():
+            raise MergestreamError(f"{directory} has no {ROUTER}; write one with mergestream export --format routed")
+        if not 0 <= fallback <= 1:
+            raise MergestreamError(f"fallback is a share from 0 to 1, not {fallback:g}")
+        experts, router, quantiles = read_router(directory / ROUTER)
+        with open_checkpoint(base or base_of(directory)) as opened:
+            model = load_model(opened.directory, opened.source, read_weights(opened), device, attention="sdpa")
+            runner = Runner(model, load_processor(opened.directory), device=device)
+        adapters = Adapters(model)
+        for name in experts:
+            adapters.load(name, directory / EXPERTS / name)
+        adapters.load(MERGED, directory / MERGED)
+        routed = cls(adapters, runner, experts, router)
+        if quantiles is not None and fallback:
+            routed.threshold = float(quantiles[round(fallback * (len(quantiles) - 1))])
+        return routed
+
+    def __repr__(self) -> str:
+        return f"<RoutedModel: {', '.join(self.experts)}, threshold {self.threshold:.3g}>"
+
+    @property
+    def processor(self) -> Any:
+        """The base's tokenizer or processor; None where it has none."""
+        return self._runner.processor
+
+    # --- routing
+
+    def route(self, inputs: Mapping[str, Any] | Sequence[Any]) -> list[Route]:
+        """Find the expert of each input: named tensors that the model takes, or texts, images and conversations
+        (``{"messages": […]}``), which the base's processor reads."""
+        with torch.no_grad(), self._adapters.active(None):
+            scores = self._by_features(inputs) if self._router else self._by_directions(inputs)
+        confidences, best = scores.max(1)
+        found = []
+        for number, confidence in zip(best.tolist(), confidences.tolist(), strict=True):
+            expert = self.experts[number]
+            found.append(Route(expert, confidence, MERGED if confidence < self.threshold else expert))
+        return found
+
+    def _by_features(self, inputs: Mapping[str, Any] | Sequence[Any]) -> Tensor:
+        """The probability of each expert for each input, by the base's pooled features."""
+        assert self._router is not None
+        rows = []
+        for sample in _samples(inputs, by_row=False):
+            features = self._runner.features(sample)
+            if features is None or features.shape[1] != self._router.weights.shape[1]:
+                raise MergestreamError(
+                    f"{sample.where} has not the features that the router was made of; calibrate the experts with "
+                    "inputs that transformers runs, and export again"
+                )
+            rows.append(features)
+        return self._router.scores(torch.cat(rows)).softmax(1)
+
+    def _by_directions(self, inputs: Mapping[str, Any] | Sequence[Any]) -> Tensor:
+        """The share of each expert in the energy of the layers' inputs along all experts' input directions."""
+        energies: list[Tensor] = []
+        with ExitStack() as hooks:
+            for layer, directions in self._adapters.directions(self.experts).items():
+
+                def measure(_: nn.Module, args: Any, directions: Sequence[Tensor] = directions) -> None:
+                    energies.append(_energy(args[0], directions))
+
+                hooks.callback(layer.register_forward_pre_hook(measure).remove)
+            rows = []
+            for sample in _samples(inputs, by_row=True):
+                energies.clear()
+                self._runner.features(sample)
+                rows.append(torch.stack(energies).mean(0))
+        found = torch.stack(rows)
+        return found / found.sum(1, keepdim=True)
+
+    # --- answers
+
+    def generate(self, *, routes: Sequence[Route] | None = None, **arguments: Any) -> Tensor:
+        """Like ``generate`` of transformers, in the order of the inputs; shorter answers are padded at their end.
+
+        ``routes`` are those of `route`, if they are known already.
+        """
+        parts = self._run(self._adapters.model.generate, arguments, routes)
+        if len(parts) > 1 and not all(isinstance(output, Tensor) for _, output in parts):
+            raise MergestreamError("return_dict_in_generate needs inputs of one expert: call generate for each route")
+        if len(parts) == 1:
+            whole: Tensor = parts[0][1]
+            return whole
+        longest = max(output.shape[1] for _, output in parts)
+        found = [pad(output, (0, longest - output.shape[1]), value=self._padding) for _, output in parts]
+        return _in_order([rows for rows, _ in parts], found)
+
+    def forward(self, *, routes: Sequence[Route] | None = None, **arguments: Any) -> Any:
+        """The model's output, in the order of the inputs, without gradients.
+
+        If several adapters answer, it has only what is one row per input: no loss and no cache.
+        """
+        with torch.no_grad():
+            parts = self._run(self._adapters.model, arguments, routes)
+        rows, outputs = zip(*parts, strict=True)
+        return outputs[0] if len(outputs) == 1 else _joined(rows, outputs)
+
+    __call__ = forward
+
+    def _run(
+        self, call: Any, arguments: Mapping[str, Any], routes: Sequence[Route] | None
+    ) -> list[tuple[list[int], Any]]:
+        """Call the model once for each adapter; returns the rows of the batch and their output."""
+        main = arguments.get(self._adapters.model.main_input_name)
+        tensors = [value for value in (main, *arguments.values()) if isinstance(value, Tensor) and value.ndim]
+        if not tensors:
+            raise MergestreamError("there is no tensor among the arguments; pass them by name, as to the model itself")
+        count = len(tensors[0])
+        batch = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
+        batch = {name: value for name, value in batch.items() if len(value) == count}
+        if routes is None:
+            routes = self.route({name: value for name, value in batch.items() if name != "labels"})
+        if len(routes) != count:
+            raise MergestreamError(f"there are {count} inputs, but {len(routes)} routes")
+        groups: dict[str, list[int]] = {}
+        for row, route in enumerate(routes):
+            groups.setdefault(route.adapter, []).append(row)
+        parts = []
+        for adapter, rows in groups.items():
+            with self._adapters.active(adapter):
+                part = {name: value[rows].to(self._runner.device) for name, value in batch.items()}
+                parts.append((rows, call(**{**arguments, **part})))
+        return parts
+
+    @property
+    def _padding(self) -> int:
+        config = self._adapters.model.generation_config
+        found = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+        return int((found[0] if isinstance(found, list) else found) or 0)
+
+
+class Adapters:
+    """A model of transformers with LoRA adapters, one of which is active at a time, or none.
+
+    PEFT holds the factors. Parameters that an adapter has whole (biases, norms) are exchanged here, because PEFT
+    takes no more than one adapter with biases.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._peft: Any = None
+        self._slots: dict[str, str] = {}
+        """PEFT's names of the adapters with factors: it takes no dots"""
+        self._whole: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
+        paths = {module: path for path, module in model.named_modules()}
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        is_tied = head is not None and head.weight is embedding.weight
+        self._tied = (paths[embedding], paths[head]) if is_tied else None
+
+    def load(self, name: str, directory: Path) -> None:
+        """Load an adapter from its directory."""
+        with explained(f"PEFT cannot load {directory}"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+
+            with open_checkpoint(directory / "adapter_model.safetensors") as opened:
+                tensors = {key: opened.read(key) for key in opened.tensors}
+            if factors := {key: value for key, value in tensors.items() if ".lora_" in key}:
+                slot = self._slots[name] = f"adapter_{len(self._slots)}"
+                config: Any = LoraConfig.from_pretrained(str(directory))
+                config.bias, config.modules_to_save, config.task_type = "none", None, None
+                factors |= self._of_tied_head(factors, config)
+                if self._peft is None:
+                    self._peft = PeftModel(self.model, config, slot)
+                else:
+                    self._peft.add_adapter(slot, config)
+                loaded: Any = set_peft_model_state_dict(self._peft, factors, slot)
+                if unknown := loaded.unexpected_keys:
+                    raise ValueError(f"the base has no {unknown[0]}")
+            parameters = {
+                parameter_name.replace(BASE_LAYER, "."): parameter
+                for parameter_name, parameter in self.model.named_parameters(remove_duplicate=False)
+            }
+            self._whole[name] = []
+            for key in tensors.keys() - factors.keys():
+                parameter = parameters[key.removeprefix(PREFIX).replace(BASE_LAYER, ".")]
+                if parameter.shape != tensors[key].shape:
+                    raise ValueError(f"the base has another shape of {key}")
+                self._whole[name].append((parameter, tensors[key].to(parameter)))
+
+    def _of_tied_head(self, factors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+        """The factors of an embedding once more, for a head that is tied to it: PEFT adapts each module on its own."""
+        if self._tied is None:
+            return {}
+        embedding, head = self._tied
+        down, up = (factors.get(f"{PREFIX}{embedding}.lora_embedding_{factor}") for factor in "AB")
+        if down is None or up is None:
+            return {}
+        config.target_modules = {*config.target_modules, head}
+        for pattern in (config.rank_pattern, config.alpha_pattern):
+            pattern[f"^{re.escape(head)}"] = len(down)
+        return {f"{PREFIX}{head}.lora_A.weight": up.T, f"{PREFIX}{head}.lora_B.weight": down.T}
+
+    @contextmanager
+    def active(self, name: str | None) -> Iterator[None]:
+        """Use one adapter, or the base alone, for a block."""
+        exchanged = self._whole.get(name or "", [])
+        before = [parameter.data for parameter, _ in exchanged]
+        for parameter, value in exchanged:
+            parameter.data = value
+        try:
+            if slot := self._slots.get(name or ""):
+                self._peft.set_adapter(slot)
+                yield
+            else:
+                with self._peft.disable_adapter() if self._peft else nullcontext():
+                    yield
+        finally:
+            for (parameter, _), value in zip(exchanged, before, strict=True):
+                parameter.data = value
+
+    def directions(self, names: Sequence[str]) -> dict[nn.Module, list[Tensor]]:
+        """The linear layers that all of these adapters change, with their input directions, one per row."""
+        slots = [self._slots.get(name) for name in names]
+        found: dict[nn.Module, list[Tensor]] = {}
+        for module in self.model.modules():
+            factors = getattr(module, "lora_A", {})
+            if None in slots or not all(slot in factors for slot in slots):
+                continue
+            weights = [factors[slot].weight for slot in slots]
+            if all(weight.ndim == 2 for weight in weights):  # a convolution has more
+                found[module] = [_unit_rows(weight) for weight in weights]
+        return found
+
+
+BASE_LAYER = ".base_layer."
+"""PEFT's name for what an adapter is added to"""
+
+
+def _unit_rows(factor: Tensor) -> Tensor:
+    """V_iᵀ: the rows of A = Σ^½ Vᵀ are orthogonal, and zero where they only pad its rank."""
+    rows = factor.detach()
+    norms: Tensor = rows.norm(dim=1)
+    return rows[norms > 0] / norms[norms > 0, None]
+
+
+def _energy(x: Tensor, directions: Sequence[Tensor]) -> Tensor:
+    """n/k · ‖x V_i‖²/‖x‖² for each expert i with k directions: 1 for an input without any preference."""
+    rows = x.detach().reshape(-1, x.shape[-1]).float()
+    energies = [(rows @ v.float().T).square().sum() * v.shape[1] / max(1, len(v)) for v in directions]
+    return torch.stack(energies).double().cpu() / max(float(rows.square().sum()), torch.finfo(torch.float32).tiny)
+
+
+def _samples(inputs: Mapping[str, Any] | Sequence[Any], by_row: bool) -> Iterator[Sample]:
+    """The inputs as samples: a batch of tensors is one of them, or one for each of its rows."""
+    if isinstance(inputs, Mapping) and all(isinstance(value, Tensor) for value in inputs.values()):
+        count = len(next(iter(inputs.values()))) if by_row else 1
+        for row in range(count):
+            value = {name: tensor[row : row + 1] if by_row else tensor for name, tensor in inputs.items()}
+            yield Sample(value, f"input {row + 1}" if by_row else "the batch")
+        return
+    for number, item in enumerate([inputs] if isinstance(inputs, str | Mapping) else inputs, 1):
+        if not isinstance(item, Mapping):
+            item = {"text" if isinstance(item, str) else "image": item}
+        yield Sample(item, f"input {number}")
+
+
+def _joined(rows: Sequence[Sequence[int]], outputs: Sequence[Any]) -> Any:
+    """Outputs of parts of a batch as one; None for what is not one row per input."""
+    first = outputs[0]
+    if isinstance(first, dict):
+        return type(first)({name: _joined(rows, [output[name] for output in outputs]) for name in first})
+    if isinstance(first, tuple | list):
+        return tuple(_joined(rows, parts) for parts in zip(*outputs, strict=True))
+    if not all(isinstance(output, Tensor) and output.ndim for output in outputs):
+        return None
+    fits = all(
+        len(output) == len(part) and output.shape[1:] == first.shape[1:]
+        for part, output in zip(rows, outputs, strict=True)
+    )
+    return _in_order(rows, outputs) if fits else None
+
+
+def _in_order(rows: Sequence[Sequence[int]], parts: Sequence[Tensor]) -> Tensor:
+    """Put rows back into the order of the batch; each input may have several, one after another."""
+    several = len(parts[0]) // len(rows[0])
+    places = torch.tensor([several * row + copy for part in rows for row in part for copy in range(several)])
+    joined = torch.cat(list(parts))
+    return torch.empty_like(joined).index_copy_(0, places.to(joined.device), joined)
