@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 NEARLY_ALL = 0.8
 """Share of the base's matrices that a prefix must find with their shapes. It is below 1 because one layer of BERT with
 a classifier and a pooler has no more in common with its base; a tensor that is missing then is still an error."""
+_FEWEST = 4
+"""Tensors of an expert that is taken for a part of the base"""
 Shape = tuple[int, ...]
 _ANCHORS = 8
 """Matrices of the base whose names suggest prefixes; trying all would take long"""
@@ -87,36 +89,45 @@ def under_base_names(model: BaseModel, expert: Checkpoint, ignore: Sequence[str]
 
 
 def _find_prefix(model: BaseModel, expert: Mapping[str, Shape], source: str) -> Prefix:
-    """Find the prefix that matches nearly all matrices of the base, by their stored names or those in its class."""
+    """Find the prefix that matches nearly all matrices of the base, by their stored names or those in its class.
+
+    If there is none, the expert may be a part of the base, such as a tower of CLIP, saved without the part's prefix.
+    """
     merged = {name: model.tensors[name].shape for name in model.merged}
-    matrices = {name: shape for name, shape in merged.items() if len(shape) > 1} or merged
     spelled = {stored: spelling for spelling, stored in model.spellings.items()}
-    prefix = _fit_prefix(matrices, expert, source)
-    if prefix is None and spelled:
-        prefix = _fit_prefix({spelled.get(name, name): shape for name, shape in matrices.items()}, expert, source)
-    return prefix or Prefix()
+    in_class = {spelled.get(name, name): shape for name, shape in merged.items()}
+    for ours in (merged, in_class) if spelled else (merged,):
+        if found := _fit_prefix(ours, expert):
+            return _only_one(found, ours, source)
+    part = _fit_prefix(expert, merged) if len(expert) >= _FEWEST else []
+    return Prefix(ours=part[0].theirs) if len(part) == 1 and not part[0].ours else Prefix()
 
 
-def _fit_prefix(matrices: Mapping[str, Shape], expert: Mapping[str, Shape], source: str) -> Prefix | None:
+def _fit_prefix(base: Mapping[str, Shape], expert: Mapping[str, Shape]) -> list[Prefix]:
+    """The prefixes with which the expert has nearly all matrices of the base, with their shapes."""
+    matrices = {name: shape for name, shape in base.items() if len(shape) > 1} or base
+
     def share(prefix: Prefix) -> float:
         found = {prefix.names_in_base(name)[0]: shape for name, shape in expert.items()}
         return sum(found.get(name) == shape for name, shape in matrices.items()) / len(matrices)
 
-    found = sum(expert.get(name) == shape for name, shape in matrices.items())
-    if not expert or found / len(matrices) >= NEARLY_ALL:
-        return Prefix()
+    if not expert or not matrices or share(Prefix()) >= NEARLY_ALL:
+        return [Prefix()]
     shares = {prefix: share(prefix) for prefix in _suggest_prefixes(matrices, expert)}
-    fitting = {prefix: found for prefix, found in shares.items() if found >= NEARLY_ALL}
-    best = [prefix for prefix, found in fitting.items() if found == 1] or list(fitting)
-    if len(best) > 1:
-        name = next(iter(matrices))
-        rivals = sorted(prefix.theirs + name.removeprefix(prefix.ours) for prefix in best)
+    fitting = [prefix for prefix, found in shares.items() if found >= NEARLY_ALL]
+    return [prefix for prefix in fitting if shares[prefix] == 1] or fitting
+
+
+def _only_one(prefixes: Sequence[Prefix], base: Mapping[str, Shape], source: str) -> Prefix:
+    if len(prefixes) > 1:
+        name = next(name for name, shape in base.items() if len(shape) > 1)
+        rivals = sorted(prefix.theirs + name.removeprefix(prefix.ours) for prefix in prefixes)
         glob = find_globs(rivals[-1:], rivals[:-1])[0]
         raise MergestreamError(
             f"{source} has the base's tensors more than once ({' and '.join(rivals)} for {name}); leave out all but "
             f"one of them, for example with --ignore '{glob}'"
         )
-    return best[0] if best else None
+    return prefixes[0]
 
 
 def _suggest_prefixes(base: Mapping[str, Shape], expert: Mapping[str, Shape]) -> set[Prefix]:

@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from mergestream.algebra.pieces import Elements, SquaredNorm, is_finite, ranges
+from mergestream.base.known import find_architecture
 from mergestream.base.model import BaseModel, base_changed, unusable
 from mergestream.base.names import layer_of
 from mergestream.checkpoints import Checkpoint, torch_dtype
@@ -79,7 +80,12 @@ class TaskVector:
         self.expert, self.tokens, notes = fit_vocabulary(model, base, expert, vocab, (*ignore, *in_factors))
         self.notes = ((f"{expert.source}: {prefix}",) if prefix else ()) + notes
         """Sentences for the user"""
-        self.actions = plan_tensors(model, self.expert, partial=partial, ignore=ignore)
+        self.absent, class_name = find_absent(model, self.expert)
+        """Tensors of the base that the expert's class does not have"""
+        if self.absent:
+            names = _list_tensors(self.absent)
+            self.notes += (f"{expert.source}: {names} of the base stay unchanged, because {class_name} has none",)
+        self.actions = plan_tensors(model, self.expert, partial=partial, ignore=ignore, absent=self.absent)
         self.names = model.merged
         self.heads = tuple(name for name in self.expert.tensors if self.actions.get(name) in ("head", "tokens"))
         """The tensors that stay with the expert"""
@@ -211,8 +217,18 @@ def _subtract(expert: Tensor, base: Tensor) -> Tensor:
 # --- checking the headers -----------------------------------------------------------------------------------
 
 
+def find_absent(model: BaseModel, expert: Checkpoint) -> tuple[list[str], str]:
+    """The merged tensors that the expert lacks because its class does not have them, and the name of the class."""
+    stored = {model.ties.get(name, name) for name in expert.tensors}
+    missing = [name for name in model.merged if name not in stored]
+    if not missing or len(missing) == len(model.merged):
+        return [], ""
+    architecture = find_architecture(expert)
+    return [name for name in missing if architecture.slots and not architecture.slot_of(name)], architecture.name
+
+
 def plan_tensors(
-    model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequence[str]
+    model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequence[str], absent: Sequence[str] = ()
 ) -> dict[str, TensorAction]:
     """Decide what happens to every tensor of base and expert; an error says what does not fit."""
     ignored = _match_ignored(model, expert, ignore)
@@ -227,7 +243,7 @@ def plan_tensors(
             actions[name] = tensor.role
         elif name in stored:
             actions[name] = "merged"
-        elif partial:
+        elif partial or name in absent:
             actions[name] = "unchanged"
         else:
             missing.append(name)

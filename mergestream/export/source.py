@@ -50,8 +50,9 @@ class StateSource:
         tensors = self.model.tensors
         if self.task is None:
             return {name: name for name in tensors}
-        # The task's class has no place for a head of the base.
-        placed = [name for name in tensors if tensors[name].role != "head" or name in self._heads]
+        # The task's class has no place for a head of the base, and for tensors that it does not have.
+        absent = {name for name in tensors if tensors[name].role == "head"} - self._heads.keys()
+        placed = [name for name in tensors if name not in absent.union(self.task.absent)]
         names = {self.task.prefix.name_in_task(name): name for name in placed}
         return {**names, **{name: name for name in self._heads if name not in tensors}}
 

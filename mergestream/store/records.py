@@ -55,6 +55,7 @@ def _write_files(directory: Path, candidate: Candidate) -> None:
         "config": config,
         "adapter": vector.adapter_config,
         "prefix": asdict(vector.prefix),
+        "absent": vector.absent,
         "tokens": [asdict(token) for token in vector.tokens],
         "settings": read_settings(expert.directory),
         "tensors": {
@@ -110,6 +111,8 @@ class Record(_Record, total=False):
     """The prefix that tensor names of the expert have and the base's lack; missing in older stores"""
     settings: Settings
     """Chat template, special tokens and generation settings; missing in older stores"""
+    absent: list[str]
+    """Tensors of the base that the expert's class does not have; missing in older stores"""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class Task:
     config: dict[str, Any] | None
     """The expert's config, if it has one"""
     prefix: Prefix
+    absent: list[str]
+    """Tensors of the base that the expert's class does not have"""
 
 
 def read_record(storage: Storage, expert: Expert) -> Record:
@@ -156,7 +161,7 @@ def open_task(storage: Storage, expert: Expert) -> Task | None:
         if name.startswith(ROWS) and info.shape[:1] != (count,):
             where, shape = f"{storage}/{folder}/heads.safetensors", list(info.shape)
             raise invalid_file(where, f"{name} has the shape {shape}, but there are {count} tokens")
-    return Task(heads, record["config"], record.get("prefix", Prefix()))
+    return Task(heads, record["config"], record.get("prefix", Prefix()), record.get("absent", []))
 
 
 def verify_record(storage: Storage, expert: Expert, engine: Engine) -> None:

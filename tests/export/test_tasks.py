@@ -42,10 +42,16 @@ def dinov2() -> Any:
     return transformers.Dinov2Model(transformers.Dinov2Config(**VISION, mlp_ratio=2))
 
 
+def vit() -> Any:
+    """Its classifiers have no pooler."""
+    return transformers.ViTModel(transformers.ViTConfig(**VISION))
+
+
 SEQUENCES = transformers.AutoModelForSequenceClassification
 FAMILIES = {
     "bert": Family(bert, SEQUENCES, "classifier", "bert."),
     "dinov2": Family(dinov2, transformers.AutoModelForImageClassification, "classifier", "dinov2."),
+    "vit": Family(vit, transformers.AutoModelForImageClassification, "classifier", "vit."),
     "llama": Family(lambda: llama(pad_token_id=0).model, SEQUENCES, "score", "model."),
     "gpt2": Family(lambda: gpt2().transformer, SEQUENCES, "score", "transformer."),
 }
@@ -123,7 +129,7 @@ def logits(model: Any) -> Tensor:
     text = {"input_ids": torch.arange(2, 10)[None]}
     image = {"pixel_values": torch.linspace(-1, 1, 192).reshape(1, 3, 8, 8)}
     with torch.inference_mode():
-        return model(**(image if model.config.model_type == "dinov2" else text)).logits  # type: ignore[no-any-return]
+        return model(**(image if model.config.model_type in ("dinov2", "vit") else text)).logits  # type: ignore[no-any-return]
 
 
 def export(store: Store, out: Path, **options: Any) -> Path:
@@ -296,12 +302,14 @@ def test_another_class_as_the_base(
     model.save_pretrained(tmp_path / "base")
     done("init", tmp_path / "store", "--base", tmp_path / "base")
     refused = mergestream("add", tmp_path / "store", classifiers.experts["news"])
-    options = ["--heads", "cls.*", "--heads", "bert.pooler.*", "--heads", "classifier.*"]
+    options = ["--heads", "bert.pooler.*", "--heads", "classifier.*"]
     assert " ".join(f"{a} '{b}'" for a, b in zip(options[::2], options[1::2], strict=True)) in refused.err
-    done("init", tmp_path / "other", "--base", tmp_path / "base", *options)
+    done("add", tmp_path / "store", classifiers.experts["news"], *options)
+    done("init", tmp_path / "other", "--base", tmp_path / "base", "--heads", "cls.*", *options)
     done("add", tmp_path / "other", classifiers.experts["news"])
-    export(Store(tmp_path / "other"), tmp_path / "news", task="news")
-    loaded(SEQUENCES, tmp_path / "news")
+    for store in ("store", "other"):
+        export(Store(tmp_path / store), tmp_path / f"news-{store}", task="news")
+        loaded(SEQUENCES, tmp_path / f"news-{store}")
 
 
 class Module(nn.Module):
