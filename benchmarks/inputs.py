@@ -302,6 +302,8 @@ def _calibrated(moments: Moments) -> Iterator[None]:
 
     def entries(reading: EntriesReading, name: str, *, measured: bool = False) -> list[Entry]:
         found = zip(reading.experts, plain(reading, name), strict=True)
+        if not (measured or reading.readout.uses_inputs):
+            return [entry for _, entry in found]
         return [replace(entry, moment=moments.get(expert.name, {}).get(name)) for expert, entry in found]
 
     with patch.object(EntriesReading, "entries", entries):
@@ -373,6 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
     suite = import_module(f"benchmarks.suites.{chosen.suite.replace('-', '_')}").SUITE
     suite = suite.limited(chosen.tasks, chosen.test_limit)
     output: Path = chosen.output or Path(f"docs/results/inputs/{chosen.suite}-{chosen.tasks}")
+    output.mkdir(parents=True, exist_ok=True)
     path = output / "results.json"
     results: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {"rows": {}}
     results |= {"suite": chosen.suite, "tasks": suite.tasks, "test_limit": chosen.test_limit, "beside": suite.beside}
