@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,9 @@ from torch.nn.functional import pad
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.adapter import PREFIX
+from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.export.routed import EXPERTS, MERGED, ROUTER, base_of, read_router
+from mergestream.files import read_json
 from mergestream.inputs.loading import load_model, load_processor, read_weights
 from mergestream.inputs.reading import Sample, explained
 from mergestream.inputs.running import Runner
@@ -130,7 +133,7 @@ class RoutedModel:
         """The share of each expert in the energy of the layers' inputs along all experts' input directions."""
         energies: list[Tensor] = []
         with ExitStack() as hooks:
-            for layer, directions in self._adapters.directions(self.experts).items():
+            for layer, directions in self._directions.items():
 
                 def measure(_: nn.Module, args: Any, directions: Sequence[Tensor] = directions) -> None:
                     energies.append(_energy(args[0], directions))
@@ -143,6 +146,10 @@ class RoutedModel:
                 rows.append(torch.stack(energies).mean(0))
         found = torch.stack(rows)
         return found / found.sum(1, keepdim=True)
+
+    @cached_property
+    def _directions(self) -> dict[nn.Module, list[Tensor]]:
+        return self._adapters.directions(self.experts)
 
     # --- answers
 
@@ -233,7 +240,7 @@ class Adapters:
                 tensors = {key: opened.read(key) for key in opened.tensors}
             if factors := {key: value for key, value in tensors.items() if ".lora_" in key}:
                 slot = self._slots[name] = f"adapter_{len(self._slots)}"
-                config: Any = LoraConfig.from_pretrained(str(directory))
+                config: Any = LoraConfig(**read_json(directory / CONFIG_NAME))
                 config.bias, config.modules_to_save, config.task_type = "none", None, None
                 factors |= self._of_tied_head(factors, config)
                 if self._peft is None:

@@ -307,6 +307,9 @@ def test_loading_what_is_not_there(tmp_path: Path, home: Path) -> None:
         RoutedModel.from_pretrained(tmp_path)
     with pytest.raises(MergestreamError, match="share from 0 to 1"):
         RoutedModel.from_pretrained(home / "out", fallback=2)
+    (tmp_path / "router.safetensors").write_bytes(b"no router")
+    with pytest.raises(MergestreamError, match=r"router\.safetensors is no router of mergestream; export it again"):
+        RoutedModel.from_pretrained(tmp_path)
     shutil.copytree(home / "out", tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "base")
     assert RoutedModel.from_pretrained(tmp_path / "out").experts == tuple(sorted(WORDS)), "where the base was"

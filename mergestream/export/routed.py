@@ -37,14 +37,15 @@ from mergestream.export.directory import Output
 from mergestream.export.model import Target, exporting
 from mergestream.export.recipe import ReadoutChoice
 from mergestream.files import read_json
+from mergestream.inputs.reading import explained
 from mergestream.ledger.routing import FeatureStatistics, Router
 from mergestream.store.manifest import Manifest
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.store import Store
 
 EXPERTS, MERGED, BASE, ROUTER = "experts", "merged", "base", "router.safetensors"
-DRAWS = 1000
-"""Points drawn per expert, to find how confident the router is on inputs like those it was made of"""
+DRAWS, PERCENTILES = 1000, 101
+"""Points drawn per expert, and quantiles kept of the router's confidence on them"""
 NO_INPUTS = (
     "Without inputs, the router compares how much of an input's activations lies in the input directions of each "
     "adapter: in a prototype that found the right one of eight experts for 62 % of images and 78 % of texts"
@@ -180,13 +181,17 @@ def save_router(path: Path, experts: Sequence[str], statistics: Mapping[str, Fea
 
 def read_router(path: Path) -> tuple[tuple[str, ...], Router | None, Tensor | None]:
     """The experts; the router by inputs, and the quantiles of its confidence from 0 % to 100 %, if it has them."""
-    with safe_open(path, framework="pt") as file:
-        names = file.metadata() or {}
+    with explained(f"{path} is no router of mergestream; export it again"):
+        with safe_open(path, framework="pt") as file:
+            names = file.metadata() or {}
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         experts = tuple(names[f"expert_{number}"] for number in range(len(names)))
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if not found:
-        return experts, None, None
-    return experts, Router(experts, found["weights"], found["biases"]), found["quantiles"]
+        if not found:
+            return experts, None, None
+        weights, biases, quantiles = (found[name] for name in ("weights", "biases", "quantiles"))
+        if not len(experts) == len(weights) == len(biases) or weights.ndim != 2 or len(quantiles) != PERCENTILES:
+            raise ValueError("its tensors do not fit its experts")
+    return experts, Router(experts, weights, biases), quantiles
 
 
 def _quantiles(router: Router, statistics: Mapping[str, FeatureStatistics]) -> Tensor:
@@ -204,7 +209,7 @@ def _quantiles(router: Router, statistics: Mapping[str, FeatureStatistics]) -> T
         draws = torch.randn(DRAWS, len(router.experts), generator=generator, dtype=torch.float64)
         scores = router.scores(part.mean[None]) + draws @ root
         found.append(scores.softmax(1).max(1).values)
-    return torch.quantile(torch.cat(found), torch.linspace(0, 1, 101, dtype=torch.float64))
+    return torch.quantile(torch.cat(found), torch.linspace(0, 1, PERCENTILES, dtype=torch.float64))
 
 
 # --- the base and the card ----------------------------------------------------------------------------------
