@@ -33,7 +33,7 @@ mergestream export store merged-gently --scale 0.2
 mergestream export store merged --readout tsv --without legal --weight medical=0.5
 mergestream export store legal-again --readout expert:legal
 mergestream export store merged-adapter --format lora --rank 32
-mergestream export store adapters --format loras --rank 16
+mergestream export store adapters --format loras --for vllm
 mergestream export store served --format routed --with-base
 mergestream export store merged --push org/name --private
 """
@@ -56,7 +56,12 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
         choices=("full", "lora", "loras", "routed"),
         default="full",
     )
-    rank: int | None = argument("--rank K", "rank of the adapter (default: exact)", type=at_least(1))
+    rank: int | None = argument(
+        "--rank K", "one rank for all modules of the adapter, cut or padded (default: exact)", type=at_least(1)
+    )
+    server: str | None = argument(
+        "--for SERVER", "make an adapter that this server takes, and say what is left out", choices=("vllm",)
+    )
     with_base: bool = switch("--with-base", "with --format routed: add a copy of the base")
     readout: str | None = argument(
         "--readout R",
@@ -101,14 +106,16 @@ def run(options: Options) -> None:
 
 def _check(options: Options, selection: dict[str, Any]) -> None:
     """Refuse options that contradict each other, and a missing login, before any work."""
-    if options.format == "full" and options.rank is not None:
-        raise UsageError("--rank is for adapters: add --format lora")
+    if options.format == "full" and (options.rank is not None or options.server is not None):
+        raise UsageError(f"--{'for' if options.rank is None else 'rank'} is for adapters: add --format lora")
     if options.format != "full" and options.task is not None:
         raise UsageError("--task is for full models: an adapter has no head of its own")
     if options.format != "full" and options.files_from is not None:
         raise UsageError("--files-from is for full models: an adapter is used with the files of its base")
     if options.format == "loras" and (any(selection.values()) or options.scale is not None):
         raise UsageError("--format loras writes every expert unchanged; use --format lora with --readout, --only, …")
+    if options.server is not None and options.format == "routed":
+        raise UsageError("--for goes with --format lora or loras")
     if options.with_base and options.format != "routed":
         raise UsageError("--with-base is for --format routed")
     if options.private and not options.push:

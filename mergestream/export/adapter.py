@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -22,17 +22,30 @@ from mergestream.engine import Engine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.adapters.adapter import PREFIX
 from mergestream.experts.adapters.config import CONFIG_NAME
-from mergestream.export.adapter_config import adapter_config, common_fields, saved_modules, serving_notes
+from mergestream.export.adapter_config import (
+    Server,
+    adapter_config,
+    common_fields,
+    is_for_vllm,
+    saved_modules,
+    serving_notes,
+    vllm_rank,
+)
 from mergestream.export.card import CardFacts, model_card
+from mergestream.export.directory import Output
 from mergestream.export.labels import Labels
-from mergestream.export.model import DrawPictures, Target, cast_spec
+from mergestream.export.model import DrawPictures, Target, cast_spec, exporting
 from mergestream.export.recipe import ReadoutChoice, make_recipe
 from mergestream.files import write_json
 from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.plan import WORKSPACE
 from mergestream.merging.reading import Reading, cast
 from mergestream.merging.step import overflow_explained, refuse_overflow
+from mergestream.sizes import shorten_list
 from mergestream.store.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from mergestream.store.store import Store
 
 Kind = Literal["linear", "conv1d", "embedding"]
 """PEFT stores B·A for weights that are output × input (convolutions too), and (B·A)ᵀ for the others"""
@@ -63,47 +76,56 @@ class AdaptedModule:
 
 @dataclass(frozen=True)
 class Energy:
-    """Squared norms: of the task vector, and of what a truncation has cut off."""
+    """Squared norms: of the task vector, and of what a truncation has cut off or a server refuses."""
 
     total: float
     lost: float
+    left_out: float = 0.0
+    """What the server refuses; a part of what is lost"""
 
     @property
     def lost_share(self) -> float:
         return self.lost / self.total if self.total else 0.0
 
 
-def write_merged_adapter(
-    snapshot: Snapshot,
-    target: Target,
-    choice: ReadoutChoice | None = None,
+def export_merged_adapter(
+    store: Store,
+    output: Output,
+    choice: ReadoutChoice,
     rank: int | None = None,
+    server: Server | None = None,
     draw: DrawPictures | None = None,
 ) -> Energy:
-    """Write scale · direction as factors, exactly or truncated to ``rank``; returns what the truncation cuts off.
+    """Write scale · direction as factors, exactly or truncated to ``rank``; returns what is cut off or left out.
 
     Dense linear weights have no small exact rank, so they need ``rank``. Other dense tensors (biases, norms) are
-    written whole.
+    written whole, or left out if the ``server`` refuses them.
     """
-    choice = choice or ReadoutChoice()
-    reading = snapshot.reading(target.engine, choice, target.progress)
-    plan = AdapterPlan.of(snapshot, reading, rank, reading.scale(choice.scale, target.engine))
-    return write_adapters({"": plan}, target, {"format": "lora", "rank": rank}, choice, draw)[""]
+    with exporting(store, output) as (snapshot, target):
+        reading = snapshot.reading(target.engine, choice, target.progress)
+        plan = AdapterPlan.of(snapshot, reading, rank, reading.scale(choice.scale, target.engine), server)
+        return write_adapters({"": plan}, target, {"format": "lora", "rank": rank}, choice, draw)[""]
 
 
-def write_expert_adapters(snapshot: Snapshot, target: Target, rank: int | None = None) -> dict[str, Energy]:
+def export_expert_adapters(
+    store: Store, output: Output, rank: int | None = None, server: Server | None = None
+) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter, each to a directory of its name."""
-    plans = plan_experts(snapshot, target.engine, rank, snapshot.manifest.names)
-    return write_adapters(plans, target, {"format": "loras", "rank": rank})
+    with exporting(store, output) as (snapshot, target):
+        plans = plan_experts(snapshot, target.engine, rank, snapshot.manifest.names, server)
+        return write_adapters(plans, target, {"format": "loras", "rank": rank})
 
 
-def plan_experts(snapshot: Snapshot, engine: Engine, rank: int | None, names: Sequence[str]) -> dict[str, AdapterPlan]:
+def plan_experts(
+    snapshot: Snapshot, engine: Engine, rank: int | None, names: Sequence[str], server: Server | None = None
+) -> dict[str, AdapterPlan]:
     """Plan an adapter of each of these experts of a ledger."""
     plans = {}
     for name in names:
         if name in (".", "..") or Path(name).name != name:
             raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
-        plans[name] = AdapterPlan.of(snapshot, snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}")), rank)
+        reading = snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}"))
+        plans[name] = AdapterPlan.of(snapshot, reading, rank, server=server)
     return plans
 
 
@@ -128,6 +150,12 @@ def write_adapters(
             (draft / name).mkdir(parents=True, exist_ok=True)
             energies[name] = plan.write(draft / name, target, advance)
             plan.write_card(draft / name, target, energies[name], draw)
+            if plan.left_out:
+                share = energies[name].left_out / energies[name].total if energies[name].total else 0.0
+                progress.note(
+                    f"{name or output.path.name}: left out, because vLLM may refuse them: "
+                    f"{shorten_list(plan.left_out)}, with {share:.3%} of the energy; --format full has everything"
+                )
             with open_checkpoint(draft / name / "adapter_model.safetensors") as written:
                 digests[name] = combined_digest({key: tensor_digest(written.read(key)) for key in written.tensors})
     digest = digests[""] if "" in digests else combined_digest(digests)
@@ -149,24 +177,43 @@ class AdapterPlan:
     config: dict[str, Any]
     notes: list[str]
     scale: float
+    cut: int | None
+    """The largest rank that is kept; factors of less are padded with zeros to the rank of the module"""
+    left_out: dict[str, str]
+    """Parameters that are not written because the server refuses them, with the name of their tensor"""
 
     @classmethod
-    def of(cls, snapshot: Snapshot, reading: Reading, rank: int | None, scale: float = 1.0) -> AdapterPlan:
-        """Plan the adapter of scale · direction, with factors of at most ``rank``."""
-        modules, whole = _classify(reading, rank)
+    def of(
+        cls, snapshot: Snapshot, reading: Reading, rank: int | None, scale: float = 1.0, server: Server | None = None
+    ) -> AdapterPlan:
+        """Plan the adapter of scale · direction: all factors of ``rank``, or of a rank and kind that a server takes."""
+        modules, whole = _classify(reading, rank, server)
+        others = {name: one.path for name, one in modules.items() if not is_for_vllm(one, reading.model)}
+        left_out: dict[str, str] = {}
+        if server:
+            merged = set(reading.model.merged)
+            left_out = {parameter: name for parameter, name in whole.items() if name in merged}
+            left_out |= {f"{path}.weight": name for name, path in others.items()}
+            modules = {name: module for name, module in modules.items() if name not in others}
+            if not modules:
+                raise MergestreamError("vLLM takes no part of this adapter; export with --format full")
+            whole, others = {}, {}
+        uniform = vllm_rank(max(module.rank for module in modules.values())) if server else rank
+        if uniform is not None:
+            modules = {name: replace(module, rank=uniform) for name, module in modules.items()}
         weights, history = reading.weights, snapshot.manifest.history
         experts = [entry for entry in history if weights is None or entry.name in weights]
         fields, notes = common_fields(snapshot, experts)
         config = adapter_config(list(modules.values()), whole, fields)
-        notes += serving_notes(config)
+        notes += serving_notes(config, list(others.values()))
         if with_tokens := [expert.name for expert in experts if snapshot.tokens(expert)]:
             names = ", ".join(with_tokens)
             notes.append(f"an adapter cannot hold the new tokens of {names}; export with --format full for them")
-        return cls(snapshot, reading, modules, whole, config, notes, scale)
+        return cls(snapshot, reading, modules, whole, config, notes, scale, rank, left_out)
 
     @property
     def size(self) -> int:
-        return len(self.modules) + len(self.whole)
+        return len(self.modules) + len(self.whole) + len(self.left_out)
 
     def write(self, directory: Path, target: Target, advance: Callable[[int], None]) -> Energy:
         """Write the tensors and the config.
@@ -188,8 +235,11 @@ class AdapterPlan:
                 for start, piece in reading.pieces(self.whole[name], base, self.scale, dtype):
                     writer.write_piece(keys[name], start, piece)
                 return Energy(0.0, 0.0)
+            if name in self.left_out:
+                lost = self.scale**2 * reading.direction_norm2(self.left_out[name])
+                return Energy(lost, lost, lost)
             module, value = self.modules[name], _factors(reading, name) * self.scale
-            left, right, lost = value.factors(module.rank)
+            left, right, lost = value.factors(self.cut)
             factors = {"A": right, "B": left} if module.kind == "linear" else {"A": left.T, "B": right.T}
             for factor, data in factors.items():
                 padded = torch.zeros(module.factor_shapes[factor], dtype=torch_dtype(dtype))
@@ -199,7 +249,7 @@ class AdapterPlan:
             return Energy(squared_norm(value), lost)
 
         costs = {name: tensors[name].numel for name in self.modules}
-        costs |= {parameter: tensors[name].numel for parameter, name in self.whole.items()}
+        costs |= {parameter: tensors[name].numel for parameter, name in (self.whole | self.left_out).items()}
         energies = []
         with ExitStack() as stack:
             base: Checkpoint = ConfigOnlyBase(reading.model.source, None, tensors)
@@ -211,7 +261,7 @@ class AdapterPlan:
                 energies.append(energy)
                 advance(1)
         write_json(directory / CONFIG_NAME, self.config)
-        return Energy(math.fsum(one.total for one in energies), math.fsum(one.lost for one in energies))
+        return Energy(*(math.fsum(parts) for parts in zip(*map(astuple, energies), strict=True)))
 
     def write_card(self, directory: Path, target: Target, energy: Energy, draw: DrawPictures | None) -> None:
         """Write the pictures and the card of the adapter."""
@@ -227,10 +277,12 @@ class AdapterPlan:
         for name, module in self.modules.items():
             if self.reading.rank_bound(name) is None:
                 memory[name] = max(memory[name], WORKSPACE * torch.float32.itemsize * math.prod(module.shape))
-        return memory | {parameter: memory[name] for parameter, name in self.whole.items()}
+        return memory | {parameter: memory[name] for parameter, name in (self.whole | self.left_out).items()}
 
 
-def _classify(reading: Reading, rank: int | None) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
+def _classify(
+    reading: Reading, rank: int | None, server: Server | None
+) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
     """The modules that get factors, and the parameters that are written whole, as in `AdapterPlan`."""
     model = reading.model
     spelling = {stored: name for name, stored in model.spellings.items()}
@@ -247,15 +299,16 @@ def _classify(reading: Reading, rank: int | None) -> tuple[dict[str, AdaptedModu
                 raise MergestreamError(f"{name} has changed, and an adapter cannot hold it; export with --format full")
             whole[parameter] = name
             continue
-        if bound is None and rank is None:
+        largest = min(matrix_shape(tensor.shape)) if bound is None else bound
+        chosen = largest if rank is None else min(largest, rank)
+        module = AdaptedModule(path, _kind(model, name), chosen, tensor.shape)
+        if bound is None and rank is None and (server is None or is_for_vllm(module, model)):
             raise MergestreamError(
                 f"the state of {name} is dense, so it has no small exact rank; choose one with --rank K, or export "
                 "with --format full"
             )
-        largest = min(matrix_shape(tensor.shape)) if bound is None else bound
         if largest:
-            chosen = largest if rank is None else min(largest, rank)
-            modules[name] = AdaptedModule(path, _kind(model, name), chosen, tensor.shape)
+            modules[name] = module
     saved = saved_modules({module.path for module in modules.values()}, whole)
     for name in model.tensors:  # PEFT needs every parameter of a module that it saves whole
         parameter = spelling.get(name, name)

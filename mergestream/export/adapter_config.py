@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints.layout import model_config
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from mergestream.store.manifest import Expert
     from mergestream.store.snapshot import Snapshot
 
-VLLM_DEFAULT_RANK, VLLM_MAX_RANK = 16, 512
-"""vLLM's default for --max-lora-rank, and the largest value it accepts"""
+Server = Literal["vllm"]
+VLLM_RANKS, VLLM_DEFAULT_RANK = (8, 16, 32, 64, 128, 256, 320, 512), 16
+"""The values of vLLM's --max-lora-rank (besides 1), and its default"""
 
 
 def adapter_config(modules: Sequence[AdaptedModule], whole: Collection[str], fields: AdapterConfig) -> dict[str, Any]:
@@ -97,21 +98,39 @@ def _auto_mapping(base: BaseModel) -> dict[str, str] | None:
     return None
 
 
-def serving_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """Why vLLM and similar servers would refuse an adapter with this configuration."""
-    way_out = "export with --format full for them"
+def vllm_rank(rank: int) -> int:
+    """The least rank that vLLM has and that holds factors of this rank."""
+    found = next((each for each in VLLM_RANKS if each >= rank), None)
+    if found is None:
+        raise MergestreamError(f"the adapter needs rank {rank} and vLLM has at most {VLLM_RANKS[-1]}; pass --rank K")
+    return found
+
+
+def is_for_vllm(module: AdaptedModule, base: BaseModel) -> bool:
+    """Whether vLLM takes factors for a module of any model class: a linear layer, but no embedding and no head."""
+    tables = {tensor.shape for tensor in base.tensors.values() if tensor.role == "embedding"}
+    return module.kind != "embedding" and len(module.shape) == 2 and module.shape not in tables
+
+
+def serving_notes(config: Mapping[str, Any], others: Collection[str] = ()) -> Iterator[str]:
+    """What vLLM refuses of an adapter, and how it is started; ``others`` are modules that are no linear layers.
+
+    These are statements of vLLM's documentation: its PEFTHelper, LoRAModel, LoRAConfig and lora.utils.
+    """
+    way_out = "--for vllm leaves them out, and --format full has everything"
     if saved := config["modules_to_save"]:
-        yield f"vLLM and other servers refuse adapters with modules_to_save ({shorten_list(saved)}); {way_out}"
+        yield f"vLLM refuses adapters with modules_to_save ({shorten_list(saved)}); {way_out}"
     if config["bias"] != "none":
-        yield f"vLLM and other servers refuse adapters with biases (bias={config['bias']}); {way_out}"
+        yield f"vLLM refuses adapters with biases (bias={config['bias']}); {way_out}"
+    if others:
+        yield f"vLLM takes factors of {shorten_list(others)} for some model classes only; {way_out}"
     ranks = {config["r"], *config["rank_pattern"].values()}
     if len(ranks) > 1:
         yield (
-            f"its modules have ranks from {min(ranks)} to {max(ranks)} (rank_pattern), which some servers refuse; "
-            f"--rank {min(ranks)} makes them equal, or {way_out}"
+            f"its modules have ranks from {min(ranks)} to {max(ranks)} (rank_pattern), as PEFT loads them; --rank "
+            f"{max(ranks)} or --for vllm gives all of them one rank, padded with zeros, which loses nothing"
         )
-    if max(ranks) > VLLM_DEFAULT_RANK:
-        yield (
-            f"its rank is {max(ranks)}: start vLLM with --max-lora-rank {max(ranks)} (at most {VLLM_MAX_RANK}), or "
-            "reduce it with --rank K"
-        )
+    if max(ranks) > VLLM_RANKS[-1]:
+        yield f"its rank is {max(ranks)}, and vLLM has at most {VLLM_RANKS[-1]}; reduce it with --rank K"
+    elif max(ranks) > VLLM_DEFAULT_RANK:
+        yield f"its rank is {max(ranks)}: start vLLM with --max-lora-rank {vllm_rank(max(ranks))}"

@@ -122,9 +122,10 @@ class Reading(ABC):
     def norm(self, engine: Engine) -> float:
         """‖direction‖ over all tensors."""
         sizes = {name: self.model.tensors[name].numel for name in self.model.merged}
-        return math.sqrt(exact_sum(norm2 for _, norm2 in engine.run(sizes, self._finite_norm2, self.memory)))
+        return math.sqrt(exact_sum(norm2 for _, norm2 in engine.run(sizes, self.direction_norm2, self.memory)))
 
-    def _finite_norm2(self, name: str) -> float:
+    def direction_norm2(self, name: str) -> float:
+        """‖direction‖² of one tensor."""
         with overflow_explained(name):
             if not math.isfinite(norm2 := self._norm2(name)):
                 raise OverflowError

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from mergestream.experts.vocabulary import Vocab
     from mergestream.export.adapter import Energy
+    from mergestream.export.adapter_config import Server
     from mergestream.export.routed import RoutedExport
     from mergestream.inputs.reading import Inputs, Source
     from mergestream.methods.base import Method
@@ -292,38 +293,39 @@ class Store:
         weights: Mapping[str, float] | None = None,
         balance: bool = False,
         rank: int | None = None,
+        server: Server | None = None,
         scale: str | float | None = None,
         dtype: str | None = None,
         overwrite: bool = False,
         command: str | None = None,
     ) -> Energy:
-        """Write the merged task vector as a PEFT adapter, exactly or cut to ``rank``; returns what was cut off."""
-        from mergestream.export.adapter import write_merged_adapter
+        """Write the merged task vector as a PEFT adapter, exactly or in one ``rank``; returns what was cut off, or was
+        left out because the ``server`` (``vllm``) refuses it."""
+        from mergestream.export.adapter import export_merged_adapter
         from mergestream.export.directory import Output
-        from mergestream.export.model import exporting
         from mergestream.export.recipe import ReadoutChoice
         from mergestream.report.pictures import draw_pictures
 
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
-        with exporting(self, Output(Path(out), dtype, overwrite=overwrite, command=command)) as (snapshot, target):
-            return write_merged_adapter(snapshot, target, choice, rank, draw_pictures)
+        output = Output(Path(out), dtype, overwrite=overwrite, command=command)
+        return export_merged_adapter(self, output, choice, rank, server, draw_pictures)
 
     def export_adapters(
         self,
         out: str | Path,
         *,
         rank: int | None = None,
+        server: Server | None = None,
         dtype: str | None = None,
         overwrite: bool = False,
         command: str | None = None,
     ) -> dict[str, Energy]:
         """Write every expert of a ledger as a PEFT adapter of the base, in a directory of its own below ``out``."""
-        from mergestream.export.adapter import write_expert_adapters
+        from mergestream.export.adapter import export_expert_adapters
         from mergestream.export.directory import Output
-        from mergestream.export.model import exporting
 
-        with exporting(self, Output(Path(out), dtype, overwrite=overwrite, command=command)) as (snapshot, target):
-            return write_expert_adapters(snapshot, target, rank)
+        output = Output(Path(out), dtype, overwrite=overwrite, command=command)
+        return export_expert_adapters(self, output, rank, server)
 
     def export_routed(self, out: str | Path, **options: Any) -> RoutedExport:
         """Write all experts of a ledger as PEFT adapters, a merged adapter, and a router: what `RoutedModel` loads.

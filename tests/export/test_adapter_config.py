@@ -94,10 +94,13 @@ def test_the_base_is_named_by_the_hub_id_that_all_adapters_name(tmp_path: Path, 
     [
         (
             {"modules_to_save": ["ln_f"]},
-            r"vLLM .* refuse .* modules_to_save \(transformer.ln_f\); .*--format full",
+            r"vLLM refuses .* modules_to_save \(transformer.ln_f\); --for vllm .*--format full",
         ),
-        ({"bias": "lora_only"}, r"out: vLLM .* refuse .* biases \(bias=lora_only\); .*--format full"),
-        ({"rank_pattern": {"h.0.attn.c_attn": 5}}, r"ranks from 2 to 5 \(rank_pattern\).*--rank 2 makes them equal"),
+        ({"bias": "lora_only"}, r"out: vLLM refuses .* biases \(bias=lora_only\); .*--format full"),
+        (
+            {"rank_pattern": {"h.0.attn.c_attn": 5}},
+            r"ranks from 2 to 5 \(rank_pattern\).*--rank 5 or --for vllm gives all of them one rank",
+        ),
     ],
 )
 def test_a_note_says_what_servers_refuse(
@@ -110,7 +113,7 @@ def test_a_note_says_what_servers_refuse(
         store.export_adapter(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("rank", "sentence"), [(17, "--max-lora-rank 17"), (513, "513 (at most 512)")])
+@pytest.mark.parametrize(("rank", "sentence"), [(17, "--max-lora-rank 32"), (513, "513, and vLLM has at most 512")])
 def test_a_note_says_which_rank_servers_need(rank: int, sentence: str) -> None:
     config = adapter_config([AdaptedModule("layer", "linear", rank, (1024, 1024))], (), {})
     assert [sentence in refusal for refusal in serving_notes(config)] == [True]
