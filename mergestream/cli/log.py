@@ -27,12 +27,16 @@ Options = StoreOptions
 def run(options: Options) -> None:
     store = options.open_store()
     held = _held_shares(store)
-    answer([entry_json(entry, held.get(entry.name)) for entry in store.history])
+    removed = store.manifest.removed
+    listed = [entry_json(entry, held.get(entry.name)) for entry in store.history]
+    answer([*listed, *({**entry_json(removal.expert), "removed": removal.time} for removal in removed)])
     if not store.history:
         say(f"{store.storage} has no experts yet")
     else:
         _print_experts(store.manifest.method, store.history, held)
     _print_notes(store.history)
+    for removal in removed:
+        say(f"removed: {removal.expert.name} ({removal.time}), added {removal.expert.added}")
 
 
 def _held_shares(store: Store) -> dict[str, float]:

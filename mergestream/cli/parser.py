@@ -34,7 +34,7 @@ COMMANDS = {
     "status": "show the state of a store and the role of each tensor",
     "log": "list the experts of a store in the order they were added",
     "verify": "recompute all digests of a store and its base, and compare them",
-    "undo": "take back the last expert, or the last calibrate",
+    "undo": "take back the last add, remove or calibrate",
     "keep": "set how many earlier steps a store keeps for undo",
     "gc": "delete what interrupted commands left behind in a store",
     "remove": "remove any one expert from a store",

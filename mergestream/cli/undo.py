@@ -1,4 +1,4 @@
-"""``mergestream undo``: take back the last expert, or the last calibrate."""
+"""``mergestream undo``: take back the last add, remove or calibrate."""
 
 from __future__ import annotations
 
@@ -16,5 +16,8 @@ def run(options: Options) -> None:
     before = store.manifest.step
     undone = store.undo()
     answer({"store": str(store.storage), "step": store.manifest.step, "undone": entry_json(undone)})
-    what = undone.name if store.manifest.step < before else f"the inputs of {undone.name}"
-    say(f"{what} taken back; {store.storage} is at step {store.manifest.step}")
+    step = store.manifest.step
+    what = "is in the store again" if step > before else "taken back"
+    say(
+        f"{f'the inputs of {undone.name}' if step == before else undone.name} {what}; {store.storage} is at step {step}"
+    )

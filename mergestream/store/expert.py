@@ -140,3 +140,19 @@ class Expert:
 
     def _repr_html_(self) -> str:
         return html_table(repr(self)[1:-1], ("", ""), list(vars(self).items()))
+
+
+@dataclass(frozen=True)
+class Removal:
+    """An expert that `remove` took out, for `log` and `undo`."""
+
+    expert: Expert
+    """Its entry; ``state`` is empty once its files are deleted"""
+    place: Count
+    """Its position in the history, from 0"""
+    time: str
+    """When it was removed, in UTC"""
+    after: str
+    """The last expert that was left: as long as it is the last one, `undo` brings the removed one back"""
+    next: Number
+    """The number for the next folder then, to tell whether `calibrate` came later"""

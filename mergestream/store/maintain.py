@@ -32,7 +32,7 @@ def keep_steps(store: Store, steps: int) -> None:
     """Change how many earlier steps are kept."""
     check_keep(steps)
     with store.writing():
-        commit(store, dataclasses.replace(store.manifest, keep=steps))
+        commit(store, dataclasses.replace(store.manifest, keep=steps).forgetting())
         clean_up_after_commit(store, resumable=True)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from mergestream.base.model import BaseModel, match_names
@@ -23,6 +24,7 @@ from mergestream.store.expert import Expert as Expert
 from mergestream.store.expert import InputsEntry as InputsEntry
 from mergestream.store.expert import Options as Options
 from mergestream.store.expert import PassedGate as PassedGate
+from mergestream.store.expert import Removal as Removal
 from mergestream.store.expert import folder_name as folder_name
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class Manifest:
     base: BaseModel
     keep: Count
     history: tuple[Expert, ...] = ()
+    removed: tuple[Removal, ...] = ()
+    """The experts that were removed from a ledger, in the order of their removal"""
     commit: str = ""
     """In object storage: a new random mark for every commit"""
     version: StoredFile | None = field(default=None, compare=False, repr=False)
@@ -121,12 +125,17 @@ class Manifest:
     @property
     def _numbered(self) -> list[Expert | InputsEntry]:
         """Everything that has a folder of its own."""
-        return [*self.history, *self.inputs]
+        return [*self.recorded, *self.inputs]
+
+    @property
+    def recorded(self) -> list[Expert]:
+        """The experts whose files stay: those in the history, and the removed ones that `undo` can bring back."""
+        return [*self.history, *(removal.expert for removal in self.removed if removal.expert.state)]
 
     @property
     def inputs(self) -> tuple[InputsEntry, ...]:
         """All statistics of inputs, also those that `undo` may bring back."""
-        present = [entry.inputs for entry in self.history if entry.inputs]
+        present = [entry.inputs for entry in self.recorded if entry.inputs]
         return (*present, *(entry.before for entry in present if entry.before))
 
     @property
@@ -145,7 +154,7 @@ class Manifest:
     def kept_folders(self) -> set[str]:
         """The folders in ``steps`` that stay: the needed ones, and earlier states for `undo`."""
         recent = self.history[-self.keep - 1 :]
-        return {entry.folder for entry in (*recent, *self.needed) if entry.state}
+        return {entry.folder for entry in (*recent, *self.needed, *self.recorded[self.step :]) if entry.state}
 
     def expert(self, name: str) -> Expert:
         """The expert of that name."""
@@ -161,16 +170,45 @@ class Manifest:
         return dataclasses.replace(self, history=(*self.history, expert))
 
     def without(self, removed: Expert) -> Manifest:
-        """The manifest of a ledger without an expert; the mean norms of the later ones are recomputed."""
+        """The manifest of a ledger without an expert, which `undo` can bring back."""
         place = self.history.index(removed)
-        history = list(self.history[:place])
-        for entry in self.history[place + 1 :]:
+        history = [*self.history[:place], *self.history[place + 1 :]]
+        for number, entry in enumerate(history):
+            if entry.inputs and entry.inputs.after == removed.name:
+                history[number] = dataclasses.replace(entry, inputs=dataclasses.replace(entry.inputs, after=""))
+        time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        removal = Removal(removed, place, time, history[-1].name if history else "", self.next_number)
+        return dataclasses.replace(self._reordered(history), removed=(*self.removed, removal)).forgetting()
+
+    @property
+    def last_removal(self) -> Removal | None:
+        """The last command, if it was `remove` and the files of its expert are still there."""
+        removal = self.removed[-1] if self.removed else None
+        if not removal or not removal.expert.state or removal.after != (self.names or [""])[-1]:
+            return None
+        calibrated = self.calibrated
+        is_older = calibrated and calibrated.inputs and calibrated.inputs.number >= removal.next
+        return None if is_older else removal
+
+    def restoring(self, removal: Removal) -> Manifest:
+        """The manifest of a ledger before the last removal."""
+        history = [*self.history[: removal.place], removal.expert, *self.history[removal.place :]]
+        return dataclasses.replace(self._reordered(history), removed=self.removed[:-1])
+
+    def forgetting(self) -> Manifest:
+        """The same without the files of all but the last ``keep`` removed experts."""
+        removed = list(self.removed)
+        for number, removal in enumerate(removed[: max(len(removed) - self.keep, 0)]):
+            removed[number] = dataclasses.replace(removal, expert=dataclasses.replace(removal.expert, state=""))
+        return dataclasses.replace(self, removed=tuple(removed))
+
+    def _reordered(self, entries: Sequence[Expert]) -> Manifest:
+        """The manifest of a ledger with these experts; their mean norms are recomputed."""
+        history: list[Expert] = []
+        for entry in entries:
             before = history[-1].mean_norm if history else 0.0
             mean_norm = (len(history) * before + entry.norm) / (len(history) + 1)
             history.append(dataclasses.replace(entry, mean_norm=mean_norm))
-        for place, entry in enumerate(history):
-            if entry.inputs and entry.inputs.after == removed.name:
-                history[place] = dataclasses.replace(entry, inputs=dataclasses.replace(entry.inputs, after=""))
         return dataclasses.replace(self, history=tuple(history))
 
     def replacing(self, old: Expert, new: Expert) -> Manifest:
@@ -193,6 +231,7 @@ class Manifest:
             "max_rank": None,  # a bound that was dropped in 0.3; older versions need the key
             "base": self.base.to_json(),
             "history": [dataclasses.asdict(expert) for expert in self.history],
+            **({"removed": [dataclasses.asdict(removal) for removal in self.removed]} if self.removed else {}),
             **({"commit": self.commit} if self.commit else {}),
         }
         where = f"{storage}/{MANIFEST}"
@@ -234,14 +273,16 @@ class Manifest:
         content = validate(data, _Content, path)
         numbered = [{"number": place, **entry} for place, entry in enumerate(content["history"], 1)]
         history = validate(numbered, tuple[Expert, ...], path)
-        for what in ("name", "number"):
-            if len({getattr(entry, what) for entry in history}) < len(history):
-                raise invalid_file(path, f"two experts have the same {what}")
+        removed = validate(content.get("removed", []), tuple[Removal, ...], path)
+        if len({entry.name for entry in history}) < len(history):
+            raise invalid_file(path, "two experts have the same name")
         if content["step"] != len(history):
             raise invalid_file(path, f"it is at step {content['step']} with {counted(len(history), 'expert')}")
         method, base = content["method"], BaseModel.from_json(content["base"], path)
         chosen = method["name"], method["parameters"], base, content["keep"]
-        found = cls(*chosen, history, content.get("commit", ""))
+        found = cls(*chosen, history, removed, content.get("commit", ""))
+        if len({entry.number for entry in found.recorded}) < len(found.recorded):
+            raise invalid_file(path, "two experts have the same number")
         if strange := [entry for entry in found._numbered if not _MARK.fullmatch(entry.mark)]:
             raise invalid_file(path, f"{strange[0].mark!r} is no mark of files")
         if found.is_ledger and not isinstance(found.parameters.get("budget"), int | float):
@@ -257,6 +298,8 @@ class _Chosen(TypedDict):
 class _Committed(TypedDict, total=False):
     commit: str
     """Older stores lack it"""
+    removed: list[dict[str, Any]]
+    """Only where an expert was removed"""
 
 
 class _Content(_Committed):

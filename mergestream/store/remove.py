@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 
 def undo_last(store: Store) -> Expert:
-    """Go back to before the last expert, or to before `calibrate`; returns the entry that was taken back."""
+    """Take back the last `add`, `remove` or `calibrate`; returns the entry of its expert."""
     with store.writing():
+        removal = store.manifest.last_removal
+        if removal and has_files(store, store.manifest.restoring(removal)):  # a pulled store lacks them
+            _commit(store, store.manifest.restoring(removal))
+            return removal.expert
         if not store.history:
             raise MergestreamError(f"{store.storage} has absorbed nothing, there is nothing to undo")
         if (calibrated := store.manifest.calibrated) and calibrated.inputs:

@@ -130,7 +130,7 @@ def clean_up(storage: Storage, manifest: Manifest, kept: Collection[str], replac
     for folder in kept:
         names = [name for name in storage.files(f"steps/{folder}") if name == PLAN or is_journal(name)]
         storage.delete(f"steps/{folder}/{name}" for name in names)
-    for kind, entries in (("experts", manifest.history), ("inputs", manifest.inputs)):
+    for kind, entries in (("experts", manifest.recorded), ("inputs", manifest.inputs)):
         named = {entry.folder for entry in entries} | spared
         for folder in _numbered(storage, kind):
             if folder not in named:

@@ -202,7 +202,7 @@ class Store:
         return self.retried(lambda: inspect_expert(self, expert, options))
 
     def undo(self) -> Expert:
-        """Go back to before the last expert or `calibrate`; returns the entry that was taken back."""
+        """Take back the last `add`, `remove` or `calibrate` or `calibrate`; returns the entry that was taken back."""
         from mergestream.store.remove import undo_last
 
         return undo_last(self)

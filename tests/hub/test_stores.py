@@ -50,7 +50,17 @@ def test_what_is_pushed_again_replaces_what_was_there(tmp_path: Path, store: Sto
     store.push("hf://org/store")
     assert len(hub.received) == received, "the rest was there already"
     Store.pull("org/store", tmp_path / "pulled")
-    assert parts(tmp_path / "pulled") == parts(store.path)
+    pulled = Store(tmp_path / "pulled")
+    pulled.verify(base=False)
+    assert store.undo().name == "expert-1" and pulled.undo().name != "expert-1", "removed experts are not pushed"
+    store.remove("expert-1")
+    store.keep(0)
+    Store.pull("org/store", tmp_path / "again").keep(0)
+    kept = [
+        {name: data for name, data in parts(path).items() if "manifest" not in name}
+        for path in (tmp_path / "again", store.path)
+    ]
+    assert kept[0] == kept[1]
 
 
 def test_factors_and_a_store_that_is_empty(tmp_path: Path, workshop: Workshop, hub: Hub) -> None:  # noqa: F811

@@ -73,7 +73,10 @@ def test_experts_are_chosen_and_weighted(done: Callable[..., str], ledger: Path,
 def test_an_expert_is_removed(done: Callable[..., str], ledger: Path, mergestream: RunCommand) -> None:
     assert "expert-2 removed" in done("remove", ledger, "expert-2")
     assert json.loads(done("remove", ledger, "expert-3", "--json"))["name"] == "expert-3"
-    assert [entry["name"] for entry in json.loads(done("log", ledger, "--json"))] == ["expert-1", "expert-4"]
+    listed = [(entry["name"], "removed" in entry) for entry in json.loads(done("log", ledger, "--json"))]
+    assert listed == [("expert-1", False), ("expert-4", False), ("expert-2", True), ("expert-3", True)]
+    assert "removed: expert-2 (" in done("log", ledger)
+    assert "expert-3 is in the store again" in done("undo", ledger)
     done("verify", ledger)
 
 

@@ -103,6 +103,8 @@ def test_any_expert_can_be_removed_and_the_store_goes_on(
     gone = store.remove(f"expert{removed}")
     assert gone.name == f"expert{removed}" and gone.name not in names(store)
     store.verify()
+    assert entry_files(store) == before, "undo needs the files"
+    store.keep(0)
     after = entry_files(store)
     assert after == {name: before[name] for name in before if not name.startswith(f"000{removed}/")}
     store.add(paths[6])
@@ -113,6 +115,36 @@ def test_any_expert_can_be_removed_and_the_store_goes_on(
     assert store.history[-1].mean_norm == pytest.approx(sum(norms) / len(norms), rel=1e-12)
     store.add(paths[removed])
     assert_same(exported(store), ledger_of(models, [1, 2, 3, 4, 5, 6]).state_dict(), "and it came back")
+
+
+@pytest.mark.parametrize("removed", [1, 3, 5])
+def test_undo_brings_the_removed_expert_back(tmp_path: Path, paths: list[Path], models: Any, removed: int) -> None:
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:6])
+    before = files(store.path / "steps", ""), files(store.path / "experts", ""), store.manifest.history
+    store.remove(f"expert{removed}")
+    store.add(paths[6])
+    assert store.undo().name == "expert6", "the last command was an add"
+    assert store.undo().name == f"expert{removed}"
+    store.verify()
+    assert before == (files(store.path / "steps", ""), files(store.path / "experts", ""), store.manifest.history)
+    assert not store.manifest.removed
+    assert store.undo().name == "expert5"
+
+
+def test_undo_goes_back_as_many_removals_as_are_kept(tmp_path: Path, paths: list[Path]) -> None:
+    store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:5])
+    for name in ("expert4", "expert1"):
+        store.remove(name)
+    assert [removal.expert.name for removal in store.manifest.removed] == ["expert4", "expert1"]
+    assert store.undo().name == "expert1" and names(store) == ["expert1", "expert2", "expert3"]
+    assert store.undo().name == "expert3", "the files of expert4 are gone"
+    store.keep(2)
+    for name in ("expert2", "expert1"):
+        store.remove(name)
+    assert [store.undo().name, store.undo().name] == ["expert1", "expert2"]
+    store.remove("expert1")
+    store.keep(0)
+    assert Store(store.path).undo().name == "expert2"
 
 
 def test_a_removal_that_cannot_be_committed_changes_nothing(tmp_path: Path, paths: list[Path]) -> None:
@@ -129,6 +161,7 @@ def test_a_removal_that_cannot_be_committed_changes_nothing(tmp_path: Path, path
 
 def test_a_removal_that_was_killed_before_it_tidied_is_complete(tmp_path: Path, paths: list[Path]) -> None:
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
+    store.keep(0)
     with (
         patch("mergestream.store.remove.clean_up_after_commit", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt, match="is done"),

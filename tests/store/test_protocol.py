@@ -195,10 +195,10 @@ def commands(store: Path, toys: Toys) -> dict[str, tuple[object, ...]]:
 
 
 def store_for(command: str, store: Store, toys: Toys) -> Store:
-    """The store for a command: only a ledger can `remove`."""
+    """The store for a command: only a ledger can `remove`. It keeps nothing for `undo`: it deletes files."""
     if command != "remove":
         return store
-    ledger = Store.create(store.path.with_name("ledger"), toys.base, Ledger())
+    ledger = Store.create(store.path.with_name("ledger"), toys.base, Ledger(), keep=0)
     for expert in toys.experts[:2]:
         ledger.add(expert)
     return ledger
@@ -335,7 +335,7 @@ def test_a_step_for_whose_manifest_there_is_no_room_is_abandoned(
 def test_on_a_full_disk_a_step_that_was_cut_short_makes_room(
     operation: Any, tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store.create(tmp_path / "store", toys.base, Ledger())
+    store = Store.create(tmp_path / "store", toys.base, Ledger(), keep=0)
     store.add(toys.experts[0])
     store.add(toys.experts[1])
     unborn = store.path / "steps" / "0003"
