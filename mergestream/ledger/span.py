@@ -46,6 +46,11 @@ class Entry:
         return digest, self.weight, known.rest if known else 0.0, self.is_adapter
 
     @property
+    def inputs(self) -> Moment | None:
+        """The moment, unless all inputs were zero: then it says nothing of the inputs."""
+        return self.moment if self.moment and self.moment.trace else None
+
+    @property
     def held(self) -> float:
         """The share of ‖Δ‖² that the entry holds; 1 where the tensor is kept whole, or was not changed."""
         if "sigma" not in self.slots:
@@ -155,7 +160,7 @@ class Span:
         return coefficients[:, None] * inputs if coefficients.ndim == 1 else coefficients @ inputs
 
     def _damage_by_moments(self, coefficients: Coefficients) -> dict[int, float]:
-        known = {number: entry.moment for number, entry in self.experts.items() if entry.moment}
+        known = {number: entry.inputs for number, entry in self.experts.items() if entry.inputs}
         if not known:
             return {}
         found, merged = {}, self.right_factor(coefficients)

@@ -84,6 +84,26 @@ def test_one_expert_alone_comes_back() -> None:
             torch.testing.assert_close(merged, deltas()[0], rtol=1e-5, atol=1e-7)
 
 
+def test_experts_that_cancel_each_other_are_not_made_long_again() -> None:
+    """What is left of them is rounding, and the length that the experts have is no reason to amplify it."""
+    (entry,) = entries([moment(0)], [True], [1.0])
+    against = Entry({**entry.slots, "left": -entry.slots["left"]}, 1.0, entry.moment, True)
+    merged = merge_entries(Regress(), [entry, against], CONTEXT)
+    assert isinstance(merged, Tensor)
+    assert float(merged.norm()) < 1e-6 * float(deltas()[0].norm())
+
+
+def test_inputs_that_are_all_zero_give_finite_weights() -> None:
+    dead = Moment.of(torch.zeros(N, N), 6)
+    for is_adapter in (False, True):
+        merged = merge_entries(Regress(), entries([dead, moment(1)], [is_adapter] * 2, [1.0, 1.0]), CONTEXT)
+        assert isinstance(merged, Tensor)
+        assert bool(merged.isfinite().all())
+    merged = merge_entries(Regress(), entries([dead], [True], [1.0]), CONTEXT)
+    assert isinstance(merged, Tensor)
+    assert bool(merged.isfinite().all())
+
+
 def test_the_order_of_arrival_changes_no_bit() -> None:
     made = entries([moment(0), None, moment(2), None], [True, True, False, False], WEIGHTS)
     merged = merge_entries(Regress(), made, CONTEXT)

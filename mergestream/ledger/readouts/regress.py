@@ -44,7 +44,7 @@ class Regress(EntriesReadout):
         factors, tau = [moved[:0]], 0.0  # C = RᵀR + τ I
         for number, entry in span.experts.items():
             own = span.owner == number
-            if entry.is_adapter and not entry.moment:
+            if entry.is_adapter and not entry.inputs:
                 outward[own] = along[own]
                 target[own] = along[own, None] * moved[own]
                 continue
@@ -65,10 +65,10 @@ class Regress(EntriesReadout):
 
 def _inputs(entry: Entry, own: Tensor) -> tuple[Tensor, float]:
     """R and τ of c_i G_i = RᵀR + τ I; ``own`` are rows whose squares are c_i Δ_iᵀΔ_i."""
-    if not entry.moment:
+    if not entry.inputs:
         return own, 0.0
-    share = entry.weight / (entry.moment.trace or 1.0)
-    R, spread = entry.moment.factor.to(own), entry.moment.spread
+    share = entry.weight / entry.inputs.trace
+    R, spread = entry.inputs.factor.to(own), entry.inputs.spread
     if entry.is_adapter:
         return share**0.5 * R, share * spread
     return torch.cat([(share / 2) ** 0.5 * R, 0.5**0.5 * own]), share / 2 * spread
