@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.stopwatch import work
-from mergestream import Ledger
 from mergestream.algebra.svd import gram
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.algebra.truncated import truncated_svd
 from mergestream.checkpoints import open_checkpoint
+from mergestream.engine import LocalEngine
 from mergestream.engine.local import keep_freed_memory, single_threaded
-from mergestream.ledger.method import FEWEST, cut_entry
-from mergestream.ledger.span import Entry, Span
-from mergestream.merging.plan import tensor_context
+from mergestream.ledger.method import FEWEST
+from mergestream.ledger.span import Span
+from mergestream.merging.entries import EntriesReading
 from mergestream.store.store import Store
 
 Job = TypeVar("Job")
@@ -80,16 +80,13 @@ def _effective_rank(values: Tensor) -> int:
 def spans(store: Path) -> list[tuple[Span, bool]]:
     """Load the directions of every matrix in their stored dtype, and whether it is a linear weight."""
     with Store(store).snapshot() as snapshot:
-        method, model = snapshot.method, snapshot.manifest.base
-        assert isinstance(method, Ledger)
+        reading = snapshot.reading(LocalEngine())
+        assert isinstance(reading, EntriesReading)
         found = []
-        for name in model.merged:
-            context = tensor_context(model, name, len(snapshot.readers))
-            kept = method.directions(context, context.t)
-            if kept is None:
-                continue
-            entries = [Entry(cut_entry(reader.entry(name), kept)) for reader in snapshot.readers.values()]
-            found += [(span, context.linear) for span in Span.of(entries, torch.bfloat16, context.transposed)]
+        for name in reading.directions:
+            context = reading.contexts[name]
+            spans = Span.of(reading.entries(name), torch.bfloat16, context.transposed)
+            found += [(span, context.linear) for span in spans]
         return found
 
 

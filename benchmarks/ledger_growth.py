@@ -60,7 +60,8 @@ def entries_bytes(base: BaseModel, method: Ledger, experts: int) -> int:
     """Return the bytes of `count` entries, each cut to its share of the budget."""
     entry = 0
     for name in base.merged:
-        slots = method.layout(tensor_context(base, name, experts)).values()
+        demand = method.demand(tensor_context(base, name, experts))
+        slots = method.layout(tensor_context(base, name, experts, others=(demand,) * (experts - 1))).values()
         entry += sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots)
     return experts * entry
 

@@ -40,6 +40,8 @@ mergestream export store merged --push org/name --private
 
 EXACT = 1e-12
 """Share of the energy that an adapter may lose to rounding and still be called exact"""
+WHOLE = 1 - 1e-6
+"""Share of each expert that the entries of a ledger must hold for that; singular values of float32 are rounded more"""
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,12 @@ def _export(store: Store, options: Options, selection: dict[str, Any]) -> dict[s
     others = {**selection, "command": command_line()}
     lost, loss_text = 0.0, ""
     if options.format == "lora":
-        lost = store.export_adapter(**arguments_of(store.export_adapter, options, **others)).lost_share
+        energy = store.export_adapter(**arguments_of(store.export_adapter, options, **others))
+        lost = energy.lost_share
         loss_text = ", exactly" if lost < EXACT else f", {lost:.3%} of the energy left out"
+        if energy.held < WHOLE:
+            held_text = f"of entries that hold {energy.held:.1%} or more of each expert"
+            loss_text = f", {held_text}" if lost < EXACT else f"{loss_text} {held_text}"
     else:
         store.export(**arguments_of(store.export, options, **others))
     method = store.manifest.method

@@ -33,6 +33,10 @@ def run(options: Options) -> None:
     status = status_json(store)
     answer(status)
     manifest = store.manifest
+    if manifest.adapters:  # else no library of tensors is loaded
+        with store.snapshot() as snapshot:
+            if shortfall := snapshot.shortfall():
+                store.progress.note(shortfall)
     say(f"{store.storage}: {manifest.summary}")
     say(f"base: {manifest.base.source}")
     say(f"tensors: {counts_text(status['counts'])}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,6 +82,8 @@ class Energy:
     lost: float
     left_out: float = 0.0
     """What the server refuses; a part of what is lost"""
+    held: float = 1.0
+    """The share of ‖Δ‖² that the entries of a ledger hold of the expert of which they hold least"""
 
     @property
     def lost_share(self) -> float:
@@ -206,6 +208,8 @@ class AdapterPlan:
         fields, notes = common_fields(snapshot, experts)
         config = adapter_config(list(modules.values()), whole, fields)
         notes += serving_notes(config, list(others.values()))
+        if shortfall := snapshot.shortfall(reading):
+            notes.append(shortfall)
         if with_tokens := [expert.name for expert in experts if snapshot.tokens(expert)]:
             names = ", ".join(with_tokens)
             notes.append(f"an adapter cannot hold the new tokens of {names}; export with --format full for them")
@@ -261,7 +265,10 @@ class AdapterPlan:
                 energies.append(energy)
                 advance(1)
         write_json(directory / CONFIG_NAME, self.config)
-        return Energy(*(math.fsum(parts) for parts in zip(*map(astuple, energies), strict=True)))
+        total, lost, left_out = (
+            math.fsum(getattr(energy, part) for energy in energies) for part in ("total", "lost", "left_out")
+        )
+        return Energy(total, lost, left_out, reading.least_held)
 
     def write_card(self, directory: Path, target: Target, energy: Energy, draw: DrawPictures | None) -> None:
         """Write the pictures and the card of the adapter."""

@@ -74,6 +74,8 @@ def write_model(
             stack.enter_context(task.heads)
             if task.config is None:
                 progress.note(f"{choice.task} has no config.json, so the base's is written: its labels may differ")
+        if shortfall := snapshot.shortfall(reading):
+            progress.note(shortfall)
         scale = reading.scale(choice.scale, engine)
         source = StateSource(reading, base, scale, task)
         tokens = select_tokens(snapshot, reading, choice.task, stack, progress)

@@ -18,18 +18,22 @@ from mergestream.algebra.truncated import truncated_svd
 from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
 
 FEWEST = 8
-"""With fewer experts than these, an entry is as long as with these"""
+"""A full fine-tune asks for the share of one of so many experts, also where there are fewer"""
 
 
 @dataclass(frozen=True)
 class Ledger(Method):
     """Keep an entry of every expert's leading directions, and merge the entries when the model is read out.
 
-        Δ_i = U Σ Vᵀ, and its entry keeps the first k_t = ⌊β·r / max(t, 8)⌋ triplets, r = min(m, n), and ‖Δ_i‖²
+        Δ_i = U Σ Vᵀ, and its entry keeps the first min(d_i, k) triplets and ‖Δ_i‖²        r = min(m, n)
+        k = the largest number with Σ_i min(d_i, k) ≤ β·r
+
+    d_i is what the expert asks for: the rank of an adapter, else ⌊β·r/8⌋. So no adapter is cut while there is room, and
+    t full fine-tunes keep ⌊β·r / max(t, 8)⌋ triplets each. k only falls as experts arrive, so the cuts are nested:
+    cutting at every arrival equals seeing all experts at once.
 
     A tensor of more dimensions is the matrix with the first as rows; a stack of linear weights is as many matrices.
-    A tensor of one dimension, or one that would be cut below one direction, is kept whole. The cuts are nested: those
-    of t experts begin with those of t + 1, so that cutting at every arrival equals seeing all experts at once.
+    A tensor of one dimension, or one with β·r < 8, is kept whole.
     Sources: TSV (Gargiulo et al., 2025) for the cut at r/t; design section 8.
     """
 
@@ -51,37 +55,66 @@ class Ledger(Method):
         "auto", "how they are found: by the size of the matrix, or always so", choices=("auto", "exact", "randomised")
     )
 
-    def directions(self, context: Context, cut: int) -> int | None:
-        """How many directions an entry keeps of a tensor with ``cut`` experts; None where it is kept whole."""
-        _, m, n = context.matrices
-        rank = min(m, n)
-        if len(context.shape) < 2 or self.budget * rank < FEWEST:
-            return None
-        return min(rank, max(1, math.floor(self.budget * rank / max(cut, FEWEST))))
+    def is_cut(self, context: Context) -> bool:
+        """Whether entries keep directions of a tensor; else they keep it whole."""
+        return len(context.shape) >= 2 and self.budget * min(context.matrices[1:]) >= FEWEST
+
+    def demand(self, context: Context) -> int:
+        """d: how many directions an expert asks for, by the rank of its Δ, or None for a full fine-tune."""
+        return self.share(context, FEWEST) if context.rank is None else min(context.rank, *context.matrices[1:])
+
+    def share(self, context: Context, count: int) -> int:
+        """The share of one of so many experts, if all of them get the same; at least 1."""
+        rank = min(context.matrices[1:])
+        return min(rank, max(1, math.floor(self.budget * rank / max(count, FEWEST))))
+
+    def level(self, context: Context, demands: Iterable[int]) -> int:
+        """k: the largest number with Σ min(d, k) ≤ β·r, found from the smallest demand up; at least 1."""
+        waiting = sorted(demands)
+        room = self.budget * min(context.matrices[1:])
+        for done, demand in enumerate(waiting):
+            level = math.floor(room / (len(waiting) - done))
+            if level < demand:
+                return max(1, level)
+            room -= demand
+        return max(waiting, default=1)
+
+    def lengths(
+        self, context: Context, found: Mapping[str, tuple[int, ...]], is_adapter: bool = False
+    ) -> tuple[int, int]:
+        """How many directions an entry with slots of these shapes has, and how many its expert asks for.
+
+        An adapter's rank is the number of its singular values: all are kept, also where the directions are cut.
+        """
+        if "left" not in found:
+            return 0, 0
+        return found["left"][-2], found["sigma"][-1] if is_adapter else self.demand(context)
 
     def layout(self, context: Context) -> dict[str, Slot]:
         """The slots of an entry; none where an adapter does not change the tensor."""
         if context.rank == 0:
             return {}
-        kept = self.directions(context, context.t)
-        return self._slots(context, kept if kept is None or context.rank is None else min(kept, context.rank))
+        if not self.is_cut(context):
+            return {"delta": context.like}
+        demand = self.demand(context)
+        return self._slots(context, min(demand, self.level(context, (*context.others, demand))), demand)
 
     def layout_as_stored(self, context: Context, found: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
-        """An entry may be longer than it is read, and an adapter's may be shorter, or empty."""
+        """An entry has as many directions as there was room for, or none; before 0.3 it had no more singular values."""
         if not found:
             return {}
-        kept = self.directions(context, context.t)
-        return self._slots(context, None if kept is None or not found.get("sigma") else found["sigma"][-1])
-
-    def _slots(self, context: Context, kept: int | None) -> dict[str, Slot]:
-        """The slots of an entry with so many directions; None where the tensor is kept whole."""
-        if kept is None:
+        if not self.is_cut(context):
             return {"delta": context.like}
+        demand = min((*found.get("sigma", ())[-1:], *context.matrices[1:]))
+        return self._slots(context, min((*found.get("left", ())[-2:-1], demand)), demand)
+
+    def _slots(self, context: Context, kept: int, demand: int) -> dict[str, Slot]:
+        """The slots of an entry with so many directions, of those that the expert asks for."""
         count, m, n = context.matrices
         stack, dtype = context.shape[: 1 if count else 0], getattr(torch, self.entries)
         return {
             "left": Slot((*stack, kept, m), dtype),
-            "sigma": Slot((*stack, kept), torch.float64),
+            "sigma": Slot((*stack, demand), torch.float64),
             "right": Slot((*stack, kept, n), dtype),
             "norm2": Slot(stack, torch.float64),
         }
@@ -93,9 +126,8 @@ class Ledger(Method):
             return Absorbed({})
         if "delta" in layout:
             return Absorbed({"delta": dense(delta)})
-        # Always find as many directions as eight experts keep: then the order of arrival changes no bit.
-        most = self.directions(context, FEWEST)
-        assert most is not None
+        # Always find as many directions as the expert asks for: then the order of arrival changes no bit.
+        most = self.demand(context)
         count, m, n = context.matrices
         if isinstance(delta, LowRank) and not count:
             parts = [(thin_svd(delta).dense(), squared_norm(delta))]
@@ -103,10 +135,10 @@ class Ledger(Method):
             parts = []
             for matrix in dense(delta).reshape(count or 1, m, n):
                 parts.append((truncated_svd(matrix, most, self.svd), squared_norm(matrix)))
-        kept = layout["sigma"].shape[-1]
+        kept = layout["left"].shape[-2]
         columns = {
             "left": [_first_rows(svd.u.T, kept) for svd, _ in parts],
-            "sigma": [_first_rows(svd.s, kept) for svd, _ in parts],
+            "sigma": [_first_rows(svd.s, most) for svd, _ in parts],
             "right": [_first_rows(svd.v.T, kept) for svd, _ in parts],
             "norm2": [torch.tensor(norm2, dtype=torch.float64) for _, norm2 in parts],
         }
@@ -122,9 +154,6 @@ class Ledger(Method):
     def cut(self, t: int) -> int:
         return max(t, FEWEST)
 
-    def shortened(self, entry: Mapping[str, Tensor], context: Context) -> Mapping[str, Tensor]:
-        return cut_entry(entry, self.directions(context, context.t))
-
     def direction(self, state: State, context: Context) -> Value:
         """The expert's task vector as its entry has it."""
         if not state:
@@ -132,6 +161,7 @@ class Ledger(Method):
         if "delta" in state:
             return state["delta"]
         left, sigma, right = (dense(state[slot]) for slot in ("left", "sigma", "right"))
+        sigma = sigma[..., : left.shape[-2]]
         if left.ndim == 3:
             return (left.mT.to(context.dtype) * sigma[:, None].to(context.dtype)) @ right.to(context.dtype)
         bases = (Basis(rows.shape[1], context.dtype, (rows,)) for rows in (left, right))
@@ -147,20 +177,22 @@ class Ledger(Method):
 
         entries: list[Entry] = []
         kept2: list[float | None] = []
-        for delta, context in zip(deltas, contexts, strict=True):
-            absorbed = self.absorb(None, delta, dataclasses.replace(context, t=len(contexts)))
-            entries.append(Entry({slot: dense(value).cpu() for slot, value in absorbed.state.items()}))
+        demands = tuple(map(self.demand, contexts))
+        level = self.level(contexts[0], demands)
+        for number, (delta, context) in enumerate(zip(deltas, contexts, strict=True)):
+            others = demands[:number] + demands[number + 1 :]
+            absorbed = self.absorb(None, delta, dataclasses.replace(context, others=others))
+            slots = {slot: dense(value).cpu() for slot, value in absorbed.state.items()}
+            entries.append(Entry(cut_entry(slots, level)))
             kept2.append(None if absorbed.kept is None else squared_norm(absorbed.kept))
         return kept2, dense(merge_entries(Agree(), entries, contexts[-1], device=device))
 
 
-def cut_entry(slots: Mapping[str, Tensor], kept: int | None) -> dict[str, Tensor]:
-    """An entry with at most so many directions: a prefix of what it has."""
+def cut_entry(slots: Mapping[str, Tensor], kept: int) -> dict[str, Tensor]:
+    """An entry with at most so many directions: a prefix of what it has. A tensor that is kept whole stays whole."""
     lengths = {"left": -2, "sigma": -1, "right": -2}
     return {
-        slot: value.narrow(lengths[slot], 0, min(kept, value.shape[lengths[slot]]))
-        if slot in lengths and kept is not None
-        else value
+        slot: value.narrow(lengths[slot], 0, min(kept, value.shape[lengths[slot]])) if slot in lengths else value
         for slot, value in slots.items()
     }
 

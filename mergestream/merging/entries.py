@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mergestream.algebra.lowrank import LowRank, Value
 from mergestream.algebra.pieces import Elements
@@ -27,12 +27,18 @@ if TYPE_CHECKING:
     from mergestream.merging.interference import Interference
 
 BALANCING_ROUNDS = 3
+ENOUGH = 0.95
+"""An adapter is cut too short when its entry holds a smaller share of ‖Δ‖² of any tensor: its rank is small, so all
+of it should fit"""
+LARGEST_BUDGET = 8.0
+"""With this budget each of eight experts is kept whole"""
+MAX_NAMED = 3
 Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True)
 class WeightedExpert:
-    """An expert that is merged: its weight, how far its entry is cut, its norm, its entry, and what its inputs are."""
+    """An expert that is merged: its weight, for how many experts it was written, its norm, its entry and its inputs."""
 
     name: str
     weight: float
@@ -41,6 +47,14 @@ class WeightedExpert:
     files: StepFiles
     is_adapter: bool = False
     inputs: InputFiles | None = None
+
+
+class TensorEnergy(NamedTuple):
+    """Of one tensor of an entry: the squared norm that is read, that of all its singular values, and ‖Δ‖²."""
+
+    held: float
+    known: float
+    whole: float
 
 
 @dataclass(frozen=True)
@@ -65,13 +79,44 @@ class EntriesReading(Reading):
         return {expert.name: expert.weight for expert in self.experts}
 
     @cached_property
-    def directions(self) -> dict[str, int | None]:
-        """How many directions are read of each tensor's entries; None where they are whole.
+    def lengths(self) -> dict[str, list[tuple[int, int]]]:
+        """For every entry: how many directions it has of each tensor, and how many its expert asks for; without the
+        tensors that are kept whole."""
+        found = {}
+        for name in self.model.merged:
+            if self.method.is_cut(context := self.contexts[name]):
+                forms = [(expert.files.shapes(name), expert.is_adapter) for expert in self.experts]
+                found[name] = [self.method.lengths(context, *form) for form in forms]
+        return found
 
-        All entries are cut alike: as the largest of their cuts says, or the number of experts.
+    @cached_property
+    def directions(self) -> dict[str, int]:
+        """How many directions are read of each tensor's entries; those that ask for fewer have fewer.
+
+        All entries are cut alike: as far as the budget says, or to the shortest that was cut when there were more.
         """
-        cut = max(len(self.experts), *(expert.cut for expert in self.experts))
-        return {name: self.method.directions(context, cut) for name, context in self.contexts.items()}
+        found = {}
+        for name, lengths in self.lengths.items():
+            level = self.method.level(self.contexts[name], self.demands[name])
+            found[name] = min([level, *(kept for kept, demand in lengths if kept < demand)])
+        return found
+
+    def is_over(self, times: float) -> bool:
+        """Whether all entries together have more than so many times the directions that the budget allows a tensor."""
+        for name, lengths in self.lengths.items():
+            allowed = self.method.budget * min(self.contexts[name].matrices[1:])
+            if sum(kept for kept, _ in lengths) > times * allowed:
+                return True
+        return False
+
+    def is_long(self, expert: str) -> bool:
+        """Whether an entry has more directions of any tensor than are read."""
+        number = [one.name for one in self.experts].index(expert)
+        return any(lengths[number][0] > self.directions[name] for name, lengths in self.lengths.items())
+
+    @cached_property
+    def demands(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(demand for _, demand in lengths) for name, lengths in self.lengths.items()}
 
     @cached_property
     def linear(self) -> dict[str, int]:
@@ -81,13 +126,14 @@ class EntriesReading(Reading):
     def entries(self, name: str, *, measured: bool = False) -> list[Entry]:
         """The entries of one tensor, as they are read; with the moments of its inputs if the readout uses them, or if
         the merge is ``measured``."""
-        found, kept = [], self.directions[name]
+        found, context = [], self.contexts[name]
+        cut = max(len(self.experts), *(expert.cut for expert in self.experts))
         with_inputs = (measured or self.readout.uses_inputs) and name in self.linear
         for expert in self.experts:
-            slots = cut_entry(expert.files.entry(name), kept)
+            slots = cut_entry(expert.files.entry(name), self.directions.get(name, 0))
             moment = expert.inputs.moment(name) if expert.inputs and with_inputs else None
-            if moment and kept is not None:
-                moment = moment.cut(kept)
+            if moment and self.method.is_cut(context):
+                moment = moment.cut(self.method.share(context, cut))
             found.append(Entry(slots, expert.weight, moment, expert.is_adapter))
         return found
 
@@ -134,7 +180,7 @@ class EntriesReading(Reading):
         for name, tensor in self.model.tensors.items():
             context = self.contexts[name]
             _, m, n = context.matrices
-            together = min((self.directions[name] or 1) * len(self.experts), 8 * min(m, n))
+            together = min(self.directions.get(name, 1) * len(self.experts), 8 * min(m, n))
             elements = 2 * math.prod(context.shape) + 2 * together * (m + n)
             whole = context.dtype.itemsize * elements + 12 * 8 * together**2
             if self.readout.uses_inputs:  # rows in float64, and matrices of the smaller side of all moments
@@ -147,11 +193,57 @@ class EntriesReading(Reading):
         """The share of ‖Δ‖² that each entry holds as it is read now; reads little more than the singular values."""
         return {
             expert.name: {
-                name: Entry(cut_entry(expert.files.entry(name, ENERGIES), self.directions[name])).held
+                name: Entry(cut_entry(expert.files.entry(name, ENERGIES), self.directions.get(name, 0))).held
                 for name in self.model.merged
             }
             for expert in self.experts
         }
+
+    @cached_property
+    def energies(self) -> dict[str, dict[str, TensorEnergy]]:
+        """By expert and tensor, without those that are kept whole; reads little more than the singular values."""
+        found: dict[str, dict[str, TensorEnergy]] = {}
+        for expert in self.experts:
+            found[expert.name] = {}
+            for name, kept in self.directions.items():
+                if slots := expert.files.entry(name, ENERGIES):
+                    squares, whole = slots["sigma"].square(), float(slots["norm2"].sum())
+                    held, known = float(squares[..., :kept].sum()), float(squares.sum())
+                    found[expert.name][name] = TensorEnergy(min(held, whole), min(known, whole), whole)
+        return found
+
+    @property
+    def least_held(self) -> float:
+        """The share of ‖Δ‖² that the entries hold of the expert of which they hold least."""
+        return min((_share(energies.values()) for energies in self.energies.values()), default=1.0)
+
+    def shortfall(self, everyone: Reading) -> str | None:
+        assert isinstance(everyone, EntriesReading)
+        found, budget = [], everyone._budget_for_adapters()
+        for expert in self.experts:
+            energies = self.energies[expert.name] if expert.is_adapter else {}
+            if short := {name: _share([one]) for name, one in energies.items() if _share([one]) < ENOUGH}:
+                worst = min(short, key=short.__getitem__)
+                found.append(f"{expert.name} ({short[worst]:.1%} of {worst})")
+                if any(energies[name].known < ENOUGH * energies[name].whole for name in short):
+                    budget = LARGEST_BUDGET  # its rank is not known, or is full
+        if not found:
+            return None
+        named = ", ".join(found[:MAX_NAMED]) + (f" and {len(found) - MAX_NAMED} more" if found[MAX_NAMED:] else "")
+        remedy = f"a new store made with --set budget={budget:g} avoids that"
+        if budget > LARGEST_BUDGET:
+            remedy = "divide the experts among several stores, for no budget is large enough"
+        return f"the store holds only a part of {named}; {remedy}"
+
+    def _budget_for_adapters(self) -> float:
+        """The smallest budget with which no adapter is cut, rounded up to a hundredth."""
+        needed = 0.0
+        for name, lengths in self.lengths.items():
+            pairs = zip(lengths, self.experts, strict=True)
+            ranks = [demand for (_, demand), expert in pairs if expert.is_adapter]
+            others = (len(self.experts) - len(ranks)) * max(ranks, default=0)
+            needed = max(needed, (sum(ranks) + others) / min(self.contexts[name].matrices[1:]))
+        return math.ceil(100 * needed) / 100
 
     def interference(self, engine: Engine, progress: Progress) -> Interference:
         from mergestream.merging.interference import Interference
@@ -200,6 +292,12 @@ class EntriesReading(Reading):
             ]
             reading = dataclasses.replace(reading, experts=experts)
         return reading
+
+
+def _share(energies: Collection[TensorEnergy]) -> float:
+    """The share that is held of several tensors."""
+    held, _, whole = (math.fsum(column) for column in zip(*energies, strict=True)) if energies else (0.0, 0.0, 0.0)
+    return held / whole if whole else 1.0
 
 
 def mean_by_key(found: Sequence[Mapping[int, float]]) -> dict[int, float]:

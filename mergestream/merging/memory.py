@@ -29,7 +29,7 @@ class KeptExpert:
     mean_norm: float
     direction_norm: float | None
     cut: int
-    """For how many experts its entry is cut"""
+    """For how many experts its entry was written"""
     is_adapter: bool
     files: StepFiles | None
     """The expert's entry, or the state after it; None where the state is no longer needed"""

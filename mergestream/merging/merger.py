@@ -48,6 +48,9 @@ class MemoryState(dict[tuple[str, str], Tensor]):
     def ranks(self, name: str) -> None:
         """State dicts are dense."""
 
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        return {slot: tuple(self[slot, name].shape) for slot in self._slots.get(name, ())}
+
     def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
         return {slot: self[slot, name] for slot in self._slots[name] if only is None or slot in only}
 
@@ -145,6 +148,7 @@ class Merger:
             expert=name,
             absorbed=len(self.history),
             state=state_before,
+            demands=self._reading(Selection()).demands if is_entry and self.history else {},
             device=self._engine.device,
         )
         state, self._spare = MemoryState(step, self._spare), None

@@ -34,6 +34,9 @@ class StepFiles(Protocol):
     def ranks(self, name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of every slot; None where the slots are dense."""
 
+    def shapes(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the slots of a tensor."""
+
     def entry(self, name: str, only: Collection[str] | None = None) -> Mapping[str, Tensor]:
         """The slots of a tensor in an entry, all or ``only`` some; none where the expert has not changed it."""
 
@@ -79,7 +82,9 @@ def factor_bounds(context: Context, rank: int | None, state: StepFiles | None) -
     return None if ranks is None else FactorBounds.after(context.shape, ranks, rank)
 
 
-def tensor_context(model: BaseModel, name: str, t: int, rank: int | None = None, expert: str = "") -> Context:
+def tensor_context(
+    model: BaseModel, name: str, t: int, rank: int | None = None, expert: str = "", others: tuple[int, ...] = ()
+) -> Context:
     """What a method may know of a tensor of the base after t experts."""
     tensor = model.tensors[name]
     return Context(
@@ -88,6 +93,7 @@ def tensor_context(model: BaseModel, name: str, t: int, rank: int | None = None,
         tensor.shape,
         torch.float64 if tensor.dtype == "F64" else torch.float32,
         rank=rank,
+        others=others,
         transposed=name in model.conv1d,
         tensor=name,
         expert=expert,

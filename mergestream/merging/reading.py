@@ -79,6 +79,23 @@ class Reading(ABC):
     def memory(self) -> dict[str, int]:
         """Bytes that reading out each tensor takes at its peak."""
 
+    @property
+    def demands(self) -> Mapping[str, tuple[int, ...]]:
+        """How many directions of each tensor every expert asks for; empty where there are no entries."""
+        return {}
+
+    @property
+    def least_held(self) -> float:
+        """The share of ‖Δ‖² that the entries hold of the expert of which they hold least; 1 where there are none."""
+        return 1.0
+
+    def shortfall(self, everyone: Reading) -> str | None:
+        """A sentence on the adapters of which the entries hold too little, and the budget that would hold more.
+
+        None where there is no such adapter. ``everyone`` reads all experts of the store.
+        """
+        return None
+
     def held(self) -> dict[str, dict[str, float]]:
         """By expert and tensor: the share of ‖Δ‖² that the expert's entry holds; empty where there are no entries."""
         return {}

@@ -160,6 +160,8 @@ class Step:
     """How many experts were absorbed before this one"""
     state: StepFiles | None = None
     """The state after these; None before the first expert, and where an expert becomes an entry of its own"""
+    demands: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """For an entry: how many directions of each tensor every expert before this one asks for"""
     device: str = "cpu"
     measure_direction: bool = False
     """Whether to measure ‖direction‖ even where the method's scale does not need it"""
@@ -176,7 +178,8 @@ class Step:
         copies, plans = vector.copies, {}
         for name in vector.names:
             rank, bounds = vector.rank(name), None
-            context = tensor_context(vector.model, name, t, method.entry_rank(rank), self.expert)
+            others = self.demands.get(name, ())
+            context = tensor_context(vector.model, name, t, method.entry_rank(rank), self.expert, others)
             layout, is_whole = method.layout(context), method.is_whole(context)
             if method.keeps_factors:
                 bounds = factor_bounds(context, rank, self.state)

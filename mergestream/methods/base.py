@@ -58,6 +58,8 @@ class Context:
     """For every name in the method's ranking: the smallest magnitude that is kept"""
     rank: int | None = None
     """For a ledger: a bound of the rank of Δ, where Δ arrives in factors"""
+    others: tuple[int, ...] = ()
+    """For a ledger: how many directions of the tensor each of the other experts asks for"""
     transposed: bool = False
     """Whether a linear weight is stored input × output, as GPT-2's are"""
     tensor: str = ""
@@ -201,10 +203,6 @@ class Method(ABC):
     def cut(self, t: int) -> int:
         """For how many experts an entry is cut after t of them; 0 where there is one state for all."""
         return 0
-
-    def shortened(self, entry: Mapping[str, Tensor], context: Context) -> Mapping[str, Tensor]:
-        """An entry of one tensor as it is read with ``context.t`` experts."""
-        return entry
 
     @property
     def parameters(self) -> dict[str, Any]:

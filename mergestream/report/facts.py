@@ -67,6 +67,8 @@ class Facts:
     scores: Scores | None
     interference: Interference | None = None
     """What the experts do to each other; only a ledger with experts knows it, and so has other sections"""
+    shortfall: str | None = None
+    """A sentence on the adapters of which a ledger holds too little"""
 
     @classmethod
     def of(cls, store: Store) -> Facts:
@@ -80,7 +82,7 @@ class Facts:
             return cls(*known, survival(store), attached(store))
         with store.snapshot() as snapshot:
             interference = snapshot.reading(store.engine).interference(store.engine, store.progress)
-            return cls(*known, ledger_survival(snapshot), attached(store), interference)
+            return cls(*known, ledger_survival(snapshot), attached(store), interference, snapshot.shortfall())
 
     @property
     def history(self) -> tuple[Expert, ...]:
@@ -163,6 +165,8 @@ class Facts:
             ),
         ]
         found = [sentence for kind in kinds for sentence in shorten_findings(kind)]
+        if self.shortfall:
+            found.append(f"{self.shortfall[0].upper()}{self.shortfall[1:]}.")
         if (scores := self.scores) and scores.acc and scores.bwt and scores.bwt < -FORGOTTEN * abs(scores.acc):
             found.append(
                 f"Tasks have lost {-scores.bwt:.3g} of {scores.metric} on average since their experts were added."

@@ -56,11 +56,14 @@ def add_expert(
                 _refuse_other_base(candidate)
             candidate.note_oddities()
             added = candidate.write_record(writer.finish(candidate.outcomes), started)
+            shortfall = candidate.check_entries()
             if review:
                 added = review(candidate)
             commit(store, dataclasses.replace(store.manifest, base=candidate.vector.model).with_expert(added))
         clean_up_after_commit(store)
         shorten_entries(store)
+        if shortfall:
+            store.progress.note(shortfall)
     return added
 
 

@@ -206,6 +206,13 @@ class Candidate:
         """The store as it would be with this expert."""
         return Snapshot.open(self.store.storage, self.store.manifest.with_expert(self.expert))
 
+    def check_entries(self) -> str | None:
+        """Read how much the entries of a ledger hold with this expert; returns a sentence if that is too little."""
+        if not self.cut:
+            return None
+        with self.snapshot() as after:
+            return after.shortfall()
+
     def note(self, sentence: str) -> None:
         """Show a note to the user, and keep it for the history as one printable line."""
         self.notes.append(one_line(sentence, MAX_SENTENCE))
@@ -273,13 +280,14 @@ def open_candidate(
             candidate.note(f"{candidate.source} is called {known_name}, because another expert has its name already")
         for sentence in vector.notes:
             candidate.note(sentence)
-        absorbs = bool(manifest.history) and not manifest.entries  # else the expert gets an entry of its own
+        before = files.enter_context(Snapshot.open(store.storage, manifest)) if manifest.history else None
         candidate.step = Step(
             method=method,
             vector=vector,
             expert=known_name,
             absorbed=manifest.step,
-            state=files.enter_context(Snapshot.open(store.storage, manifest)).state if absorbs else None,
+            state=before.state if before and not manifest.entries else None,
+            demands=before.reading(store.engine).demands if before and manifest.entries else {},
             device=store.engine.device,
             measure_direction=measure_distance,
         )

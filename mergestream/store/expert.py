@@ -99,7 +99,7 @@ class Expert:
     """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored"""
     options: Options
     cut: Count = 0
-    """In a ledger: for how many experts its entry is cut"""
+    """In a ledger: for how many experts its entry was written, at least 8; else 0"""
     gates: Sequence[PassedGate] = ()
     """The gates that it passed"""
     evaluation: Evaluation | None = None

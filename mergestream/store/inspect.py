@@ -51,6 +51,8 @@ def _interference(candidate: Candidate, entry: MemoryState, engine: Engine) -> I
     with ExitStack() as opened:
         known = opened.enter_context(store.snapshot()).kept if store.history else []
         reading = read_out(candidate.vector.model, store.method, [*known, new], Selection(), engine)
+        if shortfall := reading.shortfall(reading):
+            candidate.note(shortfall)
         return reading.interference(engine, store.progress)
 
 

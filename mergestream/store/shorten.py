@@ -1,4 +1,4 @@
-"""Shorten the entries of a ledger that hold twice what is read of them, so that the store does not grow."""
+"""Shorten the entries of a ledger that are longer than they are read, so that the store does not grow."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING
 
 from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.digest import combined_digest, tensor_digest
-from mergestream.merging.plan import tensor_context
+from mergestream.ledger.method import cut_entry
+from mergestream.merging.entries import EntriesReading
 from mergestream.store.calibrate import shorten_inputs
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import copy_record, drop_record
+from mergestream.store.snapshot import Snapshot
 from mergestream.store.step_storage import StepStorage
 from mergestream.store.steps import DIGESTS, StepReader, slot_name
 from mergestream.store.transaction import clean_up_after_commit, commit
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from mergestream.store.store import Store
@@ -30,9 +34,9 @@ def shorten_entries(store: Store) -> None:
     before = shortened = store.manifest
     try:
         try:
-            for entry in before.history:
-                if entry.cut and before.step >= 2 * entry.cut:
-                    shortened = shortened.replacing(entry, _shorten(store, shortened, entry, before.step))
+            found, levels = _find_long(store, before)
+            for entry in found:
+                shortened = shortened.replacing(entry, _shorten(store, shortened, entry, before.step, levels))
         finally:  # where there is no space for all of them, some are shortened
             if shortened is not before:
                 commit(store, shortened)
@@ -42,7 +46,24 @@ def shorten_entries(store: Store) -> None:
         clean_up_after_commit(store)
 
 
-def _shorten(store: Store, manifest: Manifest, expert: Expert, cut: int) -> Expert:
+def _find_long(store: Store, manifest: Manifest) -> tuple[list[Expert], Mapping[str, int]]:
+    """The entries to shorten, and how many directions are read of each tensor.
+
+    These are the entries that were written when there were half as many experts. All that are too long are shortened
+    where adapters have filled more than twice the budget.
+    """
+    found = [entry for entry in manifest.entries if manifest.step >= 2 * entry.cut]
+    if not found and not manifest.adapters:
+        return [], {}
+    with Snapshot.open(store.storage, manifest) as snapshot:
+        reading = snapshot.reading(store.engine)
+        assert isinstance(reading, EntriesReading)
+        if manifest.adapters and reading.is_over(2):
+            found = [entry for entry in manifest.entries if entry in found or reading.is_long(entry.name)]
+        return found, reading.directions
+
+
+def _shorten(store: Store, manifest: Manifest, expert: Expert, cut: int, levels: Mapping[str, int]) -> Expert:
     """Write an entry as it is read with ``cut`` experts, under a new number; an entry that is short enough stays."""
     shorter = dataclasses.replace(expert, number=manifest.next_number, mark=store.storage.new_mark(), cut=cut)
     files = StepStorage(store.storage, shorter.folder)
@@ -52,7 +73,7 @@ def _shorten(store: Store, manifest: Manifest, expert: Expert, cut: int) -> Expe
             record = shorten_inputs(store, manifest, expert.inputs, shorter.folder, cut)
             inputs = dataclasses.replace(expert.inputs, number=shorter.number, mark=shorter.mark, record=record)
             expert, shorter = dataclasses.replace(expert, inputs=inputs), dataclasses.replace(shorter, inputs=inputs)
-        digests = _write(store, files, manifest, expert, cut)
+        digests = _write(store, files, manifest, expert, levels)
         if digests is None:
             if not expert.inputs:
                 files.remove()
@@ -65,14 +86,16 @@ def _shorten(store: Store, manifest: Manifest, expert: Expert, cut: int) -> Expe
     return dataclasses.replace(shorter, state=combined_digest(digests))
 
 
-def _write(store: Store, files: StepStorage, manifest: Manifest, expert: Expert, cut: int) -> dict[str, str] | None:
-    """Write the shorter entry; returns its digests, or None where there is nothing to cut."""
+def _write(
+    store: Store, files: StepStorage, manifest: Manifest, expert: Expert, levels: Mapping[str, int]
+) -> dict[str, str] | None:
+    """Write the shorter entry with all singular values; returns its digests, or None where there is nothing to cut."""
     with closing(StepReader(store.storage, expert)) as reader:
 
         def shorter(name: str) -> dict[str, Tensor]:
-            context = tensor_context(manifest.base, name, cut)
-            slots = store.method.shortened(reader.entry(name), context)
-            return {slot_name(slot, name): value for slot, value in slots.items()}
+            slots = reader.entry(name)
+            cut = cut_entry(slots, levels.get(name, 0))
+            return {slot_name(slot, name): slots[slot] if slot == "sigma" else cut[slot] for slot in slots}
 
         layout = {
             key: TensorSpec(dtype_name(value.dtype), tuple(value.shape))

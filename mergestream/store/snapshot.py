@@ -135,6 +135,13 @@ class Snapshot:
 
         return self.reading(LocalEngine()).held()
 
+    def shortfall(self, reading: Reading | None = None) -> str | None:
+        """A sentence on the adapters of a reading (by default all) of which the entries hold too little, or None."""
+        from mergestream.engine import LocalEngine
+
+        everyone = self.reading(LocalEngine())
+        return (reading or everyone).shortfall(everyone)
+
     @property
     def tasks(self) -> list[str]:
         """The experts with heads of their own."""

@@ -125,6 +125,10 @@ class StepReader:
                 forms.setdefault(name, {})[slot] = form
         return forms
 
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of the slots of a tensor."""
+        return {slot: form.shape for slot, form in self.forms.get(name, {}).items()}
+
     def ranks(self, name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of each slot; None if they are dense."""
         keys = self._keys.get(name, {}).values()
