@@ -26,6 +26,7 @@ from mergestream.base.model import BaseModel, base_changed
 from mergestream.checkpoints import SafetensorsWriter
 from mergestream.checkpoints.layout import CARD
 from mergestream.checkpoints.location import locate_here, public_name
+from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import tensor_digest
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import code, markdown_text, one_line
@@ -36,6 +37,7 @@ from mergestream.export.companions import write_companions
 from mergestream.export.directory import Output
 from mergestream.export.model import Target, exporting
 from mergestream.export.recipe import ReadoutChoice
+from mergestream.export.settings import find_givers, take_settings
 from mergestream.files import read_json
 from mergestream.inputs.reading import explained
 from mergestream.ledger.routing import FeatureStatistics, Router
@@ -69,13 +71,14 @@ def export_routed(
     *,
     rank: int | None = None,
     dtype: str | None = None,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
     with_base: bool = False,
     overwrite: bool = False,
     command: str | None = None,
     **merged: Any,
 ) -> RoutedExport:
     """Write a directory for `RoutedModel`; ``merged`` are the fields of `ReadoutChoice`, for the merged adapter."""
-    output = Output(Path(out), dtype, overwrite=overwrite, command=command)
+    output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     with exporting(store, output) as (snapshot, target):
         return write_routed(snapshot, target, ReadoutChoice(**merged), rank, with_base)
 
@@ -107,6 +110,9 @@ def write_routed(
     save_router(target.draft / ROUTER, experts, None if missing else statistics)
     if with_base:
         _write_base(manifest, target)
+        settings = take_settings(target.draft / BASE, find_givers(snapshot, reading, choice), {}, None)
+        for note in settings.notes:
+            target.progress.note(note)
     _write_card(manifest, target, experts, missing, reading.readout_name)
     return RoutedExport(energies, experts, missing)
 
