@@ -253,6 +253,19 @@ def test_full_fine_tunes_with_biases_and_norms(tmp_path: Path, family: str) -> N
         torch.testing.assert_close(found[row], expected.logits[0], rtol=1e-4, atol=1e-4)
 
 
+def test_for_vllm_ranks_are_padded_and_whole_parameters_left_out(tmp_path: Path, home: Path) -> None:
+    store = Store(home / "store", progress=NoProgress())
+    store.export_routed(tmp_path / "out", server="vllm")
+    for folder in ("merged", *(f"experts/{name}" for name in WORDS)):
+        config = json.loads((tmp_path / "out" / folder / "adapter_config.json").read_text())
+        assert config["r"] in (8, 16) and not config["rank_pattern"] and config["bias"] == "none"
+    routed, before = RoutedModel.from_pretrained(tmp_path / "out"), RoutedModel.from_pretrained(home / "out")
+    inputs = batch(routed, MIXED)
+    # The factors of the head are left out, so the last hidden state is the same, and the logits are not.
+    ours, theirs = (model(**inputs, output_hidden_states=True).hidden_states[-1] for model in (routed, before))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
 # --- refusals
 
 

@@ -1,6 +1,6 @@
 """Route OpenAI-style requests to the adapters of a server that takes them by name (vLLM, LoRAX).
 
-    mergestream export store served --format routed
+    mergestream export store served --format routed --for vllm
     vllm serve BASE --enable-lora --lora-modules legal=served/experts/legal … merged=served/merged
     python examples/routed/proxy.py served http://127.0.0.1:8000 --port 8080
 

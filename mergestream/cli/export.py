@@ -116,8 +116,6 @@ def _check(options: Options, selection: dict[str, Any]) -> None:
         raise UsageError("--files-from is for full models: an adapter is used with the files of its base")
     if options.format == "loras" and (any(selection.values()) or options.scale is not None):
         raise UsageError("--format loras writes every expert unchanged; use --format lora with --readout, --only, …")
-    if options.server is not None and options.format == "routed":
-        raise UsageError("--for goes with --format lora or loras")
     if options.with_base and options.format != "routed":
         raise UsageError("--with-base is for --format routed")
     if options.private and not options.push:

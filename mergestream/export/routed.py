@@ -32,6 +32,7 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import code, markdown_text, one_line
 from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.export.adapter import AdapterPlan, Energy, plan_experts, write_adapters
+from mergestream.export.adapter_config import Server
 from mergestream.export.card import MAX_COMMAND, history_section
 from mergestream.export.companions import write_companions
 from mergestream.export.directory import Output
@@ -70,6 +71,7 @@ def export_routed(
     out: str | Path,
     *,
     rank: int | None = None,
+    server: Server | None = None,
     dtype: str | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     with_base: bool = False,
@@ -80,11 +82,11 @@ def export_routed(
     """Write a directory for `RoutedModel`; ``merged`` are the fields of `ReadoutChoice`, for the merged adapter."""
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     with exporting(store, output) as (snapshot, target):
-        return write_routed(snapshot, target, ReadoutChoice(**merged), rank, with_base)
+        return _write(snapshot, target, ReadoutChoice(**merged), rank, server, with_base)
 
 
-def write_routed(
-    snapshot: Snapshot, target: Target, choice: ReadoutChoice, rank: int | None = None, with_base: bool = False
+def _write(
+    snapshot: Snapshot, target: Target, choice: ReadoutChoice, rank: int | None, server: Server | None, with_base: bool
 ) -> RoutedExport:
     """Write all adapters, the router and a card; ``choice`` is how the merged adapter is read out."""
     manifest = snapshot.manifest
@@ -97,14 +99,15 @@ def write_routed(
     experts = tuple(sorted(reading.weights or ()))
     _check_experts(snapshot, experts)
     _check_base(manifest.base)
-    plans = {f"{EXPERTS}/{name}": plan for name, plan in plan_experts(snapshot, target.engine, rank, experts).items()}
+    planned = plan_experts(snapshot, target.engine, rank, experts, server)
+    plans = {f"{EXPERTS}/{name}": plan for name, plan in planned.items()}
     statistics = _read_statistics(snapshot, experts)
     missing = tuple(name for name in experts if name not in statistics)
     if missing:
         _check_common_layer(list(plans.values()))
         target.progress.note(f"{NO_INPUTS}; to route by inputs, run mergestream calibrate for {', '.join(missing)}")
     scale = reading.scale(choice.scale, target.engine)
-    plans[MERGED] = AdapterPlan.of(snapshot, reading, rank, scale)
+    plans[MERGED] = AdapterPlan.of(snapshot, reading, rank, scale, server)
     form = {"format": "routed", "rank": rank, "with_base": with_base}
     energies = write_adapters(plans, target, form, choice)
     save_router(target.draft / ROUTER, experts, None if missing else statistics)
