@@ -128,7 +128,7 @@ def clean_up(storage: Storage, manifest: Manifest, kept: Collection[str], replac
     for folder in left.keys() - spared:
         storage.remove(f"steps/{folder}")
     for folder in kept:
-        names = [name for name in storage.files(f"steps/{folder}") if name == PLAN or is_journal(name)]
+        names = [name for name in storage.files(f"steps/{folder}") if name.startswith((PLAN, JOURNAL))]
         storage.delete(f"steps/{folder}/{name}" for name in names)
     for kind, entries in (("experts", manifest.recorded), ("inputs", manifest.inputs)):
         named = {entry.folder for entry in entries} | spared
