@@ -15,7 +15,7 @@ import mergestream
 from mergestream import Merger, MergestreamError, Store
 from mergestream.errors import UsageError
 
-HOSTILE = "<script>alert(1)</script>"
+HOSTILE = "<script>alert(1)<script>"
 
 
 def small(seed: int = 0) -> nn.Module:
