@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +16,19 @@ def known_as(directory: Path, address: str) -> None:
     _ADDRESSES[str(directory)] = address
 
 
+_FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
+_IN_PYTHON = {
+    **{
+        flag: f"{flag.replace('-', '_')}=True"
+        for flag in ("partial", "allow-duplicate", "allow-other-base", "overwrite")
+    },
+    **{flag: f"{flag}=[…]" for flag in ("heads", "ignore", "only", "without")},
+    **{flag: f"{flag}=…" for flag in ("vocab", "name", "readout", "task", "rank", "dtype")},
+    **{"base": "store.relocate(…)", "max-memory": "LocalEngine(max_memory=…)", "workers": "LocalEngine(workers=…)"},
+}
+"""What flags of the command line are in Python"""
+
+
 class MergestreamError(Exception):
     """The input or the store is at fault. The message says what is wrong, where, and what to do."""
 
@@ -26,6 +40,9 @@ class MergestreamError(Exception):
         for directory, address in _ADDRESSES.items():
             message = message.replace(directory, address)
         super().__init__(message)
+        named = dict.fromkeys(_IN_PYTHON[flag] for flag in _FLAG.findall(message) if flag in _IN_PYTHON)
+        if named and hasattr(self, "add_note"):  # not in Python 3.10
+            self.add_note(f"In Python: {', '.join(named)}")
 
     @property
     def sentences(self) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,10 @@ def test_without_pandas_the_extra_is_named(store: Store, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MergestreamError, match=r"pip install 'mergestream\[pandas\]'"):
         store.history.to_frame()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
+def test_a_traceback_names_python_arguments_beside_flags() -> None:
+    error = UsageError("it lacks 2 tensors; pass --partial; --heads 'classifier.*' keeps them, --frobnicate does not")
+    assert "".join(traceback.format_exception_only(error)).endswith("\nIn Python: partial=True, heads=[…]\n")
+    assert not hasattr(UsageError("there is no --frobnicate"), "__notes__")

@@ -227,7 +227,10 @@ def _store_content(store: Path) -> tuple[dict[str, Any], list[str]]:
     manifest = json.loads((store / "manifest.json").read_text())
     manifest.pop("digest")
     known = {"manifest.json", "lock", "scores.json", "watched.json", "steps", "experts"}
-    for entry in manifest["history"]:
+    removed = manifest.get("removed", [])
+    for removal in removed:
+        del removal["time"]
+    for entry in (*manifest["history"], *(removal["expert"] for removal in removed)):
         number = f"{entry['number']:04d}"
         for part in ("steps", "experts"):
             known.add(f"{part}/{number}")
