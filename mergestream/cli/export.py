@@ -34,6 +34,7 @@ mergestream export store merged --readout tsv --without legal --weight medical=0
 mergestream export store legal-again --readout expert:legal
 mergestream export store merged-adapter --format lora --rank 32
 mergestream export store adapters --format loras --for vllm
+mergestream export store style --format lora --layout kohya
 mergestream export store served --format routed --with-base
 mergestream export store merged --push org/name --private
 """
@@ -63,6 +64,12 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
     )
     server: str | None = argument(
         "--for SERVER", "make an adapter that this server takes, and say what is left out", choices=("vllm",)
+    )
+    layout: str = argument(
+        "--layout",
+        "names of an adapter's tensors: PEFT's, or those of diffusers or kohya's scripts (A1111, ComfyUI) (peft)",
+        choices=("peft", "diffusers", "kohya"),
+        default="peft",
     )
     with_base: bool = switch("--with-base", "with --format routed: add a copy of the base")
     readout: str | None = argument(
@@ -110,6 +117,8 @@ def _check(options: Options, selection: dict[str, Any]) -> None:
     """Refuse options that contradict each other, and a missing login, before any work."""
     if options.format == "full" and (options.rank is not None or options.server is not None):
         raise UsageError(f"--{'for' if options.rank is None else 'rank'} is for adapters: add --format lora")
+    if options.layout != "peft" and (options.format not in ("lora", "loras") or options.server):
+        raise UsageError("--layout is for --format lora or loras, without --for")
     if options.format != "full" and options.task is not None:
         raise UsageError("--task is for full models: an adapter has no head of its own")
     if options.format != "full" and options.files_from is not None:

@@ -34,6 +34,7 @@ from mergestream.export.adapter_config import (
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output
 from mergestream.export.labels import Labels
+from mergestream.export.layout import LORA_FILE, PEFT_FILE, change_layout, layout_names
 from mergestream.export.model import DrawPictures, Target, cast_spec, exporting
 from mergestream.export.recipe import ReadoutChoice, make_recipe
 from mergestream.files import write_json
@@ -97,6 +98,7 @@ def export_merged_adapter(
     rank: int | None = None,
     server: Server | None = None,
     draw: DrawPictures | None = None,
+    layout: str = "peft",
 ) -> Energy:
     """Write scale · direction as factors, exactly or truncated to ``rank``; returns what is cut off or left out.
 
@@ -106,16 +108,18 @@ def export_merged_adapter(
     with exporting(store, output) as (snapshot, target):
         reading = snapshot.reading(target.engine, choice, target.progress)
         plan = AdapterPlan.of(snapshot, reading, rank, reading.scale(choice.scale, target.engine), server)
-        return write_adapters({"": plan}, target, {"format": "lora", "rank": rank}, choice, draw)[""]
+        form = {"format": "lora", "rank": rank, "layout": layout}
+        return write_adapters({"": plan.with_layout(layout)}, target, form, choice, draw)[""]
 
 
 def export_expert_adapters(
-    store: Store, output: Output, rank: int | None = None, server: Server | None = None
+    store: Store, output: Output, rank: int | None = None, server: Server | None = None, layout: str = "peft"
 ) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter, each to a directory of its name."""
     with exporting(store, output) as (snapshot, target):
         plans = plan_experts(snapshot, target.engine, rank, snapshot.manifest.names, server)
-        return write_adapters(plans, target, {"format": "loras", "rank": rank})
+        plans = {name: plan.with_layout(layout) for name, plan in plans.items()}
+        return write_adapters(plans, target, {"format": "loras", "rank": rank, "layout": layout})
 
 
 def plan_experts(
@@ -158,7 +162,7 @@ def write_adapters(
                     f"{name or output.path.name}: left out, because vLLM may refuse them: "
                     f"{shorten_list(plan.left_out)}, with {share:.3%} of the energy; --format full has everything"
                 )
-            with open_checkpoint(draft / name / "adapter_model.safetensors") as written:
+            with open_checkpoint(draft / name / (PEFT_FILE if plan.layout == "peft" else LORA_FILE)) as written:
                 digests[name] = combined_digest({key: tensor_digest(written.read(key)) for key in written.tensors})
     digest = digests[""] if "" in digests else combined_digest(digests)
     manifest = next(iter(plans.values())).snapshot.manifest
@@ -183,6 +187,8 @@ class AdapterPlan:
     """The largest rank that is kept; factors of less are padded with zeros to the rank of the module"""
     left_out: dict[str, str]
     """Parameters that are not written because the server refuses them, with the name of their tensor"""
+    layout: str = "peft"
+    """``peft``, ``diffusers`` or ``kohya``"""
 
     @classmethod
     def of(
@@ -215,6 +221,10 @@ class AdapterPlan:
             notes.append(f"an adapter cannot hold the new tokens of {names}; export with --format full for them")
         return cls(snapshot, reading, modules, whole, config, notes, scale, rank, left_out)
 
+    def with_layout(self, layout: str) -> AdapterPlan:
+        """The same adapter in another layout; the notes are about servers of PEFT's."""
+        return self if layout == "peft" else replace(self, layout=layout, notes=[])
+
     @property
     def size(self) -> int:
         return len(self.modules) + len(self.whole) + len(self.left_out)
@@ -233,6 +243,7 @@ class AdapterPlan:
             for factor, shape in module.factor_shapes.items()
         }
         layout |= {keys[parameter]: cast_spec(tensors[name], dtype) for parameter, name in self.whole.items()}
+        renamed = layout_names(self.layout, reading.model, layout) if self.layout != "peft" else {}
 
         def write(name: str) -> Energy:
             if name in self.whole:
@@ -265,6 +276,8 @@ class AdapterPlan:
                 energies.append(energy)
                 advance(1)
         write_json(directory / CONFIG_NAME, self.config)
+        if renamed:
+            change_layout(directory, renamed)
         total, lost, left_out = (
             math.fsum(getattr(energy, part) for energy in energies) for part in ("total", "lost", "left_out")
         )
@@ -276,7 +289,8 @@ class AdapterPlan:
         distance = math.sqrt(energy.total + self.scale**2 * math.fsum(self.reading.norm2.values()))
         pictures = draw(manifest, target.progress, directory) if draw else {}
         facts = CardFacts(manifest, self.scale, distance, target.output.command, None, pictures, self.reading)
-        (directory / CARD).write_text(model_card(facts, Labels("peft")), encoding="utf-8")
+        library = "peft" if self.layout == "peft" else "diffusers"
+        (directory / CARD).write_text(model_card(facts, Labels(library)), encoding="utf-8")
 
     def _memory(self) -> dict[str, int]:
         """Peak bytes of each module and parameter; a merged matrix without factors is decomposed."""
@@ -332,7 +346,8 @@ def _whole_key(name: str, paths: set[str]) -> str:
 
 def _can_have_factors(tensor: BaseTensor, leaf: str) -> bool:
     """Whether PEFT has factors for a tensor."""
-    is_weight = tensor.role in ("linear", "embedding") or (tensor.module or "").startswith("torch.nn.Conv")
+    is_convolution = tensor.module.startswith("torch.nn.Conv") if tensor.module else len(tensor.shape) > 3
+    is_weight = tensor.role in ("linear", "embedding") or is_convolution
     return leaf == "weight" and is_weight and len(tensor.shape) != 3
 
 

@@ -294,13 +294,14 @@ class Store:
         balance: bool = False,
         rank: int | None = None,
         server: Server | None = None,
+        layout: str = "peft",
         scale: str | float | None = None,
         dtype: str | None = None,
         overwrite: bool = False,
         command: str | None = None,
     ) -> Energy:
         """Write the merged task vector as a PEFT adapter, exactly or in one ``rank``; returns what was cut off, or was
-        left out because the ``server`` (``vllm``) refuses it."""
+        left out because the ``server`` (``vllm``) refuses it. ``layout``: ``peft``, ``diffusers`` or ``kohya``."""
         from mergestream.export.adapter import export_merged_adapter
         from mergestream.export.directory import Output
         from mergestream.export.recipe import ReadoutChoice
@@ -308,7 +309,7 @@ class Store:
 
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
-        return export_merged_adapter(self, output, choice, rank, server, draw_pictures)
+        return export_merged_adapter(self, output, choice, rank, server, draw_pictures, layout)
 
     def export_adapters(
         self,
@@ -316,6 +317,7 @@ class Store:
         *,
         rank: int | None = None,
         server: Server | None = None,
+        layout: str = "peft",
         dtype: str | None = None,
         overwrite: bool = False,
         command: str | None = None,
@@ -325,7 +327,7 @@ class Store:
         from mergestream.export.directory import Output
 
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
-        return export_expert_adapters(self, output, rank, server)
+        return export_expert_adapters(self, output, rank, server, layout)
 
     def export_routed(self, out: str | Path, **options: Any) -> RoutedExport:
         """Write all experts of a ledger as PEFT adapters, a merged adapter, and a router: what `RoutedModel` loads.

@@ -44,7 +44,7 @@ _OTHER_KINDS = {
     r"\.(diff|diff_b|w_norm|b_norm)$": "full differences",
 }
 """Adapters that are not s·B·A, by their keys"""
-_COMPONENT = re.compile(r"((?:unet|transformer|text_encoder)(?:_\d+)?)\.(.+)")
+COMPONENT = re.compile(r"((?:unet|transformer|text_encoder)(?:_\d+)?)\.(.+)")
 _FACTORS = (("lora_down.weight", "lora_up.weight"), ("lora_A.weight", "lora_B.weight"))
 
 
@@ -90,7 +90,7 @@ def _converted(file: Checkpoint, config: Mapping[str, Any]) -> dict[str, Tensor]
             "scaled, is not beside it; download it too, and give the directory"
         )
     tensors = _fold_alphas(file)
-    if all(re.fullmatch(rf"{_COMPONENT.pattern}\.lora_[AB]\.weight", name) for name in tensors):
+    if all(re.fullmatch(rf"{COMPONENT.pattern}\.lora_[AB]\.weight", name) for name in tensors):
         return tensors
     try:
         loaders: Any = import_module("diffusers.loaders")
@@ -148,7 +148,7 @@ def _by_component(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]
     components: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if not name.endswith(".alpha"):
-            match = _COMPONENT.fullmatch(name)
+            match = COMPONENT.fullmatch(name)
             component, inner = match.groups() if match else ("", name)
             components.setdefault(component, {})[inner] = tensor
     return components
