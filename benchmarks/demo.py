@@ -40,14 +40,13 @@ def run(output: Path) -> None:
     from mergestream.evaluation.bench import Plan, run_bench, write_report
     from mergestream.evaluation.rows import Row
     from mergestream.evaluation.suites.loading import open_suite
-    from mergestream.evaluation.workers import available_cores, progress_bars
+    from mergestream.evaluation.workers import available_cores, progress_lines
 
     started = time.monotonic()
     suite = open_suite("text", tasks=4, test_limit=200)
     print(f"MiniLM and four text tasks ({', '.join(suite.tasks)}); four experts, fine-tuned here or from the cache.")
-    plan = Plan([Row(method) for method in METHODS], orders=1, full_orders=1, workers=available_cores())
-    with progress_bars() as on_progress:
-        results = run_bench(suite, plan, output, on_progress, "make demo")
+    plan = Plan([Row(method) for method in METHODS], orders=1, workers=available_cores())
+    results = run_bench(suite, plan, output, progress_lines(), "make demo")
     write_report(results, output)
     print(accuracy_report(results))
     merged, page = merged_model(suite, results, output)

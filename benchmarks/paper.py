@@ -3,8 +3,7 @@
     python -m benchmarks.paper DIR                     DIR/paper.md and .csv: Table 1 with the paper's numbers; figures
     python -m benchmarks.paper DIR --sweep alpha       DIR/sweep-alpha.png: ACC against a parameter
 
-The figures are the accuracy matrix of each method in its first order, λ_t against √t for OPCM, and the cosine
-similarity of the task vectors.
+The figures are the accuracy matrix of each method in its first order, and λ_t against √t for OPCM.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.heat_map import heat_map, similarity
-from mergestream.evaluation.figures import save
+from benchmarks.heat_map import heat_map
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import Row
-from mergestream.evaluation.tables import Table, table1
+from mergestream.evaluation.tables import Table, save, table1
 from mergestream.report.figures import label, scaling
 from mergestream.report.metrics import Spread
 
@@ -117,7 +115,6 @@ def main(arguments: list[str] | None = None) -> None:
         save(figure, directory, name)
     if curve := scaling_factor(results):
         save(curve, directory, "lambda")
-    save(similarity(results.tasks, results.cosines, f"Task vectors, {results.model}"), directory, "cosine-similarity")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ LARGEST_NORM = 1e140
 _RUN = 1 << 10
 _BLOCK = 1 << 16
 _TINY = 1e-27
+_PHILOX = 8
+"""32-bit numbers per count of Philox"""
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -135,3 +137,18 @@ def _float64_sums(rows: NDArray[Any]) -> NDArray[Any]:
     if not sums.all():  # squares that float64 rounds to zero
         sums[(sums == 0) & rows.any(axis=1)] = np.nextafter(0, 1)
     return sums
+
+
+def chosen(key: int, share: float, start: int, count: int) -> Tensor:
+    """Which of ``count`` elements from ``start`` on belong to a random ``share`` of all; ``key`` has 128 bits.
+
+    The same for pieces of any size, on every machine and device: Philox makes its numbers of a key and a counter. NumPy
+    promises that its stream stays what it is, which torch does not of its generators.
+    """
+    import numpy as np
+    import torch
+
+    first, skipped = divmod(start, _PHILOX)
+    stream = np.random.Philox(key=key).advance(first)
+    numbers = stream.random_raw((skipped + count + 1) // 2).astype("<u8", copy=False).view("<u4")
+    return torch.from_numpy(numbers[skipped : skipped + count] < round(share * 2**32))

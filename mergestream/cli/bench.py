@@ -38,15 +38,6 @@ class Options:
         "--sweep P=A:B:S",
         "a row for every value of a parameter, as in alpha=0.1:1.0:0.1; only the last models are scored",
     )
-    full_orders: int = argument(
-        "--full-orders N",
-        "orders with the whole accuracy matrix; the others measure only what ACC and BWT need (3)",
-        type=at_least(0),
-        default=3,
-    )
-    finetune_orders: int = argument(
-        "--finetune-orders N", "orders of continual fine-tuning (1)", type=at_least(0), default=1
-    )
     last_only: bool = switch("--last-only", "score only the last model of every order: ACC without BWT, faster")
     test_limit: int | None = argument("--test-limit N", "test samples per task (text, vision: 500)", type=at_least(1))
     model: str | None = argument("--model", "model of the clip suite: vit-b-32 (the default), vit-b-16, vit-l-14")
@@ -69,7 +60,7 @@ def _bench(options: Options) -> None:
     from mergestream.evaluation.bench import Plan, run_bench, write_report
     from mergestream.evaluation.rows import parse_rows, sweep_rows
     from mergestream.evaluation.suites.loading import open_suite
-    from mergestream.evaluation.workers import available_cores, progress_bars
+    from mergestream.evaluation.workers import available_cores, progress_lines
     from mergestream.storage import local_path
 
     suite = open_suite(options.suite, **arguments_of(open_suite, options))
@@ -79,8 +70,6 @@ def _bench(options: Options) -> None:
         sweep_rows(rows, options.sweep) if options.sweep else rows,
         orders=options.orders,
         seed=options.seed,
-        full_orders=options.full_orders,
-        finetune_orders=options.finetune_orders,
         workers=options.workers or (1 if on_cluster else available_cores()),
         last_only=options.last_only or options.sweep is not None,
         engine=make_engine(options.engine, workers=None if on_cluster else 1),
@@ -88,8 +77,7 @@ def _bench(options: Options) -> None:
     output = local_path(options.output)
     if output.exists() and not output.is_dir():
         raise UsageError(f"-o {output} is a file; name a directory for the results")
-    with progress_bars() as on_progress:
-        results = run_bench(suite, plan, output, on_progress, command_line())
+    results = run_bench(suite, plan, output, progress_lines(), command_line())
     files = ["results.json", *write_report(results, output)]
     answer({"output": str(output), "files": files, "summary": results.summary()})
     print_text((output / "table1.md").read_text("utf-8"))

@@ -195,7 +195,7 @@ def _summary(readout: str, experts: Sequence[str], method: str, balanced: bool) 
 
 def _push(options: Options) -> str:
     """Upload the result; if that fails, show how to upload it later."""
-    from mergestream.hub.models import push_model
+    from mergestream.hub.transfer import push_model
 
     assert options.push is not None
     try:

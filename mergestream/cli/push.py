@@ -21,7 +21,7 @@ class Options:
 
 
 def run(options: Options) -> None:
-    from mergestream.hub.models import push_model
+    from mergestream.hub.transfer import push_model
     from mergestream.storage import open_storage
     from mergestream.store.manifest import is_store
     from mergestream.store.store import Store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import random
@@ -12,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mergestream import Engine, LocalEngine, __version__, task_vectors
+from mergestream import Engine, LocalEngine, __version__
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.cache import key_of
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
-from mergestream.evaluation.streams import Entries, Outcome, Stream, model_digest, run_streams, score
+from mergestream.evaluation.streams import Outcome, Stream, model_digest, run_streams, score
 from mergestream.evaluation.suites.base import Suite
 from mergestream.evaluation.workers import run_parallel
 
@@ -32,13 +31,11 @@ class Plan:
     rows: Sequence[Row]
     orders: int = 10
     seed: int = 0
-    full_orders: int = 3
-    """Orders with the whole accuracy matrix; ACC and BWT need only its diagonal and last row"""
-    finetune_orders: int = 1
-    """Orders of continual fine-tuning, which trains"""
     workers: int = 2
     last_only: bool = False
-    """Score only the last model of every order: enough for ACC, and cheap enough for whole test sets"""
+    """Score only the last model of every order: enough for ACC, and cheap enough for whole test sets.
+
+    Else the whole accuracy matrix of the first order, and of the others its diagonal and last row, for ACC and BWT."""
     engine: Engine = field(default_factory=lambda: LocalEngine(1))
     """The engine that merges in each worker"""
 
@@ -58,22 +55,20 @@ class Plan:
     def streams(self, tasks: Sequence[str]) -> list[Stream]:
         """List all runs: each row in each of its orders."""
         return [
-            Stream(row, self.order(tasks, index), self.seed + index, self._entries(index))
+            Stream(
+                row,
+                self.order(tasks, index),
+                self.seed + index,
+                "last" if self.last_only else "ends" if index else "all",
+            )
             for index in range(self.orders)
             for row in self.rows
-            if index < self._count_orders(row)
+            if index == 0 or not self._needs_one_order(row)
         ]
 
-    def _entries(self, index: int) -> Entries:
-        if self.last_only:
-            return "last"
-        return "all" if index < self.full_orders else "ends"
-
-    def _count_orders(self, row: Row) -> int:
-        if row.name == CONTINUAL_FINE_TUNING:
-            return self.finetune_orders
-        # The last model of a commutative method is the same in every order.
-        return 1 if self.last_only and row.method().commutative else self.orders
+    def _needs_one_order(self, row: Row) -> bool:
+        """Fine-tuning takes long; the last model of a commutative method is the same in every order."""
+        return row.name == CONTINUAL_FINE_TUNING or (self.last_only and row.method().commutative)
 
 
 def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, command: str = "") -> Results:
@@ -90,8 +85,6 @@ def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, c
         "command": command,
         "orders": plan.orders,
         "seeds": [plan.seed + index for index in range(plan.orders)],
-        "full_orders": plan.full_orders,
-        "finetune_orders": plan.finetune_orders,
         "protocol": suite.protocol(),
         "machine": machine(),
     }
@@ -134,7 +127,7 @@ def _recorded(suite: Suite, digests: dict[str, Any], output: Path) -> Results | 
 
 
 def _measure_models(suite: Suite, digests: dict[str, Any], workers: int, on_progress: OnProgress) -> Results:
-    """Score the base and the experts, and compare the experts; the results have no runs yet."""
+    """Score the base and the experts; the results have no runs yet."""
     calls = [(suite, task, digests["base"], digests["experts"][task]) for task in suite.tasks]
     what = "scoring the base and the experts"
     scored = {task: scores for task, *scores in _run_all(_score_individual, calls, workers, what, on_progress)}
@@ -145,7 +138,6 @@ def _measure_models(suite: Suite, digests: dict[str, Any], workers: int, on_prog
         pretrained={task: scored[task][0] for task in sorted(scored)},
         fine_tuned={task: scored[task][1] for task in sorted(scored)},
         runs=[],
-        cosines=cosines(suite, on_progress),
         beside=score(suite, suite.base(), suite.beside, digests["base"]),
         model_bytes=_weight_bytes(suite.base()),
         expert_bytes=sum(_weight_bytes(suite.expert(task)) for task in suite.tasks) // len(suite.tasks),
@@ -188,8 +180,7 @@ def _run_plan(suite: Suite, plan: Plan, results: Results, output: Path, on_progr
 
 def write_report(results: Results, output: Path) -> list[str]:
     """Write tables and a figure; returns the names of the files."""
-    from mergestream.evaluation.figures import accuracy_over_tasks, save
-    from mergestream.evaluation.tables import per_task_table, table1
+    from mergestream.evaluation.tables import accuracy_over_tasks, per_task_table, save, table1
 
     files = [*table1(results).write(output, "table1"), *per_task_table(results).write(output, "per-task")]
     figure = accuracy_over_tasks(results)
@@ -204,21 +195,6 @@ def _run_all(
     for done, result in enumerate(run_parallel(function, calls, workers), 1):
         on_progress(what, done, len(calls))
         yield result
-
-
-def cosines(suite: Suite, on_progress: OnProgress) -> list[list[float]]:
-    """Return the cosine similarities of the experts' task vectors."""
-    import torch
-
-    products = torch.zeros(len(suite.tasks), len(suite.tasks), dtype=torch.float64)
-    on_progress("cosine similarities", 0, 1)
-    for _, deltas in task_vectors(suite.base(), [suite.expert(task) for task in suite.tasks]):
-        rows = torch.stack([delta.double() for delta in deltas])
-        products += rows @ rows.T
-    on_progress("cosine similarities", 1, 1)
-    norms = products.diagonal().clamp_min(1e-300).sqrt()
-    table: list[list[float]] = (products / norms[:, None] / norms).tolist()
-    return [[0.0 if math.isnan(value) else value for value in row] for row in table]
 
 
 def machine() -> dict[str, Any]:

@@ -52,7 +52,6 @@ class Results:
     pretrained: dict[str, float]
     fine_tuned: dict[str, float]
     runs: list[Run]
-    cosines: list[list[float]]
     model_bytes: int
     settings: dict[str, Any] = field(default_factory=dict)
     """Command, seeds, protocol, machine, versions"""
@@ -110,6 +109,7 @@ class Results:
         try:
             content = json.loads(path.read_text("utf-8"))
             content.pop("summary")
+            content.pop("cosines", None)  # of older versions
             return Results(**{**content, "runs": [Run(**run) for run in content["runs"]]})
         except FileNotFoundError:
             raise MergestreamError(

@@ -8,13 +8,12 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from mergestream import Engine, Store
 from mergestream.digest import combined_digest, tensor_digest
-from mergestream.evaluation.cache import cache_directory, cached_directory, written_whole
+from mergestream.evaluation.cache import cache_directory, written_whole
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, READ_BACK, Row
 from mergestream.evaluation.suites.base import Suite
 from mergestream.files import write_json
@@ -98,6 +97,8 @@ def score(suite: Suite, model: Path, names: Sequence[str], digest: str = "") -> 
 
 def run_streams(suite: Suite, streams: Sequence[Stream], work: Path, engine: Engine) -> dict[Outcome, Steps]:
     """Run streams of one order that differ in the readout alone; ``work`` is a directory for what they need."""
+    shutil.rmtree(work, ignore_errors=True)  # an earlier run was interrupted
+    work.mkdir(parents=True)
     if streams[0].row.name == CONTINUAL_FINE_TUNING:
         steps = [_fine_tune(suite, streams[0], work)]
     else:
@@ -108,8 +109,6 @@ def run_streams(suite: Suite, streams: Sequence[Stream], work: Path, engine: Eng
 
 def _merge(suite: Suite, streams: Sequence[Stream], work: Path, engine: Engine) -> list[Steps]:
     """Add the experts to one store, and score the model of every stream after each step."""
-    shutil.rmtree(work, ignore_errors=True)  # an earlier run was interrupted
-    work.mkdir(parents=True)
     method = streams[0].row.method()
     store = Store.create(work / "store", suite.base(), method, keep=0, engine=engine, progress=NoProgress())
     steps: list[Steps] = [[] for _ in streams]
@@ -149,15 +148,14 @@ def _score_models(suite: Suite, stream: Stream, step: int, store: Store) -> tupl
 
 
 def _fine_tune(suite: Suite, stream: Stream, work: Path) -> Steps:
-    """Continual fine-tuning: train θ^(t−1) on task t; θ^(1) is the first task's expert.
-
-    An interrupted run continues from the models in ``work``, since training takes long.
-    """
+    """Continual fine-tuning: train θ^(t−1) on task t; θ^(1) is the first task's expert."""
     model = suite.expert(stream.order[0])
     steps = []
     for step, task in enumerate(stream.order):
         if step:
-            model = cached_directory(work / f"model-{step:02d}", partial(suite.fine_tune, model, task))
+            start, model = model, work / f"model-{step:02d}"
+            model.mkdir()
+            suite.fine_tune(start, task, model)
         steps.append({"task": task, **_split(suite, score(suite, model, stream.names_to_score(suite, step)))})
     return steps
 

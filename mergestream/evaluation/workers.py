@@ -9,13 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from typing import Any
 
 from mergestream.escaping import one_line
 
 QUIET_SECONDS = 60
-"""Seconds between two lines of progress in a log"""
+"""Seconds between two lines of progress"""
 
 
 def available_cores() -> int:
@@ -60,32 +59,14 @@ def run_parallel(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]],
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-@contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that shows progress: bars on a terminal, elsewhere a line per finished part or minute."""
-    from rich import progress
-    from rich.console import Console
+def progress_lines() -> Callable[[str, int, int], None]:
+    """Return a function that shows progress: a line per finished part, or after a while."""
+    printed = time.monotonic()
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        printed = time.monotonic()
+    def print_line(what: str, done: int, total: int) -> None:
+        nonlocal printed
+        if done == total or time.monotonic() - printed >= QUIET_SECONDS:
+            print(f"{one_line(what)}: {done} of {total}", file=sys.stderr, flush=True)
+            printed = time.monotonic()
 
-        def print_line(what: str, done: int, total: int) -> None:
-            nonlocal printed
-            if done == total or time.monotonic() - printed >= QUIET_SECONDS:
-                print(f"{one_line(what)}: {done} of {total}", file=sys.stderr, flush=True)
-                printed = time.monotonic()
-
-        yield print_line
-        return
-    columns = (progress.TextColumn("{task.description}", markup=False), progress.BarColumn())
-    amounts = (progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
-    with progress.Progress(*columns, *amounts, console=console) as bars:
-        known: dict[str, progress.TaskID] = {}
-
-        def update_bar(what: str, done: int, total: int) -> None:
-            if what not in known:
-                known[what] = bars.add_task(one_line(what), total=total)
-            bars.update(known[what], completed=done)
-
-        yield update_bar
+    return print_line

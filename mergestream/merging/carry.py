@@ -60,7 +60,8 @@ class Carry:
             for number, found in enumerate(thresholds)
         ]
         if self.method.is_whole(contexts[0]):
-            contexts = [with_base(context, self.method, self.vectors[0], self.device) for context in contexts]
+            if self.method.needs_base:
+                contexts = [with_base(context, self.vectors[0], self.device) for context in contexts]
             arriving = (self._whole(name, number, context) for number, context in enumerate(contexts))
             yield from _in_pieces(*self.method.carry(arriving, contexts, self.device))
             return

@@ -100,10 +100,8 @@ def tensor_context(
     )
 
 
-def with_base(context: Context, method: Method, vector: TaskVector, device: str) -> Context:
-    """Add θ⁰ of the tensor, where the method needs it."""
-    if not method.needs_base:
-        return context
+def with_base(context: Context, vector: TaskVector, device: str) -> Context:
+    """Add θ⁰ of the tensor, for a method that needs it."""
     base = vector.base_elements(context.tensor)(0, math.prod(context.shape)).reshape(context.shape)
     return dataclasses.replace(context, base=base.to(device))
 

@@ -221,7 +221,8 @@ class Step:
             if state is not None:
                 state = {slot: _dense(value).to(self.device) for slot, value in state.items()}
             delta = delta.to(self.device) if isinstance(delta, Tensor) else delta  # factors are small
-            context = with_base(context, self.method, self.vector, self.device)
+            if self.method.needs_base:
+                context = with_base(context, self.vector, self.device)
             absorbed = self.method.absorb(state, delta, context)
             kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
             if self.measures_direction:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mergestream.algebra.drawing import chosen
 from mergestream.algebra.lowrank import Value, dense
+from mergestream.algebra.pieces import chosen
 from mergestream.digest import json_digest
 from mergestream.methods.base import Absorbed, Context, Method, State, parameter
 from mergestream.methods.task_arithmetic import TaskArithmetic

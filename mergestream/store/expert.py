@@ -1,15 +1,19 @@
-"""One expert in the history of a store, as the manifest has it."""
+"""The history of a store: its experts, as the manifest has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-from mergestream.display import html_table
+from mergestream.display import data_frame, html_table
 from mergestream.experts.vocabulary import Vocab
 from mergestream.methods.scale import inverse
 from mergestream.schema import Count, Finite, Magnitude, Number
+from mergestream.sizes import counted
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 def folder_name(number: int, mark: str) -> str:
@@ -156,3 +160,28 @@ class Removal:
     """The last expert that was left: as long as it is the last one, `undo` brings the removed one back"""
     next: Number
     """The number for the next folder then, to tell whether `calibrate` came later"""
+
+
+_COLUMNS = (
+    *("name", "added", "norm", "kept", "scale", "mean_norm", "distance", "score", "rank", "seconds"),
+    *("source", "digest"),
+)
+
+
+class History(tuple[Expert, ...]):
+    """The experts in their order."""
+
+    __slots__ = ()
+
+    def to_frame(self) -> DataFrame:
+        """A data frame with one row per expert."""
+        frame = data_frame(({column: getattr(entry, column) for column in _COLUMNS} for entry in self), "name")
+        return frame.assign(added=frame["added"].astype("datetime64[ns, UTC]")) if len(frame) else frame
+
+    def _repr_html_(self) -> str:
+        return self.table(counted(len(self), "expert"))
+
+    def table(self, caption: str) -> str:
+        """An HTML table for notebooks."""
+        rows = [(e.name, e.norm, f"{e.kept:.1%}", e.added, e.source) for e in self]
+        return html_table(caption, ("expert", "‖Δ‖", "held" if self and self[0].cut else "kept", "added", "from"), rows)

@@ -1,18 +1,23 @@
-"""Maintenance of a store: `keep`, `gc`, `verify`, and a base that has moved."""
+"""`init` and maintenance of a store: `keep`, `gc`, `verify`, and a base that has moved."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergestream.base.model import BaseModel, match_names
+from mergestream.base.model import BaseModel, match_names, open_base
 from mergestream.checkpoints import open_checkpoint
+from mergestream.engine import Engine
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.storage import total_bytes
+from mergestream.experts import ExpertSource
+from mergestream.progress import Progress
+from mergestream.storage import Storage, total_bytes
 from mergestream.store.inputs import InputsReader
+from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import verify_record
 from mergestream.store.steps import StepReader
 from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused
@@ -20,6 +25,38 @@ from mergestream.store.watched import recall
 
 if TYPE_CHECKING:
     from mergestream.store.store import Store
+
+
+def check_free(storage: Storage) -> None:
+    """Refuse a place for a new store that is not empty."""
+    if not storage.is_free:
+        raise MergestreamError(f"{storage} exists already and is not empty; choose another place for the store")
+    storage.check()
+
+
+def examine_base(
+    base: ExpertSource, config_only: bool, engine: Engine | None, progress: Progress | None, **globs: Sequence[str]
+) -> BaseModel:
+    """Measure the base; ``globs`` are ``linear``, ``not_linear`` and ``heads``."""
+    if not isinstance(base, str | Path):
+        raise UsageError("a store refers to its base by path or hub id: save the base first, or use a Merger")
+    with open_base(base, config_only=config_only) as checkpoint:
+        measure = checkpoint.has_weights and not config_only
+        model = BaseModel.examine(checkpoint, measure=measure, engine=engine, progress=progress, **globs)
+        if checkpoint.note:
+            (progress or Progress()).note(checkpoint.note)
+    return dataclasses.replace(model, given=str(base))
+
+
+def write_first_manifest(storage: Storage, manifest: Manifest) -> None:
+    """Make the store."""
+    try:
+        with storage.creating(), storage.writing(MANIFEST):
+            check_free(storage)  # again: examining the base may have taken long
+            dataclasses.replace(manifest, commit=storage.new_mark()).save(storage)
+            storage.sync()
+    except OSError as error:
+        raise MergestreamError(f"{storage} cannot be made: {error.strerror}") from error
 
 
 def check_keep(steps: int) -> None:

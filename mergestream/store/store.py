@@ -19,8 +19,8 @@ from mergestream.experts import ExpertSource
 from mergestream.progress import Progress, default_progress
 from mergestream.storage import Storage, local_path, open_storage
 from mergestream.store import transaction
-from mergestream.store.history import History
-from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.expert import Expert, History
+from mergestream.store.manifest import Manifest
 from mergestream.store.records import TensorRecord, tensor_records
 from mergestream.store.snapshot import Snapshot
 
@@ -83,8 +83,7 @@ class Store:
         ``config_only`` the base's weights are not read before a full export or a full checkpoint needs them.
         """
         from mergestream.methods import as_method
-        from mergestream.store.create import check_free, examine_base, write_first_manifest
-        from mergestream.store.maintain import check_keep
+        from mergestream.store.maintain import check_free, check_keep, examine_base, write_first_manifest
 
         storage, method = open_storage(path), as_method(method)
         check_free(storage)
@@ -340,7 +339,7 @@ class Store:
 
     def push(self, address: str, *, private: bool = False) -> str:
         """Upload the store as it is now to ``hf://ORG/NAME``, in one commit; returns the repository's address."""
-        from mergestream.hub.stores import push_store
+        from mergestream.hub.transfer import push_store
 
         return push_store(self, address, private=private)
 
@@ -355,7 +354,7 @@ class Store:
         progress: Progress | None = None,
     ) -> Self:
         """Download a store from ``hf://ORG/NAME[@revision]`` and verify it; ``base`` is where its base is here."""
-        from mergestream.hub.stores import pull_store
+        from mergestream.hub.transfer import pull_store
 
         pull_store(address, Path(path), base, lambda work: cls(work, engine=engine, progress=progress))
         return cls(path, engine=engine, progress=progress)

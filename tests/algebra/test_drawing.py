@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mergestream.algebra.drawing import chosen
+from mergestream.algebra.pieces import chosen
 
 KEY = 0x0123456789ABCDEF_FEDCBA9876543210
 FIRST = "011010011110101000001101"

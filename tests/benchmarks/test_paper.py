@@ -36,7 +36,6 @@ def test_the_papers_figures_are_drawn(tmp_path: Path) -> None:
         "accuracy-matrices-average.png",
         "accuracy-matrices-opcm.png",
         "lambda.png",
-        "cosine-similarity.png",
     }
     assert "paper (not ours)" in (tmp_path / "paper.md").read_text()
 

@@ -97,10 +97,10 @@ def test_nothing_is_scored_twice(tiny_suite: Path, tmp_path: Path, monkeypatch: 
         return accuracy(self, model, task)
 
     monkeypatch.setattr(type(suite), "accuracy", noting)
-    plan = Plan(parse_rows("ledger"), orders=4, full_orders=0, workers=1)
+    plan = Plan(parse_rows("ledger"), orders=4, workers=1)
     run_bench(suite, plan, tmp_path / "out", silent)
-    # base and experts: 6; the last model of all orders is one: 3; the others by diagonal, at most one of each
-    assert len(scored) <= 6 + 3 + 2 * 4
+    # base and experts: 6; the last model of all orders is one: 3; the first order: 6; the others by diagonal
+    assert len(scored) <= 6 + 3 + 6 + 2 * 3
     count = len(scored)
     run_bench(suite, plan, tmp_path / "out", silent)
     run_bench(suite, plan, tmp_path / "elsewhere", silent)
@@ -114,8 +114,8 @@ def test_a_ledger_ends_at_the_same_accuracy_in_every_order(tiny_suite: Path, tmp
     assert results.summary()["ledger"]["acc"]["std"] == 0
 
 
-def test_only_what_acc_and_bwt_need_is_scored_beyond_the_full_orders(tiny_suite: Path, tmp_path: Path) -> None:
-    plan = Plan(parse_rows("opcm"), orders=2, full_orders=1, workers=1)
+def test_only_what_acc_and_bwt_need_is_scored_beyond_the_first_order(tiny_suite: Path, tmp_path: Path) -> None:
+    plan = Plan(parse_rows("opcm"), orders=2, workers=1)
     results = run_bench(open_suite(tiny_suite), plan, tmp_path / "out", silent)
     full, ends = (run.matrix for run in results.runs)
     assert all(value is not None for row in full for value in row)
@@ -150,7 +150,7 @@ def test_an_interrupted_benchmark_continues_with_the_streams_that_are_missing(
     reported = []
     resumed = run_bench(suite, plan, tmp_path / "cut", lambda *event: reported.append(event))
     assert ("streams", 3, 3) in reported, "one of four streams was kept"
-    assert not any(what.startswith(("scoring", "cosine")) for what, _, _ in reported)
+    assert not any(what.startswith("scoring") for what, _, _ in reported)
     for ours, theirs in zip(resumed.runs, whole.runs, strict=True):
         assert (ours.method, ours.order, ours.matrix) == (theirs.method, theirs.order, theirs.matrix)
         assert [step["lambda"] for step in ours.steps] == [step["lambda"] for step in theirs.steps]
@@ -195,11 +195,11 @@ def test_more_of_the_matrix_is_measured_if_it_is_asked_for(tiny_suite: Path, tmp
 def test_rows_that_differ_in_the_readout_alone_share_a_store(tiny_suite: Path, tmp_path: Path) -> None:
     rows = parse_rows("ledger@tsv,opcm,ledger,opcm@iso,ledger@expert")
     reported = []
-    plan = Plan(rows, orders=2, full_orders=1, workers=1)
+    plan = Plan(rows, orders=2, workers=1)
     together = run_bench(open_suite(tiny_suite), plan, tmp_path / "together", lambda *event: reported.append(event))
     assert ("streams", 4, 4) in reported, "two methods in two orders"
     for row in rows:
-        plan = Plan([row], orders=2, full_orders=1, workers=1)
+        plan = Plan([row], orders=2, workers=1)
         alone = run_bench(open_suite(tiny_suite), plan, tmp_path / row.key, silent)
         assert [run.matrix for run in alone.runs] == [run.matrix for run in together.methods[row.key]], row.key
 
@@ -276,7 +276,7 @@ def test_all_leaves_out_fine_tuning_where_there_is_no_training_data(
 @pytest.mark.parametrize(
     ("option", "value"),
     [("--orders", "0"), ("--tasks", "0"), ("--tasks", "1"), ("--test-limit", "0"), ("--workers", "0"),
-     ("--full-orders", "-1"), ("--orders", "many")],
+     ("--orders", "many")],
 )  # fmt: skip
 def test_a_number_that_makes_no_sense_is_wrong_usage(
     option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -289,13 +289,13 @@ def test_a_number_that_makes_no_sense_is_wrong_usage(
 def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with workers.progress_bars() as on_progress:
-        on_progress("streams", 1, 4)
-        monkeypatch.setattr(workers, "QUIET_SECONDS", 0)
-        on_progress("streams", 2, 4)
-        monkeypatch.setattr(workers, "QUIET_SECONDS", 60)
-        on_progress("streams", 3, 4)
-        on_progress("streams", 4, 4)
+    on_progress = workers.progress_lines()
+    on_progress("streams", 1, 4)
+    monkeypatch.setattr(workers, "QUIET_SECONDS", 0)
+    on_progress("streams", 2, 4)
+    monkeypatch.setattr(workers, "QUIET_SECONDS", 60)
+    on_progress("streams", 3, 4)
+    on_progress("streams", 4, 4)
     assert capsys.readouterr().err.splitlines() == ["streams: 2 of 4", "streams: 4 of 4"]
 
 

@@ -145,7 +145,7 @@ def test_data_without_its_tensors_is_one_sentence(tiny_suite: Path) -> None:
         (tiny_suite.parent / "heads/red.safetensors").read_bytes()
     )
     suite = open_suite(tiny_suite)
-    with pytest.raises(MergestreamError, match=r"test\.safetensors has no tensor 'inputs'; it has weight"):
+    with pytest.raises(MergestreamError, match="the task red cannot be scored: KeyError: 'inputs'"):
         suite.accuracy(suite.base(), "red")
 
 

@@ -35,7 +35,6 @@ def results(model: str = "some model", tasks: tuple[str, ...] = ("a", "b")) -> R
             run("opcm", 0, [a, b], [[0.9, 0.6], [0.8, 0.8]]),
             run("opcm", 1, [b, a], [[1.0, 0.5], [0.7, 0.7]]),
         ],
-        cosines=[[1.0, 0.1], [0.1, 1.0]],
         model_bytes=100,
         settings={"orders": 2},
     )

@@ -163,7 +163,7 @@ def test_what_cannot_be_pulled_or_pushed_is_one_sentence(tmp_path: Path, store: 
     with pytest.raises(MergestreamError, match=r"the hub shows no org/absent; check the spelling, or log in"):
         Store.pull("hf://org/absent", tmp_path / "pulled")
     store.export(tmp_path / "out")
-    from mergestream.hub.models import push_model
+    from mergestream.hub.transfer import push_model
 
     push_model(tmp_path / "out", "org/model")
     with pytest.raises(MergestreamError, match="org/model holds no store"):

@@ -99,11 +99,10 @@ class CustomSuite(Suite):
     def accuracy(self, model: Path, task: str) -> float:
         if self.evaluate is not None:
             return read_accuracy(run_command(self.evaluate, model=model, task=task), task, self.evaluate)
+        known = self.custom_tasks[task]
         try:
-            value = self._measure(model, task)
-        except MergestreamError:
-            raise
-        except Exception as error:  # in the user's functions
+            value = float(known.accuracy(model)) if known.accuracy else self._classify(known, model)
+        except Exception as error:  # in the user's functions or files
             raise MergestreamError(
                 f"{self.source}: the task {task} cannot be scored: {describe_error(error)}"
             ) from error
@@ -111,31 +110,16 @@ class CustomSuite(Suite):
             raise MergestreamError(f"{self.source}: the accuracy of the task {task} is {value:g}, not between 0 and 1")
         return value
 
-    def _measure(self, model: Path, task: str) -> float:
-        known = self.custom_tasks[task]
-        if known.accuracy is not None:
-            return float(known.accuracy(model))
-        if self.features is None or known.data is None or known.head is None:
-            raise UsageError(
-                f"{self.source}: the task {task} cannot be scored; give it an accuracy function, or data, a head and "
-                "the suite's features, or pass --evaluate 'CMD {model} {task}'"
-            )
-        return self._classify(self.features, model, self._path(known.data), self._path(known.head))
-
-    def _classify(self, features: Callable[[Path, Tensor], Tensor], model: Path, data: Path, head: Path) -> float:
+    def _classify(self, task: CustomTask, model: Path) -> float:
         from safetensors.torch import load_file
 
-        def load(path: Path, *names: str) -> dict[str, Tensor]:
-            if not path.is_file():
-                raise MergestreamError(f"{self.source}: there is no file {path}")
-            tensors = load_file(path)
-            for name in names:
-                if name not in tensors:
-                    raise MergestreamError(f"{path} has no tensor {name!r}; it has {', '.join(sorted(tensors))}")
-            return tensors
-
-        test, weights = load(data / "test.safetensors", "inputs", "labels"), load(head, "weight")
-        logits = features(model, test["inputs"]) @ weights["weight"].T + weights.get("bias", 0.0)
+        if self.features is None or task.data is None or task.head is None:
+            raise UsageError(
+                "give it an accuracy function, or data, a head and the suite's features, "
+                "or pass --evaluate 'CMD {model} {task}'"
+            )
+        test, head = load_file(self._path(task.data) / "test.safetensors"), load_file(self._path(task.head))
+        logits = self.features(model, test["inputs"]) @ head["weight"].T + head.get("bias", 0.0)
         return float((logits.argmax(1) == test["labels"]).double().mean())
 
     def evaluation_key(self, task: str) -> str:

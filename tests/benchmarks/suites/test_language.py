@@ -76,7 +76,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> LanguageSuite:
 
 @pytest.mark.slow
 def test_experts_are_trained_merged_and_scored_beside_perplexity(suite: LanguageSuite, tmp_path: Path) -> None:
-    plan = Plan(parse_rows("average,ledger@expert,continual_finetuning"), orders=2, full_orders=0, workers=1)
+    plan = Plan(parse_rows("average,ledger@expert,continual_finetuning"), orders=2, workers=1)
     results = run_bench(suite, plan, tmp_path / "out", lambda *_: None)
     assert all(results.fine_tuned[task] > results.pretrained[task] for task in suite.tasks)
     assert results.beside["perplexity"] > 1
