@@ -6,25 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from mergestream.report.figures import label
 from mergestream.report.wording import short_names
 
-DIVERGING = ("#b3470b", "#ee9a5d", "#fbe3d2", "#f4f5f7", "#d3e2fa", "#6d9deb", "#1d4fa5")
 MAX_CELL_VALUES = 20
 """Cells carry their values up to this many in a row"""
 MAX_TICKS = 40
 """Names beside a matrix, and rows up to which it grows"""
-
-
-def similarity(names: Sequence[str], cosines: Sequence[Sequence[float | None]], title: str = "") -> Figure:
-    """The cosine matrix; the colours span the cosines between different experts."""
-    others = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(cosines)]
-    limit = max(0.05, *(abs(value) for row in others for value in row if value is not None), 0.0)
-    colours = LinearSegmentedColormap.from_list("mergestream", DIVERGING)
-    return heat_map(others, names, names, (-limit, limit), ".2f", "cosine", title=title, colours=colours)
 
 
 def heat_map(
@@ -36,14 +26,13 @@ def heat_map(
     quantity: str,
     *,
     title: str = "",
-    colours: str | Colormap = "viridis",
 ) -> Figure:
     """A matrix in colours between ``limits``, with its values in the cells; None leaves a cell empty."""
     size = 2.2 + 0.42 * min(len(rows), MAX_TICKS)
     figure = Figure(figsize=(size + 0.8, size), layout="constrained")
     axes = figure.subplots()
     known = np.array([[math.nan if value is None else value for value in row] for row in values])
-    image = axes.imshow(known, cmap=colours, vmin=limits[0], vmax=limits[1])
+    image = axes.imshow(known, vmin=limits[0], vmax=limits[1])
     axes.set_xticks(*_ticks(columns), rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
     axes.set_yticks(*_ticks(rows), fontsize=8)
     axes.set_title(label(title))

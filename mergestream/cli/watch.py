@@ -174,7 +174,7 @@ class Watcher:
         """Check the base and the state, because their faults must not count against an expert."""
         try:
             if self.store.manifest.base.measured:
-                self.store.open_base().close()
+                self.store.manifest.open_base().close()
             if self.store.history:
                 self.store.snapshot().close()
         except (MergestreamError, OSError):

@@ -48,15 +48,14 @@ def exporting(store: Store, output: Output) -> Iterator[tuple[Snapshot, Target]]
         yield snapshot, Target(draft, output, store.engine, store.progress)
 
 
-def export_model(store: Store, output: Output, choice: ReadoutChoice, draw: DrawPictures | None) -> None:
-    """Write a merged model of a store; a note names the heads that could be included."""
-    with exporting(store, output) as (snapshot, target):
-        tasks = snapshot.tasks
-        choice = choice.with_own_head(tasks)
-        write_model(snapshot, target, choice, draw)
-        if choice.task is None and tasks:
-            base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
-            target.progress.note(f"{output} has {base}; --task adds the head of an expert: {', '.join(tasks)}")
+def with_head(snapshot: Snapshot, target: Target, choice: ReadoutChoice) -> ReadoutChoice:
+    """The choice with the head of an expert that is read out alone; else a note names the heads that could be added."""
+    tasks = snapshot.tasks
+    choice = choice.with_own_head(tasks)
+    if choice.task is None and tasks:
+        base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
+        target.progress.note(f"{target.output} has {base}; --task adds the head of an expert: {', '.join(tasks)}")
+    return choice
 
 
 def write_model(

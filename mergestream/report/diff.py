@@ -96,7 +96,7 @@ def _open_model(stack: ExitStack, store: Store, model: str) -> Model:
     if model == "0":
         return Model("the base", lambda name: None)
     if not model.isdecimal():
-        base, opened = stack.enter_context(store.open_base()), open_expert(model)
+        base, opened = stack.enter_context(store.manifest.open_base()), open_expert(model)
         stack.callback(opened.close)
         vector = make_task_vector(store.manifest.base, base, opened, partial=True, vocab="base")
         return Model(opened.source, vector.elements)

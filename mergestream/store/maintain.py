@@ -87,7 +87,7 @@ def verify_files(store: Store, with_base: bool) -> None:
     """Recompute the digests of the base, the kept steps and the records."""
     manifest = store.manifest
     if with_base and manifest.base.measured:
-        with store.open_base() as base:
+        with store.manifest.open_base() as base:
             manifest.base.check_digest(base, store.engine, store.progress)
     recall(store.storage)
     folders = store.storage.folders("steps")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import Checkpoint
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import Engine, LocalEngine
 from mergestream.experts import ExpertSource
@@ -117,10 +116,6 @@ class Store:
     def sources(self) -> tuple[str, ...]:
         """The store itself, its base and its experts: no output is written there."""
         return str(self.storage), self.manifest.base.source, *(entry.source for entry in self.manifest.history)
-
-    def open_base(self) -> Checkpoint:
-        """The files of the base, checked by their headers."""
-        return self.manifest.open_base()
 
     def refresh(self) -> None:
         """See what other processes have committed."""
@@ -273,13 +268,14 @@ class Store:
         model card, and ``pictures`` beside it.
         """
         from mergestream.export.directory import Output
-        from mergestream.export.model import export_model
+        from mergestream.export.model import exporting, with_head, write_model
         from mergestream.export.recipe import ReadoutChoice
         from mergestream.report.pictures import draw_pictures
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task, files_from)
-        export_model(self, output, choice, draw_pictures if pictures else None)
+        with exporting(self, output) as (snapshot, target):
+            write_model(snapshot, target, with_head(snapshot, target, choice), draw_pictures if pictures else None)
         return output.path
 
     def export_adapter(

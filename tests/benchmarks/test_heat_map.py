@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.heat_map import MAX_TICKS, heat_map, similarity
+from benchmarks.heat_map import MAX_TICKS, heat_map
 from mergestream.report import figures
 
 
@@ -16,11 +16,6 @@ def test_a_matrix_has_a_largest_size_and_so_many_names() -> None:
     figure = heat_map([[0.5] * 300] * 300, names, names, (0, 1), ".2f", "accuracy")
     assert max(figure.get_size_inches()) < 22
     assert len(figure.axes[0].get_xticklabels()) <= MAX_TICKS
-
-
-def test_a_similarity_has_the_cosines() -> None:
-    pixels = similarity(["a", "b"], [[1.0, -0.25], [-0.25, 1.0]]).axes[0].images[0].get_array()
-    assert pixels is not None and pixels[0, 1] == -0.25
 
 
 def test_cells_carry_their_values_in_a_colour_that_can_be_read() -> None:
@@ -32,7 +27,7 @@ def test_cells_carry_their_values_in_a_colour_that_can_be_read() -> None:
 @pytest.mark.draws
 def test_matrices_write_formulas_as_text_and_say_nothing(tmp_path: Path) -> None:
     names = ("$\\frac$", "$$", "\\$x$", "名前", "x" * 500)
-    figure = similarity(names, [[0.1] * 5] * 5, title="$\\sum$")
+    figure = heat_map([[0.1] * 5] * 5, names, names, (0, 1), ".2f", "accuracy", title="$\\sum$")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figures.save(figure, tmp_path / "heat.png")
