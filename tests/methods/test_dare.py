@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from mergestream import DARE, Merger, Store, TaskArithmetic
 from mergestream.engine import LocalEngine
 from mergestream.merging.step import Step
-from mergestream.testing import assert_close, assert_same, exported, make_models, make_store, merged_in_memory, saved
+from mergestream.testing import assert_same, exported, make_models, make_store, merged_in_memory, saved
 
 
 def test_all_entries_kept_is_task_arithmetic() -> None:
@@ -42,16 +40,6 @@ def test_the_mask_is_another_for_every_seed_expert_and_tensor() -> None:
     masks = [*dropped(0, "legal"), *dropped(1, "legal"), *dropped(0, "medical")]
     for number, mask in enumerate(masks):
         assert not any(torch.equal(mask, other) for other in masks[:number])
-
-
-def test_a_removed_expert_takes_along_what_it_brought(tmp_path: Path) -> None:
-    models = make_models(3)
-    with saved(models) as (directory, base, experts):
-        store = make_store(directory / "store", DARE(seed=3), base, experts)
-        assert store.manifest.parameters["seed"] == 3
-        store.remove("expert2", experts[1])
-        never = make_store(directory / "never", DARE(seed=3), base, [experts[0], experts[2]])
-        assert_close(exported(store), exported(never), models[0], 1e-5, "after a removal")
 
 
 def test_an_add_that_goes_on_under_another_name_begins_again() -> None:
