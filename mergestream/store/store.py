@@ -87,8 +87,7 @@ class Store:
         storage, method = open_storage(path), as_method(method)
         check_free(storage)
         check_keep(keep)
-        globs = {"linear": linear, "not_linear": not_linear, "heads": heads}
-        model = examine_base(base, config_only, engine, progress, **globs)
+        model = examine_base(base, config_only, engine, progress, linear=linear, not_linear=not_linear, heads=heads)
         write_first_manifest(storage, Manifest(method.name, method.parameters, model, keep))
         return cls(storage, engine=engine, progress=progress)
 
@@ -164,8 +163,10 @@ class Store:
         from mergestream.store.add import add_expert
         from mergestream.tracking import parse_trackers, track
 
-        gatekeeper = Gatekeeper.of(gates, evaluate, self.manifest, evaluate_timeout)
-        trackers = parse_trackers(log, self)
+        gatekeeper, trackers = (
+            Gatekeeper.of(gates, evaluate, self.manifest, evaluate_timeout),
+            parse_trackers(log, self),
+        )
         allowed = {"allow_duplicate": allow_duplicate, "allow_other_base": allow_other_base}
         options: dict[str, Any] = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads, **allowed}
         options |= {"measure_distance": gatekeeper.asks_for("distance"), "inputs": inputs}
