@@ -24,7 +24,7 @@ def layout_names(layout: str, model: BaseModel, keys: Iterable[str]) -> dict[str
     """The names in another layout for PEFT's ``keys``; raises UsageError if it has none."""
     directory = locate_here(model.source)
     config = model_config(directory)
-    architecture = config.get("_class_name") or str(config.get("architectures"))
+    architecture = str(config.get("_class_name") or config.get("architectures"))
     names = {"UNet": "unet", "Transformer": "transformer", "CLIPText": "text_encoder"}
     component = next((name for part, name in names.items() if part in architecture), None)
     if directory is None or component is None:

@@ -60,13 +60,14 @@ def open_lora_file(file: Checkpoint, model: BaseModel, directory: Path | None) -
     components = _by_component(_converted(file, model_config(directory)))
     fields = _metadata(file)
     fitting: dict[str, Adapter] = {}
+    refusal = MergestreamError(f"{file.source} holds no factors for {model.source}: it was made for another model")
     for component, tensors in components.items():
         weights = _ConvertedTensors(tensors, file.source, file.fingerprint)
         prefix = f"{component}."
         own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
-        config = make_config(Path(file.source), own) if own else _config_of_factors(file.source, tensors)
-        adapter = make_adapter(file.source, file.directory, config, weights)
         try:
+            config = make_config(Path(file.source), own) if own else _config_of_factors(file.source, tensors)
+            adapter = make_adapter(file.source, file.directory, config, weights)
             adapter.bind_to(model)
         except MergestreamError as error:
             refusal = error
@@ -97,7 +98,7 @@ def _converted(file: Checkpoint, config: Mapping[str, Any]) -> dict[str, Tensor]
         diffusers_names: Any = import_module("diffusers.utils.state_dict_utils")
     except ImportError as error:
         raise MergestreamError(f"to read {file.source}, mergestream needs diffusers: pip install diffusers") from error
-    family = re.sub(r"Transformer\dDModel$", "", config.get("_class_name", ""))
+    family = re.sub(r"Transformer\dDModel$", "", str(config.get("_class_name", "")))
     loader = getattr(loaders, f"{family}LoraLoaderMixin", loaders.StableDiffusionXLLoraLoaderMixin)
     unet = SimpleNamespace(layers_per_block=config.get("layers_per_block", 2))
     options = {"unet_config": unet} if loader is loaders.StableDiffusionXLLoraLoaderMixin else {}

@@ -252,6 +252,13 @@ def test_of_another_model_it_is_refused(tmp_path: Path) -> None:
         store.add(tmp_path / "flux.safetensors")
 
 
+def test_kohya_s_file_for_a_unet_is_refused_by_flux(tmp_path: Path) -> None:
+    save_file(in_kohya(torch_factors(), "lora_unet_", lambda _: 2.0), tmp_path / "style.safetensors")
+    store = Store.create(tmp_path / "store", make_base(tmp_path, "transformer"))
+    with pytest.raises(MergestreamError, match=r"made for another model|diffusers cannot convert"):
+        store.add(tmp_path / "style.safetensors")
+
+
 def test_factors_by_peft_without_their_configuration_are_refused(tmp_path: Path) -> None:
     base = make_base(tmp_path, "text_encoder")
     tensors, _ = factors(base, target_modules=["q_proj"])
