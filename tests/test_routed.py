@@ -231,7 +231,7 @@ def expert_for(base: Path, tokens: Any, given: Sequence[str], place: Path) -> Pa
 # --- full fine-tunes
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "vit"])
 def test_full_fine_tunes_with_biases_and_norms(tmp_path: Path, family: str) -> None:
     """PEFT takes no two adapters with biases, so they are exchanged beside it."""
     base = save_with_companions(getattr(families, family)(), tmp_path / "base")
@@ -241,7 +241,10 @@ def test_full_fine_tunes_with_biases_and_norms(tmp_path: Path, family: str) -> N
     store.export_routed(tmp_path / "out", dtype="float64")
     routed = RoutedModel.from_pretrained(tmp_path / "out")
     torch.manual_seed(0)
-    given = {"input_ids": torch.randint(2, 12, (3, 5))}
+    if family == "vit":
+        given = {"pixel_values": torch.randn(3, 3, 8, 8, dtype=torch.float64)}
+    else:
+        given = {"input_ids": torch.randint(2, 12, (3, 5))}
     routes = [Route(name, 1.0, name) for name in ("two.0", "one", "two.0")]
     found = routed(**given, routes=routes).logits
     assert len(routed.route(given)) == 3

@@ -123,7 +123,13 @@ def export_expert_adapters(
 
 
 def plan_experts(
-    snapshot: Snapshot, engine: Engine, rank: int | None, names: Sequence[str], server: Server | None = None
+    snapshot: Snapshot,
+    engine: Engine,
+    rank: int | None,
+    names: Sequence[str],
+    server: Server | None = None,
+    *,
+    any_parameter: bool = False,
 ) -> dict[str, AdapterPlan]:
     """Plan an adapter of each of these experts of a ledger."""
     plans = {}
@@ -131,7 +137,7 @@ def plan_experts(
         if name in (".", "..") or Path(name).name != name:
             raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
         reading = snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}"))
-        plans[name] = AdapterPlan.of(snapshot, reading, rank, server=server)
+        plans[name] = AdapterPlan.of(snapshot, reading, rank, server=server, any_parameter=any_parameter)
     return plans
 
 
@@ -192,10 +198,20 @@ class AdapterPlan:
 
     @classmethod
     def of(
-        cls, snapshot: Snapshot, reading: Reading, rank: int | None, scale: float = 1.0, server: Server | None = None
+        cls,
+        snapshot: Snapshot,
+        reading: Reading,
+        rank: int | None,
+        scale: float = 1.0,
+        server: Server | None = None,
+        *,
+        any_parameter: bool = False,
     ) -> AdapterPlan:
-        """Plan the adapter of scale · direction: all factors of ``rank``, or of a rank and kind that a server takes."""
-        modules, whole = _classify(reading, rank, server)
+        """Plan the adapter of scale · direction: all factors of ``rank``, or of a rank and kind that a server takes.
+
+        With ``any_parameter`` it may hold parameters that PEFT ignores, and only `RoutedModel` applies.
+        """
+        modules, whole = _classify(reading, rank, server, any_parameter)
         others = {name: one.path for name, one in modules.items() if not is_for_vllm(one, reading.model)}
         left_out: dict[str, str] = {}
         if server:
@@ -216,6 +232,8 @@ class AdapterPlan:
         notes += serving_notes(config, list(others.values()))
         if shortfall := snapshot.shortfall(reading):
             notes.append(shortfall)
+        if ignored := [name for name in whole if not name.endswith((".weight", ".bias"))]:
+            notes.append(f"PEFT ignores {shorten_list(ignored)}, which RoutedModel applies")
         if with_tokens := [expert.name for expert in experts if snapshot.tokens(expert)]:
             names = ", ".join(with_tokens)
             notes.append(f"an adapter cannot hold the new tokens of {names}; export with --format full for them")
@@ -302,7 +320,7 @@ class AdapterPlan:
 
 
 def _classify(
-    reading: Reading, rank: int | None, server: Server | None
+    reading: Reading, rank: int | None, server: Server | None, any_parameter: bool
 ) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
     """The modules that get factors, and the parameters that are written whole, as in `AdapterPlan`."""
     model = reading.model
@@ -316,7 +334,7 @@ def _classify(
         if bound is None and reading.is_zero(name):
             continue
         if bound is None and not _can_have_factors(tensor, leaf):
-            if leaf not in ("weight", "bias"):
+            if leaf not in ("weight", "bias") and (tensor.role == "linear" or not any_parameter):
                 raise MergestreamError(f"{name} has changed, and an adapter cannot hold it; export with --format full")
             whole[parameter] = name
             continue

@@ -30,7 +30,7 @@ def adapter_config(modules: Sequence[AdaptedModule], whole: Collection[str], fie
     """The configuration of an adapter with these modules and ``whole`` parameters; PEFT fills in the rest."""
     paths = {module.path for module in modules}
     saved = saved_modules(paths, whole)
-    with_bias = {name.rpartition(".")[0] for name in whole} - saved
+    with_bias = {name.rpartition(".")[0] for name in whole if name.endswith(".bias")} - saved
     common = Counter(module.rank for module in modules).most_common(1)
     rank = common[0][0] if common else 1
     other_ranks = {f"^{re.escape(module.path)}": module.rank for module in modules if module.rank != rank}
@@ -51,7 +51,7 @@ def adapter_config(modules: Sequence[AdaptedModule], whole: Collection[str], fie
 
 def saved_modules(paths: Collection[str], whole: Collection[str]) -> set[str]:
     """The modules that PEFT saves whole (``modules_to_save``): no factors, and more than a bias has changed."""
-    return {name.rpartition(".")[0] for name in whole if not name.endswith(".bias")} - set(paths)
+    return {name.rpartition(".")[0] for name in whole if name.endswith(".weight")} - set(paths)
 
 
 def common_fields(snapshot: Snapshot, experts: Sequence[Expert]) -> tuple[AdapterConfig, list[str]]:

@@ -99,7 +99,7 @@ def _write(
     experts = tuple(sorted(reading.weights or ()))
     _check_experts(snapshot, experts)
     _check_base(manifest.base)
-    planned = plan_experts(snapshot, target.engine, rank, experts, server)
+    planned = plan_experts(snapshot, target.engine, rank, experts, server, any_parameter=True)
     plans = {f"{EXPERTS}/{name}": plan for name, plan in planned.items()}
     statistics = _read_statistics(snapshot, experts)
     missing = tuple(name for name in experts if name not in statistics)
@@ -107,7 +107,7 @@ def _write(
         _check_common_layer(list(plans.values()))
         target.progress.note(f"{NO_INPUTS}; to route by inputs, run mergestream calibrate for {', '.join(missing)}")
     scale = reading.scale(choice.scale, target.engine)
-    plans[MERGED] = AdapterPlan.of(snapshot, reading, rank, scale, server)
+    plans[MERGED] = AdapterPlan.of(snapshot, reading, rank, scale, server, any_parameter=True)
     form = {"format": "routed", "rank": rank, "with_base": with_base}
     energies = write_adapters(plans, target, form, choice)
     save_router(target.draft / ROUTER, experts, None if missing else statistics)
