@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mergestream.report.diagnostics import Similarity, Survival
     from mergestream.report.scores import Scores
     from mergestream.store.inspect import Inspection
-
-Result = TypeVar("Result")
 
 
 class Store:
@@ -120,7 +118,7 @@ class Store:
         """See what other processes have committed."""
         self.manifest = transaction.load_manifest(self)
 
-    def retried(self, read: Callable[[], Result]) -> Result:
+    def retried(self, read: Callable[[], transaction.Result]) -> transaction.Result:
         """Read by one manifest, again where a writer has committed meanwhile."""
         return transaction.read_consistently(self, read)
 
@@ -163,10 +161,8 @@ class Store:
         from mergestream.store.add import add_expert
         from mergestream.tracking import parse_trackers, track
 
-        gatekeeper, trackers = (
-            Gatekeeper.of(gates, evaluate, self.manifest, evaluate_timeout),
-            parse_trackers(log, self),
-        )
+        gatekeeper = Gatekeeper.of(gates, evaluate, self.manifest, evaluate_timeout)
+        trackers = parse_trackers(log, self)
         allowed = {"allow_duplicate": allow_duplicate, "allow_other_base": allow_other_base}
         options: dict[str, Any] = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads, **allowed}
         options |= {"measure_distance": gatekeeper.asks_for("distance"), "inputs": inputs}
