@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -104,7 +105,7 @@ def _parts(store: Store) -> Iterator[str]:
         yield "scores.json"
     folders = [record_folder(entry.folder) for entry in store.history]
     folders += [f"steps/{entry.folder}" for entry in store.history if entry.state]
-    folders += [f"inputs/{entry.folder}" for entry in store.manifest.inputs]
+    folders += [f"inputs/{entry.folder}" for entry in dataclasses.replace(store.manifest, removed=()).inputs]
     for folder in folders:
         files = store.storage.files(folder)
         yield from (f"{folder}/{name}" for name in files if name != PLAN and not is_journal(name))

@@ -54,14 +54,14 @@ def calibrate_expert(store: Store, name: str, inputs: Source | Inputs, expert: E
             before = dataclasses.replace(entry.inputs, before=None) if entry.inputs else None
             kept = InputsEntry(number, found.count, record, mark, manifest.history[-1].name, before)
             calibrated = dataclasses.replace(entry, inputs=kept)
-            commit(store, manifest.replacing(entry, calibrated))
+            commit(store, manifest.replacing(entry, calibrated).forgetting())
         except BaseException:
             if store.manifest is manifest:
                 files.remove()
                 drop_record(store.storage, folder)
             raise
         clean_up_after_commit(store)
-        return calibrated
+        return store.manifest.expert(name)
 
 
 def read_samples(store: Store, inputs: Inputs) -> list[Sample]:

@@ -196,11 +196,15 @@ class Manifest:
         return dataclasses.replace(self._reordered(history), removed=self.removed[:-1])
 
     def forgetting(self) -> Manifest:
-        """The same without the files of all but the last ``keep`` removed experts."""
+        """The same without the files of all but the last ``keep`` removed experts; 0 drops replaced inputs too."""
         removed = list(self.removed)
         for number, removal in enumerate(removed[: max(len(removed) - self.keep, 0)]):
             removed[number] = dataclasses.replace(removal, expert=dataclasses.replace(removal.expert, state=""))
-        return dataclasses.replace(self, removed=tuple(removed))
+        history = list(self.history)
+        for number, entry in enumerate(history if not self.keep else ()):
+            if entry.inputs:
+                history[number] = dataclasses.replace(entry, inputs=dataclasses.replace(entry.inputs, before=None))
+        return dataclasses.replace(self, history=tuple(history), removed=tuple(removed))
 
     def _reordered(self, entries: Sequence[Expert]) -> Manifest:
         """The manifest of a ledger with these experts; their mean norms are recomputed."""

@@ -559,4 +559,5 @@ def test_inputs_of_experts(key: str, tmp_path: Path, bucket: obstore.store.S3Sto
     there.undo()
     assert len(folders(bucket, key, "inputs")) == 1
     there.remove("one")
+    there.keep(0)
     assert folders(bucket, key, "inputs") == set()

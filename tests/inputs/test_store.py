@@ -130,6 +130,7 @@ def test_undo_takes_calibrate_back_first(store: Store) -> None:
     store.calibrate("one", TEXTS[:3])
     store.calibrate("one", TEXTS[:4])
     assert [entry.inputs and entry.inputs.count for entry in store.history] == [4, 6]
+    assert len(folders(store)) == 3
     assert store.undo().name == "one"
     assert [entry.inputs and entry.inputs.count for entry in store.history] == [3, 6]
     store.undo()
@@ -138,6 +139,11 @@ def test_undo_takes_calibrate_back_first(store: Store) -> None:
     assert store.undo().name == "two"
     assert store.manifest.names == ["one"]
     assert start[0].digest == store.history[0].digest
+    store.calibrate("one", TEXTS[:3])
+    store.calibrate("one", TEXTS[:4])
+    store.keep(0)
+    assert len(folders(store)) == 1
+    assert [entry.inputs and entry.inputs.before for entry in store.history] == [None]
 
 
 def test_undo_and_remove_drop_inputs_with_their_expert(store: Store) -> None:
@@ -145,6 +151,10 @@ def test_undo_and_remove_drop_inputs_with_their_expert(store: Store) -> None:
     store.calibrate("two", TEXTS)
     assert len(folders(store)) == 2
     store.remove("one")
+    store.undo()
+    assert read(store, "one") is not None
+    store.remove("one")
+    store.keep(0)
     assert len(folders(store)) == 1
     assert store.undo().name == "two"
     assert folders(store) == set()
