@@ -181,11 +181,14 @@ def test_a_failing_expert_leaves_those_before_it_committed(
     tmp_path: Path, toys: Toys, mergestream: RunCommand, done: Callable[..., str]
 ) -> None:
     done("init", tmp_path / "store", "--base", toys.base)
-    result = mergestream("add", tmp_path / "store", toys.experts[0], tmp_path / "missing", toys.experts[1])
+    bad = toy_expert(1)
+    bad["layers.0.up.weight"][0, 0] = torch.inf  # which no header shows
+    save_model(tmp_path / "bad", bad)
+    result = mergestream("add", tmp_path / "store", toys.experts[0], tmp_path / "bad", toys.experts[1])
     assert result.code == 1 and "step 1: expert-1" in result.out
-    result = mergestream("add", tmp_path / "store", toys.experts[1], tmp_path / "missing", "--json")
+    result = mergestream("add", tmp_path / "store", toys.experts[1], tmp_path / "bad", "--json")
     absorbed, failed = json.loads(result.out)
-    assert result.code == 1 and absorbed["name"] == "expert-2" and "missing" in failed["error"]
+    assert result.code == 1 and absorbed["name"] == "expert-2" and "NaN or Inf" in failed["error"]
     assert json.loads(done("status", tmp_path / "store", "--json"))["experts"] == ["expert-1", "expert-2"]
 
 

@@ -20,7 +20,6 @@ from mergestream import OPCM, TIES, Average, Ledger, LocalEngine, MergestreamErr
 from mergestream.errors import StoreBusyError, UsageError
 from mergestream.merging.step import Step
 from mergestream.storage import open_storage
-from mergestream.store.watched import NAME as WATCHED
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 from tests.faults.flips import meaning
 
@@ -84,7 +83,6 @@ def test_undo_takes_back_the_last_expert_and_its_bytes(tmp_path: Path, toys: Toy
     before = files(store.path, ".safetensors", ".json")
     store.add(toys.experts[1])
     assert store.undo().name == "expert-2"
-    (store.path / WATCHED).unlink()  # that it was there is all that is remembered of it
     assert files(store.path, ".safetensors", ".json") == before
     assert store.undo().name == "expert-1"
     assert store.manifest.step == 0
