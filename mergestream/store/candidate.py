@@ -207,11 +207,15 @@ class Candidate:
         return Snapshot.open(self.store.storage, self.store.manifest.with_expert(self.expert))
 
     def check_entries(self) -> str | None:
-        """Read how much the entries of a ledger hold with this expert; returns a sentence if that is too little."""
+        """Check the singular values and norms of all entries of a ledger, this expert's included.
+
+        Returns a sentence if the entries hold too little with this expert.
+        """
         if not self.cut:
             return None
         with self.snapshot() as after:
-            return after.shortfall()
+            reading = after.reading(self.store.engine)
+            return reading.shortfall(reading) if reading.least_held < 1 else None
 
     def note(self, sentence: str) -> None:
         """Show a note to the user, and keep it for the history as one printable line."""

@@ -19,6 +19,7 @@ from mergestream.storage import Storage, total_bytes
 from mergestream.store.inputs import InputsReader
 from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import verify_record
+from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader
 from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused
 from mergestream.store.watched import recall
@@ -84,13 +85,15 @@ def collect_garbage(store: Store) -> int:
 
 
 def verify_files(store: Store, with_base: bool) -> None:
-    """Recompute the digests of the base, the kept steps and the records."""
+    """Recompute the digests of the base, the kept steps and the records, and check the entries of a ledger."""
     manifest = store.manifest
     if with_base and manifest.base.measured:
         with store.manifest.open_base() as base:
             manifest.base.check_digest(base, store.engine, store.progress)
     recall(store.storage)
     folders = store.storage.folders("steps")
+    if manifest.entries and {entry.folder for entry in manifest.entries}.issubset(folders):
+        Snapshot.open(store.storage, manifest).close()  # checks the shapes of all entries
     for entry in manifest.history:
         if entry.state and entry.folder in folders:
             reader = StepReader(store.storage, entry)

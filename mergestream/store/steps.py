@@ -61,7 +61,7 @@ class StepReader:
     def __init__(self, storage: Storage, expert: Expert) -> None:
         """``expert`` is the manifest's entry of the step."""
         folder, remedy = f"steps/{expert.folder}", _ADD_AGAIN if expert.cut else _UNDO
-        self.folder, self.where = expert.folder, f"{storage}/{folder}"
+        self.folder, self.where, self.is_entry = expert.folder, f"{storage}/{folder}", expert.is_entry
         name = f"{folder}/{DIGESTS}"
         self.digests = validate(read_json(storage, name), dict[str, str], f"{storage}/{name}")
         if combined_digest(self.digests) != expert.state:
@@ -99,8 +99,23 @@ class StepReader:
 
     def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """The slots of a dense tensor: all, or ``only`` these; none where an expert has not changed it."""
+        return self._checked_entry(name, only)
+
+    def _checked_entry(
+        self, name: str, only: Collection[str] | None = None, thorough: bool = False
+    ) -> dict[str, Tensor]:
+        """The slots as they were written; those of a ledger are held to what an entry must be."""
         keys = {key: slot for slot, key in self._keys.get(name, {}).items() if only is None or slot in only}
-        return {keys[key]: value for key, value in self._dense.read_all(keys).items()} if self._dense else {}
+        if self._dense is None:
+            return {}
+        slots = {keys[key]: value for key, value in self._dense.read_all(keys).items()}
+        if self.is_entry:
+            from mergestream.ledger.soundness import find_fault
+
+            if fault := find_fault(slots, thorough=thorough):
+                file = self._dense.tensors[next(iter(keys))].file
+                raise damaged(f"{self.where}/{file}", f"the entry of {name} cannot be right: {fault}", _ADD_AGAIN)
+        return slots
 
     @cached_property
     def _keys(self) -> dict[str, dict[str, str]]:
@@ -140,9 +155,20 @@ class StepReader:
         return [*((self._dense,) if self._dense else ()), *self.factors.files.values()]
 
     def verify(self, engine: Engine) -> Iterator[int]:
-        """Read all tensors; yields the bytes of each, and raises at the first digest that does not match."""
+        """Read all tensors; yields the bytes of each, and raises at the first digest that does not match.
+
+        The directions of an entry in a ledger must be orthonormal, too.
+        """
+        if self.is_entry:
+            tensors = self._dense.tensors if self._dense else {}
+            sizes = {name: sum(tensors[key].nbytes for key in keys.values()) for name, keys in self._keys.items()}
+            yield from (sizes[name] for name, _ in engine.run(sizes, self._verify_entry))
+            return
         for files in self._files():
             yield from files.verify(engine)
+
+    def _verify_entry(self, name: str) -> None:
+        self._checked_entry(name, thorough=True)
 
     def close(self) -> None:
         for files in self._files():
