@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mergestream import Ledger, Store
@@ -88,6 +89,18 @@ def test_adapters_are_kept_whole_while_there_is_room(tmp_path: Path, paths: list
         1e-6,
         "back",
     )
+
+
+def test_a_low_rank_change_of_a_convolution_is_kept(tmp_path: Path, paths: list[Path]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    directory = handmade_adapter(tmp_path / "conv", 0, 4, {})
+    A, B = torch.randn(4, 3, 3, 3, generator=generator), torch.randn(8, 4, 1, 1, generator=generator)
+    factors = {"base_model.model.conv.lora_A.weight": A, "base_model.model.conv.lora_B.weight": B}
+    save_file(factors, directory / "adapter_model.safetensors")
+    store = make_store(tmp_path / "store", Ledger(entries="float32"), paths[0], [directory])
+    assert lengths(store, "conv.weight") == [(4, 4)]
+    moved = exported(store, readout="expert:conv")["conv.weight"] - load_file(paths[0])["conv.weight"]
+    torch.testing.assert_close(moved, 2 * (B.flatten(1) @ A.flatten(1)).reshape(8, 3, 3, 3), rtol=1e-4, atol=1e-4)
 
 
 def test_only_the_adapters_that_change_a_tensor_share_its_budget(tmp_path: Path, paths: list[Path]) -> None:
