@@ -58,7 +58,6 @@ ROWS = (
 SEED = 0
 UNCERTAIN = 0.1
 """The share of an expert's own inputs that the merged model answers, with ``fallback``"""
-SHRINKAGE = 0.1
 Moments = Mapping[str, Mapping[str, Moment]]
 """By expert and weight"""
 Score = dict[str, float]
@@ -229,9 +228,8 @@ class Subject:
             ]
         means = torch.stack([rows.mean(0) for rows in known])
         centred = torch.cat([rows - rows.mean(0) for rows in known])
-        covariance = centred.T @ centred / (len(centred) - len(known))
-        covariance *= 1 - SHRINKAGE
-        covariance.diagonal().add_(SHRINKAGE / (1 - SHRINKAGE) * covariance.diagonal().mean())
+        covariance = 0.9 * centred.T @ centred / (len(centred) - len(known))
+        covariance.diagonal().add_(covariance.diagonal().mean() / 9)
         weights = torch.linalg.solve(covariance, means.T)
         bias = 0.5 * (means * weights.T).sum(1)
 
@@ -341,7 +339,7 @@ def measure(subject: Subject, row: Row, work: Path, bwt: bool) -> dict[str, Any]
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The rows as Markdown, the best first."""
+    """The rows as Markdown."""
     lines = []
     for key, row in results["rows"].items():
         found = list(row["accuracies"].values())
