@@ -141,6 +141,8 @@ def test_any_expert_is_removed_and_scores_are_attached(
         store.attach_scores(["a"], [[0.5]])
         found.append([facts(Store(place)), Store(place).scores])
     assert found[0] == found[1]
+    assert len(folders(bucket, key, "steps")) == len(folders(bucket, key, "experts")) == 3  # one for undo
+    store.keep(0)
     assert len(folders(bucket, key, "steps")) == len(folders(bucket, key, "experts")) == 2
 
 
