@@ -19,7 +19,7 @@ def run_of(method: str) -> Run:
 def test_the_report_shows_every_step_and_the_two_metrics() -> None:
     runs = [run_of(method) for method in demo.METHODS]
     base, experts = {"a": 0.5, "b": 0.3}, {"a": 0.9, "b": 0.9}
-    text = demo.accuracy_report(Results("text", "MiniLM", ["a", "b"], base, experts, runs, [], 0))
+    text = demo.accuracy_report(Results("text", "MiniLM", ["a", "b"], base, experts, runs, 0))
     assert "OPCM: accuracy (%) after each model" in text and "Average (SWA)" in text
     assert "ACC 75.0   BWT -10.0" in text
     assert "base 40.0, experts on their own tasks 90.0" in text

@@ -27,7 +27,6 @@ def results(*runs: Run) -> Results:
         {"topic": 0.3, "sort": 0.0},
         {"topic": 0.9, "sort": 1.0},
         list(runs),
-        [[1.0, 0.0], [0.0, 1.0]],
         100,
         {"protocol": {"choices": {"topic": 4}}},
         {"perplexity": 33.0},
