@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import MergestreamError
 from mergestream.experts import ExpertSource
+from mergestream.experts.base_check import last_part
 from mergestream.inputs.reading import Inputs, Source
 from mergestream.store.calibrate import measure_inputs, read_samples
 from mergestream.store.candidate import Candidate, open_candidate
@@ -44,6 +46,10 @@ def add_expert(
     given = None if inputs is None else Inputs.of(inputs)
     samples = read_samples(store, given) if given else []
     with store.writing(), open_candidate(store, expert, name, **options) as candidate:
+        if name is None and isinstance(expert, str | Path) and candidate.name != last_part(candidate.source):
+            candidate.note(
+                f"{candidate.source} is called {candidate.name}, because another expert has its name already"
+            )
         with candidate.writing() as writer:
             if given:
                 found = measure_inputs(candidate, given, samples, candidate.cut)

@@ -280,8 +280,6 @@ def open_candidate(
         candidate.opened, candidate.given_expert = opened, expert
         if isinstance(vector, AdapterVector) and not method.factored:
             candidate.note(f"{method.name} needs dense tensors: the adapter is multiplied out, tensor by tensor")
-        if name is None and isinstance(expert, str | Path) and known_name != last_part(candidate.source):
-            candidate.note(f"{candidate.source} is called {known_name}, because another expert has its name already")
         for sentence in vector.notes:
             candidate.note(sentence)
         before = files.enter_context(Snapshot.open(store.storage, manifest)) if manifest.history else None
