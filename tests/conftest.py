@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,9 @@ EXPERTS = 4
 # The same examples on every machine, however busy it is: a failure is one that everybody sees.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
+
+# A shell ignores Ctrl-C in what it runs in the background, and tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def toy_base() -> StateDict:

@@ -23,6 +23,7 @@ from mergestream.export.settings import find_givers, take_settings
 from mergestream.export.source import Source, StateSource
 from mergestream.export.vocabulary import ExtendedVocabularySource, select_tokens
 from mergestream.progress import Progress
+from mergestream.store import transaction
 from mergestream.store.manifest import Manifest
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.store import Store
@@ -44,7 +45,17 @@ class Target(NamedTuple):
 def exporting(store: Store, output: Output) -> Iterator[tuple[Snapshot, Target]]:
     """A snapshot of the store, and a draft that replaces the output at the end of the block."""
     refuse_overlap(output.path, *store.sources)
-    with store.snapshot() as snapshot, output.draft() as draft:
+
+    def open_snapshot() -> Snapshot:
+        snapshot = transaction.open_snapshot(store, None)
+        try:
+            _ = snapshot.settings, snapshot.inputs  # read now: a writer may remove these files later
+        except BaseException:
+            snapshot.close()
+            raise
+        return snapshot
+
+    with store.retried(open_snapshot) as snapshot, output.draft() as draft:
         yield snapshot, Target(draft, output, store.engine, store.progress)
 
 

@@ -17,7 +17,6 @@ from mergestream.export.vocabulary import ExpertTokens, ExtendedVocabularySource
 from mergestream.files import read_json
 from mergestream.merging.reading import Reading
 from mergestream.sizes import shorten_list
-from mergestream.store.records import read_record
 from mergestream.store.snapshot import Snapshot
 
 BASE = "base"
@@ -77,7 +76,7 @@ def find_givers(snapshot: Snapshot, reading: Reading, choice: ReadoutChoice) -> 
     found: dict[str, Settings] = {}
     for entry in snapshot.manifest.history if name is None else [snapshot.manifest.expert(name)]:
         if name is not None or reading.weights is None or reading.weights.get(entry.name):
-            found[entry.name] = read_record(snapshot.storage, entry).get("settings", {})
+            found[entry.name] = snapshot.settings[entry.name]
     if choice.files_from and not found[choice.files_from]:
         raise UsageError(f"--files-from {name}: the store has no such files of this expert; add it again to keep them")
     return Givers(found, alone=name is not None)

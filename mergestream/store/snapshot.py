@@ -19,6 +19,7 @@ from mergestream.store.steps import StepReader
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from mergestream.checkpoints.settings import Settings
     from mergestream.engine import Engine
     from mergestream.experts.vocabulary import Token
     from mergestream.ledger.selection import Selection
@@ -101,6 +102,11 @@ class Snapshot:
         """What is known of the inputs of experts, by their number; closed with the snapshot."""
         known = {entry.number: self.open_inputs(entry) for entry in self.manifest.history}
         return {number: reader for number, reader in known.items() if reader}
+
+    @cached_property
+    def settings(self) -> dict[str, Settings]:
+        """By expert: its chat template, special tokens and generation settings."""
+        return {entry.name: read_record(self.storage, entry).get("settings", {}) for entry in self.manifest.history}
 
     @property
     def kept(self) -> list[KeptExpert]:

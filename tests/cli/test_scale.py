@@ -74,4 +74,4 @@ def test_gates_accept_scale_and_lambda(
     done("init", tmp_path / "store", "--base", toys.base, "--method", "task_arithmetic")
     done("add", tmp_path / "store", toys.experts[0], "--gate", "scale<=0.3", "--gate", "lambda>=3")
     refused = mergestream("add", tmp_path / "store", toys.experts[1], "--gate", "scale>0.3")
-    assert refused.code == 1 and "the scale of the merged task vector after the step is 0.3" in refused.err
+    assert refused.code == 4 and "the scale of the merged task vector after the step is 0.3" in refused.err

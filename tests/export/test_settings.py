@@ -214,6 +214,7 @@ def test_the_settings_are_in_the_record_and_go_with_the_expert(base: Path, tmp_p
     shutil.rmtree(tmp_path / "law")
     check_chat(store.export(tmp_path / "out", pictures=False))
     store.remove("law")
+    store.keep(0)  # until then undo could bring it back
     assert not (store.path / "experts" / "0001").exists()
     path = store.path / "experts" / "0002" / "tensors.json"
     path.write_text(path.read_text().replace("word1", "word2"))
