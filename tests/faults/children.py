@@ -67,7 +67,7 @@ def start(function: Callable[[], Any], cwd: Path | None = None) -> Child:
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
         if cwd:
             os.chdir(cwd)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the command begins, which minds it
         result = function()
         code = result if isinstance(result, int) else 0
         os.write(streams[2], pickle.dumps(result))
@@ -124,6 +124,7 @@ def command(*words: object) -> Callable[[], int]:
         from mergestream.cli import main
 
         arguments = list(map(str, words))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             with patch.object(sys, "argv", ["mergestream", *arguments]):  # for model cards
                 return main(arguments)

@@ -191,7 +191,8 @@ def _in_python(act: Callable[[Any], object]) -> int:
     from mergestream.cli import INTERRUPTED
 
     warnings.simplefilter("ignore")  # that something could not be tidied up
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as a program does that minds it
+    for number in (signal.SIGINT, signal.SIGTERM):  # as a program does that minds them
+        signal.signal(number, signal.default_int_handler)
     try:
         act(Store("store", engine=LocalEngine(1)))
     except (MergestreamError, OSError) as error:
