@@ -28,7 +28,7 @@ _REMEDIES = {
     errno.EFBIG: "; the file system or a process limit (ulimit -f) does not allow a file of that size",
 }
 MAX_JSON_BYTES = 1 << 28
-"""Refuse larger JSON files, which would fill the memory; real index files are ten times smaller"""
+"""Refuse larger files of JSON or text, which would fill the memory; real index files are ten times smaller"""
 
 
 def sync_file(path: Path) -> None:
@@ -115,17 +115,22 @@ def write_json(path: Path, data: Any) -> None:
     write_text(path, to_json(data))
 
 
+def read_small(path: Path) -> str:
+    """The text of a small file. Raises MergestreamError, OSError, or ValueError for what is not UTF-8."""
+    if path.exists() and not path.is_file():  # reading a pipe could block for ever
+        raise MergestreamError(f"{path} is not a regular file")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise MergestreamError(f"{path} is too large for the small file that is expected there")
+    return path.read_text(encoding="utf-8")
+
+
 def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Python accepts Infinity and NaN, and transformers writes them; ``finite`` refuses them.
     """
     try:
-        if path.exists() and not path.is_file():  # reading a pipe could block for ever
-            raise MergestreamError(f"{path} is not a regular file")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise MergestreamError(f"{path} is too large for the JSON file that is expected there")
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path)
         content = json.loads(text)
         if "\\u" in text or finite:  # an unpaired surrogate is valid JSON but not valid text
             json.dumps(content, ensure_ascii=False, allow_nan=not finite).encode()

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 import mergestream.files
+from mergestream import Store
+from mergestream.checkpoints.layout import module_folders
+from mergestream.checkpoints.tokenizer import read_tokenizer
 from mergestream.errors import MergestreamError
 from mergestream.files import exchange, new_directories, read_json, remove, replace_file, write_json, write_text
 
@@ -176,3 +179,16 @@ def test_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "file.json")
     with pytest.raises(MergestreamError, match=r"file\.json is not a regular file"):
         read_json(tmp_path / "file.json")
+
+
+def test_an_endless_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    for name in ("file.json", "modules.json", "vocab.txt", "manifest.json"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 40)
+    with pytest.raises(MergestreamError, match=r"file\.json is too large"):
+        read_json(tmp_path / "file.json")
+    with pytest.raises(MergestreamError, match=r"modules\.json is too large"):
+        module_folders(tmp_path)
+    assert read_tokenizer(tmp_path) is None
+    with pytest.raises(MergestreamError, match=r"manifest\.json is too large"):
+        Store(tmp_path)

@@ -7,11 +7,12 @@ number in it is checked.
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 METADATA = ".metadata"
+_MAX_CUT_DIMENSIONS = 8  # torch cuts along one, two or three
 _WRAPPERS = (*WRAPPERS, "app")
 _TRAINING_STATE = re.compile(r"(optim|lr_sched|sched|dataloader|train_state).*")
 """Keys beside a model that was saved without a key of its own"""
@@ -70,9 +72,8 @@ class DistributedFiles(Shard):
                 fields = content["state_dict_metadata"][key].fields
                 spec = _read_spec(name, fields, path)
                 chunks = [_read_chunk(record.fields, places[key], spec, files) for record in fields["chunks"]]
-                sizes = {chunk.offsets: math.prod(chunk.sizes) for chunk in chunks}
-                if sum(sizes.values()) != spec.numel:
-                    raise ValueError("chunks are missing")
+                if not _tile(chunks, spec.shape):
+                    raise ValueError("chunks are missing or overlap")
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 raise MergestreamError(
                     f"{path} and the files beside it do not hold all of the tensor {name!r}; copy the checkpoint again"
@@ -221,6 +222,25 @@ def _read_chunk(
     if outside or missing or place.get("transform_descriptors"):
         raise ValueError("a chunk is outside of its tensor or file, or compressed")
     return Chunk(offsets, sizes, file, begin, length)
+
+
+def _tile(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> bool:
+    """Whether the chunks cover every element exactly once; ranks may repeat a chunk.
+
+    A box is determined by its corners with alternating signs. Boxes tile a larger one exactly if the signed corners
+    that they do not share are its corners: no grid or comparison of all pairs is needed.
+    """
+    boxes = {(chunk.offsets, chunk.sizes) for chunk in chunks}
+    cut = [axis for axis, size in enumerate(shape) if any(sizes[axis] != size for _, sizes in boxes)]
+    if len(cut) > _MAX_CUT_DIMENSIONS:
+        raise ValueError(f"it is cut along {len(cut)} dimensions")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for signs in product((0, 1), repeat=len(cut)):
+        sign = (-1) ** sum(signs)
+        for offsets, sizes in boxes:
+            corners[tuple(offsets[axis] + end * sizes[axis] for axis, end in zip(cut, signs, strict=True))] += sign
+        corners[tuple(end * shape[axis] for axis, end in zip(cut, signs, strict=True))] -= sign
+    return not any(corners.values())
 
 
 def _check_sizes(numbers: Any) -> tuple[int, ...]:

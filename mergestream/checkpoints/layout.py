@@ -17,7 +17,7 @@ from mergestream.checkpoints.gguf import GgufFile
 from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.checkpoints.torch_file import TorchFile
 from mergestream.errors import MergestreamError
-from mergestream.files import read_json
+from mergestream.files import read_json, read_small
 from mergestream.sizes import shorten_list
 
 FORMATS: dict[str, type[Shard]] = {
@@ -112,7 +112,7 @@ def module_folders(directory: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        found = {str(module["path"]): str(module["type"]) for module in json.loads(path.read_text(encoding="utf-8"))}
+        found = {str(module["path"]): str(module["type"]) for module in json.loads(read_small(path))}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise MergestreamError(f"{path} is no list of modules; restore it, or download it again") from error
     if invalid := [folder for folder in found if not re.fullmatch(r"[\w-]{0,100}", folder, re.ASCII)]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mergestream.errors import MergestreamError
-from mergestream.files import read_json
+from mergestream.files import read_json, read_small
 
 _WHOLE, _ADDED, _CONFIG = "tokenizer.json", "added_tokens.json", "tokenizer_config.json"
 _FILES = (_WHOLE, "vocab.json", "vocab.txt", _ADDED, _CONFIG)
@@ -89,6 +89,6 @@ def _vocabulary(directory: Path, whole: Mapping[str, Any]) -> dict[str, int]:
             return dict(vocabulary)
         return {token: number for number, (token, _) in enumerate(vocabulary)}  # pairs of token and score
     if (directory / "vocab.txt").is_file():
-        lines = (directory / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        lines = read_small(directory / "vocab.txt").removesuffix("\n").split("\n")
         return {line: number for number, line in enumerate(lines)}
     return _read(directory / "vocab.json")

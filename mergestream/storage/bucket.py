@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from mergestream.errors import MergestreamError, StoreBusyError
-from mergestream.files import MAX_JSON_BYTES
 from mergestream.storage.base import Storage
 from mergestream.storage.client import Result, http_status, open_bucket, request
 from mergestream.storage.replacing import replace_objects
-from mergestream.storage.stored import StoredFile
+from mergestream.storage.stored import StoredFile, check_small
 from mergestream.storage.url import Url
 
 if TYPE_CHECKING:
@@ -90,9 +89,10 @@ class BucketStorage(Storage):
 
     def read(self, name: str) -> bytes | None:
         found = self.files().get(name)
-        if found is not None and found.size > MAX_JSON_BYTES:
-            raise MergestreamError(f"{found} is too large to be a file of a store; move it elsewhere")
-        return found.read() if found else None
+        if found is None:
+            return None
+        check_small(found)
+        return found.read()
 
     def fetch(self, name: str) -> tuple[bytes, StoredFile] | None:
         import obstore
@@ -103,6 +103,7 @@ class BucketStorage(Storage):
             except FileNotFoundError:
                 return None
             (file,) = self._describe([answer.meta]).values()
+            check_small(file)
             return bytes(answer.bytes()), file
 
         self._listed = None

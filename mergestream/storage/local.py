@@ -21,7 +21,7 @@ from mergestream.files import (
 )
 from mergestream.storage.base import Storage
 from mergestream.storage.replacing import replace_directory
-from mergestream.storage.stored import StoredFile
+from mergestream.storage.stored import StoredFile, check_small
 
 _LOCK = "lock"
 _WORKSPACE = "candidate"
@@ -92,7 +92,9 @@ class LocalStorage(Storage):
             if not path.is_file():  # opening a pipe would block
                 return None
             with path.open("rb") as file:
-                return file.read(), self._describe(path, os.fstat(file.fileno()))
+                found = self._describe(path, os.fstat(file.fileno()))
+                check_small(found)
+                return file.read(), found
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -10,6 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from mergestream.errors import MergestreamError
+from mergestream.files import MAX_JSON_BYTES
 
 if TYPE_CHECKING:
     from mergestream.storage.base import Storage
@@ -64,6 +65,12 @@ class StoredFile:
             buffer[offset:stop] = self.read(begin + offset, begin + stop)
 
         wait_all(start(fetch, offset) for offset in range(0, len(buffer), RANGE))
+
+
+def check_small(file: StoredFile) -> None:
+    """Refuse a file that would fill the memory where a small one is expected."""
+    if file.size > MAX_JSON_BYTES:
+        raise MergestreamError(f"{file} is too large to be a file of a store; move it elsewhere")
 
 
 def total_bytes(files: Mapping[str, StoredFile]) -> int:

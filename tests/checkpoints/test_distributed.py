@@ -158,6 +158,26 @@ def leave_a_gap(metadata: Any) -> None:
     metadata.state_dict_metadata["linear.weight"].size = torch.Size((8, 4))
 
 
+def cut(metadata: Any, *boxes: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """Say that the weight consists of these chunks (offsets and sizes), each of them all of what was written."""
+    place = metadata.storage_data.pop(MetadataIndex("linear.weight", (0, 0)))
+    described = metadata.state_dict_metadata["linear.weight"]
+    described.chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    metadata.storage_data |= {MetadataIndex("linear.weight", torch.Size(offsets)): place for offsets, _ in boxes}
+
+
+def overlap(metadata: Any) -> None:
+    cut(metadata, ((0, 0), (4, 4)), ((2, 0), (2, 4)))  # 24 elements, and the last two rows are in none
+
+
+def overlap_in_columns(metadata: Any) -> None:
+    cut(metadata, ((0, 0), (3, 2)), ((0, 1), (3, 2)), ((3, 0), (3, 4)))
+
+
+def overlap_at_one_place(metadata: Any) -> None:
+    cut(metadata, ((0, 0), (6, 4)), ((0, 0), (6, 2)))
+
+
 def compress(metadata: Any) -> None:
     for info in metadata.storage_data.values():
         info.transform_descriptors = ("zstd",)
@@ -167,12 +187,70 @@ def put_nonsense(metadata: Any) -> None:
     metadata.state_dict_metadata["linear.weight"].size = "large"
 
 
-@pytest.mark.parametrize("change", [lead_outside, make_huge, leave_a_gap, compress, put_nonsense])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(lead_outside, make_huge, leave_a_gap, overlap, overlap_in_columns, overlap_at_one_place),
+        *(compress, put_nonsense),
+    ],
+)
 def test_what_the_metadata_says_is_checked(tmp_path: Path, change: Any) -> None:
     directory = save(WEIGHTS, tmp_path / "dcp")
     (tmp_path / "secret").write_bytes((directory / "__0_0.distcp").read_bytes())
     altered(directory, change)
     refused(directory, r"\.metadata and the files beside it do not hold all of the tensor")
+
+
+@pytest.mark.parametrize("shape", [(12, 10), (6, 5, 4)])
+def test_any_tiling_by_chunks_is_read_and_any_hole_is_found(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Boxes that are cut at random, and the same with one of them moved by an element."""
+    dice, whole = random.Random(0), torch.randn(shape)
+    boxes = [(list[int]([0] * len(shape)), list(shape))]
+    while len(boxes) < 9:
+        offsets, sizes = boxes.pop(dice.randrange(len(boxes)))
+        axis = dice.choice([axis for axis, size in enumerate(sizes) if size > 1] or [0])
+        at = dice.randrange(sizes[axis])
+        for begin, size in ((0, at), (at, sizes[axis] - at)):
+            part = [list(offsets), list(sizes)]
+            part[0][axis] += begin
+            part[1][axis] = size
+            boxes += [(part[0], part[1])] if size else []
+    directory = save({"w": whole}, tmp_path / "dcp")
+    key, data = MetadataIndex("w", torch.Size([0] * len(shape))), b""
+
+    def put(metadata: Any) -> None:
+        nonlocal data
+        info = metadata.storage_data.pop(key)
+        chunks = metadata.state_dict_metadata["w"].chunks = []
+        for offsets, sizes in boxes:
+            file = io.BytesIO()
+            torch.save(whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].clone(), file)
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            place = type(info)(info.relative_path, len(data), len(file.getvalue()))
+            metadata.storage_data[MetadataIndex("w", torch.Size(offsets))] = place
+            data += file.getvalue()
+
+    altered(directory, put)
+    (directory / "__0_0.distcp").write_bytes(data)
+    assert torch.equal(open_checkpoint(directory).read("w"), whole)
+
+    def move(metadata: Any) -> None:
+        chunks = metadata.state_dict_metadata["w"].chunks
+        number, axis = next(
+            (number, axis)
+            for number, chunk in enumerate(chunks)
+            for axis in range(len(shape))
+            if chunk.offsets[axis]
+            and [*chunk.offsets[:axis], 0, *chunk.offsets[axis + 1 :]] not in [list(other.offsets) for other in chunks]
+        )
+        chunk, moved = chunks[number], list(chunks[number].offsets)
+        moved[axis] = 0
+        place = metadata.storage_data.pop(MetadataIndex("w", chunk.offsets))
+        chunks[number] = ChunkStorageMetadata(torch.Size(moved), chunk.sizes)
+        metadata.storage_data[MetadataIndex("w", torch.Size(moved))] = place
+
+    altered(directory, move)
+    refused(directory, "do not hold all of the tensor 'w'")
 
 
 def test_a_directory_without_its_metadata_was_not_saved_to_the_end(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class Trouble:
     """Half of an object, then nothing; obstore does not ask again for a listing or an error that breaks off"""
     lost: Callable[[int], bool] = lambda number: False
     """Done, and not answered"""
+    whole: bool = False
+    """Whether an object is sent as a whole where a range was asked for: by status 200"""
     unconditional: bool = False
     """Whether an object is put whatever is there, as some services do"""
     seconds: float = 0
@@ -104,8 +106,8 @@ def disturbed(endpoint: str, trouble: Trouble) -> Iterator[str]:
                 return self.end_headers()
             connection = http.client.HTTPConnection(endpoint.removeprefix("http://"))
             headers = dict(self.headers)
-            if trouble.unconditional:
-                headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+            ignored = ("if-",) * trouble.unconditional + ("range",) * trouble.whole
+            headers = {name: value for name, value in headers.items() if not name.lower().startswith(ignored)}
             connection.request(self.command, self.path, body, headers)
             answer = connection.getresponse()
             content = answer.read()

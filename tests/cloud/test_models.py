@@ -233,3 +233,10 @@ def test_a_server_that_is_gone_is_told_in_a_sentence(troubled: Trouble, monkeypa
     assert is_temporary(error.value), "so that watch tries it again"
     assert SECRET not in str(error.value)
     assert "127.0.0.1" not in str(error.value)
+
+
+def test_a_server_that_sends_more_than_the_range_is_refused(troubled: Trouble) -> None:
+    with open_checkpoint(BASE) as checkpoint:
+        troubled.whole = True
+        with pytest.raises(MergestreamError, match=r"model\.safetensors cannot be read"):
+            checkpoint.read("layers.0.q.weight")
