@@ -40,7 +40,7 @@ from benchmarks.suites.language import LanguageSuite, neutral_texts
 from benchmarks.suites.trained import TrainedSuite
 from mergestream import Store
 from mergestream.base.architecture import name_matcher
-from mergestream.display import markdown_table
+from mergestream.escaping import markdown_table
 from mergestream.evaluation.cache import cache_directory, key_of
 from mergestream.evaluation.streams import score
 from mergestream.files import write_json, write_text

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergestream.display import markdown_table as table
+from mergestream.escaping import markdown_table as table
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import Row
 from mergestream.evaluation.tables import plain

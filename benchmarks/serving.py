@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.suites.language import SUITE, LanguageSuite
 from examples.serving import serve
 from mergestream import Store
-from mergestream.display import markdown_table as table
+from mergestream.escaping import markdown_table as table
 from mergestream.files import write_json, write_text
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.suites.experts import ExpertSuite
-from mergestream.display import markdown_table as table
+from mergestream.escaping import markdown_table as table
 from mergestream.evaluation.suites.loading import open_suite
 from mergestream.files import write_json, write_text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mergestream.errors import UsageError
 
@@ -65,3 +65,10 @@ def _octal(character: str) -> str:
     if character.isprintable() and character not in "'\\":
         return character
     return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))
+
+
+def markdown_table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a Markdown table."""
+    lines = (" | ".join(str(cell).replace("|", "\\|") for cell in row) for row in (headings, *rows))
+    first, *others = (f"| {line} |" for line in lines)
+    return [first, "|" + "---|" * len(headings), *others]

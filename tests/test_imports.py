@@ -10,7 +10,7 @@ import mergestream
 
 PACKAGE = Path(mergestream.__file__).parent
 ORDER = [
-    *("errors", "escaping", "display", "sizes", "digest", "files", "schema", "storage", "progress", "interrupts"),
+    *("errors", "escaping", "sizes", "digest", "files", "schema", "storage", "progress", "interrupts"),
     *("registry", "commands"),
     *("engine", "checkpoints", "algebra", "base", "experts", "methods", "ledger", "inputs", "merging"),
     *("store", "export", "routed", "hub", "report", "tracking", "mergekit"),
@@ -24,7 +24,7 @@ OUTER = {
     "tracking": set[str](),
 }
 """What the outer folders still import beside the public names and UTILITIES; remove an entry once nothing needs it"""
-UTILITIES = {"errors", "escaping", "display", "sizes", "digest", "files", "progress", "registry", "commands"}
+UTILITIES = {"errors", "escaping", "sizes", "digest", "files", "progress", "registry", "commands"}
 """Small top-level modules that every folder may import"""
 
 

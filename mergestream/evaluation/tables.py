@@ -11,8 +11,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from mergestream.display import markdown_table
-from mergestream.escaping import MAX_SENTENCE, markdown_text
+from mergestream.escaping import MAX_SENTENCE, markdown_table, markdown_text
 from mergestream.evaluation.results import Results
 from mergestream.files import write_text
 from mergestream.report import figures

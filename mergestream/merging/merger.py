@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from mergestream.algebra.lowrank import LowRank
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import TensorSpec, open_checkpoint, torch_dtype
 from mergestream.checkpoints.reader import Source
-from mergestream.display import data_frame, html_table
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import UsageError
 from mergestream.experts import make_task_vector
@@ -24,9 +23,6 @@ from mergestream.methods import as_method, method_text
 from mergestream.methods.base import Method, State
 from mergestream.progress import Progress, default_progress
 from mergestream.sizes import counted
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 class MemoryState(dict[tuple[str, str], Tensor]):
@@ -108,16 +104,6 @@ class Merger:
     def __repr__(self) -> str:
         experts, method = counted(len(self.names), "expert"), method_text(self.method.name, self.method.parameters)
         return f"<Merger: {experts} merged by {method}, base of {counted(len(self.tensors), 'tensor')}>"
-
-    def _repr_html_(self) -> str:
-        rows = [(name, step.norm, f"{step.kept:.1%}") for name, step in zip(self.names, self.history, strict=True)]
-        return html_table(repr(self)[1:-1], ("expert", "‖Δ‖", "kept"), rows)
-
-    def to_frame(self) -> DataFrame:
-        """The history as a data frame, with one row per expert."""
-        return data_frame(
-            ({"name": name, **vars(step)} for name, step in zip(self.names, self.history, strict=True)), "name"
-        )
 
     def add(
         self,

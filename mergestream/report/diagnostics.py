@@ -9,14 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of, natural
-from mergestream.display import matrix_frame
 from mergestream.errors import UsageError
 from mergestream.sizes import counted
 from mergestream.store.records import tensor_records
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
-
     from mergestream.storage import Storage
     from mergestream.store import Store
     from mergestream.store.manifest import Manifest
@@ -44,10 +41,6 @@ class Similarity:
     def __repr__(self) -> str:
         return f"<Similarity: cosines of {counted(len(self.experts), 'expert')}>"
 
-    def to_frame(self) -> DataFrame:
-        """Expert × expert."""
-        return matrix_frame(self.experts, self.experts, self.cosines)
-
 
 @dataclass(frozen=True)
 class Survival:
@@ -65,10 +58,6 @@ class Survival:
 
     def __repr__(self) -> str:
         return f"<Survival: the share kept of {counted(len(self.experts), 'expert')} in {len(self.parts)} parts>"
-
-    def to_frame(self) -> DataFrame:
-        """The share kept, expert × part."""
-        return matrix_frame(self.experts, self.parts, self.kept)
 
     @cached_property
     def total(self) -> tuple[float, ...]:

@@ -9,7 +9,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from mergestream.digest import json_digest
-from mergestream.display import matrix_frame
 from mergestream.errors import MergestreamError
 from mergestream.files import to_json
 from mergestream.report.metrics import average_accuracy, backward_transfer
@@ -18,8 +17,6 @@ from mergestream.sizes import counted
 from mergestream.storage import read_json
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
-
     from mergestream.store import Expert, Store
 
 NAME = "scores.json"
@@ -55,12 +52,6 @@ class Scores:
     """The scores of the base"""
     experts: tuple[float | None, ...] | None = None
     """The score of each expert on its own task"""
-
-    def to_frame(self) -> DataFrame:
-        """Step × task; the base is step 0, if it was scored."""
-        base = {0: self.base} if self.base else {}
-        rows = base | dict(enumerate(self.matrix, 1))
-        return matrix_frame(list(rows), self.tasks, list(rows.values())).rename_axis("step")
 
     @classmethod
     def of(

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
-from mergestream.display import data_frame, html_table
 from mergestream.experts.vocabulary import Vocab
 from mergestream.methods.scale import inverse
 from mergestream.schema import Count, Finite, Magnitude, Number
-from mergestream.sizes import counted
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 def folder_name(number: int, mark: str) -> str:
@@ -142,9 +137,6 @@ class Expert:
         kept = "held" if self.cut else "kept"
         return f"<Expert {self.name!r}: ‖Δ‖ {self.norm:.4g}, {kept} {self.kept:.1%}, added {self.added}>"
 
-    def _repr_html_(self) -> str:
-        return html_table(repr(self)[1:-1], ("", ""), list(vars(self).items()))
-
 
 @dataclass(frozen=True)
 class Removal:
@@ -160,28 +152,3 @@ class Removal:
     """The last expert that was left: as long as it is the last one, `undo` brings the removed one back"""
     next: Number
     """The number for the next folder then, to tell whether `calibrate` came later"""
-
-
-_COLUMNS = (
-    *("name", "added", "norm", "kept", "scale", "mean_norm", "distance", "score", "rank", "seconds"),
-    *("source", "digest"),
-)
-
-
-class History(tuple[Expert, ...]):
-    """The experts in their order."""
-
-    __slots__ = ()
-
-    def to_frame(self) -> DataFrame:
-        """A data frame with one row per expert."""
-        frame = data_frame(({column: getattr(entry, column) for column in _COLUMNS} for entry in self), "name")
-        return frame.assign(added=frame["added"].astype("datetime64[ns, UTC]")) if len(frame) else frame
-
-    def _repr_html_(self) -> str:
-        return self.table(counted(len(self), "expert"))
-
-    def table(self, caption: str) -> str:
-        """An HTML table for notebooks."""
-        rows = [(e.name, e.norm, f"{e.kept:.1%}", e.added, e.source) for e in self]
-        return html_table(caption, ("expert", "‖Δ‖", "held" if self and self[0].cut else "kept", "added", "from"), rows)

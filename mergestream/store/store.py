@@ -18,8 +18,7 @@ from mergestream.experts import ExpertSource
 from mergestream.progress import Progress, default_progress
 from mergestream.storage import Storage, local_path, open_storage
 from mergestream.store import transaction
-from mergestream.store.expert import Expert, History
-from mergestream.store.manifest import Manifest
+from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import TensorRecord, tensor_records
 from mergestream.store.snapshot import Snapshot
 
@@ -92,13 +91,10 @@ class Store:
     def __repr__(self) -> str:
         return f"<Store {str(self.storage)!r}: {self.manifest.summary}, base {self.manifest.base.source!r}>"
 
-    def _repr_html_(self) -> str:
-        return self.history.table(repr(self)[1:-1])
-
     @property
-    def history(self) -> History:
-        """The experts in their order; ``to_frame()`` makes a data frame of them."""
-        return History(self.manifest.history)
+    def history(self) -> tuple[Expert, ...]:
+        """The experts in their order."""
+        return self.manifest.history
 
     @property
     def path(self) -> Path:
@@ -193,7 +189,7 @@ class Store:
         return self.retried(lambda: inspect_expert(self, expert, options))
 
     def undo(self) -> Expert:
-        """Take back the last `add`, `remove` or `calibrate` or `calibrate`; returns the entry that was taken back."""
+        """Take back the last `add`, `remove` or `calibrate`; returns the entry that was taken back."""
         from mergestream.store.remove import undo_last
 
         return undo_last(self)
