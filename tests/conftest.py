@@ -135,10 +135,9 @@ def done(mergestream: RunCommand) -> Callable[..., str]:
 
 
 def files(directory: Path, *suffixes: str) -> dict[str, bytes]:
-    """The bytes of all files below a directory, or of those that end in one of the suffixes, but for what `watch` is
-    to leave alone, which no command takes back."""
+    """The bytes of all files below a directory, or of those that end in one of the suffixes."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name != "watched.json" and (not suffixes or path.name.endswith(suffixes))
+        if path.is_file() and (not suffixes or path.name.endswith(suffixes))
     }

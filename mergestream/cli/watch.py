@@ -5,25 +5,22 @@ from __future__ import annotations
 import math
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.add import print_step
 from mergestream.cli.log import entry_json
 from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument, arguments_of
 from mergestream.cli.printing import emit, error_kind, error_sentences, is_json, print_error, say
-from mergestream.errors import DamagedError, MergestreamError, StoreBusyError, UsageError
-from mergestream.escaping import MAX_SENTENCE, one_line
+from mergestream.errors import MergestreamError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
-    from mergestream.storage import Storage, Url
+    from mergestream.storage import StoredFile
     from mergestream.store.store import Store
-    from mergestream.store.watched import FoundExpert
-
-    Place: TypeAlias = Path | Url
 
 EXAMPLES = """
 mergestream watch store incoming/
@@ -33,7 +30,7 @@ mergestream watch store incoming/ --gate 'damage<=0.3' --evaluate 'python score.
 
 LONGEST_INTERVAL = 86_400
 RETRY_SECONDS = 600.0
-"""Pause after an error that says nothing about the expert, such as a full disk"""
+"""Pause after an error that may say nothing about the expert, such as a full disk"""
 
 
 def seconds(text: str) -> float:
@@ -55,18 +52,17 @@ class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
 
 def run(options: Options) -> None:
     from mergestream.report.gates import Gatekeeper
-    from mergestream.store.watched import find_experts, watched_place
+    from mergestream.storage import open_storage
     from mergestream.tracking import parse_trackers
 
-    place = watched_place(options.directory)
-    store = options.open_store()
-    _check_apart(place, store.storage)
-    dict(find_experts(place))  # report an unreadable directory, a wrong gate or a wrong tracker now
+    place, store = open_storage(options.directory), options.open_store()
+    watched, own = (f"{storage.address.rstrip('/')}/" for storage in (place, store.storage))
+    if own.startswith(watched) or watched.startswith(own):
+        raise UsageError(f"{place} and the store {store.storage} contain one another; watch a separate directory")
+    find_experts(options.directory)  # report an unreadable directory, a wrong gate or a wrong tracker now
     Gatekeeper.of(options.gates, options.evaluate, store.manifest)
     parse_trackers(options.log, store)
-    adding = arguments_of(store.add, options)
-    log = adding.pop("log")
-    watcher = Watcher(store, place, adding, log=log)
+    watcher = Watcher(store, options.directory, arguments_of(store.add, options))
     say(f"watching {place} for {store.storage}; stop with Ctrl-C")
     emit({"event": "watching", "store": str(store.storage), "directory": str(place)})
     with suppress(KeyboardInterrupt):
@@ -75,141 +71,99 @@ def run(options: Options) -> None:
             time.sleep(options.interval)
 
 
-def _check_apart(directory: Place, store: Storage) -> None:
-    places = str(directory.resolve() if isinstance(directory, Path) else directory), store.address
-    watched, own = (f"{place.rstrip('/')}/" for place in places)
-    if own.startswith(watched) or watched.startswith(own):
-        raise UsageError(f"{directory} and the store {store} contain one another; watch a separate directory")
+def find_experts(place: str | Path) -> dict[str, dict[str, StoredFile]]:
+    """Find the files of every expert in a watched place; the experts are listed by address, the oldest first.
+
+    In a directory, every file and every folder is an expert, also behind a link; in a bucket, every object and folder.
+    """
+    from mergestream.storage import open_storage, parse_url
+
+    found: dict[str, dict[str, StoredFile]] = defaultdict(dict)
+    storage = open_storage(place)
+    if url := parse_url(place):
+        for key, file in storage.files().items():
+            if file.size:  # consoles make a folder by an empty object
+                found[str(url.child(key.partition("/")[0]))][key] = file
+    else:
+        for path in Path(place).resolve().iterdir():
+            if path.is_dir():
+                found[str(path)].update(open_storage(path).files())
+            elif single := storage.stat(path.name):
+                found[str(path)][path.name] = single
+    experts = {address: files for address, files in found.items() if files and not Path(address).name.startswith(".")}
+    return dict(sorted(experts.items(), key=lambda item: max(file.changed for file in item[1].values())))
 
 
 class Watcher:
     """Adds the experts of a watched directory or bucket to a store.
 
-    An expert is complete when its files did not change between two looks. Refused experts are listed in the store, and
-    skipped until their files or the options change.
+    An expert is complete when its files did not change between two looks. One that was added or refused is left alone
+    until its files change.
     """
 
     def __init__(
-        self,
-        store: Store,
-        place: Place,
-        options: Mapping[str, Any],
-        *,
-        log: Sequence[str] = (),
-        clock: Callable[[], float] = time.monotonic,
+        self, store: Store, place: str | Path, options: Mapping[str, Any], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``options`` and ``log`` are arguments of `Store.add`."""
+        """``options`` are arguments of `Store.add`."""
         self.store, self.place = store, place
-        self._options, self._log, self._clock = options, log, clock
-        self._files: dict[str, str] = {}
-        """Signatures at the last look, by source"""
-        self._due: dict[tuple[str, str], float] = {}
-        """When to try an expert again, by source and signature"""
-        self._skipped: dict[Place, str] = {}
-        """Problems that were already reported"""
+        self._options, self._clock = options, clock
+        self._seen: Mapping[str, Mapping[str, StoredFile]] = {}
+        """The files of every expert at the last look"""
+        self._tried: dict[str, tuple[Mapping[str, StoredFile], float]] = {}
+        """The files of every expert that was tried, and when to try the same files again"""
+        self._trouble = ""
+        """Why the last look failed"""
 
     def look(self) -> None:
         """Add all complete experts, the oldest first."""
-        from mergestream.store.watched import find_experts, recall
-
         try:
             self.store.refresh()
-            refused = recall(self.store.storage)
-            found = dict(find_experts(self.place))
+            found = find_experts(self.place)
         except (MergestreamError, OSError) as error:
-            self._skip(self.place, error)
+            if self._trouble != str(error):
+                self._trouble = str(error)
+                report_failure(str(self.place), error, 0)
             return
-        self._skipped.pop(self.place, None)
-        added, tried = {entry.source for entry in self.store.history}, set[str]()
-        for path, expert in self._complete(found):
-            if expert.source in added:
-                self._due[expert.source, expert.files] = math.inf  # so that undo does not bring it back
-            known = refused.get(expert.source)
-            is_refused = known is not None and known.applies_to(expert.files, self._options)
-            is_due = self._clock() >= self._due.get((expert.source, expert.files), 0)
-            if is_due and not is_refused and expert.source not in tried:  # two links may lead to one expert
-                tried.add(expert.source)
-                self._add(path, expert)
+        before, self._seen, self._trouble = self._seen, found, ""
+        for address, files in found.items():
+            if self._is_stored(address):
+                self._tried[address] = files, math.inf  # so that undo does not bring it back
+            tried, due = self._tried.get(address, ({}, 0.0))
+            if files == before.get(address) and (files != tried or self._clock() >= due):
+                self._add(address, files)
 
-    def _complete(self, found: Mapping[Place, FoundExpert | Exception]) -> list[tuple[Place, FoundExpert]]:
-        """List the experts that did not change since the last look, and report those that cannot be read."""
-        experts: dict[Place, FoundExpert] = {}
-        for path, expert in found.items():
-            if isinstance(expert, Exception):
-                self._skip(path, expert)
-            else:
-                experts[path] = expert
-                self._skipped.pop(path, None)
-        before, self._files = self._files, {expert.source: expert.files for expert in experts.values()}
-        complete = [item for item in experts.items() if item[1].files and before.get(item[1].source) == item[1].files]
-        return sorted(complete, key=lambda item: (item[1].changed, item[0].name))
+    def _is_stored(self, address: str) -> bool:
+        from mergestream.checkpoints.location import locate_here
 
-    def _add(self, path: Place, expert: FoundExpert) -> None:
+        return str(locate_here(address) or address) in {entry.source for entry in self.store.history}
+
+    def _add(self, address: str, files: Mapping[str, StoredFile]) -> None:
+        pause = math.inf
         try:
-            entry = self.store.add(str(path), **self._options, log=self._log)
+            entry = self.store.add(address, **self._options)
         except StoreBusyError:
             return  # the next look tries again
         except Exception as error:  # whatever it is, the other experts can still be added
-            pause = RETRY_SECONDS if is_temporary(error) or not self._store_is_usable() else None
-            self._due[expert.source, expert.files] = self._clock() + (pause or math.inf)
-            report_failure(path, error, pause)
-            if pause is None and isinstance(error, MergestreamError):
-                self._remember(expert, error)
+            if is_temporary(error):
+                pause = RETRY_SECONDS
+            report_failure(address, error, pause)
         else:
-            self._due[expert.source, expert.files] = math.inf
             print_step(self.store, entry)
-            event = {"event": "absorbed", "path": str(path), "step": self.store.manifest.step}
+            event = {"event": "absorbed", "path": address, "step": self.store.manifest.step}
             emit({**event, "expert": entry_json(entry)})
-
-    def _remember(self, expert: FoundExpert, error: MergestreamError) -> None:
-        """List a refused expert in the store; if that is impossible now, the next `watch` tries the expert again."""
-        from mergestream.store.watched import SkippedExpert, remember
-
-        refused = SkippedExpert(expert.files, one_line(str(error), MAX_SENTENCE), dict(self._options))
-        with suppress(MergestreamError, OSError), self.store.writing():
-            remember(self.store.storage, {expert.source: refused})
-            del self._due[expert.source, expert.files]
-
-    def _store_is_usable(self) -> bool:
-        """Check the base and the state, because their faults must not count against an expert."""
-        try:
-            if self.store.manifest.base.measured:
-                self.store.manifest.open_base().close()
-            if self.store.history:
-                self.store.snapshot().close()
-        except (MergestreamError, OSError):
-            return False
-        return True
-
-    def _skip(self, path: Place, error: Exception) -> None:
-        """Report once why an expert, or the whole directory, is skipped."""
-        reason = "; ".join(error_sentences(error))
-        if self._skipped.get(path) != reason:
-            self._skipped[path] = reason
-            emit({"event": "skipped", "path": str(path), "kind": error_kind(error), "reasons": [reason]})
-            if not is_json():
-                self.store.progress.note(f"{path} is skipped for now: {reason}")
+        self._tried[address] = files, self._clock() + pause
 
 
-def report_failure(path: Place, error: Exception, pause: float | None) -> None:
+def report_failure(address: str, error: Exception, pause: float) -> None:
     """Report an expert that could not be added; after ``pause`` seconds it is tried again."""
-    reasons = error_sentences(error)
-    event = "refused" if pause is None else "failed"
-    facts = {"kind": error_kind(error), "reasons": reasons, "seconds_to_retry": pause}
-    emit({"event": event, "path": str(path), **facts})
+    reasons, is_final = error_sentences(error), math.isinf(pause)
+    facts = {"kind": error_kind(error), "reasons": reasons, "seconds_to_retry": None if is_final else pause}
+    emit({"event": "refused" if is_final else "failed", "path": address, **facts})
     if not is_json():
-        again = "" if pause is None else f"; next attempt in {pause:.0f} s"
-        print_error(*(f"{path.name}: {reason}{again}" for reason in reasons))
+        again = "" if is_final else f"; next attempt in {pause:.0f} s" if pause else "; trying again"
+        print_error(*(f"{Path(address).name}: {reason}{again}" for reason in reasons))
 
 
-def is_temporary(error: BaseException | None) -> bool:
-    """Whether an error says nothing about the expert: full disk, out of memory, I/O, a damaged store, the command."""
-    from mergestream.commands import CommandError
-
-    while error is not None:
-        if isinstance(error, OSError | MemoryError | DamagedError | CommandError):
-            return True
-        if isinstance(error, RuntimeError) and "memory" in str(error):  # torch's out-of-memory error
-            return True
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
+def is_temporary(error: Exception) -> bool:
+    """Whether an error may say nothing about the expert: a full disk, no memory, a damaged store, a failed command."""
+    return error_kind(error) not in ("input", "usage", "gate") or isinstance(error.__cause__, OSError)

@@ -22,7 +22,6 @@ from mergestream.store.records import verify_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader
 from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused
-from mergestream.store.watched import recall
 
 if TYPE_CHECKING:
     from mergestream.store.store import Store
@@ -90,7 +89,6 @@ def verify_files(store: Store, with_base: bool) -> None:
     if with_base and manifest.base.measured:
         with store.manifest.open_base() as base:
             manifest.base.check_digest(base, store.engine, store.progress)
-    recall(store.storage)
     folders = store.storage.folders("steps")
     if manifest.entries and {entry.folder for entry in manifest.entries}.issubset(folders):
         Snapshot.open(store.storage, manifest).close()  # checks the shapes of all entries

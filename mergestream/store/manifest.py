@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from mergestream.base.model import BaseModel, match_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.digest import text_digest
-from mergestream.errors import MergestreamError, UsageError, did_you_mean
+from mergestream.errors import DamagedError, MergestreamError, UsageError, did_you_mean
 from mergestream.files import to_json
 from mergestream.methods import method_text
 from mergestream.schema import BACKUP, Count, Number, Plain, damaged, invalid_file, parse, validate
@@ -112,7 +112,7 @@ class Manifest:
             checkpoint = open_checkpoint(self.base.source)
         except MergestreamError as error:
             needed = "if it has moved, pass" if self.base.measured else "its weights are needed now: pass"
-            raise MergestreamError(f"the base cannot be opened: {error}; {needed} --base PATH") from error
+            raise DamagedError(f"the base cannot be opened: {error}; {needed} --base PATH") from error
         checkpoint = match_names(checkpoint, self.base.tensors)
         self.base.check(checkpoint)
         return checkpoint

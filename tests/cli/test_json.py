@@ -104,7 +104,7 @@ def test_add_prints_a_list_even_without_a_store(toys: Toys, tmp_path: Path, run_
         (("export", "STORE"), 2, "usage", "OUT"),
         (("export", "STORE", "out", "--overwite"), 2, "usage", "did you mean --overwrite"),
         (("expot", "STORE"), 2, "usage", "did you mean export"),
-        (("watch", "STORE", "nowhere"), 1, "input", "is not a directory"),
+        (("watch", "STORE", "nowhere"), 1, "system", "No such file or directory"),
     ],
 )
 def test_json_contains_the_error(

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,12 @@ from safetensors.torch import save, save_file
 
 from mergestream import Average, MergestreamError, Store
 from mergestream.cli.printing import replying
-from mergestream.cli.watch import RETRY_SECONDS, Watcher, is_temporary, report_failure
+from mergestream.cli.watch import RETRY_SECONDS, Watcher, find_experts, is_temporary, report_failure
 from mergestream.commands import CommandError
-from mergestream.errors import DamagedError, StoreBusyError
+from mergestream.errors import DamagedError
 from mergestream.progress import TerminalProgress
+from mergestream.report.gates import GateError
 from mergestream.storage import open_storage
-from mergestream.store.watched import NAME, SkippedExpert, remember, signature
 from tests.conftest import RunCommand
 
 
@@ -99,19 +100,34 @@ def test_a_bad_file_is_reported_once_and_does_not_stop_the_watch(
     assert capsys.readouterr().err.count("error: bad.safetensors: ") == 1
 
 
-def test_unreadable_entries_are_skipped_and_reported_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_links_and_empty_directories_are_no_experts(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     (bench.incoming / "broken").symlink_to("nowhere")
     (bench.incoming / "loop").symlink_to("loop")
     os.mkdir(os.fsencode(bench.incoming) + b"/\xff")  # noqa: PTH102
+    (bench.incoming / ".hidden").write_bytes(b"nonsense")
     bench.bring("good", 1)
     bench.look(4)
-    assert bench.names == ["good"]
-    notes = capsys.readouterr().err.splitlines()
-    assert len(notes) == 3 and all(line.startswith("note: ") and "is skipped for now: " in line for line in notes)
+    assert bench.names == ["good"] and capsys.readouterr().err == ""
     (bench.incoming / "broken").unlink()
     bench.bring("broken", 2)
     bench.look()
     assert bench.names == ["good", "broken"] and capsys.readouterr().err == ""
+
+
+def test_a_change_of_a_file_in_a_directory_is_a_change(bench: Bench) -> None:
+    expert = bench.incoming / "expert"
+    expert.mkdir()
+    found = []
+    for change in (
+        lambda: (expert / "a").write_text("1"),
+        lambda: (expert / "a").write_text("22"),
+        lambda: os.utime(expert / "a", (1, 1)),
+        lambda: (expert / "a").rename(expert / "b"),
+        lambda: (expert / "a").symlink_to("nowhere"),
+    ):
+        change()
+        found.append(find_experts(bench.incoming)[str(expert.resolve())])
+    assert found[4] == found[3] and all(one != other for one, other in pairwise(found[:4]))
 
 
 def test_a_file_that_vanishes_during_a_look_is_ignored(
@@ -149,7 +165,7 @@ def test_an_unexpected_error_does_not_stop_other_experts(
 
     monkeypatch.setattr(bench.watcher.store, "add", breaking)
     assert bench.look(5) == ["bad.safetensors", "good.safetensors"] and bench.names == ["good"]
-    assert capsys.readouterr().err == "error: bad.safetensors: KeyError: 'surprise'\n"
+    assert capsys.readouterr().err == "error: bad.safetensors: KeyError: 'surprise'; next attempt in 600 s\n"
     bench.watch()
     assert bench.look() == ["bad.safetensors"], "a new watch tries again"
 
@@ -196,11 +212,12 @@ def wrapped(cause: BaseException) -> MergestreamError:
         (MemoryError(), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
         (wrapped(OSError(errno.ENOSPC, "full")), True),
-        (wrapped(CommandError("score.py failed")), True),
+        (CommandError("score.py failed"), True),
+        (KeyError("surprise"), True),
         (DamagedError("the base has changed"), True),
         (wrapped(ValueError("no header")), False),
         (MergestreamError("it is identical to the base"), False),
-        (RuntimeError("shapes"), False),
+        (GateError("norm is 3"), False),
     ],
 )
 def test_which_errors_are_temporary(error: Any, passes: bool) -> None:
@@ -218,26 +235,10 @@ def test_a_refused_expert_is_skipped_until_its_files_change(bench: Bench, tmp_pa
     path = bench.bring("one", 1)
     bench.watch(gates=["norm<=0"])
     assert bench.look(4) == ["one.safetensors"]
-    bench.watch(gates=["norm<=0"])
-    assert bench.look() == [], "the refusal is in the store"
     os.utime(path, (time.time() + 9, time.time() + 9))
     assert bench.look() == ["one.safetensors"], "new files are tried"
     bench.watch(gates=["norm<=1000"])
-    assert bench.look() == ["one.safetensors"] and bench.names == ["one"], "other gates are tried"
-
-
-def test_a_refusal_that_cannot_be_stored_holds_for_this_watch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.bring("one", 1)
-    bench.watch(gates=["norm<=0"])
-    with monkeypatch.context() as patch:
-        patch.setattr("mergestream.store.watched.remember", lambda *_: (_ for _ in ()).throw(StoreBusyError("busy")))
-        assert bench.look() == ["one.safetensors"]
-    assert not (bench.store.path / NAME).exists()
-    assert bench.look() == []
-    bench.watch(gates=["norm<=0"])
-    assert bench.look() == ["one.safetensors"]
-    (bench.store.path / NAME).unlink()
-    assert bench.look() == ["one.safetensors"], "as the documentation says"
+    assert bench.look() == ["one.safetensors"] and bench.names == ["one"], "a new watcher tries again"
 
 
 def test_an_undone_or_removed_expert_is_not_added_again(bench: Bench) -> None:
@@ -266,11 +267,12 @@ def test_an_expert_that_was_in_the_store_before_is_not_added_after_an_undo(bench
     assert bench.look() == []
 
 
-def test_what_an_older_version_lists_as_taken_back_is_left_alone(bench: Bench) -> None:
-    path = bench.bring("one", 1)
-    with bench.store.writing():
-        remember(bench.store.storage, {str(path): SkippedExpert(signature(path), "it was taken back")})
-    assert bench.look() == []
+def test_what_older_versions_have_written_does_not_matter(bench: Bench) -> None:
+    (bench.store.path / "watched.json").write_text("{}")
+    bench.bring("one", 1)
+    assert bench.look() == ["one.safetensors"] and bench.names == ["one"]
+    bench.store.refresh()
+    bench.store.verify()
 
 
 def test_two_links_to_one_expert_are_one_expert(
@@ -304,16 +306,6 @@ def test_the_directory_may_vanish_and_return(bench: Bench, tmp_path: Path, capsy
     assert bench.look() and bench.names == ["one"]
 
 
-def test_a_damaged_watched_json_is_reported_and_nothing_is_added(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench.bring("one", 1)
-    (bench.store.path / NAME).write_text("{}")
-    assert bench.look() == [] and capsys.readouterr().err.count("watched.json is damaged") == 1
-    (bench.store.path / NAME).unlink()
-    assert bench.look() and bench.names == ["one"]
-
-
 def test_a_model_of_another_base_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a.weight": torch.randn(8, 6), "a.bias": torch.randn(8)}, bench.incoming / "unrelated.safetensors")
     bench.look()
@@ -344,21 +336,20 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_events_are_lines_of_json(bench: Bench, mergestream: RunCommand, looks: Any) -> None:
     bench.bring("one", 1)
     (bench.incoming / "bad.safetensors").write_bytes(b"nonsense")
-    (bench.incoming / "broken").symlink_to("nowhere")
     looks(3)
     done = mergestream("watch", bench.store.path, bench.incoming, "--json", "--evaluate", "echo {model} 0.5")
     assert done.code == 0 and done.err == ""
     events = [json.loads(line) for line in done.out.splitlines()]
-    assert [event["event"] for event in events] == ["watching", "skipped", "absorbed", "refused"]
-    skipped, absorbed, refused = events[1:]
+    assert [event["event"] for event in events] == ["watching", "absorbed", "refused"]
+    absorbed, refused = events[1:]
     assert absorbed["step"] == 1 and absorbed["expert"]["evaluation"]["score"] == 0.5
     assert Path(refused["path"]).name == "bad.safetensors" and refused["seconds_to_retry"] is None
-    assert "No such file" in skipped["reasons"][0] and (skipped["kind"], refused["kind"]) == ("system", "input")
+    assert refused["kind"] == "input" and refused["reasons"]
 
 
 def test_a_retry_is_an_event(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     with replying(as_json=True):
-        report_failure(Path("a\nb"), OSError(errno.ENOSPC, "full"), 20.0)
+        report_failure("a\nb", OSError(errno.ENOSPC, "full"), 20.0)
     event = json.loads(capsys.readouterr().out)
     assert (event["event"], event["path"], event["seconds_to_retry"]) == ("failed", "a\nb", 20.0)
 
@@ -385,7 +376,7 @@ def test_wrong_options_are_refused_at_once(bench: Bench, mergestream: RunCommand
 
 def test_every_step_is_logged(bench: Bench, tmp_path: Path) -> None:
     log = [f"jsonl:{tmp_path / 'steps.jsonl'}"]
-    watcher = Watcher(bench.store, bench.incoming, {}, clock=lambda: 0.0, log=log)
+    watcher = Watcher(bench.store, bench.incoming, {"log": log}, clock=lambda: 0.0)
     for name, seed in (("one", 1), ("two", 2)):
         bench.bring(name, seed)
         for _ in range(2):

@@ -227,7 +227,7 @@ def content(place: Path) -> dict[str, Any]:
 def _store_content(store: Path) -> tuple[dict[str, Any], list[str]]:
     manifest = json.loads((store / "manifest.json").read_text())
     manifest.pop("digest")
-    known = {"manifest.json", "lock", "scores.json", "watched.json", "steps", "experts"}
+    known = {"manifest.json", "lock", "scores.json", "steps", "experts"}
     removed = manifest.get("removed", [])
     for removal in removed:
         del removal["time"]

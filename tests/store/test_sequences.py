@@ -237,9 +237,7 @@ class Sequences(RuleBasedStateMachine):
             steps = {f"steps/{step_name(number)}" for number in self.kept}
             experts = {f"experts/{step_name(number)}" for number in range(1, len(self.history) + 1)}
             assert {str(path.relative_to(store)) for path in store.glob("*/*")} == steps | experts
-            assert {path.name for path in store.iterdir()} <= {
-                *("manifest.json", "lock", "steps", "experts", "watched.json")
-            }
+            assert {path.name for path in store.iterdir()} <= {"manifest.json", "lock", "steps", "experts"}
             assert not [path for path in store.rglob("*") if path.name in ("plan.json", "journal")]
 
 
