@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import normalize
 
+INPUTS, WIDTH, FEATURES = 32, 256, 32
+
 
 def network() -> torch.nn.Sequential:
-    width = 64
-    layers = (torch.nn.Linear(2, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh())
-    return torch.nn.Sequential(*layers, torch.nn.Linear(width, 32))
+    layers = (torch.nn.Linear(INPUTS, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+    return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, FEATURES))
 
 
 def features(model: Path, inputs: torch.Tensor) -> torch.Tensor:

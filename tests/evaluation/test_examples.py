@@ -38,7 +38,10 @@ def test_yaml_python_and_command_agree(example: Path) -> None:
 
 @pytest.mark.slow
 def test_the_examples_command_works(example: Path, tmp_path: Path, done: Callable[..., str]) -> None:
-    options = ("--orders", 2, "--methods", "opcm,average", "-o", tmp_path / "out", "--workers", 1)
+    options = ("--orders", 2, "--methods", "ledger,opcm,average", "-o", tmp_path / "out", "--workers", 1)
     done("bench", example / "suite.yaml", *options)
-    summary = json.loads((tmp_path / "out" / "results.json").read_text())["summary"]
-    assert summary["opcm"]["acc"]["count"] == 2
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["summary"]["opcm"]["acc"]["count"] == 2
+    found = {method: results["summary"][method]["acc"]["mean"] for method in ("ledger", "average")}
+    base, experts = (sum(results[models].values()) / 3 for models in ("pretrained", "fine_tuned"))
+    assert base < found["average"] < found["ledger"] < experts, "like the experts of real tasks"
