@@ -63,14 +63,18 @@ class Workshop:
 
     def load(self, base: Path) -> Any:
         architecture = json.loads((base / "config.json").read_text())["architectures"][0]
-        return getattr(transformers, architecture).from_pretrained(base, dtype=torch.float64)
+        return getattr(transformers, architecture).from_pretrained(base, dtype="auto")
 
-    def adapter(self, base: Path, name: str = "adapter", seed: int = 1, safe: bool = True, **fields: Any) -> Path:
+    def adapter(
+        self, base: Path, name: str = "adapter", seed: int = 1, safe: bool = True, kind: str = "LORA", **fields: Any
+    ) -> Path:
         """Save an adapter with random factors and other random changes; their scale depends on the seed."""
         torch.manual_seed(seed)
         scale = (0.1, 0.3, 0.04, 0.4)[seed % 4]
-        fields.setdefault("init_lora_weights", False)
-        model = peft.get_peft_model(self.load(base), peft.LoraConfig(**fields))
+        if kind == "LORA":
+            fields.setdefault("init_lora_weights", False)
+        config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind](**fields)
+        model = peft.get_peft_model(self.load(base), config)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data += scale * torch.randn_like(parameter)

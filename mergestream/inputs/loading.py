@@ -46,7 +46,7 @@ def read_weights(checkpoint: Checkpoint, adapter: BoundAdapter | None = None, wr
         for name in adapter.terms:
             change = dense(adapter.delta(name, torch.promote_types(weights[name].dtype, torch.float32)))
             weights[name] = (weights[name] + change).to(weights[name].dtype)
-        for name in weights.keys() & adapter.whole:
+        for name in weights.keys() & (adapter.whole.keys() | adapter.merged.keys()):
             weights[name] = adapter.read(name).to(weights[name].dtype)
     return weights
 

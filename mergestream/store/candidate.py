@@ -267,7 +267,7 @@ def open_candidate(
         model, opened = manifest.base.with_heads(heads), open_expert(expert)
         files.callback(opened.close)
         base: Checkpoint
-        in_factors = not opened.whole if isinstance(opened, Adapter) else are_adapter_names(opened.tensors)
+        in_factors = opened.is_in_factors if isinstance(opened, Adapter) else are_adapter_names(opened.tensors)
         if not model.measured and in_factors:
             base = ConfigOnlyBase(model.source, None, model.tensors)
         else:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from mergestream.algebra.pieces import is_finite, squared_norm
-from mergestream.checkpoints import Checkpoint, TensorInfo, TensorSpec
+from mergestream.checkpoints import Checkpoint, TensorInfo, TensorSpec, torch_dtype
 from mergestream.checkpoints.location import Location
 from mergestream.checkpoints.reader import open_located
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, LoraConfig, read_config
+from mergestream.experts.adapters.peft_merge import (
+    COPIES,
+    Module,
+    PeftMerger,
+    bind_module,
+    key_pattern,
+)
 from mergestream.experts.names import Prefix, make_translator, prefix_between
 from mergestream.storage import StoredFile
 
@@ -65,13 +72,25 @@ class Adapter:
     """Parameters that were saved in full (``modules_to_save``, biases), and their names in the file"""
     unchanged: Mapping[str, str]
     """Weights of the base that PEFT saved unchanged, and their names in the file"""
+    merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names in the file of the tensors of each module that PEFT merges"""
+    shared: tuple[str, ...] = ()
+    """Names in the file of tensors that belong to all of these modules"""
     notes: tuple[str, ...] = ()
     """Sentences for the user"""
 
-    def bind_to(self, model: BaseModel) -> BoundAdapter:
-        """Match the adapter to the tensors of a base."""
+    @property
+    def is_in_factors(self) -> bool:
+        """Whether Δ needs no weights of the base."""
+        return not self.whole and not self.merged
+
+    def bind_to(self, model: BaseModel, base: Checkpoint | None = None) -> BoundAdapter:
+        """Match the adapter to the tensors of a base, whose weights are needed where PEFT merges them."""
         tensors = {name: tensor for name, tensor in model.tensors.items() if not tensor.tied_to}
-        return self.bind(tensors, {**model.spellings, **model.ties}, model.conv1d)
+        bound = self.bind(tensors, {**model.spellings, **model.ties}, model.conv1d)
+        if base is not None and bound.modules:
+            bound.merger = PeftMerger(self.config, self.weights, bound.modules, self.shared, base, tensors)
+        return bound
 
     def bind(
         self,
@@ -85,7 +104,10 @@ class Adapter:
         the weights that are known to be stored as input × output.
         """
         known = {name: name for name in tensors} | dict(spellings or {})
-        translate = make_translator([f"{module}.weight" for module in self.factors] or self.whole, known)
+        names = [f"{module}.weight" for module in self.factors]
+        for module in self.merged:
+            names += [f"{module}.{leaf}" for leaf in self.config.parameters_of(module) or ["weight"]]
+        translate = make_translator(names or self.whole, known)
         targets: dict[str, str] = {}
         for module in self.factors:
             target = translate(f"{module}.weight")
@@ -115,11 +137,16 @@ class Adapter:
                     f"{self.file}: {key} has the shape {list(theirs)}, but {target} of the base has {list(ours)}: "
                     "it was made for another model"
                 )
-        if both := whole.keys() & terms.keys():
+        modules = {name: bind_module(self.config, name, keys, translate) for name, keys in self.merged.items()}
+        merged = {module.parameters[leaf] for module in modules.values() for leaf in module.changed}
+        if both := (whole.keys() & (terms.keys() | merged)) | (terms.keys() & merged):
             raise MergestreamError(f"{self.source} has both factors and a full tensor for {min(both)}; {WAY_OUT}")
         extra = tuple(name for name in self.whole if found[name] is None)
-        prefix = prefix_between({f"{module}.weight": target for module, target in targets.items()} or found)
-        return BoundAdapter(self, tensors, terms, whole, unchanged, extra, prefix)
+        pairs = {f"{module}.weight": target for module, target in targets.items()}
+        for name, bound in modules.items():
+            pairs |= {f"{name}.{leaf}": target for leaf, target in bound.parameters.items()}
+        prefix = prefix_between(pairs or found)
+        return BoundAdapter(self, tensors, terms, whole, unchanged, modules, extra, prefix)
 
     def _is_transposed(self, module: str, shape: tuple[int, ...]) -> bool | None:
         """Whether (B·A)ᵀ has the base's shape and B·A has not; None if both have it."""
@@ -164,9 +191,13 @@ class BoundAdapter(Checkpoint):
     """Tensors that are replaced, and their names in the file"""
     unchanged: Mapping[str, str]
     """Tensors that must equal the base's, and their names in the file"""
+    modules: Mapping[str, Module]
+    """Modules that PEFT merges"""
     extra: tuple[str, ...]
     """Parameters saved in full that the base does not have"""
     prefix: Prefix
+    merger: PeftMerger | None = None
+    """Reads what PEFT has merged; None if nothing is merged, or the base has no weights"""
 
     def __post_init__(self) -> None:
         adapter, whole, base_tensors = self.adapter, self.whole, self.base_tensors
@@ -176,11 +207,18 @@ class BoundAdapter(Checkpoint):
         file = Path(adapter.file).name
         in_factors = {name: TensorInfo("F32", base_tensors[name].shape, file) for name in self.terms}
         in_full = {name: adapter.weights.tensors[key] for name, key in self._keys.items()}
-        self.tensors = MappingProxyType({**in_factors, **in_full})
+        changed = {module.parameters[leaf] for module in self.modules.values() for leaf in module.changed}
+        dtypes = {name: "F64" if base_tensors[name].dtype == "F64" else "F32" for name in changed}
+        self.merged = {name: TensorInfo(dtype, base_tensors[name].shape, file) for name, dtype in dtypes.items()}
+        self.copies = COPIES if changed else 0
+        self.tensors = MappingProxyType({**in_factors, **in_full, **self.merged})
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor that was saved in full."""
-        return self.finite(self._keys[name])
+        """Read a tensor that was saved in full, or that PEFT has merged."""
+        if name not in self.merged:
+            return self.finite(self._keys[name])
+        assert self.merger is not None
+        return self.merger.read(name, torch_dtype(self.merged[name].dtype))
 
     def close(self) -> None:
         self.weights.close()
@@ -259,14 +297,22 @@ def make_adapter(source: str, directory: Path | None, config: LoraConfig, weight
     embeddings: set[str] = set()
     whole: dict[str, str] = {}
     unchanged: dict[str, str] = {}
+    merged: dict[str, list[str]] = {}
+    shared: list[str] = []
+    pattern = key_pattern(config) if config.reason else None
     for key in weights.tensors:
         name = _WRAPPERS.sub("", key.removeprefix(PREFIX))
-        if match := _FACTOR.fullmatch(name):
+        match = _FACTOR.fullmatch(name)
+        if match and not (pattern and config.is_merged_by_peft(match["module"])):
             if not weights.tensors[key].is_float:
                 raise MergestreamError(f"{file}: {key} is {weights.tensors[key].dtype}, not floating-point; {WAY_OUT}")
             pairs.setdefault(match["module"], {})[match["e"] or match["w"]] = key
             if match["embedding"]:
                 embeddings.add(match["module"])
+        elif pattern and not key.startswith(PREFIX):
+            shared.append(key)
+        elif pattern and (match := pattern.fullmatch(name)):
+            merged.setdefault(match["module"], []).append(key)
         elif "lora_" in name or "token_adapter" in name:
             raise MergestreamError(f"{file}: {key} is neither a factor nor a weight that mergestream knows; {WAY_OUT}")
         elif ".original_module." in key or key.endswith(".base_layer.weight"):
@@ -276,7 +322,9 @@ def make_adapter(source: str, directory: Path | None, config: LoraConfig, weight
     for module, pair in pairs.items():
         for factor in {"A", "B"} - pair.keys():
             raise MergestreamError(f"{file}: the factor {factor} of {module} is missing; {_AGAIN}")
-    if not pairs and not whole:
+    if not pairs and not whole and not merged:
         raise MergestreamError(f"{file} holds no factors; {_AGAIN}")
     factors = {module: Factors(pair["A"], pair["B"], module in embeddings) for module, pair in pairs.items()}
-    return Adapter(source, directory, config, weights, factors, whole, unchanged)
+    found = {module: tuple(keys) for module, keys in merged.items()}
+    notes = (f"{source}: PEFT merges it into the base, one module at a time ({config.reason})",) if merged else ()
+    return Adapter(source, directory, config, weights, factors, whole, unchanged, found, tuple(shared), notes)

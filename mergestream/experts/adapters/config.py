@@ -18,10 +18,21 @@ from mergestream.files import read_json
 CONFIG_NAME = "adapter_config.json"
 WAY_OUT = "merge the adapter into its model with PEFT's merge_and_unload, then add the checkpoint"
 
-# Initialisations that change the base's weights, so that the factors are not relative to the base any more.
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_PROMPTS = (
+    "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE",
+)  # fmt: skip
+_UNMERGEABLE = ("LILY", "POLY", "SHADOW", "XLORA")
 
-_PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT")
+# Initialisations that change the base's weights, so that the factors are not relative to the base any more: those that
+# PEFT computes again from the base, and those that need data or settings which the adapter does not hold.
+_REPEATABLE_INITS = ("pissa", "olora")
+_LOST_INITS = ("corda", "loftq", "lora_ga")
+
+# Fields of a LoRA that leave the factors of other modules alone.
+_ELSEWHERE = ("target_parameters", "trainable_token_indices")
+
+# Fields of a LoRA that no merge of single modules can honour.
+_IMPOSSIBLE = ("alora_invocation_tokens", "arrow_config", "layer_replication")
 
 # Fields about training and use that do not change W + s·B·A.
 _HARMLESS = {
@@ -30,6 +41,7 @@ _HARMLESS = {
     "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision", "runtime_config",
     "target_modules", "task_type", "velora_config",
 }  # fmt: skip
+_NOT_FOR_PEFT = _HARMLESS - {"qalora_group_size"} | {"base_model_name_or_path", "peft_type", "target_parameters"}
 _READ = {
     "alpha_pattern", "base_model_name_or_path", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "peft_type", "r",
     "rank_pattern", "use_rslora",
@@ -52,20 +64,40 @@ Rank = Annotated[int, Meta(ge=1, le=2**53)]
 Alpha = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
 
 
-class _LoraFields(AdapterConfig, total=False):
-    """The fields that are read."""
+class _Fields(AdapterConfig, total=False):
+    """The fields that are read, whatever the type of the adapter."""
 
-    r: Rank
-    lora_alpha: Alpha
+    target_parameters: list[str] | None
     rank_pattern: dict[str, Rank] | None
     alpha_pattern: dict[str, Alpha] | None
 
 
+class _LoraFields(_Fields, total=False):
+    """The fields of a LoRA that are read."""
+
+    r: Rank
+    lora_alpha: Alpha
+
+
+class _AdaLoraFields(AdapterConfig, total=False):
+    """The fields of an AdaLoRA that are read: its ``rank_pattern`` lists the directions of every parameter."""
+
+    target_parameters: list[str] | None
+
+
 @dataclass(frozen=True)
 class LoraConfig:
-    """The fields of a LoRA configuration that determine the task vector, and those that are inherited."""
+    """The fields of a configuration that determine the task vector, and those that are inherited."""
 
     path: Path
+    kind: str
+    """``LORA`` or another ``peft_type``"""
+    reason: str
+    """What makes it more than s·B·A, so that PEFT must merge it: ``use_dora``, ``peft_type=LOHA``; empty for a LoRA"""
+    peft_fields: Mapping[str, Any]
+    """The fields that PEFT gets then"""
+    target_parameters: tuple[str, ...]
+    """Parameters that are adapted and are no module's ``weight``"""
     base: str | None
     r: int
     alpha: float
@@ -75,6 +107,15 @@ class LoraConfig:
     fan_in_fan_out: bool
     inherited: AdapterConfig
     digest: str
+
+    def parameters_of(self, module: str) -> list[str]:
+        """The parameters of a module that are adapted and are not its ``weight`` (``target_parameters``)."""
+        paths = [path.rpartition(".") for path in self.target_parameters]
+        return [leaf for parent, _, leaf in paths if f".{module}".endswith(f".{parent}")]
+
+    def is_merged_by_peft(self, module: str) -> bool:
+        """Whether PEFT must merge a module with factors A and B."""
+        return self.reason not in ("", *_ELSEWHERE) or bool(self.parameters_of(module))
 
     def rank(self, module: str) -> int:
         """The rank of a module's factors."""
@@ -99,23 +140,33 @@ def make_config(path: Path, fields: Mapping[str, Any]) -> LoraConfig:
             f"{path}: peft_type={kind} trains tokens or prefixes instead of weights, so there is nothing to merge; "
             "serve it with PEFT"
         )
-    if kind != "LORA":
-        raise MergestreamError(f"{path}: peft_type={fields.get('peft_type')} is not LORA; {WAY_OUT}")
-    for name, value in fields.items():
-        if name not in _HARMLESS | _READ and value:
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            raise MergestreamError(f"{path}: {name}={text[:40]} cannot be honoured; {WAY_OUT}")
+    if kind in _UNMERGEABLE:
+        raise MergestreamError(
+            f"{path}: peft_type={kind} changes the weights by the input, so it cannot be merged; serve it with PEFT"
+        )
+    for name in _IMPOSSIBLE:
+        if value := fields.get(name):
+            raise MergestreamError(f"{path}: {name}={str(value)[:40]} cannot be honoured; serve it with PEFT")
     init = str(fields.get("init_lora_weights", True)).lower()
-    if init.startswith(_BASE_CHANGING_INITS):
+    if init.startswith(_LOST_INITS):
         raise MergestreamError(
             f"{path}: init_lora_weights={init} cannot be honoured (it changes the base's weights); {WAY_OUT}"
         )
+    beyond = [name for name, value in fields.items() if value and name not in _HARMLESS | _READ]
+    if init.startswith(_REPEATABLE_INITS):
+        beyond.append(f"init_lora_weights={init}")
+    reason = f"peft_type={kind}" if kind != "LORA" else min(beyond, key=_ELSEWHERE.__contains__, default="")
+    schemas: dict[Any, Any] = {"LORA": _LoraFields, "ADALORA": _AdaLoraFields}
     try:
-        found = convert(fields, _LoraFields)
+        found = convert(fields, schemas.get(kind, _Fields))
     except (ValueError, OverflowError) as error:
         raise MergestreamError(f"{path}: {error}; download or copy it again") from error
     return LoraConfig(
         path,
+        str(kind),
+        reason,
+        {name: value for name, value in fields.items() if name not in _NOT_FOR_PEFT},
+        tuple(found.get("target_parameters") or ()),
         found.get("base_model_name_or_path") or None,
         found.get("r", 8),
         found.get("lora_alpha", 8.0),

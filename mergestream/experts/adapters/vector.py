@@ -32,7 +32,7 @@ class AdapterVector(TaskVector):
         ignore: Sequence[str] = (),
         vocab: Vocab | None = None,
     ) -> None:
-        self.adapter = adapter.bind_to(model)
+        self.adapter = adapter.bind_to(model, base)
         terms = self.adapter.terms
         super().__init__(model, base, self.adapter, partial=True, ignore=ignore, vocab=vocab, in_factors=terms)
         self.prefix, self.notes = self.adapter.prefix, adapter.notes + self.notes
@@ -42,7 +42,7 @@ class AdapterVector(TaskVector):
     def rank(self, name: str) -> int | None:
         if name not in self._stored:
             return 0
-        return None if name in self.adapter.whole else self.adapter.rank(name)
+        return None if name in self.adapter.whole or name in self.adapter.merged else self.adapter.rank(name)
 
     def factors(self, name: str) -> LowRank:
         tensor = self.model.tensors[name]
