@@ -7,36 +7,33 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, ValidationError, convert
+from msgspec.structs import asdict, replace
 
 from mergestream import SLERP, Method, ModelStock, Weighted
 from mergestream.commands import NUMBER
 from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.escaping import one_line
+from mergestream.schema import Finite
 
-Table = Mapping[str, Any]
 _SUMS = ("task_arithmetic", "ties", "dare_linear", "dare_ties")
-METHODS = ("linear", *_SUMS, "model_stock", "slerp")
 _DROPS_AT_RANDOM = ("dare_linear", "dare_ties")
 _ELECTS_SIGNS = ("ties", "dare_ties")
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "linear": ("weight", "normalize"),
+    **dict.fromkeys(_SUMS, ("weight", "density", "normalize", "rescale", "lambda", "int8_mask")),
+    "model_stock": ("filter_wise",),
+    "slerp": ("t",),
+}
+"""The methods that are supported, each with its parameters"""
 _MAX_BYTES, _MAX_ALIASES, _MAX_DEPTH, _MAX_TEXT = 1 << 17, 16, 16, 1000
 """Bounds of a recipe, so that none takes long to read; the last one is the length of one value"""
 _NUMBER = re.compile(NUMBER, re.ASCII)
-_KEYS = [
-    "merge_method",
-    "base_model",
-    "models",
-    "slices",
-    "parameters",
-    "dtype",
-    "out_dtype",
-    "tokenizer_source",
-    "tokenizer",
-]
 _UNSUPPORTED_KEYS = {
     "modules": "has a recipe for every module (modules); write one for the whole model",
     "chat_template": "sets a chat_template; remove it, and set it in the tokenizer of the merged model",
@@ -44,18 +41,8 @@ _UNSUPPORTED_KEYS = {
     "genome": "searches for weights (mergekit-evolve); write a recipe with the weights it found",
 }
 STACKS = "layers of models can be stacked by mergekit only; here, slices must cover all layers of the same models"
-_MODEL_PARAMETERS = {
-    "linear": ("weight",),
-    "model_stock": (),
-    "slerp": (),
-    **dict.fromkeys(_SUMS, ("weight", "density")),
-}
-_SHARED_PARAMETERS = {
-    "linear": ("normalize",),
-    "model_stock": ("filter_wise",),
-    "slerp": ("t",),
-    **dict.fromkeys(_SUMS, ("normalize", "rescale", "lambda", "int8_mask")),
-}
+_MODELS_OWN = {"weight", "density"}
+"""Parameters that each model may have; the others are for all models"""
 
 
 @dataclass(frozen=True)
@@ -82,25 +69,63 @@ class Recipe:
     """How many layers its slices cover; None for a recipe without slices"""
 
 
+class _Parameters(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, rename={"lambda_": "lambda"}):
+    weight: Finite | None = None
+    density: Annotated[float, Meta(gt=0, le=1)] | None = None
+    normalize: bool | None = None
+    rescale: bool | None = None
+    lambda_: Finite = 1.0
+    int8_mask: bool | None = None
+    filter_wise: bool = False
+    t: Finite = 0.5
+
+
+class _Model(Struct, frozen=True, forbid_unknown_fields=True):
+    model: Annotated[str, Meta(min_length=1)]
+    parameters: _Parameters = _Parameters()
+    layer_range: tuple[int, int] | None = None
+
+
+class _Slice(Struct, frozen=True, forbid_unknown_fields=True):
+    sources: list[_Model]
+
+
+class _Tokenizer(Struct, frozen=True, forbid_unknown_fields=True):
+    source: str = "union"
+
+
+class _File(Struct, frozen=True, forbid_unknown_fields=True):
+    merge_method: str
+    base_model: str | None = None
+    models: list[_Model] | None = None
+    slices: list[_Slice] | None = None
+    parameters: _Parameters = _Parameters()
+    dtype: str | None = None
+    out_dtype: str | None = None
+    tokenizer_source: str | None = None
+    tokenizer: _Tokenizer | None = None
+
+
 def read_recipe(path: Path, seed: int = 0) -> Recipe:
     """Read a YAML recipe; every error names the file."""
     try:
-        return _recipe(_parse(path), seed)
+        return _make_recipe(_validate(_parse(path)), seed)
     except UsageError as error:
         raise UsageError(f"{path} {error}") from error
-    except RecursionError as error:
-        raise UsageError(f"{path} contains itself by an alias") from error
 
 
-def _parse(path: Path) -> Table:
+def _parse(path: Path) -> Any:
     try:
         import yaml
     except ModuleNotFoundError:
         raise MergestreamError("recipes need the package pyyaml: pip install 'mergestream[mergekit]'") from None
 
+    def number(_: Any, node: Any) -> Any:  # YAML takes 12:30:45 and 1_0 for numbers too
+        return float(node.value) if _NUMBER.fullmatch(node.value) else node.value
+
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
-    for kind in ("int", "float", "timestamp"):  # stay text: YAML takes 12:30:45 and 1_0 for numbers
-        loader.add_constructor(f"tag:yaml.org,2002:{kind}", yaml.SafeLoader.construct_scalar)
+    for kind in ("int", "float", "timestamp"):
+        loader.add_constructor(f"tag:yaml.org,2002:{kind}", number)
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
@@ -114,96 +139,93 @@ def _parse(path: Path) -> Table:
             if aliases > _MAX_ALIASES or depth > _MAX_DEPTH or is_long:
                 what = f"a value of more than {_MAX_TEXT} characters" if is_long else "too many aliases or levels"
                 raise UsageError(f"has {what} (line {event.start_mark.line + 1})")
-        documents = list(yaml.load_all(content.decode(), Loader=loader))
+        return yaml.load(content.decode(), Loader=loader)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        raise UsageError(f"is not valid YAML{f' (line {mark.line + 1})' if mark else ''}") from error
-    if len(documents) > 1:
-        raise UsageError(f"has {len(documents)} recipes (mergekit-multi); write each to its own file")
-    return _table(documents[0] if documents else None, "is not a recipe: it must be a table of keys and values")
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise UsageError(f"is not the YAML of one recipe{where}; write each recipe to its own file") from error
 
 
-def _recipe(content: Table, seed: int) -> Recipe:
-    for key in content.keys() & _UNSUPPORTED_KEYS.keys():
+def _validate(content: Any) -> _File:
+    """Refuse what is no recipe, keys and parameters that are not supported, and other methods."""
+    for key in (content if isinstance(content, dict) else {}).keys() & _UNSUPPORTED_KEYS.keys():
         raise UsageError(_UNSUPPORTED_KEYS[key])
-    _refuse_unknown(content, _KEYS, "")
-    name = _merge_method(content.get("merge_method"))
-    shared = _table(content.get("parameters") or {}, "has parameters that are not a table")
-    _refuse_unknown(shared, (*_SHARED_PARAMETERS[name], *_MODEL_PARAMETERS[name]), f" for {name} in its parameters")
-    listed, layers = _unsliced(content)
-    models = _models(listed, name)
-    base = _base(content.get("base_model"), name, list(models))
-    _check_tokenizer(content, base)
+    try:
+        found = convert(content, _File, strict=False)
+    except ValidationError as error:
+        hint = "; give one number for all layers and tensors" if "Expected `float" in str(error) else ""
+        raise UsageError(f"is no recipe that is supported: {one_line(str(error))}{hint}") from error
+    name = found.merge_method
+    if name not in PARAMETERS:
+        raise UsageError(f"merges by {name}{did_you_mean(name, PARAMETERS)} (supported: {', '.join(PARAMETERS)})")
+    given = _given(found.parameters)
+    for model in _models(found)[0]:
+        given |= (own := _given(model.parameters))
+        if misplaced := own - _MODELS_OWN:
+            raise UsageError(f"has {min(misplaced)} in the parameters of {model.model}; it is for all models")
+    if unknown := given.difference(PARAMETERS[name]):
+        raise UsageError(f"has the parameter {min(unknown)}, which {name} does not take")
+    return found
+
+
+def _given(parameters: _Parameters) -> set[str]:
+    """The names of the parameters that are not at their defaults."""
+    default = asdict(_Parameters())
+    return {key.rstrip("_") for key, value in asdict(parameters).items() if value != default[key]}
+
+
+def _models(content: _File) -> tuple[list[_Model], int | None]:
+    """The models; where they are given as slices of the same models, also how many layers they cover."""
+    models, covered = content.models, None
+    for part in content.slices or ():
+        start, end = covered or 0, (part.sources[0].layer_range or (0, 0))[1] if part.sources else 0
+        sources = [replace(source, layer_range=None) for source in part.sources]
+        if models not in (None, sources) or any(each.layer_range != (start, end) for each in part.sources):
+            raise UsageError(f"has slices that stack layers: {STACKS}")
+        models, covered = sources, end
+    if not models:
+        raise UsageError("has no list of models")
+    return models, covered
+
+
+def _make_recipe(content: _File, seed: int) -> Recipe:
+    name, shared = content.merge_method, content.parameters
+    (listed, layers), models = _models(content), dict[str, _Parameters]()
+    for entry in listed:
+        if entry.model in models:
+            raise UsageError(f"lists {entry.model} twice")
+        models[entry.model] = entry.parameters
+    base = _base(content, list(models))
+    tokenizer = content.tokenizer.source if content.tokenizer else content.tokenizer_source
+    if tokenizer not in (None, "base", base):
+        raise UsageError(f"takes the tokenizer of {tokenizer}; only the base's is supported: tokenizer_source: base")
     own_of_base = models.pop(base, None)
     if not models:
         raise UsageError("merges nothing into its base; list other models under models")
-    if name == "slerp" or (name == "linear" and (own_of_base is not None or content.get("base_model") is not None)):
-        models = {base: own_of_base or {}, **models}
-    inputs = [
-        Input(_source(model, base), _weight(model, own, shared, name), _density(model, own, shared))
-        for model, own in models.items()
-    ]
-    method = _make_method(name, inputs, shared, seed)
-    dtype = _dtype(content.get("out_dtype") or content.get("dtype"))
-    return Recipe(name, method, base, inputs, dtype, _notes(name, inputs, shared), layers)
+    if name == "slerp" or (name == "linear" and (own_of_base is not None or content.base_model is not None)):
+        models = {base: own_of_base or _Parameters(), **models}
+    inputs = []
+    for model, own in models.items():
+        weight = shared.weight if own.weight is None else own.weight
+        if weight is None and "weight" in PARAMETERS[name]:
+            raise UsageError(f"has no weight for {model}, which {name} needs")
+        inputs.append(Input(_source(model, base), weight or 0.0, own.density or shared.density or 1.0))
+    dtype = (content.out_dtype or content.dtype or "").removeprefix("torch.") or None
+    return Recipe(
+        name, _make_method(name, inputs, shared, seed), base, inputs, dtype, _notes(name, inputs, shared), layers
+    )
 
 
-def _merge_method(name: object) -> str:
-    if name is None:
-        raise UsageError("has no merge_method")
-    name = _text(name, "merge_method", "text")
-    if name not in METHODS:
-        raise UsageError(f"merges by {name}{did_you_mean(name, METHODS)} (supported: {', '.join(METHODS)})")
-    return name
-
-
-def _unsliced(content: Table) -> tuple[object, int | None]:
-    """The list of models; where it is given as slices of the same models, also how many layers they cover."""
-    slices = content.get("slices")
-    if slices is None:
-        return content.get("models"), None
-    listed, covered = content.get("models"), 0
-    for part in _tables(slices, "slices"):
-        _refuse_unknown(part, ("sources",), " in an entry of slices")
-        sources = [dict(source) for source in _tables(part.get("sources"), "sources")]
-        ranges = [source.pop("layer_range", None) for source in sources]
-        end = ranges[0][-1] if isinstance(ranges[0], list) and ranges[0] else None
-        if listed not in (None, sources) or any(found != [str(covered), end] for found in ranges):
-            raise UsageError(f"has slices that stack layers: {STACKS}")
-        listed, covered = sources, round(_number("layer_range", end, ""))
-    return listed, covered
-
-
-def _tables(given: object, key: str) -> list[Table]:
-    if not isinstance(given, list) or not given:
-        raise UsageError(f"has no list of {key}")
-    return [_table(entry, f"has an entry of {key} that is not a table") for entry in given]
-
-
-def _models(listed: object, name: str) -> dict[str, Table]:
-    """The parameters of every model, by its path or hub id."""
-    models: dict[str, Table] = {}
-    for entry in _tables(listed, "models"):
-        _refuse_unknown(entry, ("model", "parameters"), " in an entry of models")
-        model = _text(entry.get("model"), "model")
-        if model in models:
-            raise UsageError(f"lists {model} twice")
-        models[model] = _table(entry.get("parameters") or {}, f"has parameters of {model} that are not a table")
-        _refuse_unknown(models[model], _MODEL_PARAMETERS[name], f" for {name} in the parameters of {model}")
-    return models
-
-
-def _base(given: object, name: str, models: Sequence[str]) -> str:
+def _base(content: _File, models: Sequence[str]) -> str:
     """The base_model; linear may take any model instead, because a mean is the same from every starting point."""
-    if given is not None:
-        base = _text(given, "base_model")
+    if (base := content.base_model) is not None:
         if len(_split_adapter(base)) > 1:
             raise UsageError(f"has an adapter in its base_model {base}; merge it into the model first")
         return base
-    if name != "linear":
-        raise UsageError(f"has no base_model, which {name} needs")
+    if content.merge_method != "linear":
+        raise UsageError(f"has no base_model, which {content.merge_method} needs")
     return _split_adapter(models[0])[0]
 
 
@@ -223,17 +245,17 @@ def _split_adapter(model: str) -> list[str]:
     return [model] if Path(model).exists() else model.split("+")
 
 
-def _make_method(name: str, inputs: Sequence[Input], shared: Table, seed: int) -> Method:
+def _make_method(name: str, inputs: Sequence[Input], shared: _Parameters, seed: int) -> Method:
     if name == "slerp":
         if len(inputs) != 2:
             raise UsageError(f"merges {len(inputs)} models by slerp, which is for two: the base_model and another one")
-        return SLERP(_number("t", shared.get("t"), "") if "t" in shared else 0.5)
+        return SLERP(shared.t)
     if name == "model_stock":
-        if _flag("filter_wise", shared, False):
+        if shared.filter_wise:
             raise UsageError("has filter_wise: true, but model_stock works on whole tensors here")
         return ModelStock()
     weights = [given.weight for given in inputs]
-    normalize = _flag("normalize", shared, name in ("linear", "ties"))
+    normalize = name in ("linear", "ties") if shared.normalize is None else shared.normalize
     if name == "linear":
         total = math.fsum(weights)
         if normalize and abs(total) < 1e-8:
@@ -241,18 +263,17 @@ def _make_method(name: str, inputs: Sequence[Input], shared: Table, seed: int) -
         if not normalize and abs(total - 1) > 1e-6:
             raise UsageError(f"has normalize: false and weights whose sum is {total:g}; the sum must be 1")
         return Weighted(_comma_separated([weight / total for weight in weights]))
-    is_random = name in _DROPS_AT_RANDOM
-    rescale = _flag("rescale", shared, is_random)
-    if rescale and name == "ties":
+    if shared.rescale and name == "ties":
         raise UsageError("has rescale: true, but ties does not rescale a trimmed task vector here")
+    is_random = name in _DROPS_AT_RANDOM
     return Weighted(
         _comma_separated(weights),
         _comma_separated([given.density for given in inputs]) if name != "task_arithmetic" else "1",
         "random" if is_random else "largest",
         elect=name in _ELECTS_SIGNS,
         normalize=normalize,
-        rescale=rescale and is_random,
-        scale=_number("lambda", shared.get("lambda", "1"), ""),
+        rescale=is_random and shared.rescale is not False,
+        scale=shared.lambda_,
         seed=seed if is_random else 0,
     )
 
@@ -262,97 +283,13 @@ def _comma_separated(numbers: Sequence[float]) -> str:
     return ",".join(map(repr, numbers))
 
 
-def _notes(name: str, inputs: Sequence[Input], shared: Table) -> list[str]:
+def _notes(name: str, inputs: Sequence[Input], shared: _Parameters) -> list[str]:
     notes = []
     is_sparse = any(given.density < 1 for given in inputs)
-    if "int8_mask" in shared:
+    if shared.int8_mask is not None:
         notes.append("int8_mask has no effect: no mask is kept in memory")
     if name == "task_arithmetic" and is_sparse:
         notes.append("density has no effect on task_arithmetic, as in mergekit")
     if name in _DROPS_AT_RANDOM and is_sparse:
         notes.append("--seed chooses which elements are dropped, and mergekit would choose others")
     return notes
-
-
-def _check_tokenizer(content: Table, base: str) -> None:
-    source = content.get("tokenizer_source")
-    if (settings := content.get("tokenizer")) is not None:
-        settings = _table(settings, "has a tokenizer that is not a table")
-        if others := settings.keys() - {"source"}:
-            raise UsageError(f"sets {min(map(str, others))} of the tokenizer; only the base's tokenizer is supported")
-        source = settings.get("source", "union")
-    if source is not None and _text(source, "tokenizer_source", "text") not in ("base", base):
-        raise UsageError(f"takes the tokenizer of {source}; only the base's is supported: tokenizer_source: base")
-
-
-def _dtype(given: object) -> str | None:
-    if given is None:
-        return None
-    name = _text(given, "dtype", "text").removeprefix("torch.")
-    if name not in _DTYPES:
-        raise UsageError(f"has the dtype {name}{did_you_mean(name, _DTYPES)} (supported: {', '.join(_DTYPES)})")
-    return name
-
-
-def _weight(model: str, own: Table, shared: Table, name: str) -> float:
-    if name in ("model_stock", "slerp"):
-        return 1.0
-    given = own.get("weight", shared.get("weight"))
-    if given is None:
-        raise UsageError(f"has no weight for {model}, which {name} needs")
-    return _number("weight", given, f" of {model}")
-
-
-def _density(model: str, own: Table, shared: Table) -> float:
-    density = _number("density", own.get("density", shared.get("density", "1")), f" of {model}")
-    if not 0 < density <= 1:
-        raise UsageError(f"has a density of {model}, {density:g}, that is not in (0, 1]")
-    return density
-
-
-def _number(key: str, given: object, owner: str) -> float:
-    _refuse_list(key, given, owner)
-    is_number = isinstance(given, str) and _NUMBER.fullmatch(given)
-    number = float(given) if isinstance(given, str) and is_number else math.nan
-    if not math.isfinite(number):
-        raise UsageError(f"has a {key}{owner}, {_shown(given)}, that is not a number")
-    return number
-
-
-def _flag(key: str, shared: Table, default: bool) -> bool:
-    given = shared.get(key, default)
-    _refuse_list(key, given, "")
-    if given not in (True, False):
-        raise UsageError(f"has {key}: {_shown(given)}, which is neither true nor false")
-    return bool(given)
-
-
-def _refuse_list(key: str, given: object, owner: str) -> None:
-    if isinstance(given, dict) or (isinstance(given, list) and any(isinstance(value, dict) for value in given)):
-        raise UsageError(f"has a {key}{owner} for some tensors only (filter); give one number for all tensors")
-    if isinstance(given, list):
-        raise UsageError(f"has a {key}{owner} that changes from layer to layer; give one number for all layers")
-
-
-def _refuse_unknown(table: Table, known: Collection[str], where: str) -> None:
-    for key in table:
-        if key not in known:
-            choices = f" (known: {', '.join(known)})" if known else ""
-            raise UsageError(f"has an unknown key{where}: {key}{did_you_mean(str(key), known)}{choices}")
-
-
-def _table(value: object, error: str) -> Table:
-    if not isinstance(value, dict):
-        raise UsageError(error)
-    return value
-
-
-def _text(value: object, key: str, kind: str = "a path or hub id") -> str:
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"has a {key}, {_shown(value)}, that is not {kind}")
-    return value
-
-
-def _shown(value: object) -> str:
-    """A value in a message, cut; of a collection only the kind, because aliases can make it very long."""
-    return f"a {type(value).__name__}" if isinstance(value, dict | list) else one_line(str(value), 100)
