@@ -32,11 +32,9 @@ from mergestream.export.adapter_config import (
     vllm_rank,
 )
 from mergestream.export.card import CardFacts, model_card
-from mergestream.export.directory import Output
-from mergestream.export.labels import Labels
+from mergestream.export.directory import Output, ReadoutChoice
 from mergestream.export.layout import LORA_FILE, PEFT_FILE, change_layout, layout_names
 from mergestream.export.model import DrawPictures, Target, cast_spec, exporting
-from mergestream.export.recipe import ReadoutChoice, make_recipe
 from mergestream.files import write_json
 from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.plan import WORKSPACE
@@ -172,7 +170,7 @@ def write_adapters(
                 digests[name] = combined_digest({key: tensor_digest(written.read(key)) for key in written.tensors})
     digest = digests[""] if "" in digests else combined_digest(digests)
     manifest = next(iter(plans.values())).snapshot.manifest
-    output.mark(draft, make_recipe(manifest, {**form, "dtype": output.dtype}, digest, choice))
+    output.mark(draft, manifest, form, digest, choice)
     return energies
 
 
@@ -308,7 +306,7 @@ class AdapterPlan:
         pictures = draw(manifest, target.progress, directory) if draw else {}
         facts = CardFacts(manifest, self.scale, distance, target.output.command, None, pictures, self.reading)
         library = "peft" if self.layout == "peft" else "diffusers"
-        (directory / CARD).write_text(model_card(facts, Labels(library)), encoding="utf-8")
+        (directory / CARD).write_text(model_card(facts, library), encoding="utf-8")
 
     def _memory(self) -> dict[str, int]:
         """Peak bytes of each module and parameter; a merged matrix without factors is decomposed."""

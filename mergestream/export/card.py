@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 from mergestream.checkpoints import Checkpoint
-from mergestream.checkpoints.layout import model_config
+from mergestream.checkpoints.layout import MODULES, model_config
 from mergestream.checkpoints.location import hub_name, public_name, without_revision
 from mergestream.escaping import code, markdown_text, one_line
 from mergestream.methods.scale import displayed_scale
@@ -20,9 +19,7 @@ from mergestream.sizes import counted
 from mergestream.store.manifest import Expert, Manifest
 
 if TYPE_CHECKING:
-    from mergestream.export.labels import Labels
     from mergestream.merging.reading import Reading
-    from mergestream.store.snapshot import Snapshot
 
 MAX_COMMAND = 100_000
 """Characters of a command, which should be copied whole: it may name hundreds of experts"""
@@ -49,12 +46,11 @@ class CardFacts:
     """Where the chat template, special tokens and generation settings are from, if not all from the base"""
 
 
-def model_card(facts: CardFacts, labels: Labels, hub_id: str | None = None) -> str:
-    """A README.md with metadata for the hub; ``hub_id`` is the base's id on the hub, if it has one."""
+def model_card(facts: CardFacts, library: str = "transformers", hub_id: str | None = None) -> str:
+    """A README.md with metadata for the hub: the library that loads the model, and the base's id if it is there."""
     manifest, reading = facts.manifest, facts.reading
     weights, readout = (reading.weights, reading.readout_name) if reading else (None, "plain")
     count = len(manifest.history if weights is None else weights)
-    pipeline = [f"pipeline_tag: {labels.pipeline}"] if labels.pipeline and not facts.task else []
     origins = [hub_id, *(hub_name(entry.source) for entry in manifest.history if facts.base_is_merged)]
     ids = [f"- {json.dumps(name)}" for name in dict.fromkeys(filter(None, origins))]
     origin = ["base_model:", *ids, "base_model_relation: merge"] if ids else []
@@ -63,7 +59,7 @@ def model_card(facts: CardFacts, labels: Labels, hub_id: str | None = None) -> s
     name, value = displayed_scale(manifest.method, facts.scale)
     inverse = f" = 1/{name}, {name} = {value:.6g}" if value != facts.scale else ""
     lines = [
-        *("---", f"library_name: {labels.library}", *pipeline, "tags:", "- merge", "- mergestream", *origin, "---"),
+        *("---", f"library_name: {library}", "tags:", "- merge", "- mergestream", *origin, "---"),
         *("", f"# {counted(count, 'model')} merged with {markdown_text(manifest.method)}"),
         *("", f"Merged one by one by mergestream {__version__}, without data or training.", ""),
         f"* Base: none; config, tokenizer and θ⁰ are those of {base}" if facts.base_is_merged else f"* Base: {base}",
@@ -121,10 +117,11 @@ def _option_text(key: str, value: Any) -> str:
     return flag if value is True else " ".join(f"{flag} {each}" for each in values)
 
 
-def without_dates(snapshot: Snapshot) -> Snapshot:
-    """A temporary store's snapshot without times, so that the card is the same on every run."""
-    history = tuple(dataclasses.replace(entry, added="") for entry in snapshot.manifest.history)
-    return dataclasses.replace(snapshot, manifest=dataclasses.replace(snapshot.manifest, history=history))
+def library_of(base: Checkpoint) -> str:
+    """The library that loads the base, by its files."""
+    if base.directory is not None and (base.directory / MODULES).is_file():
+        return "sentence-transformers"
+    return "diffusers" if "_diffusers_version" in model_config(base.directory) else "transformers"
 
 
 def hub_id(base: Checkpoint) -> str | None:

@@ -1,10 +1,10 @@
-"""`Output`: where an export goes, and how it replaces an earlier one."""
+"""`Output`: where an export goes, how it replaces an earlier one, and the recipe in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,32 @@ from typing import Any
 from mergestream import __version__
 from mergestream.checkpoints import float_name
 from mergestream.checkpoints.layout import MARKER
+from mergestream.checkpoints.location import public_name
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.places import is_export
 from mergestream.files import to_json
+from mergestream.ledger.selection import Selection
 from mergestream.storage import Storage, open_storage, parse_url
-from mergestream.store.manifest import MANIFEST, is_store
+from mergestream.store.manifest import MANIFEST, Manifest, is_store
+
+FORMAT = 1
+"""Of the recipe"""
+
+
+@dataclass(frozen=True)
+class ReadoutChoice(Selection):
+    """How a model is read out: the readout and its experts, the scale, and the expert whose head is included."""
+
+    scale: str | float | None = None
+    task: str | None = None
+    files_from: str | None = None
+    """The expert whose chat template, special tokens and generation settings are written, or ``base``"""
+
+    def with_own_head(self, tasks: Collection[str]) -> ReadoutChoice:
+        """An expert that is read out alone brings its head, if it is one of the ``tasks`` and no other was chosen."""
+        is_implied = self.task is None and self.one_expert in tasks
+        return replace(self, task=self.one_expert) if is_implied else self
 
 
 @dataclass(frozen=True)
@@ -70,13 +90,46 @@ class Output:
         try:
             with self._storage.replacing(MARKER, self._check_free) as draft:
                 yield draft
-                if not (draft / MARKER).exists():
-                    self.mark(draft, {})
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             raise MergestreamError(f"{self} was not written: {error.strerror or error}{where}") from error
 
-    def mark(self, draft: Path, recipe: Mapping[str, Any]) -> None:
-        """Write the marker, which identifies an export and holds its recipe."""
-        marker = {"mergestream": __version__, "command": self.command, **recipe}
-        (draft / MARKER).write_text(to_json(marker), encoding="utf-8")
+    def mark(
+        self,
+        draft: Path,
+        manifest: Manifest,
+        form: Mapping[str, Any],
+        result: str,
+        choice: ReadoutChoice | None = None,
+        made_by: str = "store",
+    ) -> None:
+        """Write the marker, which identifies an export and holds its recipe: what it was made from.
+
+        ``form`` is the format of the files, and ``result`` the digest of the written tensors. ``made_by`` is ``store``
+        if experts were added one by one, and ``merge`` if each tensor was merged in one pass over all experts.
+        """
+        base, defaults = manifest.base, {"format": "full", "rank": None, "dtype": self.dtype, "max_shard_size": None}
+        recipe = {
+            "mergestream": __version__,
+            "command": self.command,
+            "recipe": FORMAT,
+            "made_by": made_by,
+            "base": {
+                "source": public_name(base.source, base.given),
+                "digest": base.digest if base.measured else None,
+                **{key: getattr(base, key) for key in ("linear", "not_linear", "heads")},
+            },
+            "method": manifest.method,
+            "parameters": manifest.parameters,
+            "experts": [
+                {
+                    **{key: getattr(entry, key) for key in ("name", "digest", "options", "cut")},
+                    "source": public_name(entry.source, entry.given),
+                }
+                for entry in manifest.history
+            ],
+            "form": {**defaults, **form},
+            "result": result,
+            "readout": asdict(choice or ReadoutChoice()),
+        }
+        (draft / MARKER).write_text(to_json(recipe), encoding="utf-8")

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec, torch_dtype
+from mergestream.checkpoints import FLOATS, SafetensorsWriter, TensorSpec, torch_dtype
 from mergestream.checkpoints.layout import CARD, DIFFUSERS_STEM
 from mergestream.checkpoints.settings import PARTS
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine
-from mergestream.export.card import CardFacts, hub_id, model_card
-from mergestream.export.companions import has_other_class, write_companions
-from mergestream.export.directory import Output
-from mergestream.export.labels import labels
+from mergestream.export.card import CardFacts, hub_id, library_of, model_card
+from mergestream.export.companions import Givers, find_givers, has_other_class, take_settings, write_companions
+from mergestream.export.directory import Output, ReadoutChoice
 from mergestream.export.places import refuse_overlap
-from mergestream.export.recipe import ReadoutChoice, make_recipe
-from mergestream.export.settings import find_givers, take_settings
-from mergestream.export.source import Source, StateSource
-from mergestream.export.vocabulary import ExtendedVocabularySource, select_tokens
+from mergestream.export.source import ExpertTokens, Source, StateSource, VocabularySource, select_tokens
 from mergestream.progress import Progress
 from mergestream.store import transaction
 from mergestream.store.manifest import Manifest
@@ -29,7 +24,7 @@ from mergestream.store.snapshot import Snapshot
 from mergestream.store.store import Store
 
 DrawPictures = Callable[[Manifest, Progress, Path], Mapping[str, str]]
-"""Draws the pictures of a card into a directory; returns their file names and captions."""
+"""Draws the pictures of a card into a directory; returns their file names and captions"""
 
 
 class Target(NamedTuple):
@@ -72,11 +67,10 @@ def with_head(snapshot: Snapshot, target: Target, choice: ReadoutChoice) -> Read
 def write_model(
     snapshot: Snapshot, target: Target, choice: ReadoutChoice | None = None, draw: DrawPictures | None = None
 ) -> None:
-    """Write merged = θ⁰ + scale · direction: weights, companions, pictures, card and recipe, in this order."""
-    draft, output, engine, progress = target
-    choice = choice or ReadoutChoice()
+    """Write merged = θ⁰ + scale · direction, as a store remembers it."""
+    choice, progress = choice or ReadoutChoice(), target.progress
     with ExitStack() as stack:
-        reading = snapshot.reading(engine, choice, progress)
+        reading = snapshot.reading(target.engine, choice, progress)
         givers = find_givers(snapshot, reading, choice)
         base = stack.enter_context(snapshot.manifest.open_base())
         task = snapshot.open_task(choice.task) if choice.task is not None else None
@@ -86,27 +80,55 @@ def write_model(
                 progress.note(f"{choice.task} has no config.json, so the base's is written: its labels may differ")
         if shortfall := snapshot.shortfall(reading):
             progress.note(shortfall)
-        scale = reading.scale(choice.scale, engine)
-        source = StateSource(reading, base, scale, task)
+        source = StateSource(reading, base, reading.scale(choice.scale, target.engine), task)
         tokens = select_tokens(snapshot, reading, choice.task, stack, progress)
-        extended = ExtendedVocabularySource(source, list(tokens.values()), base) if tokens else None
-        digest = write_tensors(extended or source, target)
-        config = task.config if task else None
-        own_tokens = tokens[choice.task].tokens if choice.task in tokens else ()
-        write_companions(draft, base, output.dtype, extended, config, own_tokens)
-        parts = PARTS if config is None else [part for part in PARTS if part != "config"]
-        taken = take_settings(draft, givers, tokens, extended, parts)
-        for note in taken.notes:
-            progress.note(note)
-        pictures = draw(snapshot.manifest, progress, draft) if draw else {}
-        facts = CardFacts(snapshot.manifest, scale, source.distance, output.command, choice.task, pictures, reading)
-        facts = dataclasses.replace(facts, settings=taken.summary)
-        write_card(draft, facts, base, has_other_class(base, config))
-        form = {"dtype": output.dtype, "max_shard_size": output.max_shard_size}
-        output.mark(draft, make_recipe(snapshot.manifest, form, digest, choice))
+        write_merged(source, target, tokens, givers, lambda: snapshot.manifest, choice, draw)
 
 
-def write_tensors(source: Source | ExtendedVocabularySource, target: Target) -> str:
+def write_merged(
+    source: Source,
+    target: Target,
+    tokens: Mapping[str, ExpertTokens],
+    givers: Givers,
+    make_manifest: Callable[[], Manifest],
+    choice: ReadoutChoice | None = None,
+    draw: DrawPictures | None = None,
+    **facts: Any,
+) -> None:
+    """Write weights, companions, settings, pictures, card and recipe, in this order.
+
+    ``tokens`` are new tokens in the model, by expert. The manifest is made when all tensors were read; ``facts`` are
+    further fields of `CardFacts`.
+    """
+    draft, output, _, progress = target
+    choice, base = choice or ReadoutChoice(), source.base
+    extended = VocabularySource(source, list(tokens.values()), base) if tokens else None
+    digest = write_tensors(extended or source, target)
+    manifest = make_manifest()
+    config = source.task.config if source.task else None
+    own_tokens = tokens[choice.task].tokens if choice.task and choice.task in tokens else ()
+    write_companions(draft, base, output.dtype, extended, config, own_tokens)
+    parts = PARTS if config is None else [part for part in PARTS if part != "config"]
+    taken = take_settings(draft, givers, tokens, extended, parts)
+    for note in taken.notes:
+        progress.note(note)
+    card = CardFacts(
+        manifest,
+        source.scale,
+        source.distance,
+        output.command,
+        choice.task,
+        draw(manifest, progress, draft) if draw else {},
+        settings=taken.summary,
+        **{"reading": source.reading, **facts},
+    )
+    library = "transformers" if has_other_class(base, config) else library_of(base)
+    (draft / CARD).write_text(model_card(card, library, hub_id(base)), encoding="utf-8")
+    made_by = "store" if source.reading else "merge"
+    output.mark(draft, manifest, {"max_shard_size": output.max_shard_size}, digest, choice, made_by)
+
+
+def write_tensors(source: Source | VocabularySource, target: Target) -> str:
     """Stream every tensor to disk, several at a time, and flush them; returns the digest of all tensors."""
     draft, output, engine, progress = target
     dtype = FLOATS.get(output.dtype or "")
@@ -119,9 +141,11 @@ def write_tensors(source: Source | ExtendedVocabularySource, target: Target) -> 
             hasher.update(piece)
         return hasher.hexdigest()
 
+    is_diffusers = all(info.file.startswith(DIFFUSERS_STEM) for info in source.base.tensors.values())
+    stem = DIFFUSERS_STEM if is_diffusers else "model"
     costs, digests = {name: spec.nbytes for name, spec in layout.items()}, {}
     with (
-        SafetensorsWriter(draft, layout, prefix=_stem(source.base), max_shard_size=output.max_shard_size) as writer,
+        SafetensorsWriter(draft, layout, prefix=stem, max_shard_size=output.max_shard_size) as writer,
         progress.task(f"writing {output.path.name}", sum(costs.values())) as advance,
     ):
         for name, digests[name] in engine.run(costs, write, source.memory):
@@ -132,15 +156,3 @@ def write_tensors(source: Source | ExtendedVocabularySource, target: Target) -> 
 def cast_spec(spec: TensorSpec, dtype: str | None) -> TensorSpec:
     """The same tensor in another float type, if one is given; integers keep theirs."""
     return TensorSpec(dtype if dtype and spec.is_float else spec.dtype, spec.shape)
-
-
-def write_card(draft: Path, facts: CardFacts, base: Checkpoint, is_other_class: bool = False) -> None:
-    """Write the model card, with the labels and the hub id of the base."""
-    text = model_card(facts, labels(base, is_other_class), hub_id(base))
-    (draft / CARD).write_text(text, encoding="utf-8")
-
-
-def _stem(base: Checkpoint) -> str:
-    """The file name of weights that the base's library expects."""
-    is_diffusers = all(info.file.startswith(DIFFUSERS_STEM) for info in base.tensors.values())
-    return DIFFUSERS_STEM if is_diffusers else "model"

@@ -34,11 +34,9 @@ from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.export.adapter import AdapterPlan, Energy, plan_experts, write_adapters
 from mergestream.export.adapter_config import Server
 from mergestream.export.card import MAX_COMMAND, history_section
-from mergestream.export.companions import write_companions
-from mergestream.export.directory import Output
+from mergestream.export.companions import find_givers, take_settings, write_companions
+from mergestream.export.directory import Output, ReadoutChoice
 from mergestream.export.model import Target, exporting
-from mergestream.export.recipe import ReadoutChoice
-from mergestream.export.settings import find_givers, take_settings
 from mergestream.files import read_json
 from mergestream.inputs.reading import explained
 from mergestream.ledger.routing import FeatureStatistics, Router

@@ -1,26 +1,37 @@
-"""Sources of merged tensors: what a store remembers, or experts that are merged in one pass."""
+"""Sources of merged tensors: what a store remembers, or experts that are merged in one pass; with or without tokens
+that experts have added."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mergestream.algebra.pieces import SquaredNorm
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import Checkpoint, TensorSpec
+from mergestream.checkpoints import Checkpoint, TensorSpec, torch_dtype
+from mergestream.checkpoints.tokenizer import add_tokens, read_tokenizer
 from mergestream.digest import tensor_digest
 from mergestream.engine import ResultsByTensor
-from mergestream.experts.vocabulary import ROWS
+from mergestream.errors import MergestreamError
+from mergestream.experts.vocabulary import ROWS, Token, rows_of, with_rows
 from mergestream.merging.carry import Carry
 from mergestream.merging.reading import Reading, cast, moved_by
 from mergestream.merging.step import Outcome, Totals, overflow_explained, total
 from mergestream.merging.thresholds import Thresholds
 from mergestream.methods.scale import scale_value
+from mergestream.progress import Progress
+from mergestream.schema import invalid_file
+from mergestream.sizes import shorten_list
 from mergestream.store.records import Task
+from mergestream.store.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,8 @@ class ExpertsSource:
     direction2: ResultsByTensor[float] = field(default_factory=ResultsByTensor)
     """‖direction‖² by tensor"""
     base_digests: ResultsByTensor[str] = field(default_factory=ResultsByTensor)
+    task: ClassVar[None] = None
+    reading: ClassVar[None] = None
 
     @property
     def model(self) -> BaseModel:
@@ -155,6 +168,161 @@ class ExpertsSource:
 
 
 Source = StateSource | ExpertsSource
+
+
+class ExpertTokens(NamedTuple):
+    """The tokens that one expert adds, the checkpoint with their rows, and the expert's weight."""
+
+    tokens: Sequence[Token]
+    kept: Checkpoint
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class VocabularySource:
+    """A source whose embedding tables also have the tokens of experts.
+
+    New rows are in the order in which experts were added; the row of a token of several experts is their mean.
+    """
+
+    source: Source
+    experts: Sequence[ExpertTokens]
+    base: Checkpoint
+
+    @cached_property
+    def tokens(self) -> dict[str, Token]:
+        """The new tokens by their text, each as its first expert has it."""
+        tokens: dict[str, Token] = {}
+        for expert in self.experts:
+            for token in expert.tokens:
+                tokens.setdefault(token.content, token)
+        return tokens
+
+    @cached_property
+    def tables(self) -> dict[str, str]:
+        """Every tensor with a row per token, with the name that its new rows are kept under."""
+        ties, layout = self.source.model.ties, self.source.layout
+        kept = {key for expert in self.experts for key in expert.kept.tensors}
+        found = {name: f"{ROWS}{ties.get(stored, stored)}" for name, stored in self.source.names.items()}
+        tables = {name: key for name, key in found.items() if key in kept}
+        for tokens, rows, _ in self.experts:
+            for name, key in tables.items():
+                width = layout[name].numel // max(rows_of(layout[name].shape), 1)
+                if key in rows.tensors and rows.tensors[key].shape != (len(tokens), width):
+                    raise invalid_file(Path(rows.source), f"{key} is not as wide as {name} of the base")
+        if not tables:
+            raise invalid_file(Path(self.experts[0].kept.source), "it has no rows for its tokens")
+        return tables
+
+    @cached_property
+    def base_size(self) -> int:
+        """The number of rows in the base."""
+        return rows_of(self.source.layout[next(iter(self.tables))].shape)
+
+    @cached_property
+    def size(self) -> int:
+        """The number of rows that are written."""
+        return max(self.base_size, max(self.rows.values()) + 1)
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """The row of every new token: after the base's last token, or after its last row if the token has no name."""
+        end = self.base_size
+        named = [content for content, token in self.tokens.items() if token.added is not None]
+        if named:
+            tokenizer = read_tokenizer(self.base.directory)
+            if tokenizer is None or not tokenizer.ids.keys().isdisjoint(named):
+                raise MergestreamError(
+                    f"{self.base.source}: the tokenizer of the base has changed since {named[0]} was added; restore it"
+                )
+            end = tokenizer.end
+        rows = {content: end + number for number, content in enumerate(named)}
+        first = max(self.base_size, end + len(named))
+        nameless = [content for content in self.tokens if content not in rows]
+        return rows | {content: first + number for number, content in enumerate(nameless)}
+
+    @cached_property
+    def layout(self) -> dict[str, TensorSpec]:
+        """Every tensor that is written, in the base's dtype."""
+        layout = dict(self.source.layout)
+        for name in self.tables:
+            layout[name] = TensorSpec(layout[name].dtype, with_rows(layout[name].shape, self.size))
+        return layout
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Peak bytes per tensor: the rows after the base's last token, and the new rows in float64 twice."""
+        memory = dict(self.source.memory)
+        for name in self.tables:
+            width, tail = self.layout[name].numel // self.size, self.size - min(self.rows.values())
+            memory[name] = memory.get(name, 0) + 8 * width * (tail + 2 * len(self.rows))
+        return memory
+
+    def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
+        """Consecutive pieces of a tensor; a table ends with one piece that holds every new row."""
+        if name not in self.tables:
+            yield from self.source.pieces(name, dtype)
+            return
+        numel = self.layout[name].numel
+        width, first_row = numel // self.size, min(self.rows.values())
+        edge = first_row * width
+        tail = torch.zeros(numel - edge, dtype=torch_dtype(dtype))
+        for start, piece in self.source.pieces(name, dtype):
+            before = min(max(edge - start, 0), piece.numel())
+            if before:
+                yield start, piece[:before]
+            behind = max(start - edge, 0)
+            tail[behind : behind + piece.numel() - before] = piece[before:]
+        places = torch.tensor(list(self.rows.values())) - first_row
+        tail.view(-1, width)[places] = cast(self._new_rows(self.tables[name], width), dtype, name)
+        yield edge, tail
+
+    def _new_rows(self, key: str, width: int) -> Tensor:
+        """The weighted mean of the experts that have each token."""
+        order = {content: number for number, content in enumerate(self.rows)}
+        total = torch.zeros(len(order), width, dtype=torch.float64)
+        weights = torch.zeros(len(order), 1, dtype=torch.float64)
+        for tokens, kept, weight in self.experts:
+            if key in kept.tensors:
+                places = [order[token.content] for token in tokens]
+                total[places] += weight * kept.read(key).reshape(len(tokens), width).double()
+                weights[places] += weight
+        return total / weights.where(weights > 0, 1.0)
+
+    def extend_tokenizer(self, directory: Path) -> None:
+        """Add the tokens that have a name to the tokenizer's files."""
+        found = {content: (row, self.tokens[content].added) for content, row in self.rows.items()}
+        named = {content: (row, added) for content, (row, added) in found.items() if added is not None}
+        if named:
+            add_tokens(directory, named)
+
+
+def select_tokens(
+    snapshot: Snapshot, reading: Reading, task: str | None, stack: ExitStack, progress: Progress
+) -> dict[str, ExpertTokens]:
+    """The experts whose tokens go into the model, by name.
+
+    These are the task's expert, selected experts that were added with ``--vocab grow``, and an expert that is read out
+    alone. ``stack`` closes their files.
+    """
+    every_expert = dict.fromkeys(snapshot.manifest.names, 1.0)
+    weights = {name: weight for name, weight in (reading.weights or every_expert).items() if weight}
+    is_alone = reading.readout_name == "expert"
+    experts: dict[str, ExpertTokens] = {}
+    left_out: list[str] = []
+    for entry in snapshot.manifest.history:
+        tokens = snapshot.tokens(entry)
+        if not tokens or (entry.name not in weights and entry.name != task):
+            continue
+        if entry.name == task or is_alone or entry.options.get("vocab") == "grow":
+            kept = stack.enter_context(snapshot.open_task(entry.name).heads)
+            experts[entry.name] = ExpertTokens(tokens, kept, weights.get(entry.name, 1.0))
+        else:
+            left_out.append(entry.name)
+    if left_out:
+        names = shorten_list(left_out)
+        progress.note(f"the model leaves out the tokens of {names}; --task {left_out[0]} adds that expert's")
+    return experts
 
 
 def _sum(parts: Sequence[float | None]) -> float | None:

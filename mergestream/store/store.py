@@ -260,9 +260,8 @@ class Store:
         expert, or ``base``, with the chat template, special tokens and generation settings. ``command`` goes into the
         model card, and ``pictures`` beside it.
         """
-        from mergestream.export.directory import Output
+        from mergestream.export.directory import Output, ReadoutChoice
         from mergestream.export.model import exporting, with_head, write_model
-        from mergestream.export.recipe import ReadoutChoice
         from mergestream.report.pictures import draw_pictures
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
@@ -291,8 +290,7 @@ class Store:
         """Write the merged task vector as a PEFT adapter, exactly or in one ``rank``; returns what was cut off, or was
         left out because the ``server`` (``vllm``) refuses it. ``layout``: ``peft``, ``diffusers`` or ``kohya``."""
         from mergestream.export.adapter import export_merged_adapter
-        from mergestream.export.directory import Output
-        from mergestream.export.recipe import ReadoutChoice
+        from mergestream.export.directory import Output, ReadoutChoice
         from mergestream.report.pictures import draw_pictures
 
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)

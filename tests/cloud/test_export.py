@@ -46,6 +46,7 @@ def drafted(output: Output, content: str = "new") -> None:
     with output.draft() as draft:
         (draft / "folder").mkdir()
         (draft / "folder" / "file.txt").write_text(content)
+        (draft / "mergestream.json").write_text('{"mergestream": "", "command": null}')
 
 
 def test_the_same_files_as_on_a_disk(

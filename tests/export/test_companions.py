@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mergestream import Average, MergestreamError, Store, merge
 from tests.conftest import save_model, toy_base, toy_expert
@@ -139,7 +139,7 @@ def test_a_sentence_transformer_comes_with_its_modules(sentences: Any, tmp_path:
         for name, tensor in load_file(tmp_path / "base" / dense / "model.safetensors").items()
     )
     assert not (tmp_path / "out" / "2024_notes").exists(), "only what modules.json names is published"
-    assert front(tmp_path / "out")[:2] == ["library_name: sentence-transformers", "pipeline_tag: sentence-similarity"]
+    assert front(tmp_path / "out")[0] == "library_name: sentence-transformers"
 
 
 @pytest.mark.parametrize("folder", ["..", "../elsewhere", "/etc", "a/b", ".hidden"])
@@ -228,41 +228,3 @@ def test_tokenizers_templates_and_settings_are_copied(tmp_path: Path) -> None:
     merge(base, [expert], tmp_path / "out", Average())
     found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert found == {*wanted, "model.safetensors", "README.md", "mergestream.json"}
-
-
-# --- the card ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("card", "expected"),
-    [
-        (
-            "---\nlicense: mit\nlibrary_name: timm\npipeline_tag: image-classification\n---\n# A",
-            ["timm", "image-classification"],
-        ),
-        ("---\nlibrary_name: 'open_clip'\n---\n", ["open_clip"]),
-        ('---\npipeline_tag: "text-generation"\n---\n', ["transformers", "text-generation"]),
-        ("---\npipeline_tag: [a, b]\nlibrary_name: x: y\n---\n", ["transformers"]),
-        ("library_name: timm", ["transformers"]),
-        ("---\nlibrary_name: timm\n", ["transformers"]),
-    ],
-)
-def test_library_and_pipeline_are_those_of_the_bases_card(card: str, expected: Any, tmp_path: Path) -> None:
-    base, expert = save_model(tmp_path / "base", toy_base()), save_model(tmp_path / "expert", toy_expert(1))
-    (base / "README.md").write_text(card)
-    merge(base, [expert], tmp_path / "out", Average())
-    lines = front(tmp_path / "out")
-    assert [line.split(": ")[1] for line in lines if line.startswith(("library_name", "pipeline_tag"))] == expected
-
-
-def test_another_head_has_no_pipeline_tag_of_the_base(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    base = {"a.weight": torch.randn(4, 4), "score.weight": torch.randn(2, 4)}
-    for name, step in (("base", 0.0), ("expert", 0.01)):
-        (tmp_path / name).mkdir()
-        save_file({key: value + step for key, value in base.items()}, tmp_path / name / "model.safetensors")
-    (tmp_path / "base" / "README.md").write_text("---\npipeline_tag: fill-mask\n---\n")
-    store = Store.create(tmp_path / "store", base=tmp_path / "base", heads=["score.*"])
-    store.add(tmp_path / "expert")
-    assert "pipeline_tag: fill-mask" in front(store.export(tmp_path / "plain", pictures=False))
-    assert "pipeline_tag" not in "".join(front(store.export(tmp_path / "task", task="expert", pictures=False)))
