@@ -19,7 +19,6 @@ from mergestream import SLERP, Method, ModelStock, Weighted
 from mergestream.commands import NUMBER
 from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.escaping import one_line
-from mergestream.schema import Finite
 
 _SUMS = ("task_arithmetic", "ties", "dare_linear", "dare_ties")
 _DROPS_AT_RANDOM = ("dare_linear", "dare_ties")
@@ -41,6 +40,7 @@ _UNSUPPORTED_KEYS = {
     "genome": "searches for weights (mergekit-evolve); write a recipe with the weights it found",
 }
 STACKS = "layers of models can be stacked by mergekit only; here, slices must cover all layers of the same models"
+_Finite = Annotated[float, Meta(ge=-1e150, le=1e150)]
 _MODELS_OWN = {"weight", "density"}
 """Parameters that each model may have; the others are for all models"""
 
@@ -70,14 +70,14 @@ class Recipe:
 
 
 class _Parameters(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, rename={"lambda_": "lambda"}):
-    weight: Finite | None = None
+    weight: _Finite | None = None
     density: Annotated[float, Meta(gt=0, le=1)] | None = None
     normalize: bool | None = None
     rescale: bool | None = None
-    lambda_: Finite = 1.0
+    lambda_: _Finite = 1.0
     int8_mask: bool | None = None
     filter_wise: bool = False
-    t: Finite = 0.5
+    t: _Finite = 0.5
 
 
 class _Model(Struct, frozen=True, forbid_unknown_fields=True):
