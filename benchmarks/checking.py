@@ -46,7 +46,7 @@ def compared(prepare: Callable[[], object], work: Callable[[], object], rounds: 
 def measure(models: Family, name: str, method: Method, rounds: int) -> None:
     path, out, title = STORES / "checking", OUT / "checked", f"{models.model}, {name}"
     store = Store(store_with(path, models, method, EXPERTS - 1))
-    export = compared(lambda: fresh(out), lambda: store.export(out, pictures=False), rounds)
+    export = compared(lambda: fresh(out), lambda: store.export(out), rounds)
     print(f"{title}, export: {export}", flush=True)
     added = compared(lambda: back_to(path, EXPERTS - 1), lambda: store.add(models.experts[-1]), rounds)
     print(f"{title}, add: {added}", flush=True)

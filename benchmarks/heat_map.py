@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from mergestream.report.figures import label
-from mergestream.report.wording import short_names
+from mergestream.evaluation.tables import label
+from mergestream.report.tables import short_names
 
 MAX_CELL_VALUES = 20
 """Cells carry their values up to this many in a row"""

@@ -189,7 +189,7 @@ class Subject:
         """Export the merged model of a row to a new directory; returns it and the seconds."""
         with _calibrated(self.moments(row)):
             target, started = work / f"merged-{time.monotonic_ns()}", time.monotonic()
-            model = self.store.export(target, **row.selection, only=list(only), pictures=False)
+            model = self.store.export(target, **row.selection, only=list(only))
             return model, time.monotonic() - started
 
     def damage(self, row: Row, measured: Moments) -> dict[str, float]:
@@ -243,10 +243,7 @@ class Subject:
         tests = {task: self._tests(task) for task in self.tasks}
         chosen = {task: route(self._features(base, tests[task])) for task in self.tasks}
         right = dict.fromkeys(self.tasks, 0)
-        models = [
-            self.store.export(work / f"{row.key}-{task}", readout=f"expert:{task}", pictures=False)
-            for task in self.tasks
-        ]
+        models = [self.store.export(work / f"{row.key}-{task}", readout=f"expert:{task}") for task in self.tasks]
         if least:
             models.append(self.merged(Row(f"regress@{row.count}"), work)[0])
         for number, directory in enumerate(models):

@@ -167,8 +167,8 @@ def picture(proofs: Sequence[Proof], path: Path) -> None:
     """Plot ACC on the vision suite against the number of merged experts."""
     from matplotlib.figure import Figure
 
-    from mergestream.report.figures import CURVES as COLOURS
-    from mergestream.report.figures import GREY
+    from benchmarks.figures import CURVES as COLOURS
+    from benchmarks.figures import GREY
 
     chosen = [proof for proof in proofs if proof.suite == "vision"]
     counts = [proof.tasks for proof in chosen]

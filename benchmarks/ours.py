@@ -9,8 +9,6 @@ python -m benchmarks.ours merger --base B E1 E2                the second model 
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 
 from torch import Tensor
@@ -75,8 +73,6 @@ def main() -> None:
         with work() as facts:
             facts["lambda"] = 1 / store(arguments.store, arguments.max_memory).add(arguments.path).scale
     else:
-        with suppress(ImportError):
-            import_module("mergestream.report.figures")  # imports matplotlib, which draws the model card's pictures
         with work():
             store(arguments.store, arguments.max_memory).export(arguments.path)
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.figures import scaling
 from benchmarks.heat_map import heat_map
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import Row
-from mergestream.evaluation.tables import Table, save, table1
-from mergestream.report.figures import label, scaling
+from mergestream.evaluation.tables import Table, label, save, table1
 from mergestream.report.metrics import Spread
 
 METRICS = {"": "acc", "ACC↑": "acc", "BWT↑": "bwt"}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -85,16 +83,6 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
     place = tmp_path_factory.mktemp("toys")
     base = save_model(place / "base", toy_base())
     return Toys(base, [save_model(place / f"expert-{n}", toy_expert(n)) for n in range(1, EXPERTS + 1)])
-
-
-@pytest.fixture(autouse=True)
-def undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Pictures are empty files, as drawing takes most of an export; tests that are marked ``draws`` look at them."""
-    from mergestream.report import figures
-
-    drawn = request.node.get_closest_marker("draws") is not None
-    with nullcontext() if drawn else patch.object(figures, "save", lambda figure, path, **options: path.touch()):
-        yield
 
 
 class Result(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +12,14 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from mergestream.escaping import MAX_SENTENCE, markdown_table, markdown_text
+from mergestream.escaping import MAX_SENTENCE, markdown_table, markdown_text, one_line
 from mergestream.evaluation.results import Results
 from mergestream.files import write_text
-from mergestream.report import figures
 from mergestream.report.metrics import Spread, mean, seen_means
 
 PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
+MAX_TITLE = 120
+"""Characters of a title, or of a name in a legend"""
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,16 @@ def per_task_table(results: Results) -> Table:
 def save(figure: Figure, directory: Path, name: str) -> list[str]:
     """Write ``name.png`` and ``name.svg`` and return these names; the same results give the same bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    figures.save(figure, directory / f"{name}.png", dpi=150)
-    with matplotlib.rc_context({"svg.hashsalt": "mergestream"}):
-        figures.save(figure, directory / f"{name}.svg", metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "mergestream"}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of characters that no font has
+        figure.savefig(directory / f"{name}.png", dpi=150)
+        figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
     return [f"{name}.png", f"{name}.svg"]
+
+
+def label(text: str) -> str:
+    """Format text for matplotlib: one line, with dollar signs that start no formula."""
+    return one_line(text, MAX_TITLE).replace("$", r"\$")
 
 
 def accuracy_over_tasks(results: Results) -> Figure | None:
@@ -140,12 +148,12 @@ def accuracy_over_tasks(results: Results) -> Figure | None:
     axes = figure.subplots()
     for method, spreads in curves.items():
         steps, centre = range(1, len(spreads) + 1), [100 * spread.mean for spread in spreads]
-        (line,) = axes.plot(steps, centre, "o-", markersize=3, label=figures.label(results.label(method)))
+        (line,) = axes.plot(steps, centre, "o-", markersize=3, label=label(results.label(method)))
         low, high = ([100 * (s.mean + side * (s.std or 0)) for s in spreads] for side in (-1, 1))
         axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
     base = 100 * sum(results.pretrained.values()) / len(results.pretrained)
     axes.axhline(base, color="grey", linestyle=":", label="Pre-Trained (all tasks)")
     labels = {"xlabel": "number of tasks", "ylabel": "mean accuracy on merged tasks (%)"}
-    axes.set(**labels, title=figures.label(results.model))
+    axes.set(**labels, title=label(results.model))
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure

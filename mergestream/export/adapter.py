@@ -34,7 +34,7 @@ from mergestream.export.adapter_config import (
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output, ReadoutChoice
 from mergestream.export.layout import LORA_FILE, PEFT_FILE, change_layout, layout_names
-from mergestream.export.model import DrawPictures, Target, cast_spec, exporting
+from mergestream.export.model import Target, cast_spec, exporting
 from mergestream.files import write_json
 from mergestream.ledger.selection import ONE_EXPERT, Selection
 from mergestream.merging.plan import WORKSPACE
@@ -95,7 +95,6 @@ def export_merged_adapter(
     choice: ReadoutChoice,
     rank: int | None = None,
     server: Server | None = None,
-    draw: DrawPictures | None = None,
     layout: str = "peft",
 ) -> Energy:
     """Write scale · direction as factors, exactly or truncated to ``rank``; returns what is cut off or left out.
@@ -107,7 +106,7 @@ def export_merged_adapter(
         reading = snapshot.reading(target.engine, choice, target.progress)
         plan = AdapterPlan.of(snapshot, reading, rank, reading.scale(choice.scale, target.engine), server)
         form = {"format": "lora", "rank": rank, "layout": layout}
-        return write_adapters({"": plan.with_layout(layout)}, target, form, choice, draw)[""]
+        return write_adapters({"": plan.with_layout(layout)}, target, form, choice)[""]
 
 
 def export_expert_adapters(
@@ -144,7 +143,6 @@ def write_adapters(
     target: Target,
     form: Mapping[str, Any],
     choice: ReadoutChoice | None = None,
-    draw: DrawPictures | None = None,
 ) -> dict[str, Energy]:
     """Write adapters to folders of the draft, by name (``""`` is the draft itself), and their common recipe."""
     draft, output, _, progress = target
@@ -159,7 +157,7 @@ def write_adapters(
         for name, plan in plans.items():
             (draft / name).mkdir(parents=True, exist_ok=True)
             energies[name] = plan.write(draft / name, target, advance)
-            plan.write_card(draft / name, target, energies[name], draw)
+            plan.write_card(draft / name, target, energies[name])
             if plan.left_out:
                 share = energies[name].left_out / energies[name].total if energies[name].total else 0.0
                 progress.note(
@@ -299,12 +297,11 @@ class AdapterPlan:
         )
         return Energy(total, lost, left_out, reading.least_held)
 
-    def write_card(self, directory: Path, target: Target, energy: Energy, draw: DrawPictures | None) -> None:
-        """Write the pictures and the card of the adapter."""
+    def write_card(self, directory: Path, target: Target, energy: Energy) -> None:
+        """Write the card of the adapter."""
         manifest = self.snapshot.manifest
         distance = math.sqrt(energy.total + self.scale**2 * math.fsum(self.reading.norm2.values()))
-        pictures = draw(manifest, target.progress, directory) if draw else {}
-        facts = CardFacts(manifest, self.scale, distance, target.output.command, None, pictures, self.reading)
+        facts = CardFacts(manifest, self.scale, distance, target.output.command, None, self.reading)
         library = "peft" if self.layout == "peft" else "diffusers"
         (directory / CARD).write_text(model_card(facts, library), encoding="utf-8")
 

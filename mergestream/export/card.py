@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,6 @@ class CardFacts:
     """‖merged − θ⁰‖"""
     command: str | None = None
     task: str | None = None
-    pictures: Mapping[str, str] = field(default_factory=dict)
-    """Image files beside the card, with their captions"""
     reading: Reading | None = None
     """How the model was read out of a store"""
     base_is_merged: bool = False
@@ -69,7 +67,6 @@ def model_card(facts: CardFacts, library: str = "transformers", hub_id: str | No
         *([f"* Head: from {code(facts.task)}"] if facts.task else []),
         *([f"* Settings: {facts.settings}"] if facts.settings else []),
         *history_section(manifest, weights),
-        *(line for file, caption in facts.pictures.items() for line in ("", f"![{caption}]({file})")),
         *(["", "Made with:", "", f"    {one_line(facts.command, MAX_COMMAND)}"] if facts.command else []),
         "",
     ]

@@ -23,9 +23,6 @@ from mergestream.store.manifest import Manifest
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.store import Store
 
-DrawPictures = Callable[[Manifest, Progress, Path], Mapping[str, str]]
-"""Draws the pictures of a card into a directory; returns their file names and captions"""
-
 
 class Target(NamedTuple):
     """Where and how an export is written."""
@@ -64,9 +61,7 @@ def with_head(snapshot: Snapshot, target: Target, choice: ReadoutChoice) -> Read
     return choice
 
 
-def write_model(
-    snapshot: Snapshot, target: Target, choice: ReadoutChoice | None = None, draw: DrawPictures | None = None
-) -> None:
+def write_model(snapshot: Snapshot, target: Target, choice: ReadoutChoice | None = None) -> None:
     """Write merged = θ⁰ + scale · direction, as a store remembers it."""
     choice, progress = choice or ReadoutChoice(), target.progress
     with ExitStack() as stack:
@@ -82,7 +77,7 @@ def write_model(
             progress.note(shortfall)
         source = StateSource(reading, base, reading.scale(choice.scale, target.engine), task)
         tokens = select_tokens(snapshot, reading, choice.task, stack, progress)
-        write_merged(source, target, tokens, givers, lambda: snapshot.manifest, choice, draw)
+        write_merged(source, target, tokens, givers, lambda: snapshot.manifest, choice)
 
 
 def write_merged(
@@ -92,10 +87,9 @@ def write_merged(
     givers: Givers,
     make_manifest: Callable[[], Manifest],
     choice: ReadoutChoice | None = None,
-    draw: DrawPictures | None = None,
     **facts: Any,
 ) -> None:
-    """Write weights, companions, settings, pictures, card and recipe, in this order.
+    """Write weights, companions, settings, card and recipe, in this order.
 
     ``tokens`` are new tokens in the model, by expert. The manifest is made when all tensors were read; ``facts`` are
     further fields of `CardFacts`.
@@ -118,7 +112,6 @@ def write_merged(
         source.distance,
         output.command,
         choice.task,
-        draw(manifest, progress, draft) if draw else {},
         settings=taken.summary,
         **{"reading": source.reading, **facts},
     )

@@ -1,7 +1,7 @@
 """Reports, diagnostics, gates and comparisons of a store.
 
-* ``facts``: all data of a report; ``verdict`` has its first lines, ``sections`` and ``tables`` the rest
-* ``render``: the page and Markdown, from ``templates``; ``figures``: matplotlib figures; ``wording``: names, numbers
+* ``facts``: all data of a report; ``verdict`` has its first lines, ``sections`` the rest
+* ``render``: the page and Markdown, from ``templates``; ``tables``: how names, numbers and tables are written
 * ``diagnostics``: similarity of the experts, and the share of each that was kept
 * ``scores``: evaluations that are attached to a store; ``metrics``: ACC, BWT and others; ``harness``: lm-eval
 * ``gates``: conditions under which ``add`` refuses an expert

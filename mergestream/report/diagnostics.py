@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mergestream.store.manifest import Manifest
     from mergestream.store.snapshot import Snapshot
 
-MAX_EXPERTS = 24
-"""Experts in a figure, or in a table with a column for each: the last ones"""
 HIGH_DAMAGE = 0.3
 """The merged model serves an expert badly above this; eight tasks of the project's suites have 0.08 to 0.24"""
 

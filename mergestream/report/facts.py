@@ -13,8 +13,8 @@ from mergestream.escaping import shell_command
 from mergestream.merging.interference import Interference, pairs_of
 from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, fields_of, ledger_survival, survival
 from mergestream.report.scores import Scores, attached
+from mergestream.report.tables import format_number, short_name, short_names, shorten_findings
 from mergestream.report.verdict import next_step, verdict
-from mergestream.report.wording import format_number, short_name, short_names, shorten_findings
 from mergestream.store.candidate import LARGE
 
 if TYPE_CHECKING:

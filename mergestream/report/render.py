@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -16,20 +16,18 @@ from markupsafe import Markup
 
 from mergestream import __version__
 from mergestream.base.names import natural
-from mergestream.errors import MergestreamError
 from mergestream.escaping import MAX_SENTENCE, code, markdown_text, one_line
-from mergestream.report.diagnostics import MAX_EXPERTS
 from mergestream.report.facts import Facts
-from mergestream.report.sections import make_sections
+from mergestream.report.sections import MAX_EXPERTS, make_sections
 from mergestream.report.verdict import next_step, verdict
 
 
 def render_html(facts: Facts) -> str:
-    """One page that needs nothing else: styles, scripts, figures and all data are in it."""
+    """One page that needs nothing else: styles, scripts and all data are in it."""
     script = _template("script.js")
     policy = b64encode(sha256(script.encode()).digest()).decode()
     return (
-        _environment(lambda text: one_line(text, MAX_SENTENCE), svg=_draw)
+        _environment(lambda text: one_line(text, MAX_SENTENCE))
         .get_template("report.html")
         .render(
             **_context(facts),
@@ -73,15 +71,6 @@ def _context(facts: Facts) -> dict[str, Any]:
         "next_step": next_step(facts),
         "sections": make_sections(facts),
     }
-
-
-def _draw(factors: Sequence[float]) -> Markup:
-    """The curve of the scaling factors as an SVG element."""
-    try:
-        from mergestream.report import figures
-    except ImportError as error:
-        raise MergestreamError("figures need matplotlib; pip install 'mergestream[report]'") from error
-    return Markup(figures.inline_svg(figures.scaling({"λ": factors})))
 
 
 def _tensor_rows(facts: Facts) -> list[list[Any]]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mergestream.merging.interference import Interference, largest_other
 from mergestream.methods.scale import displayed_scale
-from mergestream.report.diagnostics import HIGH_DAMAGE, MAX_EXPERTS
+from mergestream.report.diagnostics import HIGH_DAMAGE
 from mergestream.report.harness import describe_evaluation
-from mergestream.report.tables import Cell, Table, layer_table, number_cell, pair_table, share_of
-from mergestream.report.wording import format_number, short_name, short_names, shorten_findings
+from mergestream.report.tables import (
+    Cell,
+    Table,
+    format_number,
+    number_cell,
+    shaded_table,
+    short_name,
+    short_names,
+    shorten_findings,
+)
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
@@ -20,37 +27,42 @@ if TYPE_CHECKING:
     from mergestream.report.scores import Scores
     from mergestream.store import Expert
 
+MAX_EXPERTS = 24
+"""Experts in a table with a column for each: the last ones"""
+_LAST = slice(-MAX_EXPERTS, None)
+
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with sentences, a table, a curve and a caption, each of them optional."""
+    """A heading with sentences, a table and a caption, each of them optional."""
 
     key: str
     title: str
     caption: str = ""
     sentences: Sequence[str] = ()
     table: Table | None = None
-    curve: Sequence[float] = ()
-    """Scaling factors, which the page draws against √t"""
 
 
 def make_sections(facts: Facts) -> list[Section]:
     """All sections that a store has data for."""
-    found = [
-        *([_against_experts(facts.scores)] if facts.scores and facts.scores.has_experts else []),
-        Section("findings", "Findings", sentences=facts.findings()),
-        Section("conflicts", "Conflicts", sentences=shorten_findings(map(str, facts.conflicts))),
-    ]
-    found = [section for section in found if section.sentences or section.table]
+    return [section for section in _sections(facts) if section.sentences or section.table]
+
+
+def _sections(facts: Facts) -> Iterator[Section]:
+    scores = facts.scores
+    if scores and scores.has_experts:
+        yield _against_experts(scores)
+    yield Section("findings", "Findings", sentences=facts.findings())
+    yield Section("conflicts", "Conflicts", sentences=shorten_findings(map(str, facts.conflicts)))
     if not facts.history:
-        return found
-    found.append(_experts(facts))
-    if facts.manifest.is_opcm:
-        found.append(_scaling(facts.history))
-    if facts.scores:
-        found.append(_scores(facts.scores))
-    found += _ledger_sections(facts, facts.interference) if facts.interference else _state_sections(facts)
-    return found
+        return
+    yield _experts(facts)
+    if scores:
+        yield _scores(scores)
+    if facts.interference:
+        yield from _ledger_sections(facts, facts.interference)
+    else:
+        yield from _state_sections(facts)
 
 
 def _against_experts(scores: Scores) -> Section:
@@ -113,29 +125,13 @@ def _describe_gates(entry: Expert) -> str:
     return ", ".join(found) or "–"
 
 
-def _scaling(history: Sequence[Expert]) -> Section:
-    factors = [entry.lambda_ for entry in history]
-    caption = (
-        f"λ is {factors[-1]:.4g} after {counted(len(history), 'expert')}; √t is {math.sqrt(len(history)):.4g}. "
-        "Orthogonal task vectors of equal norm give λ = √t. The table of experts has the numbers."
-    )
-    return Section("scaling", "Scaling factor", caption, curve=factors)
-
-
-def _limit(facts: Facts) -> str:
-    """Says that a table has a column for the last experts only."""
-    count = len(facts.history)
-    return f" This shows the last {MAX_EXPERTS} of {count} experts." if count > MAX_EXPERTS else ""
-
-
 def _scores(scores: Scores) -> Section:
-    last = slice(-MAX_EXPERTS, None)
-    rows = {f"after step {step}": row for step, row in enumerate(scores.matrix, 1)}
-    rows = dict(list(rows.items())[last])
+    steps = list(enumerate(scores.matrix, 1))[_LAST]
+    rows: dict[str, Sequence[float | None]] = {f"after step {step}": row[_LAST] for step, row in steps}
     if scores.base:
-        rows = {"base": scores.base, **rows}
+        rows = {"base": scores.base[_LAST], **rows}
     if scores.experts:
-        rows["experts alone"] = scores.experts
+        rows["experts alone"] = scores.experts[_LAST]
     caption = f"The {scores.metric} of the merged model on each task."
     if scores.acc is not None:
         caption += f" ACC {scores.acc:.3f} is the mean after the last step."
@@ -144,54 +140,78 @@ def _scores(scores: Scores) -> Section:
         change = format_number(scores.bwt, "+.3f")
         caption += f" BWT {change} is the mean change since a task's expert was added ({meaning})."
     if len(scores.tasks) > MAX_EXPERTS:
-        caption += f" This shows the last {len(scores.matrix[last])} steps and {MAX_EXPERTS} tasks."
-    values = [value for row in rows.values() for value in row[last] if value is not None]
-    least, most = min(values, default=0.0), max(values, default=0.0)
-    cells = [
-        [Cell(name), *(number_cell(value, shade=share_of(value, least, most)) for value in row[last])]
-        for name, row in rows.items()
-    ]
-    table = Table(("", *short_names(scores.tasks[last])), cells)
+        caption += f" This shows the last {len(steps)} steps and {MAX_EXPERTS} tasks."
+    values = [value for row in rows.values() for value in row if value is not None]
+    table = shaded_table(
+        "", short_names(scores.tasks[_LAST]), rows, least=min(values, default=0.0), most=max(values, default=0.0)
+    )
     return Section("scores", f"Scores ({scores.metric})", caption, table=table)
+
+
+def _limit(facts: Facts) -> str:
+    """Says that a table has a column for the last experts only."""
+    count = len(facts.history)
+    return f" This shows the last {MAX_EXPERTS} of {count} experts." if count > MAX_EXPERTS else ""
+
+
+def _by_layer(
+    facts: Facts,
+    layers: Sequence[str],
+    totals: Sequence[float | None],
+    values: Sequence[Sequence[float | None]],
+    form: str,
+    most: float | None = None,
+) -> Table:
+    """Layer × expert, the totals of all layers first; ``values`` are expert × layer."""
+    rows = {"all layers": totals[_LAST]} if totals else {}
+    rows |= dict(zip(layers, zip(*values[_LAST], strict=True), strict=True))
+    return shaded_table("layer", facts.names[_LAST], rows, form, most=most)
+
+
+def _shares_by_layer(facts: Facts) -> Table:
+    layers = facts.survival.by_layer()
+    return _by_layer(facts, layers.parts, facts.shares, layers.kept, ".1%", most=1.0)
+
+
+def _pairs(facts: Facts, quantity: str, values: Sequence[Sequence[float | None]]) -> Table:
+    """Expert × expert."""
+    names = facts.names[_LAST]
+    return shaded_table(quantity, names, dict(zip(names, (row[_LAST] for row in values[_LAST]), strict=True)))
 
 
 def _state_sections(facts: Facts) -> Iterator[Section]:
     """What only an accumulator has: how much entered its state, and how much of the state was protected."""
-    layers = facts.survival.by_layer()
     caption = f"The share of each task vector's squared norm that entered the merged state.{_limit(facts)}"
-    table = layer_table(facts.names, layers.parts, layers.kept, ".1%", layers.total, most=1.0)
-    yield Section("survival", "Share kept, by layer", caption, table=table)
+    yield Section("survival", "Share kept, by layer", caption, table=_shares_by_layer(facts))
+    layers = facts.survival.by_layer()
     if any(rank is not None for row in layers.protected for rank in row):
         caption = (
             "q is the number of leading directions of the merged state that a new expert may not change. For a layer "
             f"it is the mean over its linear weights. The first expert meets an empty state.{_limit(facts)}"
         )
-        table = layer_table(facts.names, layers.parts, layers.protected, ".1f")
+        table = _by_layer(facts, layers.parts, (), layers.protected, ".1f")
         yield Section("protected", "Protected rank", caption, table=table)
 
 
 def _ledger_sections(facts: Facts, found: Interference) -> Iterator[Section]:
     """What only a ledger has: how much its entries hold, and how the experts interfere."""
-    names, layers = facts.names, facts.survival.by_layer()
-    if len(names) > 1:
-        caption = f"Cosines of the task vectors, as far as the entries hold them.{_limit(facts)}"
-        table = pair_table("cosine", names, found.cosines)
-        yield Section("similarity", "Similarity of the experts", caption, table=table)
+    limit = _limit(facts)
+    if len(facts.history) > 1:
+        caption = f"Cosines of the task vectors, as far as the entries hold them.{limit}"
+        yield Section("similarity", "Similarity of the experts", caption, table=_pairs(facts, "cosine", found.cosines))
     caption = (
         "The share of each task vector's squared norm that its entry holds while "
-        f"{counted(facts.manifest.sharing, 'expert')} share the budget.{_limit(facts)}"
+        f"{counted(facts.manifest.sharing, 'expert')} share the budget.{limit}"
     )
-    table = layer_table(names, layers.parts, layers.kept, ".1%", facts.shares, most=1.0)
-    yield Section("held", "Share held, by layer", caption, table=table)
+    yield Section("held", "Share held, by layer", caption, table=_shares_by_layer(facts))
     if not found.layers:
         return
     caption = (
         "How far the merged model is from each expert on that expert's own inputs: 0 is no difference, 1 is as far as "
-        f"the base. Above {HIGH_DAMAGE} the model serves an expert badly.{_limit(facts)}"
+        f"the base. Above {HIGH_DAMAGE} the model serves an expert badly.{limit}"
     )
-    table = layer_table(names, found.layers, found.layer_damage, ".3f", found.damage)
+    table = _by_layer(facts, found.layers, found.damage, found.layer_damage, ".3f")
     yield Section("damage", "Predicted damage, by layer", caption, table=table)
-    if len(names) > 1:
+    if len(facts.history) > 1:
         caption = "How much two experts respond to the same inputs, from 0 to 1, on average over the linear weights."
-        table = pair_table("overlap", names, found.overlap)
-        yield Section("overlap", "Overlap of inputs", caption + _limit(facts), table=table)
+        yield Section("overlap", "Overlap of inputs", caption + limit, table=_pairs(facts, "overlap", found.overlap))

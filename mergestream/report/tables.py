@@ -1,12 +1,16 @@
-"""Tables of a report: their cells, and the two kinds of matrices."""
+"""How the report writes names, numbers, lists of findings and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mergestream.report.diagnostics import MAX_EXPERTS
-from mergestream.report.wording import format_number
+from mergestream.escaping import one_line
+
+MAX_NAME = 32
+"""Characters of a name, in tables and sentences alike"""
+MAX_FINDINGS = 5
+"""Findings of one kind that are listed"""
 
 
 @dataclass(frozen=True)
@@ -38,44 +42,64 @@ def number_cell(value: float | None, form: str = ".3f", shade: float | None = No
     return Cell(format_number(value, form), sort="" if value is None else value, shade=shade)
 
 
-def pair_table(quantity: str, experts: Sequence[str], values: Sequence[Sequence[float | None]]) -> Table:
-    """Expert × expert, for the last experts; the shades span the values of different experts."""
-    names, matrix = experts[-MAX_EXPERTS:], [row[-MAX_EXPERTS:] for row in values[-MAX_EXPERTS:]]
-    others = [abs(value) for i, row in enumerate(matrix) for value in (*row[:i], *row[i + 1 :]) if value is not None]
-    most = max([0.05, *others])
-    rows = [
-        [
-            Cell(names[i]),
-            *(number_cell(row[j], shade=share_of(row[j], 0, most) if i != j else None) for j in range(len(row))),
-        ]
-        for i, row in enumerate(matrix)
-    ]
-    return Table((quantity, *names), rows)
-
-
-def layer_table(
-    experts: Sequence[str],
-    layers: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    form: str,
-    totals: Sequence[float | None] = (),
+def shaded_table(
+    corner: str,
+    columns: Sequence[str],
+    rows: Mapping[str, Sequence[float | None]],
+    form: str = ".3f",
+    least: float = 0.0,
     most: float | None = None,
 ) -> Table:
-    """Layer × expert, for the last experts; ``totals`` of all layers come first, ``values`` are expert × layer.
+    """A matrix with shades from ``least`` to ``most``, by default the largest value of a row and another column.
 
-    ``most`` is the value with the strongest shade, by default the largest.
+    Cells whose row and column have the same name are not shaded: an expert is most like itself.
     """
-    found: dict[str, Sequence[float | None]] = dict(zip(layers, zip(*values[-MAX_EXPERTS:], strict=True), strict=True))
-    known = [value for row in found.values() for value in row if value is not None]
-    most = most or max([0.05, *known])
-    if totals:
-        found = {"all layers": totals[-MAX_EXPERTS:], **found}
-    rows = [
-        [Cell(layer), *(number_cell(value, form, share_of(value, 0, most)) for value in row)]
-        for layer, row in found.items()
+    values = [
+        abs(value)
+        for name, row in rows.items()
+        for column, value in zip(columns, row, strict=True)
+        if value is not None and name != column
     ]
-    return Table(("layer", *experts[-MAX_EXPERTS:]), rows)
+    extent = (max([0.05, *values]) if most is None else most) - least
+
+    def cell(name: str, column: str, value: float | None) -> Cell:
+        is_shaded = value is not None and name != column and extent > 0
+        return number_cell(value, form, (value - least) / extent if is_shaded and value is not None else None)
+
+    cells = [
+        [Cell(name), *(cell(name, *pair) for pair in zip(columns, row, strict=True))] for name, row in rows.items()
+    ]
+    return Table((corner, *columns), cells)
 
 
-def share_of(value: float | None, least: float, most: float) -> float | None:
-    return None if value is None or most <= least else (value - least) / (most - least)
+def short_name(name: str) -> str:
+    """A name on one line, shortened in the middle."""
+    return one_line(name, MAX_NAME)
+
+
+def short_names(names: Iterable[str]) -> list[str]:
+    """Several names, shortened; names that become equal get a mark each, so that they stay apart."""
+    found: dict[str, None] = {}
+    for name in map(short_name, names):
+        while name in found:
+            name += "′"
+        found[name] = None
+    return list(found)
+
+
+def format_number(value: float | None, form: str = ".3f") -> str:
+    """A number with a real minus sign; a dash for an unknown value."""
+    return "–" if value is None else format(value, form).replace("-", "−")
+
+
+def format_range(values: Sequence[float], form: str) -> str:
+    """``0.08 to 0.24``"""
+    least, most = (format_number(value + 0.0, form) for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
+
+
+def shorten_findings(sentences: Iterable[str]) -> list[str]:
+    """The first findings of one kind, and how many more there are."""
+    found = list(sentences)
+    more = len(found) - MAX_FINDINGS
+    return found if more <= 0 else [*found[:MAX_FINDINGS], f"… and {more} more of these."]

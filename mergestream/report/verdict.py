@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.escaping import shell_command
 from mergestream.report.metrics import mean
-from mergestream.report.wording import format_range, short_name
+from mergestream.report.tables import format_range, short_name
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:

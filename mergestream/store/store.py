@@ -248,7 +248,6 @@ class Store:
         max_shard_size: int = DEFAULT_SHARD_SIZE,
         overwrite: bool = False,
         command: str | None = None,
-        pictures: bool = True,
     ) -> Path:
         """Write the merged model as a Hugging Face directory.
 
@@ -258,16 +257,15 @@ class Store:
         ``scale`` is a number, or ``adaptive``, ``sqrt`` or ``mean`` where the readout adds up. ``task`` names the
         expert whose head replaces the base's (with ``expert:NAME`` that expert, if it has one), and ``files_from`` the
         expert, or ``base``, with the chat template, special tokens and generation settings. ``command`` goes into the
-        model card, and ``pictures`` beside it.
+        model card.
         """
         from mergestream.export.directory import Output, ReadoutChoice
         from mergestream.export.model import exporting, with_head, write_model
-        from mergestream.report.pictures import draw_pictures
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task, files_from)
         with exporting(self, output) as (snapshot, target):
-            write_model(snapshot, target, with_head(snapshot, target, choice), draw_pictures if pictures else None)
+            write_model(snapshot, target, with_head(snapshot, target, choice))
         return output.path
 
     def export_adapter(
@@ -291,11 +289,10 @@ class Store:
         left out because the ``server`` (``vllm``) refuses it. ``layout``: ``peft``, ``diffusers`` or ``kohya``."""
         from mergestream.export.adapter import export_merged_adapter
         from mergestream.export.directory import Output, ReadoutChoice
-        from mergestream.report.pictures import draw_pictures
 
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
-        return export_merged_adapter(self, output, choice, rank, server, draw_pictures, layout)
+        return export_merged_adapter(self, output, choice, rank, server, layout)
 
     def export_adapters(
         self,

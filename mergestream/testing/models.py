@@ -190,7 +190,7 @@ def make_store(directory: Path, method: Method, base: Path, experts: Sequence[Pa
 def exported(store: Store, scale: str | float | None = None, **selection: Any) -> StateDict:
     """Export the merged model next to the store and load it."""
     out = store.path.with_name(f"{store.path.name}-exported")
-    return load_model(store.export(out, scale=scale, overwrite=True, pictures=False, **selection))
+    return load_model(store.export(out, scale=scale, overwrite=True, **selection))
 
 
 def files(directory: Path) -> dict[str, bytes]:

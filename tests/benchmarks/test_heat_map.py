@@ -5,10 +5,8 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import pytest
-
 from benchmarks.heat_map import MAX_TICKS, heat_map
-from mergestream.report import figures
+from mergestream.evaluation.tables import save
 
 
 def test_a_matrix_has_a_largest_size_and_so_many_names() -> None:
@@ -24,13 +22,12 @@ def test_cells_carry_their_values_in_a_colour_that_can_be_read() -> None:
     assert written == {"0": "white", "100": "black"} and len(figure.axes[0].texts) == 3
 
 
-@pytest.mark.draws
 def test_matrices_write_formulas_as_text_and_say_nothing(tmp_path: Path) -> None:
     names = ("$\\frac$", "$$", "\\$x$", "名前", "x" * 500)
     figure = heat_map([[0.1] * 5] * 5, names, names, (0, 1), ".2f", "accuracy", title="$\\sum$")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figures.save(figure, tmp_path / "heat.png")
+        save(figure, tmp_path, "heat")
     from matplotlib.image import imread
 
     assert max(imread(tmp_path / "heat.png").shape) < 1000

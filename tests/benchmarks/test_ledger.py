@@ -20,7 +20,7 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> checkpoints.Famil
 
 def test_the_bare_kernels_of_an_export_give_what_it_writes(family: checkpoints.Family, tmp_path: Path) -> None:
     store = cases.store_with(tmp_path / "store", family, Ledger(), 3)
-    Store(store).export(tmp_path / "merged", pictures=False)
+    Store(store).export(tmp_path / "merged")
     jobs = ledger.spans(store)
     with open_checkpoint(family.base) as base, open_checkpoint(tmp_path / "merged") as merged:
         names = [name for name in Store(store).manifest.base.merged if len(base.tensors[name].shape) == 2]

@@ -27,7 +27,6 @@ def test_the_papers_numbers_stand_beside_its_own_suite() -> None:
     assert "ACC↑,OPCM,75.0±7.1,–" in table_beside_paper(results()).csv().splitlines()
 
 
-@pytest.mark.draws
 def test_the_papers_figures_are_drawn(tmp_path: Path) -> None:
     results().save(tmp_path)
     paper.main([str(tmp_path)])

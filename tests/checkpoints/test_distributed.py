@@ -286,5 +286,5 @@ def test_what_is_put_together_counts_as_memory(tmp_path: Path) -> None:
         )
     store = Store.create(tmp_path / "store", base=tmp_path / "base", method=Average())
     store.add(tmp_path / "expert")
-    with open_checkpoint(store.export(tmp_path / "out", pictures=False)) as merged:
+    with open_checkpoint(store.export(tmp_path / "out")) as merged:
         torch.testing.assert_close(merged.read("w.weight"), weights["w.weight"] * 1.01)

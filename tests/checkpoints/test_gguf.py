@@ -87,7 +87,7 @@ def test_quantised_models_are_merged_with_a_note_and_transformers_loads_the_resu
     with pytest.warns(MergestreamWarning, match=rf"expert\.gguf {NOTE}"):
         entry = store.add(expert)
     assert entry.name == "expert" and any("quantised" in note for note in entry.notes)
-    out = AutoModelForCausalLM.from_pretrained(store.export(tmp_path / "out", pictures=False))
+    out = AutoModelForCausalLM.from_pretrained(store.export(tmp_path / "out"))
     torch.testing.assert_close(out.model.norm.weight.data, kept["output_norm.weight"])
     assert out.lm_head.weight is out.model.embed_tokens.weight
     assert AutoTokenizer.from_pretrained(tmp_path / "out").convert_tokens_to_ids("ab") == 3

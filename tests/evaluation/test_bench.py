@@ -52,7 +52,6 @@ def test_results_do_not_go_into_the_models_or_a_store(tiny_suite: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.draws
 def test_one_command_writes_results_tables_and_figures(
     tiny_suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,7 @@ def test_a_component_of_a_pipeline_is_merged_and_diffusers_loads_it(make: Any, t
     assert front(tmp_path / "out")[0] == "library_name: diffusers"
     store = Store.create(tmp_path / "store", base=tmp_path / "sharded")
     store.add(tmp_path / "variant")
-    store.export(tmp_path / "shards", max_shard_size=20_000, pictures=False)
+    store.export(tmp_path / "shards", max_shard_size=20_000)
     assert (tmp_path / "shards" / "diffusion_pytorch_model.safetensors.index.json").is_file()
     type(base).from_pretrained(tmp_path / "shards")
 

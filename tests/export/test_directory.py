@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import mergestream.export.model
 import mergestream.files
-from mergestream import OPCM, Average, MergestreamError, MergestreamWarning, Store
+from mergestream import OPCM, Average, MergestreamError, Store
 from mergestream.errors import StoreBusyError, UsageError
 from mergestream.export.directory import Output
 from mergestream.storage import replacing
@@ -222,7 +222,7 @@ def test_all_files_are_flushed_before_they_count(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "fsync", fsync)
     out = store.export(tmp_path / "merged")
-    assert {"config.json", "lambda.png", "README.md", "mergestream.json"} <= {path.name for path in out.iterdir()}
+    assert {"config.json", "README.md", "mergestream.json"} <= {path.name for path in out.iterdir()}
     assert {path.stat().st_ino for path in (out, *out.iterdir())} <= flushed
 
 
@@ -270,10 +270,7 @@ def test_a_full_disk_is_one_error(
     assert files(tmp_path) == before
 
 
-@pytest.mark.draws
-def test_the_pictures_are_of_the_step_that_is_exported(
-    tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_card_is_of_the_step_that_is_exported(tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the last expert is exchanged for another while the weights are being written."""
     store = Store.create(tmp_path / "store", toys.base, OPCM())
     for expert in toys.experts[:2]:
@@ -289,24 +286,6 @@ def test_the_pictures_are_of_the_step_that_is_exported(
 
     monkeypatch.setattr(mergestream.export.model, "write_tensors", disturbed)
     assert files(store.export(tmp_path / "disturbed")) == undisturbed
-
-
-@pytest.mark.draws
-def test_pictures_are_drawn_after_the_weights_and_may_fail(
-    tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Store.create(tmp_path / "store", toys.base, OPCM())
-    store.add(toys.experts[0])
-
-    def fail(_: object, path: Path, **options: object) -> None:
-        assert (path.parent / "model.safetensors").stat().st_size > 1000
-        raise RuntimeError("no font\nsecond line")
-
-    monkeypatch.setattr("mergestream.report.figures.save", fail)
-    with pytest.warns(MergestreamWarning, match=r"no picture: it could not be drawn \(no font\)"):
-        out = store.export(tmp_path / "merged")
-    assert "![" not in (out / "README.md").read_text(encoding="utf-8")
-    assert load_file(out / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -370,5 +349,5 @@ def test_what_cannot_be_tidied_up_is_no_reason_to_say_that_nothing_was_written(
         settle(work, place)
 
     monkeypatch.setattr(replacing, "_settle", fail_afterwards)
-    store.export(tmp_path / "merged", pictures=False)
+    store.export(tmp_path / "merged")
     assert len(calls) == 2 and (tmp_path / "merged" / "model.safetensors").is_file()

@@ -80,7 +80,7 @@ def check_chat(directory: Path) -> None:
 @pytest.mark.parametrize("method", [None, Average()], ids=["ledger", "average"])
 def test_what_the_experts_agree_on_is_taken(base: Path, tmp_path: Path, method: Any) -> None:
     experts = [save_expert(base, tmp_path / name, seed) for seed, name in enumerate(("law", "code"), 1)]
-    out = store_of(base, *experts, method=method).export(tmp_path / "out", pictures=False)
+    out = store_of(base, *experts, method=method).export(tmp_path / "out")
     check_chat(out)
     assert transformers.GenerationConfig.from_pretrained(out).temperature == 0.5
     card = (out / "README.md").read_text()
@@ -113,13 +113,13 @@ def test_where_the_experts_differ_the_bases_is_kept_and_noted(
     check_chat(tmp_path / "out")
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.5
     assert told(tmp_path / "out", "mergestream.json")["readout"]["files_from"] == "law"
-    store.export(tmp_path / "without", without=["code"], pictures=False)
+    store.export(tmp_path / "without", without=["code"])
     check_chat(tmp_path / "without")
 
 
 def test_files_from_the_base_are_the_bases(base: Path, tmp_path: Path) -> None:
     store = store_of(base, save_expert(base, tmp_path / "law", 1))
-    out = store.export(tmp_path / "out", files_from="base", pictures=False)
+    out = store.export(tmp_path / "out", files_from="base")
     names = {path.name for path in base.iterdir() if path.suffix in (".json", ".jinja")}
     assert names == {path.name for path in out.iterdir() if path.suffix in (".json", ".jinja")} - {"mergestream.json"}
     assert all((out / name).read_bytes() == (base / name).read_bytes() for name in names)
@@ -137,14 +137,14 @@ def test_one_expert_brings_its_own_files(base: Path, tmp_path: Path) -> None:
     edit = law / "config.json"
     edit.write_text(json.dumps({**json.loads(edit.read_text()), "max_position_embeddings": 4096}))
     store = store_of(base, law, plain)
-    check_chat(store.export(tmp_path / "out", readout="expert:law", pictures=False))
+    check_chat(store.export(tmp_path / "out", readout="expert:law"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.pad_token is None and tokenizer.padding_side == "right"
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert config.max_position_embeddings == 4096 and "top_k" not in told(tmp_path / "out", "generation_config.json")
-    out = store.export(tmp_path / "plain-again", readout="expert:plain", pictures=False)
+    out = store.export(tmp_path / "plain-again", readout="expert:plain")
     assert transformers.AutoTokenizer.from_pretrained(out).chat_template is None
-    store.export(tmp_path / "based", readout="expert:law", files_from="base", pictures=False)
+    store.export(tmp_path / "based", readout="expert:law", files_from="base")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "based").pad_token == "<unk>"
 
 
@@ -155,7 +155,7 @@ def test_an_adapter_may_carry_a_tokenizer(base: Path, tmp_path: Path) -> None:
         config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         peft.get_peft_model(model, config).save_pretrained(tmp_path / name)
     save_tokenizer(tmp_path / "law", TEMPLATE, eos_token="<|end|>")
-    out = store_of(base, tmp_path / "law", tmp_path / "bare").export(tmp_path / "out", pictures=False)
+    out = store_of(base, tmp_path / "law", tmp_path / "bare").export(tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == TEMPLATE and tokenizer.eos_token == "<|end|>"
 
@@ -168,7 +168,7 @@ def test_a_template_inside_the_tokenizers_config_counts(base: Path, tmp_path: Pa
     template = TEMPLATE if form == "text" else [{"name": "default", "template": TEMPLATE}]
     path = law / "tokenizer_config.json"
     path.write_text(json.dumps({**told(law, path.name), "chat_template": template}))
-    check_chat(store_of(base, law).export(tmp_path / "out", pictures=False))
+    check_chat(store_of(base, law).export(tmp_path / "out"))
 
 
 def test_a_token_that_the_merged_model_lacks_is_not_taken(base: Path, tmp_path: Path) -> None:
@@ -184,13 +184,13 @@ def test_a_token_that_the_merged_model_lacks_is_not_taken(base: Path, tmp_path: 
     with pytest.warns(MergestreamWarning, match="they are left out"):
         store.add(law, vocab="base")
     with pytest.warns(MergestreamWarning, match="eos_token of the experts would be tokens that the merged model does"):
-        out = store.export(tmp_path / "out", pictures=False)
+        out = store.export(tmp_path / "out")
     assert transformers.AutoTokenizer.from_pretrained(out).eos_token == "</s>"
     assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == 1
     store.undo()
     with pytest.warns(MergestreamWarning, match="they are added"):
         store.add(law, vocab="grow")
-    out = store.export(tmp_path / "grown", pictures=False)
+    out = store.export(tmp_path / "grown")
     assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == 40
     assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == 40
 
@@ -212,7 +212,7 @@ def test_the_settings_are_in_the_record_and_go_with_the_expert(base: Path, tmp_p
     assert record["settings"]["tokenizer"]["eos_token"] == "<|end|>"
     assert not {"name_or_path", "_name_or_path", "added_tokens_decoder"} & record["settings"]["tokenizer"].keys()
     shutil.rmtree(tmp_path / "law")
-    check_chat(store.export(tmp_path / "out", pictures=False))
+    check_chat(store.export(tmp_path / "out"))
     store.remove("law")
     store.keep(0)  # until then undo could bring it back
     assert not (store.path / "experts" / "0001").exists()
@@ -227,7 +227,7 @@ def test_old_stores_export_the_files_of_the_base(base: Path, tmp_path: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr("mergestream.store.records.read_settings", lambda directory: {})
         store = store_of(base, law)
-    out = store.export(tmp_path / "out", readout="expert:law", pictures=False)
+    out = store.export(tmp_path / "out", readout="expert:law")
     assert (out / "tokenizer_config.json").read_bytes() == (base / "tokenizer_config.json").read_bytes()
     with pytest.raises(UsageError, match="no such files of this expert; add it again to keep them"):
         store.export(tmp_path / "other", files_from="law")

@@ -133,7 +133,7 @@ def logits(model: Any) -> Tensor:
 
 
 def export(store: Store, out: Path, **options: Any) -> Path:
-    return store.export(out, pictures=False, **options)
+    return store.export(out, **options)
 
 
 def check_tasks(place: Place, store: Store) -> None:

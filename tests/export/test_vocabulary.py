@@ -76,7 +76,7 @@ def test_a_grown_model_has_the_tokens_of_all_experts_in_the_order_added(
     store.add(one, vocab="grow")
     store.add(two, vocab="grow")
     store.verify()
-    out = store.export(tmp_path / "out", pictures=False)
+    out = store.export(tmp_path / "out")
     words = transformers.AutoTokenizer.from_pretrained(out)
     assert words.convert_tokens_to_ids(["<a>", "<b>", "<c>"]) == [12, 13, 14]
     assert words("the <c> sat").input_ids[-2:] == [14, 4]
@@ -99,7 +99,7 @@ def test_new_rows_are_the_same_by_every_method(method: str, tied: Any, tmp_path:
     store = made(tmp_path / "store", base, method)
     for expert in (one, two):
         store.add(expert, vocab="grow")
-    assert_speaks_all(store.export(tmp_path / "out", pictures=False), one, two)
+    assert_speaks_all(store.export(tmp_path / "out"), one, two)
 
 
 def test_rows_in_common_are_merged_and_biases_are_rows_too(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_rows_in_common_are_merged_and_biases_are_rows_too(tmp_path: Path) -> No
     store = made(tmp_path / "store", base)
     for expert in (one, two):
         store.add(expert, vocab="grow")
-    out = store.export(tmp_path / "out", pictures=False)
+    out = store.export(tmp_path / "out")
     torch.testing.assert_close(rows(out, WORDS), plain_mean(base, one, two))
     bias, first, second = (auto(place).cls.predictions.bias.detach() for place in (out, one, two))
     torch.testing.assert_close(bias, torch.cat([(first[:12] + second[:12]) / 2, first[12:], second[12:]]))
@@ -124,7 +124,7 @@ def test_base_leaves_new_tokens_out(tied: Any, tmp_path: Path) -> None:
         entry = store.add(one, vocab="base")
     assert entry.options["vocab"] == "base"
     assert any("left out" in note for note in entry.notes)
-    out = store.export(tmp_path / "out", pictures=False)
+    out = store.export(tmp_path / "out")
     assert len(transformers.AutoTokenizer.from_pretrained(out)) == auto(out).config.vocab_size == len(WORDS)
     torch.testing.assert_close(rows(out, WORDS), rows(one, WORDS))
     assert not (store.path / "experts" / "0001" / "heads.safetensors").exists()
@@ -136,10 +136,10 @@ def test_union_keeps_new_tokens_with_their_expert(family: Any, tmp_path: Path) -
     store.add(one, vocab="union")
     store.add(two, vocab="union")
     with pytest.warns(MergestreamWarning, match="the model leaves out the tokens of one, two; --task one"):
-        plain = store.export(tmp_path / "plain", pictures=False)
+        plain = store.export(tmp_path / "plain")
     assert auto(plain).config.vocab_size == len(WORDS)
     for place, choice in (("task", {"task": "two"}), ("back", {"readout": "expert:two"})):
-        out = store.export(tmp_path / place, pictures=False, **choice)
+        out = store.export(tmp_path / place, **choice)
         words = transformers.AutoTokenizer.from_pretrained(out)
         assert words.convert_tokens_to_ids(["<c>", "<b>"]) == [12, 13] and len(words) == 14
         assert auto(out).config.vocab_size == 14
@@ -171,7 +171,7 @@ def test_one_shot_merges_grow_as_a_store_does(method: str, untied: Any, tmp_path
     store = made(tmp_path / "store", base, method)
     for expert in (one, two):
         store.add(expert, vocab="grow")
-    expected = tables(store.export(tmp_path / "stored", pictures=False))
+    expected = tables(store.export(tmp_path / "stored"))
     merge(base, [one, two], tmp_path / "merged", make_method(method, {}), vocab="grow")
     found = tables(tmp_path / "merged")
     assert found.keys() == expected.keys()
@@ -191,7 +191,7 @@ def test_removing_an_expert_removes_its_tokens(untied: Any, tmp_path: Path) -> N
     for expert in (one, two):
         store.add(expert, vocab="grow")
     store.remove("one")
-    out = store.export(tmp_path / "out", pictures=False)
+    out = store.export(tmp_path / "out")
     words = transformers.AutoTokenizer.from_pretrained(out)
     assert words.convert_tokens_to_ids(["<c>", "<b>"]) == [12, 13]
     torch.testing.assert_close(rows(out, ["<b>"]), rows(two, ["<b>"]))
@@ -206,9 +206,9 @@ def test_rows_of_shared_tokens_are_weighted_like_their_experts(tied: Any, tmp_pa
     store = Store.create(tmp_path / "store", base, Ledger())
     for expert in (one, two):
         store.add(expert, vocab="grow")
-    out = store.export(tmp_path / "weighted", pictures=False, weights={"one": 3.0})
+    out = store.export(tmp_path / "weighted", weights={"one": 3.0})
     torch.testing.assert_close(rows(out, ["<b>"]), (3 * rows(one, ["<b>"]) + rows(two, ["<b>"])) / 4)
-    out = store.export(tmp_path / "only", pictures=False, only=["two"])
+    out = store.export(tmp_path / "only", only=["two"])
     assert auto(out).config.vocab_size == 14
     torch.testing.assert_close(rows(out, ["<b>"]), rows(two, ["<b>"]))
 
@@ -250,11 +250,11 @@ def test_new_tokens_take_the_padding_first(padded: Any, tmp_path: Path) -> None:
     store = made(tmp_path / "store", padded)
     with pytest.warns(MergestreamWarning, match="merged model .1 in rows that are padding or other tokens in the base"):
         store.add(one, vocab="grow")
-    out = store.export(tmp_path / "first", pictures=False)
+    out = store.export(tmp_path / "first")
     assert auto(out).config.vocab_size == 16
     torch.testing.assert_close(rows(out, [*WORDS, "<a>"]), rows(one, [*WORDS, "<a>"]))
     store.add(two, vocab="grow")
-    out = store.export(tmp_path / "second", pictures=False)
+    out = store.export(tmp_path / "second")
     words = transformers.AutoTokenizer.from_pretrained(out)
     assert words.convert_tokens_to_ids(["<a>", "<0>", "<4>"]) == [12, 13, 17]
     assert auto(out).config.vocab_size == len(words) == 18
@@ -281,7 +281,7 @@ def test_padding_alone_needs_no_option(padded: Any, tmp_path: Path) -> None:
     for expert in (longer, shorter):
         with pytest.warns(MergestreamWarning, match="for the same tokens and padding"):
             store.add(expert)
-    out = store.export(tmp_path / "out", pictures=False)
+    out = store.export(tmp_path / "out")
     assert auto(out).config.vocab_size == 16
     torch.testing.assert_close(rows(out, WORDS), plain_mean(padded, longer, shorter))
     rest = auto(out).get_input_embeddings().weight[12:]
@@ -308,7 +308,7 @@ def test_rows_are_matched_by_token_not_by_position(tmp_path: Path) -> None:
         store.add(expert)
     with pytest.warns(MergestreamWarning, match=r"lacks 1 token \(off\) of the base: they stay unchanged"):
         store.add(expert, vocab="base")
-    out = store.export(tmp_path / "out", pictures=False)
+    out = store.export(tmp_path / "out")
     for output in (False, True):
         torch.testing.assert_close(rows(out, WORDS, output), rows(base, WORDS, output), atol=0, rtol=0)
 
@@ -341,9 +341,9 @@ def test_without_tokenizers_the_first_rows_are_those_of_the_base(tmp_path: Path)
         store.add(expert, vocab="union")
     assert any("<12>, <13>" in note for note in store.history[0].notes)
     with pytest.warns(MergestreamWarning):
-        plain = store.export(tmp_path / "plain", pictures=False)
+        plain = store.export(tmp_path / "plain")
     assert auto(plain).config.vocab_size == 12
-    out = store.export(tmp_path / "out", pictures=False, task="expert")
+    out = store.export(tmp_path / "out", task="expert")
     torch.testing.assert_close(auto(out).transformer.wte.weight, auto(expert).transformer.wte.weight)
 
 
@@ -366,7 +366,7 @@ def test_a_classifier_with_a_token_for_padding(vocab: Vocab, tmp_path: Path) -> 
     expert = save(tmp_path / "expert", model, words)
     store = Store.create(tmp_path / "store", base, make_method("average", {}), heads=["score*"])
     store.add(expert, vocab=vocab)
-    out = store.export(tmp_path / "out", task="expert", pictures=False)
+    out = store.export(tmp_path / "out", task="expert")
     loaded = auto(out)
     torch.testing.assert_close(loaded.score.weight, model.score.weight)
     size, pad = (12, None) if vocab == "base" else (14, 13)
@@ -380,7 +380,7 @@ def test_a_head_over_the_vocabulary_has_rows_for_its_tokens(tmp_path: Path) -> N
     expert = expert_of(base, tmp_path / "expert", [f"<{number}>" for number in range(5)])
     store = Store.create(tmp_path / "store", base, make_method("average", {}), heads=["lm_head*"])
     store.add(expert, vocab="union")
-    out = store.export(tmp_path / "out", task="expert", pictures=False)
+    out = store.export(tmp_path / "out", task="expert")
     for output in (False, True):
         torch.testing.assert_close(rows(out, [*WORDS, "<4>"], output), rows(expert, [*WORDS, "<4>"], output))
 
@@ -393,12 +393,12 @@ def test_a_head_that_the_base_lacks_has_rows_for_its_tokens(tmp_path: Path) -> N
     store = Store.create(tmp_path / "store", base, make_method("average", {}), heads=["lm_head*"])
     store.add(expert_of(base, tmp_path / "other", ["<c>"], seed=2), vocab="grow")
     store.add(expert, vocab="grow")
-    out = store.export(tmp_path / "out", task="expert", pictures=False)
+    out = store.export(tmp_path / "out", task="expert")
     words = transformers.AutoTokenizer.from_pretrained(out)
     assert words.convert_tokens_to_ids(["<c>", "<a>", "<b>"]) == [12, 13, 14]
     torch.testing.assert_close(rows(out, [*WORDS, "<b>"], output=True), rows(expert, [*WORDS, "<b>"], output=True))
     torch.testing.assert_close(rows(out, ["<c>"]), rows(tmp_path / "other", ["<c>"]))
-    assert auto(store.export(tmp_path / "headless", pictures=False)).config.vocab_size == 15
+    assert auto(store.export(tmp_path / "headless")).config.vocab_size == 15
 
 
 # --- what is kept -----------------------------------------------------------------------------------------
@@ -432,7 +432,7 @@ def test_rows_that_do_not_fit_are_an_error(forge: Any, tied: Any, tmp_path: Path
     entry = dataclasses.replace(store.history[0], record=text_digest((place / "tensors.json").read_text()))
     store.manifest.replacing(store.history[0], entry).save(store.storage)
     with pytest.raises(MergestreamError, match="was not written by mergestream"):
-        store.export(tmp_path / "out", pictures=False)
+        store.export(tmp_path / "out")
 
 
 def test_an_interrupted_add_resumes_with_the_same_tokens_only(
@@ -465,12 +465,12 @@ def test_an_interrupted_add_resumes_with_the_same_tokens_only(
         return done
 
     assert resumed("grow")
-    expected = tables(store.export(tmp_path / "resumed", pictures=False))
+    expected = tables(store.export(tmp_path / "resumed"))
     store.undo()
     assert not resumed("base")
     store.undo()
     store.add(one, vocab="grow")
-    found = tables(store.export(tmp_path / "whole", pictures=False))
+    found = tables(store.export(tmp_path / "whole"))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -482,7 +482,7 @@ def test_a_missing_tokenizer_is_an_error(tied: Any, tmp_path: Path) -> None:
     store.add(one, vocab="grow")
     (own / "tokenizer.json").unlink()
     with pytest.raises(MergestreamError, match="the tokenizer of the base has changed since <a> was added; restore it"):
-        store.export(tmp_path / "out", pictures=False)
+        store.export(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -512,7 +512,7 @@ def test_an_embedding_that_an_adapter_saved_whole_can_be_exported(method: str, t
         store.add(tmp_path / "expert")
     store.add(tmp_path / "expert", vocab="grow")
     store.verify()
-    out = store.export(tmp_path / "out", pictures=False, readout="expert:expert" if method == "ledger" else None)
+    out = store.export(tmp_path / "out", readout="expert:expert" if method == "ledger" else None)
     found, expected = tables(out), tables(merged)
     assert len(transformers.AutoTokenizer.from_pretrained(out)) == 13
     for name, tensor in expected.items():

@@ -55,12 +55,7 @@ def prepare(scenario: Scenario, toys: Path, work: Path) -> Prepared:
 
 
 def warm(work: Path) -> None:
-    """Have all modules imported, so that no child needs to: run every scenario in this process.
-
-    From then on pictures are written and not drawn, which would take most of the time.
-    """
-    from matplotlib.figure import Figure
-
+    """Have all modules imported, so that no child needs to: run every scenario in this process."""
     toys = make_toys(work / "toys")
     home = Path.cwd()
     for scenario in SCENARIOS.values():
@@ -73,16 +68,6 @@ def warm(work: Path) -> None:
                 in_process(scenario, words, toys)
         finally:
             os.chdir(home)
-        Figure.savefig = _write_picture  # type: ignore[method-assign, assignment]
-
-
-def _write_picture(figure: object, path: Path | StringIO, **_: object) -> None:
-    if isinstance(path, StringIO):
-        path.write("<svg></svg>")
-        return
-    with path.open("w+b") as file:
-        for part in range(3):
-            file.write(bytes([part]) * 8192)
 
 
 def _done(outcome: Outcome, words: Words) -> None:

@@ -15,10 +15,8 @@ from tests.faults.cases import Case
 
 @pytest.mark.parametrize(("cases", "count"), [(forged.cases, 40), (flips.cases, 15)], ids=["forged", "flips"])
 def test_no_store_is_believed_more_than_its_digests(
-    cases: Callable[[Path], Iterable[Case]], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cases: Callable[[Path], Iterable[Case]], count: int, tmp_path: Path
 ) -> None:
-    # Pictures take most of the time of an export.
-    monkeypatch.setattr("mergestream.report.figures.save", lambda *_, **__: None)
     for case in random.Random(0).sample(list(cases(tmp_path / "stores")), count):
         place = tmp_path / "place"
         place.mkdir()

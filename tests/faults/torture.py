@@ -165,7 +165,7 @@ def _publish(results: Sequence[dict[str, Any]], total: int, commit: str) -> None
     figure = "![Seconds per add and size of the store over 500 adds](../results/reliability/soak.png)"
     text = f"Commit `{commit}`: {tried} {total:,} cases.\n\n{table(rows)}\n\n{figure}"
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", "utf-8")
-    subprocess.run([sys.executable, "-m", "tests.faults.soak"], cwd=ROOT, check=True)  # here pictures are not drawn
+    subprocess.run([sys.executable, "-m", "tests.faults.soak"], cwd=ROOT, check=True)
 
 
 def _commit() -> str:

@@ -36,7 +36,7 @@ def made(place: Path, base: Path, experts: list[Path], inputs: int = 0, workers:
 
 def exported(store: Store, readout: str) -> dict[str, Tensor]:
     out = store.path.with_name(f"{store.path.name}-{readout}")
-    return load_file(store.export(out, readout=readout, overwrite=True, pictures=False) / "model.safetensors")
+    return load_file(store.export(out, readout=readout, overwrite=True) / "model.safetensors")
 
 
 def differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -57,7 +57,7 @@ def test_the_arithmetic_runs_on_the_engines_device_everywhere(
     monkeypatch.setattr(torch.Tensor, "to", spy)
     for run in (
         lambda: store.add(toys.experts[0]),
-        lambda: store.export(tmp_path / "exported", pictures=False),
+        lambda: store.export(tmp_path / "exported"),
         lambda: mergestream.merge(toys.base, toys.experts[:2], tmp_path / "merged", method, engine=engine),
         lambda: Merger(toy_base(), method, engine=engine).add(toy_expert(1)),
     ):
@@ -98,7 +98,7 @@ def test_a_store_reads_out_what_the_merger_does(method: Any, scale: float | str,
     store = Store.create(tmp_path / "store", toys.base, method)
     for expert in toys.experts[:3]:
         store.add(expert)
-    with open_checkpoint(store.export(tmp_path / "out", scale=scale, pictures=False)) as found:
+    with open_checkpoint(store.export(tmp_path / "out", scale=scale)) as found:
         expected = merged_by(method, scale=scale)
         assert all(torch.equal(found.read(name), expected[name]) for name in expected)
 
@@ -107,7 +107,7 @@ def test_adaptive_keeps_the_distance_at_the_mean_norm_for_any_sum(tmp_path: Path
     store = Store.create(tmp_path / "store", toys.base, Average())
     for expert in toys.experts[:3]:
         assert store.add(expert).distance is None, "nobody asked for it"
-    out = store.export(tmp_path / "out", scale="adaptive", pictures=False)
+    out = store.export(tmp_path / "out", scale="adaptive")
     distance = compare(store, "0", str(out)).total.distance
     assert distance == pytest.approx(store.history[-1].mean_norm, rel=1e-2)  # rounded to bfloat16 in part
     assert f"‖merged − θ⁰‖ = {store.history[-1].mean_norm:.6g}" in (out / "README.md").read_text()
@@ -122,7 +122,7 @@ def test_rules_for_sums_are_refused_for_what_is_no_sum_and_numbers_are_not(
     for rule in ("adaptive", "sqrt", "mean"):
         with pytest.raises(UsageError, match=rf"{method.name} does not add up.*{rule}.*pass a number"):
             store.export(tmp_path / "out", scale=rule)
-    with open_checkpoint(store.export(tmp_path / "base", scale=0, pictures=False)) as found:
+    with open_checkpoint(store.export(tmp_path / "base", scale=0)) as found:
         assert all(torch.equal(found.read(name), tensor) for name, tensor in toy_base().items())
 
 

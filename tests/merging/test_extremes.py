@@ -119,7 +119,7 @@ def test_every_narrowing_is_checked(size: float, dtype: str | None, sentence: st
     store = Store.create(tmp_path / "store", save_model(tmp_path / "base", base), Average(), engine=ENGINE)
     store.add(save_model(tmp_path / "expert", expert))
     for run, out in (
-        (lambda out: store.export(out, dtype=dtype, pictures=False), tmp_path / "stored"),
+        (lambda out: store.export(out, dtype=dtype), tmp_path / "stored"),
         (
             lambda out: mergestream.merge(tmp_path / "base", [tmp_path / "expert"], out, Average(), dtype=dtype),
             tmp_path / "go",
@@ -142,7 +142,7 @@ def test_heads_and_factors_are_checked_too(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store", model(0, 1.0), Average(), heads=["head.*"], engine=ENGINE)
     store.add(model(1, 1e39), "one", allow_other_base=True)
     with pytest.raises(MergestreamError, match=r"tensor head\.weight has values that float32 cannot hold"):
-        store.export(tmp_path / "out", task="one", dtype="float32", pictures=False)
+        store.export(tmp_path / "out", task="one", dtype="float32")
     with pytest.raises(MergestreamError, match=r"tensor a\.weight has values that float16 cannot hold"):
         store.export_adapter(tmp_path / "out", rank=2, scale=1e12, dtype="float16")
     assert not (tmp_path / "out").exists()
@@ -153,7 +153,7 @@ def test_a_scale_beyond_the_type_is_refused(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store", places[0], Average(), engine=ENGINE)
     store.add(places[1], allow_other_base=True)
     with pytest.raises(MergestreamError, match=r"tensor \S+ becomes too large for float32"):
-        store.export(tmp_path / "out", scale=1e300, pictures=False)
+        store.export(tmp_path / "out", scale=1e300)
 
 
 def test_an_expert_of_a_wider_type_that_the_base_cannot_hold(tmp_path: Path) -> None:

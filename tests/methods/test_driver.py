@@ -47,7 +47,7 @@ def test_a_full_disk_gives_one_sentence_and_changes_nothing(method: Method) -> N
                 store.add(experts[1])
             assert files(store.path) == before, f"a full disk ({call}) changes the store"
             with full_disk(call, free):
-                store.export(directory / "out", pictures=False)
+                store.export(directory / "out")
             assert not Path(directory / "out").exists(), f"a full disk ({call}) leaves half of a model"
         store.add(experts[1])
         store.verify()

@@ -191,5 +191,5 @@ def test_a_gate_on_the_distance_has_it_measured_where_the_method_does_not_need_i
         store.add(toys.experts[1], gates=["distance<=0"])
     passed = store.add(toys.experts[1], gates=["distance>0"])
     assert passed.distance == passed.gates[0]["value"]
-    out = store.export(tmp_path / "out", pictures=False)
+    out = store.export(tmp_path / "out")
     assert passed.distance == pytest.approx(compare(store, "0", str(out)).total.distance, rel=1e-2)

@@ -19,7 +19,7 @@ from pypdf import PdfReader
 from mergestream import OPCM, Average, Ledger, Store
 from mergestream.report.facts import Facts
 from mergestream.report.render import render_html
-from mergestream.report.wording import MAX_NAME, short_name
+from mergestream.report.tables import MAX_NAME, short_name
 from tests.report.conftest import EXPERTS, SCORES, make_store
 
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -39,7 +39,6 @@ FLAGS = (
     "--disable-sync",
     "--window-size=1400,1000",
 )
-FIGURES = ("scaling",)
 MATRICES = ("scores", "survival", "protected")
 
 
@@ -126,17 +125,6 @@ def test_nothing_from_outside_is_loaded_and_no_other_script_runs(report: Page) -
     assert any("Content Security Policy" in entry["message"] for entry in report.browser.get_log("browser"))
 
 
-@pytest.mark.parametrize("key", FIGURES)
-def test_every_figure_is_drawn_and_described(report: Page, key: str) -> None:
-    figure = report.find(f"#{key} figure")
-    assert figure.size["width"] > 300 and figure.size["height"] > 100
-    assert len(report.all(f"#{key} svg path")) > 5 and len(report.all(f"#{key} svg text")) > 5
-    caption = report.find(f"#{key} .caption")
-    assert len(caption.text) > 40 and caption.get_attribute("id") == figure.get_attribute("aria-labelledby")
-    assert figure.get_attribute("role") == "img"
-    assert len(report.texts("#experts tbody tr")) >= len(EXPERTS)
-
-
 @pytest.mark.parametrize("key", MATRICES)
 def test_every_matrix_is_a_table_with_shades(report: Page, key: str) -> None:
     assert report.find(f"#{key} table").size["width"] > 200 and len(report.find(f"#{key} .caption").text) > 40
@@ -190,7 +178,7 @@ def test_light_and_dark(report: Page) -> None:
         return str(report.browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
 
     def ink() -> str:
-        script = "return getComputedStyle(document.querySelector('#scaling svg text')).fill"
+        script = "return getComputedStyle(document.querySelector('#survival td')).color"
         return str(report.browser.execute_script(script))
 
     assert report.theme() == "light"
@@ -229,13 +217,13 @@ def printed(report: Page) -> list[str]:
     return ["".join(normalize("NFKC", sheet.extract_text()).split()) for sheet in sheets]  # a font has ﬂ for fl
 
 
-def test_no_figure_is_cut_by_the_end_of_a_page(report: Page) -> None:
+def test_no_table_is_cut_by_the_end_of_a_page(report: Page) -> None:
     sheets = printed(report)
     assert 3 < len(sheets) < 10
     for number, sheet in enumerate(sheets, 1):
         assert f"{number}/{len(sheets)}" in sheet and "mergestreamreport" in sheet
     assert "3expertsmergedbyopcm" in sheets[0]
-    for key in FIGURES:
+    for key in MATRICES:
         title, caption = (
             "".join(normalize("NFKC", report.texts(f"#{key} {part}")[0]).split()) for part in ("h2", ".caption")
         )
@@ -299,7 +287,6 @@ def test_no_cell_of_the_first_table_is_printed_over_the_next(browser: Any, model
 
 def test_an_empty_store_has_a_page_too(browser: Any, models: Path, tmp_path: Path) -> None:
     opened = Page(browser, tmp_path / "empty.html", Store.create(tmp_path / "store", models / "base"))
-    assert opened.all("figure") == []
     assert len(opened.all("#tensor-table tbody tr")) == 12
     assert browser.get_log("browser") == []
 
@@ -308,7 +295,6 @@ def test_one_expert_has_no_similarity(browser: Any, models: Path, tmp_path: Path
     opened = Page(browser, tmp_path / "one.html", make_store(tmp_path / "store", models, EXPERTS[:1]))
     assert [section.get_attribute("id") for section in opened.all(".sections > section")] == [
         "experts",
-        "scaling",
         "survival",
     ]
     assert browser.get_log("browser") == []

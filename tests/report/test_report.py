@@ -3,24 +3,20 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from base64 import b64encode
 from collections.abc import Callable
 from hashlib import sha256
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from mergestream import Store
-from mergestream.report import figures
 from mergestream.report.facts import Facts
 from mergestream.report.render import render_html, render_markdown
 from mergestream.report.sections import make_sections
+from mergestream.report.tables import short_name
 from mergestream.report.verdict import next_step
-from mergestream.report.wording import short_name
 from tests.conftest import RunCommand
 from tests.report.conftest import EXPERTS, known, make_ledger, make_store
 
@@ -177,27 +173,9 @@ def test_matrices_are_tables_with_the_numbers(scored: Store) -> None:
     assert scores.rows[1][1].sort == 0.9
 
 
-def test_a_store_of_hundreds_of_tensors_and_twenty_experts(tmp_path: Path, scored: Store) -> None:
-    """The figures of a large store, from made-up numbers."""
-    from mergestream.report.diagnostics import Survival
-    from mergestream.report.tables import layer_table
-
-    names = tuple(f"expert-{i}" for i in range(20))
-    parts = tuple(f"model.layers.{i // 7}.part{i % 7}.weight" for i in range(350))
-    row = tuple(0.5 + i / 1000 for i in range(350))
-    large = Survival(names, parts, (row,) * 20, (row,) * 20, (tuple(range(350)),) * 20)
-    layers = large.by_layer()
-    table = layer_table(names, layers.parts, layers.kept, ".1%", layers.total)
-    assert len(table.rows) == 51 and {len(cells) for cells in table.rows} == {21}
-    assert [cells[0].text for cells in table.rows[:3]] == ["all layers", "model.layers.0", "model.layers.1"]
-
-
-@pytest.mark.draws
-def test_the_model_card_shows_pictures(scored: Store, tmp_path: Path) -> None:
+def test_the_model_card_has_no_picture(scored: Store, tmp_path: Path) -> None:
     exported = scored.export(tmp_path / "merged")
-    card = (exported / "README.md").read_text(encoding="utf-8")
-    assert "](lambda.png)" in card
-    assert (exported / "lambda.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(exported.glob("*.png")) and "![" not in (exported / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_cosines_of_a_ledger_are_a_table(ledger: Store, done: Callable[..., str]) -> None:
@@ -211,39 +189,6 @@ def test_the_cosines_of_a_ledger_are_a_table(ledger: Store, done: Callable[..., 
     most = max((known([value])[0], name) for value, name in zip(cosines[0][1:], EXPERTS[1:], strict=True))
     assert experts and experts.rows[0][experts.headings.index("most similar")].sort == most[0]
     assert "## Similarity of the experts" in done("report", ledger.path, "--format", "md")
-
-
-def test_pictures_are_figure_objects(scored: Store) -> None:
-    factors = [entry.lambda_ for entry in scored.history]
-    axes = figures.scaling({"λ": factors}).axes[0]
-    assert np.asarray(axes.lines[1].get_ydata()).tolist() == factors
-
-
-def test_a_chart_has_a_curve_and_a_band_for_each_name() -> None:
-    axes = figures.scaling({"a": [1.0, 1.4, 1.7], "b": [1.0, 1.3]}, {"a": [0.0, 0.1, 0.2]}).axes[0]
-    legend, containers = axes.get_legend(), list[Any](axes.containers)
-    assert legend and {text.get_text() for text in legend.get_texts()} == {"√t", "a", "b"}
-    assert [len(container.lines[0].get_xdata()) for container in containers] == [3, 2]
-
-
-def test_without_matplotlib_the_card_has_no_pictures_and_a_note_says_so(
-    scored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mergestream: RunCommand
-) -> None:
-    monkeypatch.setitem(sys.modules, "mergestream.report.figures", None)
-    result = mergestream("export", scored.path, tmp_path / "merged")
-    assert result.code == 0 and "the model card has no picture" in result.err
-    assert "![" not in (tmp_path / "merged/README.md").read_text()
-    assert not list((tmp_path / "merged").glob("*.png"))
-
-
-def test_without_matplotlib_the_page_says_what_to_install(
-    scored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mergestream: RunCommand
-) -> None:
-    monkeypatch.delattr("mergestream.report.figures")
-    monkeypatch.setitem(sys.modules, "mergestream.report.figures", None)
-    result = mergestream("report", scored.path, "-o", tmp_path / "report.html")
-    assert mergestream("report", scored.path, "--format", "md").code == 0, "text has no figures"
-    assert result.code == 1 and "pip install 'mergestream[report]'" in result.err
 
 
 STYLE = (package_files("mergestream.report") / "templates/style.css").read_text(encoding="utf-8")

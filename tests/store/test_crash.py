@@ -72,7 +72,7 @@ def undo(store: Path) -> None:
 
 
 def export(store: Path, out: Path) -> None:
-    Store(store, engine=one_worker()).export(out, overwrite=True, pictures=False)  # drawing takes most of it
+    Store(store, engine=one_worker()).export(out, overwrite=True)  # drawing takes most of it
 
 
 def run_and_die(number: int, operation: Callable[..., None], arguments: tuple[Path, ...]) -> None:

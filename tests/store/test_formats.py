@@ -119,7 +119,7 @@ def test_heads_are_still_those_of_their_experts(place: Path, tmp_path: Path) -> 
     store = moved(place, "average")
     head = "layers.0.norm.weight"
     for expert in ("expert-1", "expert-2"):
-        exported = load_file(store.export(tmp_path / expert, task=expert, pictures=False) / "model.safetensors")
+        exported = load_file(store.export(tmp_path / expert, task=expert) / "model.safetensors")
         assert torch.equal(exported[head], load_file(place / expert / "model.safetensors")[head])
 
 
@@ -127,13 +127,13 @@ def test_heads_are_still_those_of_their_experts(place: Path, tmp_path: Path) -> 
 def test_it_verifies_exports_the_same_and_goes_on_to_the_same(name: Any, place: Path, tmp_path: Path) -> None:
     store = moved(place, name)
     store.verify()
-    assert_same_model(store.export(tmp_path / "merged", pictures=False), place / f"{name}-merged", name)
+    assert_same_model(store.export(tmp_path / "merged"), place / f"{name}-merged", name)
     store.add(third(place, name))
     assert written_format(store.path) == 3
     again = Store(store.path)
     again.verify()
     assert again.history == store.history and len(again.history) == 3
-    assert_same_model(again.export(tmp_path / "later", pictures=False), place / f"{name}-merged-later", name)
+    assert_same_model(again.export(tmp_path / "later"), place / f"{name}-merged-later", name)
     assert len(Facts.of(again).to_json()["experts"]) == 3
 
 
@@ -149,7 +149,7 @@ def test_undo_goes_back_behind_what_the_earlier_version_did(name: Any, place: Pa
     store.verify()
     if name in BITWISE:
         assert files(store.path / "steps" / "0002") == state
-    assert_same_model(store.export(tmp_path / "merged", pictures=False), place / f"{name}-merged", name)
+    assert_same_model(store.export(tmp_path / "merged"), place / f"{name}-merged", name)
 
 
 @every_store

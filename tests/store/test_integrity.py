@@ -53,7 +53,7 @@ def test_a_damaged_state_is_neither_exported_nor_built_on(
     assert files(store.path) == before and not (tmp_path / "out").exists()
     store.undo()
     store.verify()
-    store.export(tmp_path / "out", pictures=False)
+    store.export(tmp_path / "out")
 
 
 def test_undo_is_not_advised_for_factors_that_steps_share(tmp_path: Path, toys: Toys) -> None:
