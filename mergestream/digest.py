@@ -32,19 +32,14 @@ class TensorHasher:
 
 def tensor_digest(tensor: Tensor) -> str:
     """Digest of a whole CPU tensor."""
-    import torch
-
-    hasher = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    hasher.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    hasher = TensorHasher(tensor.dtype, tensor.shape)
+    hasher.update(tensor.detach().contiguous())
     return hasher.hexdigest()
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Digests of several whole CPU tensors."""
-    digests = {}
-    for name, tensor in tensors.items():
-        digests[name] = tensor_digest(tensor)
-    return digests
+    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 class Terminated(KeyboardInterrupt):
@@ -20,46 +21,38 @@ def terminated_like_interrupted() -> Iterator[None]:
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    with own_sigterm():
-        if _is_main_thread():
-            signal.signal(signal.SIGTERM, terminate)
+    with _handled_by(terminate, signal.SIGTERM):
         yield
 
 
 @contextmanager
 def own_sigterm() -> Iterator[None]:
     """Restore the SIGTERM handler afterwards, in case a library replaces it."""
-    if not _is_main_thread():
+    with _handled_by(signal.getsignal(signal.SIGTERM), signal.SIGTERM):
         yield
-        return
-    earlier = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier or signal.SIG_DFL)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the context ends."""
-    if not _is_main_thread():  # signals interrupt only the main thread
-        yield
-        return
     delayed: list[int] = []
-
-    def delay(number: int, frame: FrameType | None) -> None:
-        delayed.append(number)
-
-    earlier = {number: signal.signal(number, delay) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        with _handled_by(lambda number, frame: delayed.append(number), signal.SIGINT, signal.SIGTERM):
+            yield
     finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler or signal.SIG_DFL)
         for arrived in delayed:
             signal.raise_signal(arrived)
 
 
-def _is_main_thread() -> bool:
-    """Check whether this thread may set signal handlers."""
-    return threading.current_thread() is threading.main_thread()
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], Any] | int | None, *numbers: int) -> Iterator[None]:
+    """Handle signals while the context is open; only the main thread may do so, and only it is interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = {number: signal.signal(number, handler or signal.SIG_DFL) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in earlier.items():
+            signal.signal(number, before or signal.SIG_DFL)

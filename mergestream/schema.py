@@ -26,16 +26,6 @@ Magnitude = Annotated[float, Meta(ge=0, le=1e150)]
 Plain = bool | int | float | str | None
 
 
-def read_text(path: Path) -> str:
-    """Read a text file of the store."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MergestreamError(f"{path} cannot be read: {error.strerror}; {BACKUP}") from error
-    except ValueError as error:
-        raise damaged(path, "it is not a text file") from error
-
-
 def parse(text: str, path: Path | str) -> dict[str, Any]:
     """Parse the JSON object of a file."""
     try:

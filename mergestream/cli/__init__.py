@@ -39,10 +39,10 @@ def _run(words: Sequence[str]) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # for terminals that cannot show λ
     try:
-        command, options = parse(words)
+        command = parse(words)
         for word in words:
             check_utf8(word)
-        command.run(options)
+        command.run()
         finish()
         return 0
     except KeyboardInterrupt as interrupt:

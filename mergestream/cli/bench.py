@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.options import argument, arguments_of, at_least, command_line, engine_argument, make_engine, switch
+from mergestream.cli.options import argument, arguments_of, at_least, command_line, engine_argument, make_engine
 from mergestream.cli.printing import answer, print_text, say
 from mergestream.errors import UsageError
 
-EXAMPLES = """
-mergestream bench my-suite.yaml --methods opcm,average --evaluate 'python score.py {model} {task}' -o results
-mergestream bench clip --model vit-b-32 --tasks 8 --orders 10 -o results
-mergestream bench benchmarks/suites/vision.py --tasks 8 --orders 10 -o results
-mergestream bench text --methods opcm --orders 3 --sweep alpha=0.1:1.0:0.1 -o results    # in a checkout
-"""
-
 
 @dataclass(frozen=True)
-class Options:
+class Bench:
+    EXAMPLES = """
+        mergestream bench my-suite.yaml --methods opcm,average --evaluate 'python score.py {model} {task}' -o results
+        mergestream bench clip --model vit-b-32 --tasks 8 --orders 10 -o results
+        mergestream bench benchmarks/suites/vision.py --tasks 8 --orders 10 -o results
+        mergestream bench text --methods opcm --orders 3 --sweep alpha=0.1:1.0:0.1 -o results    # in a checkout
+        """
     suite: str = argument(
         "SUITE", "clip, text, vision, or a suite file (.py, .yaml); its code and commands are executed"
     )
@@ -38,7 +37,7 @@ class Options:
         "--sweep P=A:B:S",
         "a row for every value of a parameter, as in alpha=0.1:1.0:0.1; only the last models are scored",
     )
-    last_only: bool = switch("--last-only", "score only the last model of every order: ACC without BWT, faster")
+    last_only: bool = argument("--last-only", "score only the last model of every order: ACC without BWT, faster")
     test_limit: int | None = argument("--test-limit N", "test samples per task (text, vision: 500)", type=at_least(1))
     model: str | None = argument("--model", "model of the clip suite: vit-b-32 (the default), vit-b-16, vit-l-14")
     evaluate: str | None = argument(
@@ -48,15 +47,14 @@ class Options:
     workers: int | None = argument("--workers N", "parallel processes (all cores; 1 on a cluster)", type=at_least(1))
     engine: str = engine_argument()
 
+    def run(self) -> None:
+        from mergestream.evaluation import explain_missing_packages
 
-def run(options: Options) -> None:
-    from mergestream.evaluation import explain_missing_packages
-
-    with explain_missing_packages():
-        _bench(options)
+        with explain_missing_packages():
+            _bench(self)
 
 
-def _bench(options: Options) -> None:
+def _bench(options: Bench) -> None:
     from mergestream.evaluation.bench import Plan, run_bench, write_report
     from mergestream.evaluation.rows import parse_rows, sweep_rows
     from mergestream.evaluation.suites.loading import open_suite

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import (
-    ComputingOptions,
     OutputOptions,
     WorkingStoreOptions,
     argument,
     arguments_of,
     at_least,
     command_line,
-    repeated,
-    switch,
 )
 from mergestream.cli.printing import answer, say
 from mergestream.errors import MergestreamError, UsageError
@@ -25,19 +22,6 @@ from mergestream.sizes import counted
 if TYPE_CHECKING:
     from mergestream.store.store import Store
 
-EXAMPLES = """
-mergestream export store merged
-mergestream export store merged --dtype bfloat16 --max-shard-size 2GB --overwrite
-mergestream export store merged-for-spam --task spam
-mergestream export store merged-gently --scale 0.2
-mergestream export store merged --readout tsv --without legal --weight medical=0.5
-mergestream export store legal-again --readout expert:legal
-mergestream export store merged-adapter --format lora --rank 32
-mergestream export store adapters --format loras --for vllm
-mergestream export store style --format lora --layout kohya
-mergestream export store served --format routed --with-base
-mergestream export store merged --push org/name --private
-"""
 
 EXACT = 1e-12
 """Share of the energy that an adapter may lose to rounding and still be called exact"""
@@ -46,7 +30,20 @@ WHOLE = 1 - 1e-6
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
+class Export(WorkingStoreOptions, OutputOptions):
+    EXAMPLES = """
+        mergestream export store merged
+        mergestream export store merged --dtype bfloat16 --max-shard-size 2GB --overwrite
+        mergestream export store merged-for-spam --task spam
+        mergestream export store merged-gently --scale 0.2
+        mergestream export store merged --readout tsv --without legal --weight medical=0.5
+        mergestream export store legal-again --readout expert:legal
+        mergestream export store merged-adapter --format lora --rank 32
+        mergestream export store adapters --format loras --for vllm
+        mergestream export store style --format lora --layout kohya
+        mergestream export store served --format routed --with-base
+        mergestream export store merged --push org/name --private
+        """
     out: str = argument("OUT", "the output directory, or s3://BUCKET/PATH")
     task: str | None = argument("--task NAME", "include the head of this expert; --readout expert:NAME implies it")
     files_from: str | None = argument(
@@ -71,7 +68,7 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
         choices=("peft", "diffusers", "kohya"),
         default="peft",
     )
-    with_base: bool = switch("--with-base", "with --format routed: add a copy of the base")
+    with_base: bool = argument("--with-base", "with --format routed: add a copy of the base")
     readout: str | None = argument(
         "--readout R",
         "how to combine experts; ledger: agree (the default), tempered (the default for adapters), outputs, regress, "
@@ -79,13 +76,13 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
     )
     only: str | None = argument("--only A,B", "merge only these experts of a ledger")
     without: str | None = argument("--without A,B", "leave these experts of a ledger out")
-    weight: list[str] = repeated("--weight NAME=X", "weight of an expert of a ledger (1)")
-    balance: bool = switch("--balance", "choose weights that serve all experts of a ledger equally")
+    weight: list[str] = argument("--weight NAME=X", "weight of an expert of a ledger (1)")
+    balance: bool = argument("--balance", "choose weights that serve all experts of a ledger equally")
     scale: str | None = argument(
         "--scale X", "merged = base + X · readout: a number; adaptive, sqrt or mean where experts are summed"
     )
     push: str | None = argument("--push ORG/NAME", "upload the result to the Hugging Face hub")
-    private: bool = switch("--private", "create a private repository")
+    private: bool = argument("--private", "create a private repository")
 
     @property
     def selection(self) -> dict[str, Any]:
@@ -96,24 +93,23 @@ class Options(WorkingStoreOptions, ComputingOptions, OutputOptions):
         weights = parse_weights(self.weight)
         return {"readout": self.readout, "only": only, "without": without, "weights": weights, "balance": self.balance}
 
+    def run(self) -> None:
+        selection = self.selection
+        _check(self, selection)
+        store = self.open_store()
+        if self.format == "routed":
+            result = _export_routed(store, self, selection)
+        elif self.format == "loras":
+            result = _export_adapters(store, self)
+        else:
+            result = _export(store, self, selection)
+        answer(result)
+        if self.push:
+            result["pushed"] = _push(self)
+            say(f"{self.out} pushed to {result['pushed']}")
 
-def run(options: Options) -> None:
-    selection = options.selection
-    _check(options, selection)
-    store = options.open_store()
-    if options.format == "routed":
-        result = _export_routed(store, options, selection)
-    elif options.format == "loras":
-        result = _export_adapters(store, options)
-    else:
-        result = _export(store, options, selection)
-    answer(result)
-    if options.push:
-        result["pushed"] = _push(options)
-        say(f"{options.out} pushed to {result['pushed']}")
 
-
-def _check(options: Options, selection: dict[str, Any]) -> None:
+def _check(options: Export, selection: dict[str, Any]) -> None:
     """Refuse options that contradict each other, and a missing login, before any work."""
     if options.format == "full" and (options.rank is not None or options.server is not None):
         raise UsageError(f"--{'for' if options.rank is None else 'rank'} is for adapters: add --format lora")
@@ -136,14 +132,14 @@ def _check(options: Options, selection: dict[str, Any]) -> None:
         check_login()
 
 
-def _export_adapters(store: Store, options: Options) -> dict[str, Any]:
+def _export_adapters(store: Store, options: Export) -> dict[str, Any]:
     energies = store.export_adapters(**arguments_of(store.export_adapters, options, command=command_line()))
     lost = {name: energy.lost_share for name, energy in energies.items()}
     say(f"{options.out}: {counted(len(energies), 'adapter')}, {', '.join(energies)}")
     return {"out": options.out, "format": options.format, "experts": list(energies), "lost": lost}
 
 
-def _export_routed(store: Store, options: Options, selection: dict[str, Any]) -> dict[str, Any]:
+def _export_routed(store: Store, options: Export, selection: dict[str, Any]) -> dict[str, Any]:
     from mergestream.export.routed import export_routed
 
     others = {**selection, "store": store, "scale": options.scale, "command": command_line()}
@@ -155,7 +151,7 @@ def _export_routed(store: Store, options: Options, selection: dict[str, Any]) ->
     return {"out": options.out, "format": options.format, **facts}
 
 
-def _export(store: Store, options: Options, selection: dict[str, Any]) -> dict[str, Any]:
+def _export(store: Store, options: Export, selection: dict[str, Any]) -> dict[str, Any]:
     others = {**selection, "command": command_line()}
     lost, loss_text = 0.0, ""
     if options.format == "lora":
@@ -193,7 +189,7 @@ def _summary(readout: str, experts: Sequence[str], method: str, balanced: bool) 
     return f"{counted(len(experts), 'expert')} merged by {method}{by}"
 
 
-def _push(options: Options) -> str:
+def _push(options: Export) -> str:
     """Upload the result; if that fails, show how to upload it later."""
     from mergestream.hub.transfer import push_model
 

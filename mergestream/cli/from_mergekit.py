@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mergestream.cli.options import (
     AddingOptions,
-    ComputingOptions,
     OutputOptions,
+    RunningOptions,
     argument,
     arguments_of,
     at_least,
@@ -19,55 +19,53 @@ from mergestream.cli.printing import answer, say
 from mergestream.errors import UsageError
 from mergestream.sizes import counted
 
-EXAMPLES = """
-mergestream from-mergekit recipe.yaml merged
-mergestream from-mergekit dare.yaml merged --seed 7 --dtype bfloat16
-"""
-
 
 @dataclass(frozen=True)
-class Options(AddingOptions, OutputOptions, ComputingOptions):
+class FromMergekit(AddingOptions, OutputOptions, RunningOptions):
+    EXAMPLES = """
+        mergestream from-mergekit recipe.yaml merged
+        mergestream from-mergekit dare.yaml merged --seed 7 --dtype bfloat16
+        """
     recipe: str = argument("RECIPE", "a YAML file; its paths are relative to the working directory")
     out: str | None = argument("OUT", "the output directory, or s3://BUCKET/PATH", nargs="?")
     out_option: str | None = argument("-o --out OUT", "the same as an option")
     seed: int = argument("--seed N", "random seed of dare (0)", type=at_least(0), default=0)
 
+    def run(self) -> None:
+        from mergestream.export.one_shot import merge
+        from mergestream.export.places import refuse_overlap
+        from mergestream.mergekit import read_recipe
 
-def run(options: Options) -> None:
-    from mergestream.export.one_shot import merge
-    from mergestream.export.places import refuse_overlap
-    from mergestream.mergekit import read_recipe
-
-    if (out := options.out or options.out_option) is None or (options.out and options.out_option):
-        raise UsageError("give one output directory: mergestream from-mergekit RECIPE OUT")
-    recipe = read_recipe(Path(options.recipe), options.seed)
-    if recipe.layers is not None:
-        _check_layers(recipe.base, recipe.layers)
-    refuse_overlap(Path(out), options.recipe)
-    progress = options.make_progress()
-    for note in recipe.notes:
-        progress.note(note)
-    chosen = {
-        "base": recipe.base,
-        "experts": [given.source for given in recipe.inputs],
-        "method": recipe.method,
-        "dtype": options.dtype or recipe.dtype,
-        "base_is_merged": True,
-        "out": out,
-    }
-    made = {"engine": options.make_engine(), "progress": progress, "command": command_line()}
-    merge(**arguments_of(merge, options, **chosen, **made))
-    answer(
-        {
-            "out": out,
-            "merge_method": recipe.merge_method,
-            "method": recipe.method.name,
-            "parameters": recipe.method.parameters,
+        if (out := self.out or self.out_option) is None or (self.out and self.out_option):
+            raise UsageError("give one output directory: mergestream from-mergekit RECIPE OUT")
+        recipe = read_recipe(Path(self.recipe), self.seed)
+        if recipe.layers is not None:
+            _check_layers(recipe.base, recipe.layers)
+        refuse_overlap(Path(out), self.recipe)
+        progress = self.make_progress()
+        for note in recipe.notes:
+            progress.note(note)
+        chosen = {
             "base": recipe.base,
-            "experts": [vars(given) for given in recipe.inputs],
+            "experts": [given.source for given in recipe.inputs],
+            "method": recipe.method,
+            "dtype": self.dtype or recipe.dtype,
+            "base_is_merged": True,
+            "out": out,
         }
-    )
-    say(f"{out}: {counted(len(recipe.inputs), 'model')} merged by {recipe.merge_method} as in {options.recipe}")
+        made = {"engine": self.make_engine(), "progress": progress, "command": command_line()}
+        merge(**arguments_of(merge, self, **chosen, **made))
+        answer(
+            {
+                "out": out,
+                "merge_method": recipe.merge_method,
+                "method": recipe.method.name,
+                "parameters": recipe.method.parameters,
+                "base": recipe.base,
+                "experts": [vars(given) for given in recipe.inputs],
+            }
+        )
+        say(f"{out}: {counted(len(recipe.inputs), 'model')} merged by {recipe.merge_method} as in {self.recipe}")
 
 
 def _check_layers(base: str, covered: int) -> None:

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.options import MethodOptions, RunningOptions, argument, arguments_of, repeated, switch
+from mergestream.cli.options import MethodOptions, RunningOptions, argument, arguments_of
 from mergestream.cli.printing import answer, counts_text, say
 from mergestream.cli.status import status_json
 
-EXAMPLES = """
-mergestream init store --base path/to/base
-mergestream init store --base org/model@main --method ties --set density=0.1 --set mode=streaming
-mergestream init store --base bert --heads 'classifier.*' --not-linear '*.pooler.*'
-mergestream init s3://bucket/store --base s3://models/llama
-mergestream init store --base org/model --config-only    # for adapters only
-"""
-
 
 @dataclass(frozen=True)
-class Options(MethodOptions, RunningOptions):
+class Init(MethodOptions, RunningOptions):
+    EXAMPLES = """
+        mergestream init store --base path/to/base
+        mergestream init store --base org/model@main --method ties --set density=0.1 --set mode=streaming
+        mergestream init store --base bert --heads 'classifier.*' --not-linear '*.pooler.*'
+        mergestream init s3://bucket/store --base s3://models/llama
+        mergestream init store --base org/model --config-only    # for adapters only
+        """
     store: str = argument("STORE", "the new store: a directory or s3://BUCKET/PATH")
-    heads: list[str] = repeated("--heads GLOB", "tensors to keep per expert instead of merging them")
+    heads: list[str] = argument("--heads GLOB", "tensors to keep per expert instead of merging them")
     keep: int = argument("--keep N", "earlier steps to keep for undo (1)", type=int, default=1)
-    verbose: bool = switch("--verbose", "with --json: list every tensor, as status does")
-    config_only: bool = switch("--config-only", "fetch the base's weights only when they are needed")
+    verbose: bool = argument("--verbose", "with --json: list every tensor, as status does")
+    config_only: bool = argument("--config-only", "fetch the base's weights only when they are needed")
 
+    def run(self) -> None:
+        from mergestream.store.store import Store
 
-def run(options: Options) -> None:
-    from mergestream.store.store import Store
-
-    method, engine, progress = options.make_method(), options.make_engine(), options.make_progress()
-    made = {"path": options.store, "method": method, "engine": engine, "progress": progress}
-    store = Store.create(**arguments_of(Store.create, options, **made))
-    status = status_json(store)
-    if not options.verbose:
-        del status["tensors"]
-    answer(status)
-    say(f"{store.storage}: {store.manifest.method_text} on {store.manifest.base.source}")
-    say(f"tensors: {counts_text(status['counts'])}")
+        method, engine, progress = self.make_method(), self.make_engine(), self.make_progress()
+        made = {"path": self.store, "method": method, "engine": engine, "progress": progress}
+        store = Store.create(**arguments_of(Store.create, self, **made))
+        status = status_json(store)
+        if not self.verbose:
+            del status["tensors"]
+        answer(status)
+        say(f"{store.storage}: {store.manifest.method_text} on {store.manifest.base.source}")
+        say(f"tensors: {counts_text(status['counts'])}")

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mergestream.cli.options import (
-    MODEL,
-    ComputingOptions,
-    StoredExpertOptions,
-    WorkingStoreOptions,
-    argument,
-    arguments_of,
-)
+from mergestream.cli.options import MODEL, StoredExpertOptions, WorkingStoreOptions, argument, arguments_of
 from mergestream.cli.printing import answer, counts_text, print_table, say
 from mergestream.sizes import format_size
 
@@ -20,25 +13,24 @@ if TYPE_CHECKING:
     from mergestream.merging.interference import Interference
     from mergestream.store.inspect import Inspection
 
-EXAMPLES = """
-mergestream inspect store path/to/expert
-mergestream inspect store path/to/expert --json
-"""
 
 LAYERS_PER_EXPERT = 2
 MOST_ROWS = 20
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, ComputingOptions, StoredExpertOptions):
+class Inspect(WorkingStoreOptions, StoredExpertOptions):
+    EXAMPLES = """
+        mergestream inspect store path/to/expert
+        mergestream inspect store path/to/expert --json
+        """
     expert: str = argument("EXPERT", MODEL)
 
-
-def run(options: Options) -> None:
-    store = options.open_store()
-    inspection = store.inspect(**arguments_of(store.inspect, options))
-    answer(inspection.to_json())
-    print_inspection(inspection)
+    def run(self) -> None:
+        store = self.open_store()
+        inspection = store.inspect(**arguments_of(store.inspect, self))
+        answer(inspection.to_json())
+        print_inspection(inspection)
 
 
 def print_inspection(inspection: Inspection) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import StoreOptions
@@ -13,30 +13,31 @@ if TYPE_CHECKING:
     from mergestream.store import Expert
     from mergestream.store.store import Store
 
-EXAMPLES = """
-mergestream log store
-mergestream log store --json
-"""
 
 RENAMED = {"added": "time", "fates": "tensors"}
 INTERNAL = ("direction_norm", "state", "record")
 
-Options = StoreOptions
 
+@dataclass(frozen=True)
+class Log(StoreOptions):
+    EXAMPLES = """
+        mergestream log store
+        mergestream log store --json
+        """
 
-def run(options: Options) -> None:
-    store = options.open_store()
-    held = _held_shares(store)
-    removed = store.manifest.removed
-    listed = [entry_json(entry, held.get(entry.name)) for entry in store.history]
-    answer([*listed, *({**entry_json(removal.expert), "removed": removal.time} for removal in removed)])
-    if not store.history:
-        say(f"{store.storage} has no experts yet")
-    else:
-        _print_experts(store.manifest.method, store.history, held)
-    _print_notes(store.history)
-    for removal in removed:
-        say(f"removed: {removal.expert.name} ({removal.time}), added {removal.expert.added}")
+    def run(self) -> None:
+        store = self.open_store()
+        held = _held_shares(store)
+        removed = store.manifest.removed
+        listed = [entry_json(entry, held.get(entry.name)) for entry in store.history]
+        answer([*listed, *({**entry_json(removal.expert), "removed": removal.time} for removal in removed)])
+        if not store.history:
+            say(f"{store.storage} has no experts yet")
+        else:
+            _print_experts(store.manifest.method, store.history, held)
+        _print_notes(store.history)
+        for removal in removed:
+            say(f"removed: {removal.expert.name} ({removal.time}), added {removal.expert.added}")
 
 
 def _held_shares(store: Store) -> dict[str, float]:

@@ -12,37 +12,35 @@ from mergestream.cli.printing import answer, print_text, say
 from mergestream.errors import UsageError, did_you_mean
 from mergestream.escaping import MAX_SENTENCE, one_line
 
-EXAMPLES = """
-mergestream methods
-mergestream methods ties
-mergestream methods agree --json
-"""
-
 WIDTH = 80
 
 
 @dataclass(frozen=True)
-class Options:
+class Methods:
+    EXAMPLES = """
+        mergestream methods
+        mergestream methods ties
+        mergestream methods agree --json
+        """
     name: str | None = argument("NAME", "describe only this method or readout", nargs="?")
 
+    def run(self) -> None:
+        from mergestream.ledger.readouts import READOUTS
+        from mergestream.methods import METHODS
 
-def run(options: Options) -> None:
-    from mergestream.ledger.readouts import READOUTS
-    from mergestream.methods import METHODS
-
-    names = [options.name] if options.name else [*METHODS, *READOUTS]
-    methods = [describe_method(name) for name in METHODS if name in names]
-    readouts = [describe_readout(name) for name in READOUTS if name in names]
-    if not (methods or readouts):
-        suggestion = did_you_mean(names[0], [*METHODS, *READOUTS])
-        raise UsageError(f"there is no method or readout {options.name}{suggestion}")
-    answer([*methods, *readouts] if options.name else methods)
-    for item in methods:
-        _print_item(item)
-    if readouts:
-        say("readouts, for export --readout:")
-    for item in readouts:
-        _print_item(item)
+        names = [self.name] if self.name else [*METHODS, *READOUTS]
+        methods = [describe_method(name) for name in METHODS if name in names]
+        readouts = [describe_readout(name) for name in READOUTS if name in names]
+        if not (methods or readouts):
+            suggestion = did_you_mean(names[0], [*METHODS, *READOUTS])
+            raise UsageError(f"there is no method or readout {self.name}{suggestion}")
+        answer([*methods, *readouts] if self.name else methods)
+        for item in methods:
+            _print_item(item)
+        if readouts:
+            say("readouts, for export --readout:")
+        for item in readouts:
+            _print_item(item)
 
 
 def describe_method(name: str) -> dict[str, Any]:

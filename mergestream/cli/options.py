@@ -1,4 +1,4 @@
-"""Options that commands share, as dataclasses. A command's ``Options`` inherits the groups that it needs.
+"""Options that commands share, as dataclasses. A command inherits the groups that it needs.
 
 Each field is one argument: its name and type come from the field, everything else goes to argparse.
 """
@@ -29,7 +29,10 @@ MODEL = "directory, file, s3://… or hub id org/name[@revision]"
 
 
 def argument(usage: str, help: str, **settings: Any) -> Any:
-    """A field that is an option, such as ``-o --out FILE``, or a positional argument, such as ``STORE``."""
+    """A field that is an option, such as ``-o --out FILE``, or a positional argument, such as ``STORE``.
+
+    An option without a metavar is a switch if the field is a ``bool``; an option for a list may be given several times.
+    """
     words = usage.split()
     flags = [word for word in words if word.startswith("-")]
     if metavar := words[len(flags) :]:
@@ -37,25 +40,19 @@ def argument(usage: str, help: str, **settings: Any) -> Any:
     return field(metadata={"flags": flags, "settings": {**settings, "help": help}})
 
 
-def switch(flag: str, help: str) -> Any:
-    """A field that is true if its flag is given."""
-    return argument(flag, help, action="store_true")
-
-
-def repeated(usage: str, help: str, **settings: Any) -> Any:
-    """A field that is a list, with one item each time its flag is given."""
-    return argument(usage, help, action="append", default=[], **settings)
-
-
 def add_arguments(parser: ArgumentParser, options: type[Any]) -> None:
-    """Add all fields of an options class to a parser; the help shows a command's own options before shared ones."""
+    """Add all fields of a command to a parser; the help shows a command's own options before shared ones."""
     own = vars(options).get("__annotations__", {})
     for item in sorted(fields(options), key=lambda item: bool(item.metadata["flags"]) and item.name not in own):
         flags, settings = item.metadata["flags"], item.metadata["settings"]
-        if flags:
-            parser.add_argument(*flags, dest=item.name, **settings)
-        else:
+        if not flags:
             parser.add_argument(item.name, **settings)
+        elif item.type == "bool":
+            parser.add_argument(*flags, dest=item.name, action="store_true", **settings)
+        elif str(item.type).startswith("list["):
+            parser.add_argument(*flags, dest=item.name, action="append", default=[], **settings)
+        else:
+            parser.add_argument(*flags, dest=item.name, **settings)
 
 
 def arguments_of(function: Callable[..., Any], options: Any, **others: Any) -> dict[str, Any]:
@@ -114,37 +111,26 @@ def make_engine(named: str, **options: Any) -> Engine:
 
 @dataclass(frozen=True)
 class RunningOptions:
-    """How a command runs: engine, workers, progress."""
+    """How a command runs: engine, workers, memory, device, progress."""
 
     workers: int | None = argument("--workers N", "tensors in parallel (all cores)", type=at_least(1))
-    quiet: bool = switch("--quiet", "show no progress bars and no notes")
+    max_memory: int | None = argument("--max-memory SIZE", "memory budget for tensors, such as 4GB", type=size)
+    device: str = argument("--device", "where arithmetic runs: cpu (the default), cuda or cuda:N", default="cpu")
     engine: str = engine_argument()
+    quiet: bool = argument("--quiet", "show no progress bars and no notes")
 
     def make_engine(self) -> Engine:
         """Create the engine that the options name."""
-        return make_engine(self.engine, workers=self.workers)
+        if self.engine == "local" and self.device != "cpu":
+            _check_gpu(self.device)
+        return make_engine(self.engine, workers=self.workers, max_memory=self.max_memory, device=self.device)
 
     def make_progress(self) -> Progress:
         """Create the progress display, or none with ``--quiet``."""
         return make_progress(self.quiet)
 
 
-@dataclass(frozen=True)
-class ComputingOptions(RunningOptions):
-    """The same for commands that compute, with a memory budget and a device."""
-
-    max_memory: int | None = argument("--max-memory SIZE", "memory budget for tensors, such as 4GB", type=size)
-    device: str = argument("--device", "where arithmetic runs: cpu (the default), cuda or cuda:N", default="cpu")
-
-    def make_engine(self) -> Engine:
-        if self.engine == "local":
-            _check_device(self.device)
-        return make_engine(self.engine, workers=self.workers, max_memory=self.max_memory, device=self.device)
-
-
-def _check_device(device: str) -> None:
-    if device == "cpu":
-        return
+def _check_gpu(device: str) -> None:
     import torch
 
     found = torch.cuda.device_count()
@@ -190,9 +176,9 @@ class MethodOptions:
     base: str = argument("--base MODEL", MODEL, required=True)
     method: str | None = argument("--method M", "ledger (the default), opcm, average, …; see: mergestream methods")
     alpha: float | None = argument("--alpha", "short for --method opcm --set alpha=…", type=float)
-    parameters: list[tuple[str, str]] = repeated("--set KEY=VALUE", "a parameter of the method", type=pair)
-    linear: list[str] = repeated("--linear GLOB", "tensors to treat as linear weights")
-    not_linear: list[str] = repeated("--not-linear GLOB", "tensors not to treat as linear weights")
+    parameters: list[tuple[str, str]] = argument("--set KEY=VALUE", "a parameter of the method", type=pair)
+    linear: list[str] = argument("--linear GLOB", "tensors to treat as linear weights")
+    not_linear: list[str] = argument("--not-linear GLOB", "tensors not to treat as linear weights")
 
     def make_method(self) -> Method:
         """Create the method with its parameters."""
@@ -207,8 +193,8 @@ class MethodOptions:
 class ExpertOptions:
     """How an expert's tensors and tokens are matched with the base's."""
 
-    partial: bool = switch("--partial", "treat tensors that an expert lacks as unchanged")
-    ignore: list[str] = repeated("--ignore GLOB", "leave these tensors out")
+    partial: bool = argument("--partial", "treat tensors that an expert lacks as unchanged")
+    ignore: list[str] = argument("--ignore GLOB", "leave these tensors out")
     vocab: Vocab | None = argument(
         "--vocab",
         "tokens that the base lacks: drop them (base), keep them with their expert (union), "
@@ -221,22 +207,22 @@ class ExpertOptions:
 class StoredExpertOptions(ExpertOptions):
     """The same for experts of a store, which keeps their heads."""
 
-    heads: list[str] = repeated("--heads GLOB", "tensors that the base lacks: keep them per expert (export --task)")
+    heads: list[str] = argument("--heads GLOB", "tensors that the base lacks: keep them per expert (export --task)")
 
 
 @dataclass(frozen=True)
 class AddingOptions(ExpertOptions):
     """The same for experts that are merged."""
 
-    allow_duplicate: bool = switch("--allow-duplicate", "accept an expert again, or the base itself")
-    allow_other_base: bool = switch("--allow-other-base", "accept an expert that was not trained from this base")
+    allow_duplicate: bool = argument("--allow-duplicate", "accept an expert again, or the base itself")
+    allow_other_base: bool = argument("--allow-other-base", "accept an expert that was not trained from this base")
 
 
 @dataclass(frozen=True)
 class GatedOptions(AddingOptions, StoredExpertOptions):
     """The same for experts that a store adds: conditions, evaluation and tracking."""
 
-    gates: list[str] = repeated(
+    gates: list[str] = argument(
         "--gate CONDITION",
         "refuse an expert that fails it, as in 'kept>=0.6'; kept, relative_norm, norm, score; "
         "damage, held and max_cosine (ledger); lambda and distance (other methods)",
@@ -249,7 +235,7 @@ class GatedOptions(AddingOptions, StoredExpertOptions):
     evaluate_timeout: int = argument(
         "--evaluate-timeout SECONDS", "stop CMD after this time, and add nothing (3600)", type=at_least(1), default=3600
     )
-    log: list[str] = repeated(
+    log: list[str] = argument(
         "--log TRACKER[:TARGET]",
         "send the numbers of each step to wandb:PROJECT, mlflow:EXPERIMENT, tensorboard:DIR or jsonl:FILE",
     )
@@ -284,7 +270,7 @@ class OutputOptions:
 
     dtype: str | None = argument("--dtype TYPE", "bf16, fp16, fp32 or fp64 (as in the base)")
     max_shard_size: int = argument("--max-shard-size SIZE", "maximum size of one file (5GB)", type=size, default="5GB")
-    overwrite: bool = switch("--overwrite", "replace an earlier export")
+    overwrite: bool = argument("--overwrite", "replace an earlier export")
 
 
 def command_line() -> str:

@@ -1,8 +1,8 @@
-"""Argument parsing: find the command's module and build its ``Options`` from the command line.
+"""Argument parsing: find the command's class and create it from the command line.
 
-Each command is a module with ``EXAMPLES``, ``Options`` (a dataclass with one field per argument) and ``run(options)``,
-which raises an error if the command fails. Only the module of the chosen command is imported, and modules import slow
-libraries inside ``run``, so that help appears at once.
+Each command is a dataclass with one field per argument, ``EXAMPLES``, and ``run``, which raises an error if the command
+fails. Only the module of the chosen command is imported, and modules import slow libraries inside ``run``, so that help
+appears at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from argparse import Action, ArgumentError, ArgumentParser, RawDescriptionHelpFo
 from collections.abc import Container, Iterable, Sequence
 from importlib import import_module
 from itertools import takewhile
-from types import ModuleType
 from typing import Any, NoReturn
 
 from mergestream import __version__
@@ -50,16 +49,21 @@ COMMANDS = {
     "bench": "merge the experts of a suite by several methods and score every task",
     "methods": "list the merging methods and readouts with their parameters",
 }
-"""What each command does, in the order of the help. Its module has the same name, with _ for -."""
+"""What each command does, in the order of the help"""
+_SHARED = {"maintain": ("verify", "undo", "remove", "keep", "gc"), "transfer": ("push", "pull")}
+"""Modules of several commands. Every other command has a module of its name, with _ for -."""
 
 
-def load(name: str) -> ModuleType:
-    """Import a command's module."""
-    return import_module(f"mergestream.cli.{name.replace('-', '_')}")
+def load(name: str) -> type[Any]:
+    """Import a command: ``from-mergekit`` is the class ``FromMergekit`` of ``from_mergekit.py``."""
+    shared = (module for module, names in _SHARED.items() if name in names)
+    module = import_module(f"mergestream.cli.{next(shared, name.replace('-', '_'))}")
+    command: type[Any] = getattr(module, name.title().replace("-", ""))
+    return command
 
 
-def parse(words: Sequence[str]) -> tuple[ModuleType, Any]:
-    """Parse the command line into a command and its ``Options``. No words mean ``--help``, which exits."""
+def parse(words: Sequence[str]) -> Any:
+    """Parse the command line into a command. No words mean ``--help``, which exits."""
     words = words or ["--help"]
     first, *others = words
     parser, parsers = make_parser({first})
@@ -68,9 +72,8 @@ def parse(words: Sequence[str]) -> tuple[ModuleType, Any]:
     else:
         parser.refuse_unknown_options([first])
     values = vars(parser.parse_args(words))
-    command = load(values.pop("command"))
     del values["json"]
-    return command, command.Options(**values)
+    return load(values.pop("command"))(**values)
 
 
 def wants_json(words: Sequence[str]) -> bool:
@@ -94,16 +97,13 @@ def make_parser(loaded: Container[str]) -> tuple[Parser, dict[str, Parser]]:
             name, help=summary, description=description, formatter_class=RawDescriptionHelpFormatter
         )
         if name in loaded:
-            _add_command(parsers[name], load(name))
+            from mergestream.cli.options import add_arguments
+
+            command = load(name)
+            add_arguments(parsers[name], command)
+            parsers[name].add_argument("--json", action="store_true", help="print result, notes and any error as JSON")
+            parsers[name].epilog = "\n  ".join(["examples:", *map(str.strip, command.EXAMPLES.strip().splitlines())])
     return parser, parsers
-
-
-def _add_command(parser: Parser, command: ModuleType) -> None:
-    from mergestream.cli.options import add_arguments
-
-    add_arguments(parser, command.Options)
-    parser.add_argument("--json", action="store_true", help="print the result, the notes and any error as JSON")
-    parser.epilog = "\n  ".join(["examples:", *command.EXAMPLES.strip().splitlines()])
 
 
 class Parser(ArgumentParser):

@@ -7,52 +7,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergestream.cli.options import ComputingOptions, WorkingStoreOptions, argument
+from mergestream.cli.options import WorkingStoreOptions, argument
 from mergestream.cli.printing import answer, is_json, print_text, say
 
 if TYPE_CHECKING:
     from mergestream.report.facts import Facts
 
-EXAMPLES = """
-mergestream report store
-mergestream report store -o report.md
-mergestream report store --format json
-"""
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 """By the extension of the file"""
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, ComputingOptions):
+class Report(WorkingStoreOptions):
+    EXAMPLES = """
+        mergestream report store
+        mergestream report store -o report.md
+        mergestream report store --format json
+        """
     out: str | None = argument("-o --out FILE", "the output file (STORE-report.html; md and json: standard output)")
     format: str | None = argument(
         "--format", "the format (by the extension of FILE, else html)", choices=("html", "md", "json")
     )
 
+    def run(self) -> None:
+        from mergestream.export.places import refuse_file
+        from mergestream.files import write_text
+        from mergestream.report.facts import Facts
 
-def run(options: Options) -> None:
-    from mergestream.export.places import refuse_file
-    from mergestream.files import write_text
-    from mergestream.report.facts import Facts
-
-    out = Path(options.out) if options.out else None
-    default = "json" if is_json() and not out else "html"
-    form = options.format or (FORMATS.get(out.suffix.lower(), default) if out else default)
-    store = options.open_store()
-    if form == "html":
-        out = out or _default_file(options.store)
-    if out is not None:
-        refuse_file(out, *store.sources)
-    facts = Facts.of(store)
-    text = _render(facts, form)
-    if out is not None:
-        write_text(out, text)
-        answer({"store": str(store.storage), "out": str(out), "format": form})
-        say(f"{out}: report on {options.store}")
-    else:
-        answer(facts.to_json() if form == "json" else {"format": form, "text": text})
-        print_text(text, end="")
+        out = Path(self.out) if self.out else None
+        default = "json" if is_json() and not out else "html"
+        form = self.format or (FORMATS.get(out.suffix.lower(), default) if out else default)
+        store = self.open_store()
+        if form == "html":
+            out = out or _default_file(self.store)
+        if out is not None:
+            refuse_file(out, *store.sources)
+        facts = Facts.of(store)
+        text = _render(facts, form)
+        if out is not None:
+            write_text(out, text)
+            answer({"store": str(store.storage), "out": str(out), "format": form})
+            say(f"{out}: report on {self.store}")
+        else:
+            answer(facts.to_json() if form == "json" else {"format": form, "text": text})
+            print_text(text, end="")
 
 
 def _default_file(store: str) -> Path:

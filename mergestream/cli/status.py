@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mergestream.cli.options import StoreOptions, switch
+from mergestream.cli.options import StoreOptions, argument
 from mergestream.cli.printing import answer, counts_text, print_table, say
 from mergestream.sizes import counted, format_size
 
@@ -16,37 +16,35 @@ if TYPE_CHECKING:
     from mergestream.store.manifest import Manifest
     from mergestream.store.store import Store
 
-EXAMPLES = """
-mergestream status store
-mergestream status store --tensors
-mergestream status store --json
-"""
-
 
 @dataclass(frozen=True)
-class Options(StoreOptions):
-    tensors: bool = switch("--tensors", "list every tensor with its role and the rule that decided it")
+class Status(StoreOptions):
+    EXAMPLES = """
+        mergestream status store
+        mergestream status store --tensors
+        mergestream status store --json
+        """
+    tensors: bool = argument("--tensors", "list every tensor with its role and the rule that decided it")
 
-
-def run(options: Options) -> None:
-    store = options.open_store()
-    status = status_json(store)
-    answer(status)
-    manifest = store.manifest
-    if manifest.adapters:  # else no library of tensors is loaded
-        with store.snapshot() as snapshot:
-            if shortfall := snapshot.shortfall():
-                store.progress.note(shortfall)
-    say(f"{store.storage}: {manifest.summary}")
-    say(f"base: {manifest.base.source}")
-    say(f"tensors: {counts_text(status['counts'])}")
-    if manifest.history:
-        last = manifest.history[-1]
-        say(_ledger_text(manifest, status["ledger"]) if status["ledger"] else _scale_text(manifest.method, last))
-        say(f"last: {last.name} ({last.added})")
-    if options.tensors:
-        say()
-        _print_tensors(manifest)
+    def run(self) -> None:
+        store = self.open_store()
+        status = status_json(store)
+        answer(status)
+        manifest = store.manifest
+        if manifest.adapters:  # else no library of tensors is loaded
+            with store.snapshot() as snapshot:
+                if shortfall := snapshot.shortfall():
+                    store.progress.note(shortfall)
+        say(f"{store.storage}: {manifest.summary}")
+        say(f"base: {manifest.base.source}")
+        say(f"tensors: {counts_text(status['counts'])}")
+        if manifest.history:
+            last = manifest.history[-1]
+            say(_ledger_text(manifest, status["ledger"]) if status["ledger"] else _scale_text(manifest.method, last))
+            say(f"last: {last.name} ({last.added})")
+        if self.tensors:
+            say()
+            _print_tensors(manifest)
 
 
 def _scale_text(method: str, last: Expert) -> str:

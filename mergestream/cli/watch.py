@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.add import print_step
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import ComputingOptions, GatedOptions, WorkingStoreOptions, argument, arguments_of
+from mergestream.cli.options import GatedOptions, WorkingStoreOptions, argument, arguments_of
 from mergestream.cli.printing import emit, error_kind, error_sentences, is_json, print_error, say
 from mergestream.errors import MergestreamError, StoreBusyError, UsageError
 
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from mergestream.storage import StoredFile
     from mergestream.store.store import Store
 
-EXAMPLES = """
-mergestream watch store incoming/
-mergestream watch store s3://models/incoming --interval 60
-mergestream watch store incoming/ --gate 'damage<=0.3' --evaluate 'python score.py {model}' --json
-"""
 
 LONGEST_INTERVAL = 86_400
 RETRY_SECONDS = 600.0
@@ -45,30 +40,34 @@ def seconds(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class Options(WorkingStoreOptions, ComputingOptions, GatedOptions):
+class Watch(WorkingStoreOptions, GatedOptions):
+    EXAMPLES = """
+        mergestream watch store incoming/
+        mergestream watch store s3://models/incoming --interval 60
+        mergestream watch store incoming/ --gate 'damage<=0.3' --evaluate 'python score.py {model}' --json
+        """
     directory: str = argument("DIR", "each file or directory in it is an expert; or s3://…, gs://…, az://…")
     interval: float = argument("--interval SECONDS", "time between two looks (10)", type=seconds, default=10.0)
 
+    def run(self) -> None:
+        from mergestream.report.gates import Gatekeeper
+        from mergestream.storage import open_storage
+        from mergestream.tracking import parse_trackers
 
-def run(options: Options) -> None:
-    from mergestream.report.gates import Gatekeeper
-    from mergestream.storage import open_storage
-    from mergestream.tracking import parse_trackers
-
-    place, store = open_storage(options.directory), options.open_store()
-    watched, own = (f"{storage.address.rstrip('/')}/" for storage in (place, store.storage))
-    if own.startswith(watched) or watched.startswith(own):
-        raise UsageError(f"{place} and the store {store.storage} contain one another; watch a separate directory")
-    find_experts(options.directory)  # report an unreadable directory, a wrong gate or a wrong tracker now
-    Gatekeeper.of(options.gates, options.evaluate, store.manifest)
-    parse_trackers(options.log, store)
-    watcher = Watcher(store, options.directory, arguments_of(store.add, options))
-    say(f"watching {place} for {store.storage}; stop with Ctrl-C")
-    emit({"event": "watching", "store": str(store.storage), "directory": str(place)})
-    with suppress(KeyboardInterrupt):
-        while True:
-            watcher.look()
-            time.sleep(options.interval)
+        place, store = open_storage(self.directory), self.open_store()
+        watched, own = (f"{storage.address.rstrip('/')}/" for storage in (place, store.storage))
+        if own.startswith(watched) or watched.startswith(own):
+            raise UsageError(f"{place} and the store {store.storage} contain one another; watch a separate directory")
+        find_experts(self.directory)  # report an unreadable directory, a wrong gate or a wrong tracker now
+        Gatekeeper.of(self.gates, self.evaluate, store.manifest)
+        parse_trackers(self.log, store)
+        watcher = Watcher(store, self.directory, arguments_of(store.add, self))
+        say(f"watching {place} for {store.storage}; stop with Ctrl-C")
+        emit({"event": "watching", "store": str(store.storage), "directory": str(place)})
+        with suppress(KeyboardInterrupt):
+            while True:
+                watcher.look()
+                time.sleep(self.interval)
 
 
 def find_experts(place: str | Path) -> dict[str, dict[str, StoredFile]]:

@@ -31,9 +31,9 @@ from tests.conftest import files
 
 def bench(suite: Path, output: Path, *options: str) -> None:
     words = ["bench", str(suite), "--workers", "1", *options, "-o", str(output)]
-    command, parsed = parse(words)
+    command = parse(words)
     with patch.object(sys, "argv", ["mergestream", *words]):
-        command.run(parsed)
+        command.run()
 
 
 def silent(*_: object) -> None:
