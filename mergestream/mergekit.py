@@ -112,6 +112,8 @@ def read_recipe(path: Path, seed: int = 0) -> Recipe:
         return _make_recipe(_validate(_parse(path)), seed)
     except UsageError as error:
         raise UsageError(f"{path} {error}") from error
+    except OSError as error:
+        raise UsageError(f"{path} names a model that cannot be opened: {error.strerror}") from error
 
 
 def _parse(path: Path) -> Any:

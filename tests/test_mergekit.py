@@ -269,6 +269,11 @@ def test_an_endless_file_and_a_pipe_are_read_up_to_the_bound(tmp_path: Path) -> 
     writer.join()
 
 
+def test_a_name_that_no_file_can_have_is_refused(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"recipe\.yaml names a model that cannot be opened: File name too long"):
+        read(path, recipe(base_model="x" * 500))
+
+
 def test_a_missing_file_is_named(path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_recipe(path)

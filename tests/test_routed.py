@@ -326,6 +326,10 @@ def test_loading_what_is_not_there(tmp_path: Path, home: Path) -> None:
     (tmp_path / "router.safetensors").write_bytes(b"no router")
     with pytest.raises(MergestreamError, match=r"router\.safetensors is no router of mergestream; export it again"):
         RoutedModel.from_pretrained(tmp_path)
+    for name in ("../../elsewhere", "..", "", str(home / "cats")):
+        save_router(tmp_path / "router.safetensors", ["dogs", name], None)
+        with pytest.raises(MergestreamError, match=r"it names the expert .* not a folder beside it"):
+            RoutedModel.from_pretrained(tmp_path)
     shutil.copytree(home / "out", tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "base")
     assert RoutedModel.from_pretrained(tmp_path / "out").experts == tuple(sorted(WORDS)), "where the base was"

@@ -47,7 +47,7 @@ def read_tokenizer(directory: Path | None) -> Tokenizer | None:
         ids |= added
         known = ids and all(isinstance(number, int) and number >= 0 for number in ids.values())
         return Tokenizer(ids, flags) if known else None
-    except (MergestreamError, OSError, LookupError, TypeError, ValueError, AttributeError):
+    except (MergestreamError, OSError, LookupError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
 

@@ -193,6 +193,8 @@ def read_router(path: Path) -> tuple[tuple[str, ...], Router | None, Tensor | No
             names = file.metadata() or {}
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         experts = tuple(names[f"expert_{number}"] for number in range(len(names)))
+        if invalid := [name for name in experts if name in ("", ".", "..") or "/" in name]:
+            raise ValueError(f"it names the expert {invalid[0]!r}, which is not a folder beside it")
         if not found:
             return experts, None, None
         weights, biases, quantiles = (found[name] for name in ("weights", "biases", "quantiles"))

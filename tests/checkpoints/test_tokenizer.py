@@ -83,6 +83,7 @@ def test_scored_pieces_are_numbered_by_their_place(tmp_path: Path) -> None:
         '{"model": {"vocab": {"a": "b"}}}',
         '{"model": {"vocab": {"a": -1}}}',
         '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1}]}',
+        '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": Infinity, "content": "b"}]}',
     ],
 )
 def test_what_is_not_understood_tells_nothing(text: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults import concurrency, disturbed, flips, forged, inputs, numerics, soak
+from tests.faults import concurrency, disturbed, flips, forged, inputs, numerics, soak, surfaces
 from tests.faults.cases import Case
 from tests.faults.children import LIMIT
 from tests.faults.concurrency import mapped
@@ -48,6 +48,14 @@ def _fuzzed(work: Path) -> Iterator[Case]:
     return (Case(f"{number}: {case.label}", partial(_swallowed, case)) for number, case in enumerate(made))
 
 
+def _surfaces(work: Path) -> Iterator[Case]:
+    for kind in surfaces.SURFACES:  # have imported what reading them takes
+        if kind not in ("bucket", "hub"):  # these start threads, which no child would have
+            (work / kind).mkdir()
+            inputs.fault(surfaces.case(0, kind), work / kind)
+    return (Case(case.label, partial(_swallowed, case)) for case in surfaces.cases(work))
+
+
 def _swallowed(case: inputs.Case, place: Path) -> str | None:
     """Within two gigabytes of memory."""
     most = mapped() + (2 << 30)
@@ -63,6 +71,7 @@ FAMILIES = (
     Family("flips", "a flipped bit in a file of a store", flips.cases, quick=0),
     Family("forged", "forged manifests and records", forged.cases, quick=0),
     Family("inputs", "fuzzed checkpoints, configs, adapters", _fuzzed, quick=0),
+    Family("surfaces", "recipes, inputs, tokenizers, LoRAs, routed exports, buckets, hub", _surfaces, quick=0),
     Family("numbers", "numbers and shapes at the edge", numerics.cases, quick=40, limit=600),
     Family("others", "races, read-only stores, limits of the system", concurrency.cases, quick=40),
     Family("soak", "500 adds with undos, removals and kills", soak.cases, quick=0, limit=3600),

@@ -58,6 +58,7 @@ class Case:
 
     label: str
     write: Callable[[Path], Path]
+    read: Callable[[Path], object] = lambda path: swallow(path)
 
 
 def fault(case: Case, place: Path) -> str | None:
@@ -66,9 +67,10 @@ def fault(case: Case, place: Path) -> str | None:
     inside, canary = place / "input", place / "canary"
     inside.mkdir()
     canary.write_text("sings")
+    path = case.write(inside)
     started = time.monotonic()
     try:
-        swallow(case.write(inside))
+        case.read(path)
     except MergestreamError as error:
         if not str(error):
             return "it is refused without a word"
@@ -163,6 +165,19 @@ def disturbed(draw: random.Random, table: dict[str, Any]) -> dict[str, Any]:
         else:
             table[key] = nasty(draw)
     return table
+
+
+def deeply_disturbed(draw: random.Random, content: Any) -> Any:
+    """With a field made nasty, at any depth."""
+    if isinstance(content, dict) and content:
+        if draw.random() < 0.3:
+            return disturbed(draw, content)
+        key = draw.choice(list(content))
+        return {**content, key: deeply_disturbed(draw, content[key])}
+    if isinstance(content, list) and content:
+        place = draw.randrange(len(content))
+        return [*content[:place], deeply_disturbed(draw, content[place]), *content[place + 1 :]]
+    return nasty(draw)
 
 
 def to_json(draw: random.Random, content: Any) -> str:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.faults import surfaces
 from tests.faults.inputs import KINDS, Case, case, fault, known
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -36,6 +37,13 @@ def test_strange_configurations_are_taken_or_refused(seed: Any) -> None:
     taken(case(seed, "config"))
 
 
+@pytest.mark.parametrize("kind", surfaces.SURFACES)
+@settings(max_examples=8)
+@given(SEEDS)
+def test_strange_recipes_samples_exports_and_servers_are_taken_or_refused(kind: Any, seed: Any) -> None:
+    taken(surfaces.case(seed, kind))
+
+
 @pytest.mark.parametrize("one", list(known()), ids=lambda one: one.label)
 def test_what_once_did_harm(one: Any) -> None:
     taken(one)
@@ -46,9 +54,9 @@ def test_the_check_sees_what_is_wrong(tmp_path: Path) -> None:
         (place.parent / "outside").mkdir()
         return place / "nothing"
 
-    def crash(place: Path) -> Path:
+    def crash(place: Path) -> None:
         raise ZeroDivisionError
 
-    for name, write in (("out", reach_out), ("crash", crash)):
-        (tmp_path / name).mkdir()
-        assert fault(Case(name, write), tmp_path / name) is not None
+    for one in (Case("out", reach_out), Case("crash", lambda place: place, crash)):
+        (tmp_path / one.label).mkdir()
+        assert fault(one, tmp_path / one.label) is not None

@@ -125,7 +125,7 @@ def _fold_alphas(file: Checkpoint) -> dict[str, Tensor]:
     for key in [key for key in tensors if key.endswith(".alpha")]:
         module = key.removesuffix("alpha")
         pair = next(((module + down, module + up) for down, up in _FACTORS if module + down in tensors), None)
-        if pair is None or pair[1] not in tensors or tensors[key].numel() != 1:
+        if pair is None or pair[1] not in tensors or not tensors[pair[0]].ndim or tensors[key].numel() != 1:
             raise MergestreamError(f"{file.source}: {key} belongs to no factors; download the file again")
         rank, up = float(tensors[pair[0]].shape[0]), tensors[pair[1]]
         precise = up.to(torch.promote_types(up.dtype, torch.float32))

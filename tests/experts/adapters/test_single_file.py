@@ -235,6 +235,15 @@ def test_other_kinds_are_refused_by_name(suffix: str, kind: str, tmp_path: Path)
         store.add(tmp_path / "other.safetensors")
 
 
+def test_a_factor_that_is_a_number_is_refused(tmp_path: Path) -> None:
+    written = in_kohya(torch_factors(), "lora_unet_", lambda _: 2.0)
+    written[next(key for key in written if key.endswith("lora_down.weight"))] = torch.tensor(1.0)
+    save_file(written, tmp_path / "style.safetensors")
+    store = Store.create(tmp_path / "store", make_base(tmp_path))
+    with pytest.raises(MergestreamError, match="alpha belongs to no factors"):
+        store.add(tmp_path / "style.safetensors")
+
+
 def test_a_lora_is_no_base(tmp_path: Path) -> None:
     base = make_base(tmp_path)
     tensors, _ = factors(base, target_modules=["to_q"])
