@@ -28,12 +28,13 @@ from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import LocalEngine
 from mergestream.experts import make_task_vector, open_expert
 from mergestream.inputs.reading import open_image, read_inputs
-from mergestream.mergekit import METHODS, read_recipe
+from mergestream.mergekit import read_recipe
 from mergestream.progress import NoProgress
 from tests.faults import servers
 from tests.faults.inputs import Case, Evil, deeply_disturbed, nasty, scarred, to_json
 
 MANY = 4_000
+METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "model_stock", "slerp")
 WORDS = ("<unk>", "<eos>", "the", "cat", "sat", "on", "a", "mat")
 
 
