@@ -60,17 +60,13 @@ def agree_kernels(span: Span, linear: bool) -> Tensor:
     outputs, inputs, sigma = span.outputs.float(), span.inputs.float(), span.sigma
     if not linear:
         return outputs.T @ (sigma.float()[:, None] * inputs)
-    answer = sigma.square() / span.norm2
-    g = answer.sqrt()
-    inner = gram(inputs.T)
-    values, vectors = leading_eigenvectors(g[:, None] * inner * g, _effective_rank)
-    values, vectors = values[: vectors.shape[1]], g[:, None] * vectors
-    inside = inner @ vectors
-    middle = torch.diag(sigma)
-    middle.addmm_((answer * sigma)[:, None] * inside / values.square() - sigma[:, None] * inside / values, vectors.T)
+    g = sigma / span.norm2.sqrt()
+    values, vectors = leading_eigenvectors((g[:, None] * gram(inputs.T, torch.float32) * g).float(), _effective_rank)
+    agreed = torch.outer(g * sigma, 1 / values[: vectors.shape[1]]) - span.norm2.sqrt()[:, None]
+    left, right, diagonal = vectors * agreed.float(), g.float() * vectors.T, sigma.float()
     if len(inputs.T) <= len(outputs.T):
-        return outputs.T @ (middle.float() @ inputs)
-    return (outputs.T @ middle.float()) @ inputs
+        return outputs.T @ torch.addmm(diagonal[:, None] * inputs, left, right @ inputs)
+    return torch.addmm(outputs.T * diagonal, outputs.T @ left, right) @ inputs
 
 
 def _effective_rank(values: Tensor) -> int:

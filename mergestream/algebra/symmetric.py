@@ -1,9 +1,10 @@
-"""Eigenvectors of symmetric float64 matrices, with the last and longest step in lower precision.
+"""Eigenvectors of symmetric matrices, each step in the precision that it needs.
 
-``eigh`` is three steps: A = Q T Qᵀ with T tridiagonal, T = Z Λ Zᵀ, and the vectors Q Z. The eigenvalues and Z need
-float64, the last product does not, and it is the longest. torch offers only the three together in one precision,
-so the first two are called in the LAPACK that NumPy's wheels bring along and have loaded already. That is 1.5
-times as fast (docs: performance-notes.md). Other builds of NumPy lack these names: then torch does it all.
+``eigh`` is three steps: A = Q T Qᵀ with T tridiagonal, T = Z Λ Zᵀ, and the vectors Q Z. The last product, which is the
+longest, never needs float64. For a float32 matrix the first step and Z are float32, too: only Λ is float64, because
+the sum of many small eigenvalues matters. torch offers only the three together in one precision, so the first two are
+called in the LAPACK that NumPy's wheels bring along and have loaded already. That is 1.5 times as fast (docs:
+performance-notes.md). Other builds of NumPy lack these names: then torch does it all, in float64.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ _LENGTH_OF_A_LETTER = c_size_t(1)  # Fortran passes the length of every string b
 def leading_eigenvectors(
     matrix: Tensor,
     wanted: Callable[[Tensor], int] | None = None,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
     noise: float = NOISE,
 ) -> tuple[Tensor, Tensor]:
     """The eigenvalues above the ``noise``, descending, and the eigenvectors of the first of them, as columns.
 
-    The matrix is symmetric, positive semidefinite and float64. Its upper triangle is used, and it is overwritten.
-    The vectors have the given dtype; ``noise`` is a share of the largest eigenvalue. ``wanted`` makes of the values
-    how many vectors are needed: few are found faster. By default there is one for every value.
+    The matrix is symmetric, positive semidefinite, and float64 or float32. Its upper triangle is used, and it is
+    overwritten. The values are float64, the vectors have the given dtype, by default the matrix's; ``noise`` is a share
+    of the largest eigenvalue. ``wanted`` makes of the values how many vectors are needed: few are found faster. By
+    default there is one for every value.
     """
 
     def leading(ascending: Tensor) -> tuple[Tensor, int]:
@@ -50,22 +52,24 @@ def leading_eigenvectors(
         values = values[values > noise * values[:1].clamp(min=0)]
         return values, wanted(values) if wanted else len(values)
 
-    n = matrix.shape[0]
+    n, dtype = matrix.shape[0], dtype or matrix.dtype
     fits = matrix.device.type == "cpu" and matrix.is_contiguous() and n > 1
     lapack = _lapack() if fits else None
     if lapack is None:
-        ascending, vectors = torch.linalg.eigh(matrix, UPLO="U")
+        ascending, vectors = torch.linalg.eigh(matrix.double(), UPLO="U")
         values, count = leading(ascending)
         return values, vectors[:, n - count :].to(dtype).flip(1)
     # LAPACK counts along columns, so that the upper triangle here is the lower one there.
     tau, diagonal, off_diagonal = matrix.new_empty(3, n)
     work = matrix.new_empty(64 * n)
-    _call(lapack.scipy_dsytrd_64_, "L", n, matrix, n, diagonal, off_diagonal, tau, work, work.numel())
-    if wanted and n >= _LEAST_SIZE:
-        ascending, destroyed = diagonal.clone(), off_diagonal.clone()
+    is_single = matrix.dtype == torch.float32
+    tridiagonal_form = lapack.scipy_ssytrd_64_ if is_single else lapack.scipy_dsytrd_64_
+    _call(tridiagonal_form, "L", n, matrix, n, diagonal, off_diagonal, tau, work, work.numel())
+    if is_single or (wanted and n >= _LEAST_SIZE):
+        ascending, destroyed = (x.to(torch.float64, copy=True) for x in (diagonal, off_diagonal))
         _call(lapack.scipy_dsterf_64_, n, ascending, destroyed)
         values, count = leading(ascending)
-        few = ascending[n - count :] if count <= _FEW * n else None
+        few = ascending[n - count :] if count <= _FEW * n and not is_single else None
         rows = _eigenvectors(lapack, diagonal, off_diagonal, few)
     else:
         rows = _eigenvectors(lapack, diagonal, off_diagonal)
@@ -77,18 +81,13 @@ def leading_eigenvectors(
     return values, vectors.flip(1)
 
 
-def power(matrix: Tensor, exponent: float) -> Tensor:
-    """Aˣ on the range of A, zero elsewhere: for x = −½ the root of the pseudo-inverse. A is overwritten."""
-    values, vectors = leading_eigenvectors(matrix)
-    return (vectors * values.pow(exponent)) @ vectors.T
-
-
 @cache
 def _lapack() -> ctypes.CDLL | None:
     """NumPy's own OpenBLAS (64-bit integers), where NumPy came as a wheel."""
     try:
         library = ctypes.CDLL(numpy.linalg._umath_linalg.__file__)
-        _ = library.scipy_dsytrd_64_, library.scipy_dstedc_64_, library.scipy_dsterf_64_, library.scipy_dstein_64_
+        for name in ("ssytrd", "sstedc", "dsytrd", "dstedc", "dsterf", "dstein"):
+            getattr(library, f"scipy_{name}_64_")
     except (AttributeError, OSError):
         return None
     return library
@@ -104,7 +103,8 @@ def _eigenvectors(lapack: ctypes.CDLL, diagonal: Tensor, off_diagonal: Tensor, f
         vectors, work = diagonal.new_empty(n, n), diagonal.new_empty(1 + 4 * n + n * n)
         integers = torch.empty(3 + 5 * n, dtype=torch.int64)
         workspace = work, work.numel(), integers, integers.numel()
-        _call(lapack.scipy_dstedc_64_, "I", n, diagonal, off_diagonal, vectors, n, *workspace)
+        divide_and_conquer = lapack.scipy_sstedc_64_ if vectors.dtype == torch.float32 else lapack.scipy_dstedc_64_
+        _call(divide_and_conquer, "I", n, diagonal, off_diagonal, vectors, n, *workspace)
     else:
         vectors, work = diagonal.new_empty(len(few), n), diagonal.new_empty(5 * n)
         block, end, *scratch = torch.full((4, n), n)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mergestream.errors import UsageError, did_you_mean
 from mergestream.ledger.readouts import READOUTS
 from mergestream.ledger.readouts.base import EntriesReadout, StateReadout
-from mergestream.ledger.readouts.expert import Expert
+from mergestream.ledger.readouts.sum import Expert
 from mergestream.methods.base import Method
 
 ONE_EXPERT = "expert:"

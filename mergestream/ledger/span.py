@@ -77,8 +77,31 @@ class RightFactor:
     rows: Tensor
 
 
-Coefficients = Tensor | RightFactor
-"""Z of M = U Z Vᵀ, a matrix or a vector that is its diagonal; or the right factor of M = U Y"""
+@dataclass(frozen=True)
+class Factors:
+    """Z = left · right, plus a diagonal where there is one: M = (U left)(right Vᵀ) + U · diagonal · Vᵀ."""
+
+    left: Tensor
+    right: Tensor
+    diagonal: Tensor | None = None
+
+    @property
+    def matrix(self) -> Tensor:
+        """Z (float64)"""
+        Z = self.left.double() @ self.right.double()
+        return Z if self.diagonal is None else Z + torch.diag(self.diagonal.double())
+
+    @property
+    def transposed(self) -> Factors:
+        return Factors(self.right.T, self.left.T, self.diagonal)
+
+    def times(self, factor: Tensor) -> Factors:
+        diagonal = None if self.diagonal is None else self.diagonal * factor
+        return Factors(self.left * factor, self.right, diagonal)
+
+
+Coefficients = Tensor | Factors | RightFactor
+"""Z of M = U Z Vᵀ, a matrix, its factors or a vector that is its diagonal; or the right factor of M = U Y"""
 
 
 @dataclass(frozen=True)
@@ -138,6 +161,12 @@ class Span:
         first = torch.cat([self.owner.new_tensor([-1]), self.owner[:-1]]) != self.owner
         return (self.weight * self.norm2.sqrt())[first].sum() / self.weight[first].sum()
 
+    def squared_norm(self, Z: Factors) -> Tensor:
+        """‖U Z Vᵀ‖², in the dtype of the directions"""
+        U, V = self.outputs, self.inputs
+        middle = Z.matrix.to(U)
+        return (middle * (gram(U.T, U.dtype) @ middle @ gram(V.T, V.dtype))).sum(dtype=torch.float64)
+
     @property
     def reversed(self) -> Span:
         """The same of all Δ_iᵀ."""
@@ -156,6 +185,8 @@ class Span:
         """Y of M = U Y, in the type of the coefficients."""
         if isinstance(coefficients, RightFactor):
             return coefficients.rows
+        if isinstance(coefficients, Factors):
+            coefficients = coefficients.matrix
         inputs = self.inputs.to(coefficients.dtype)
         return coefficients[:, None] * inputs if coefficients.ndim == 1 else coefficients @ inputs
 
@@ -175,6 +206,8 @@ class Span:
         """‖(M − Δ_i)|Δ_i|‖² / ‖|Δ_i|²‖² by owner"""
         if isinstance(coefficients, RightFactor):
             wrong = coefficients.rows.double() @ self.inputs.T.double()
+        elif isinstance(coefficients, Factors):
+            wrong = coefficients.matrix @ self.input_gram
         elif coefficients.ndim == 1:
             wrong = coefficients[:, None] * self.input_gram
         else:
@@ -229,12 +262,20 @@ class Product:
         return LowRank.from_factors(left.cpu(), right.cpu(), dtype, shape)
 
     def _factors(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """U Z and Vᵀ or U and Z Vᵀ, whichever takes fewer products."""
+        """U Z and Vᵀ or U and Z Vᵀ, whichever takes fewer products; of factors U left and right Vᵀ."""
         span, Z = self.span, self.coefficients
-        left = span.outputs.T.to(dtype)
+        left, right = span.outputs.T.to(dtype), span.inputs.to(dtype)
         if isinstance(Z, RightFactor):
             return left, Z.rows.to(dtype)
-        right, Z = span.inputs.to(dtype), Z.to(dtype)
+        if isinstance(Z, Factors):
+            L, R = Z.left.to(dtype), Z.right.to(dtype)
+            if Z.diagonal is None:
+                return left @ L, R @ right
+            diagonal = Z.diagonal.to(dtype)
+            if right.shape[1] <= left.shape[0]:
+                return left, torch.addmm(diagonal[:, None] * right, L, R @ right)
+            return torch.addmm(left * diagonal, left @ L, R), right
+        Z = Z.to(dtype)
         if Z.ndim == 1:
             return left, Z[:, None] * right
         return (left, Z @ right) if right.shape[1] <= left.shape[0] else (left @ Z, right)

@@ -19,8 +19,7 @@ from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.engine import Engine, ResultsByTensor
 from mergestream.errors import MergestreamError
 from mergestream.experts.vector import BasePieces
-from mergestream.ledger.readouts.base import StateReadout
-from mergestream.ledger.readouts.plain import Plain
+from mergestream.ledger.readouts.base import Plain, StateReadout
 from mergestream.merging.plan import StepFiles, peak_memory, streamed_memory, tensor_context
 from mergestream.merging.step import OVERFLOWS, overflow_error, overflow_explained
 from mergestream.methods.base import Context, Method, State

@@ -289,3 +289,22 @@ def test_eigenvectors_come_from_the_upper_triangle(n: int, dtype: Any) -> None:
     atol = 1e-4 if dtype == torch.float32 else 1e-11
     torch.testing.assert_close(matrix @ vectors.double(), vectors.double() * values, rtol=0, atol=atol)
     torch.testing.assert_close(vectors.T @ vectors, torch.eye(n, dtype=dtype), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("lapack", [True, False])
+def test_small_eigenvalues_of_a_float32_matrix_are_found_in_float64(
+    lapack: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`agree` sums their roots: rounding must not lift them to 1e-7 of the largest."""
+    if not lapack:
+        monkeypatch.setattr(symmetric, "_lapack", lambda: None)
+    g = torch.arange(1, 301, dtype=torch.float64) ** -2  # eigenvalues down to 1e-10
+    directions = torch.eye(300).double() + 0.01 * randn(300, 300, seed=22)
+    matrix = g[:, None] * (directions @ directions.T) * g
+    exact = torch.linalg.eigvalsh(matrix).flip(0)
+    values, vectors = symmetric.leading_eigenvectors(matrix.float(), lambda found: 40, torch.float32)
+    assert values.dtype == torch.float64
+    assert vectors.shape == (300, 40)
+    assert float(values.sqrt().sum()) == pytest.approx(float(exact.sqrt().sum()), rel=1e-4)
+    found = vectors.double()
+    torch.testing.assert_close(matrix @ found, found * values[:40], rtol=0, atol=1e-6)

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from mergestream import READOUTS, Ledger
 from mergestream.errors import UsageError
+from mergestream.ledger.merge import merge_entries
+from mergestream.ledger.readouts.base import EntriesReadout
+from mergestream.ledger.span import Entry
+from mergestream.methods.base import Context
 from mergestream.testing import Check, ledger_of, make_models, readout_checks
 from tests.ledger import formulas
 
@@ -74,11 +78,6 @@ def test_weights_too_thin_to_be_cut_and_stacks_of_weights_are_those_of_the_formu
 @every_readout
 def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout: Any) -> None:
     """As GPT-2's are: whose inputs an expert answers to must not depend on how a weight is stored."""
-    from mergestream.ledger.merge import merge_entries
-    from mergestream.ledger.readouts.base import EntriesReadout
-    from mergestream.ledger.span import Entry
-    from mergestream.methods.base import Context
-
     generator = torch.Generator().manual_seed(0)
     method = Ledger(entries="float32")
     entries: list[list[Entry]] = [[], []]
@@ -92,6 +91,28 @@ def test_a_weight_stored_input_by_output_is_merged_as_its_transpose(readout: Any
     plain, transposed = (merge_entries(chosen, held, context) for held, context in zip(entries, contexts, strict=True))
     assert isinstance(transposed, Tensor)
     torch.testing.assert_close(transposed.T, plain, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("readout", ["agree", "outputs", "tsv", "tempered", "iso"])
+@pytest.mark.parametrize("shape", [(160, 96), (96, 160)])
+@pytest.mark.parametrize("decay", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("common", [0.0, 1.0])
+def test_float32_gives_the_same_as_float64(readout: str, shape: tuple[int, int], decay: float, common: float) -> None:
+    """Also where the experts share their directions, so that Gram matrices are singular, and for steep spectra."""
+    generator, entries = torch.Generator().manual_seed(0), []
+    shared = [torch.randn(size, 12, generator=generator) for size in shape]
+    for number in range(8):
+        own = [torch.randn(size, 12, generator=generator) for size in shape]
+        left, right = (torch.linalg.qr(common * s + (1 - common) * o).Q.T for s, o in zip(shared, own, strict=True))
+        sigma = 3.0**number * torch.arange(1, 13, dtype=torch.float64) ** -decay
+        slots = {"left": left.bfloat16(), "sigma": sigma, "right": right.bfloat16()}
+        entries.append(Entry({**slots, "norm2": 1.3 * sigma.square().sum()}, weight=1 + number / 2))
+    merged = []
+    for dtype in (torch.float32, torch.float64):
+        value = merge_entries(READOUTS[readout](), entries, Context(8, True, shape, dtype))  # type: ignore[arg-type]
+        assert isinstance(value, Tensor)
+        merged.append(value.double())
+    assert float((merged[0] - merged[1]).norm() / merged[1].norm()) < 2e-3
 
 
 def test_a_readout_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:

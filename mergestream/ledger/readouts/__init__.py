@@ -24,8 +24,13 @@ READOUTS: Registry[type[Readout]] = Registry(
     "readout",
     "mergestream.readouts",
     {
-        name: f"mergestream.ledger.readouts.{name}:{name.capitalize()}"
-        for name in ("agree", "regress", "outputs", "tsv", "tempered", "iso", "sum", "expert", "plain")
+        **{
+            name: f"mergestream.ledger.readouts.{name}:{name.capitalize()}"
+            for name in ("agree", "regress", "outputs", "tsv", "iso", "sum")
+        },
+        "tempered": "mergestream.ledger.readouts.tsv:Tempered",
+        "expert": "mergestream.ledger.readouts.sum:Expert",
+        "plain": "mergestream.ledger.readouts.base:Plain",
     },
     _check_readout,
 )

@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from mergestream.algebra.svd import gram
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.ledger.readouts.base import EntriesReadout
-from mergestream.ledger.span import Span
+from mergestream.ledger.span import Factors, Span
 
 
 class Agree(EntriesReadout):
@@ -24,20 +25,24 @@ class Agree(EntriesReadout):
     The objective is that of WUDI (Cheng et al., 2025), the cut at K that of SWUDI-A (arXiv 2606.07289).
 
     With V the directions of all experts side by side and g = √c·σ/‖Δ‖, C = (V g)(V g)ᵀ has the eigenvalues of
-    the κ×κ matrix (V g)ᵀ(V g) = E Λ Eᵀ, and P = V F with F = g E Λ^(−½).
+    A = (V g)ᵀ(V g) = E Λ Eᵀ, which is κ×κ, and P = V g E Λ^(−½). So PᵀV = Λ^½ Eᵀ/g, and with the first K columns of E
+
+        M = S + U (g·σ·E/Λ − √c·‖Δ‖·E) (g·E)ᵀ Vᵀ
+
+    Float32 will do for A: it rounds each direction by its own length, so no small eigenvalue drowns
+    (docs: performance-notes.md).
     """
 
     name = "agree"
 
-    def coefficients(self, span: Span) -> Tensor:
-        answer = span.weight * span.sigma.square() / span.norm2
-        g = answer.sqrt()
-        values, E = leading_eigenvectors(g[:, None] * span.input_gram * g, _effective_rank)
-        values = values[: E.shape[1]]
-        F = g[:, None] * E / values.sqrt()
-        inside = span.input_gram @ F  # VᵀP
-        agreed = (answer * span.sigma)[:, None] * inside / values  # D P Λ⁻¹ = U · this
-        return torch.diag(span.weighted).addmm_(agreed.sub_(span.weighted[:, None] * inside), F.T)
+    def coefficients(self, span: Span) -> Factors:
+        dtype = span.inputs.dtype
+        g = span.weight.sqrt() * span.sigma / span.norm2.sqrt()
+        A = (g[:, None] * gram(span.inputs.T, dtype) * g).to(dtype)
+        values, E = leading_eigenvectors(A, _effective_rank)
+        agreed = torch.outer(g * span.sigma, 1 / values[: E.shape[1]])
+        left = E * agreed.sub_((span.weight * span.norm2).sqrt()[:, None]).to(dtype)
+        return Factors(left, g.to(dtype) * E.T, span.weighted)
 
 
 def _effective_rank(values: Tensor) -> int:

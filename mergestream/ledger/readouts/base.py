@@ -59,3 +59,18 @@ class StateReadout(Readout):
     @abstractmethod
     def other(self, direction: Value, t: int) -> Value:
         """Read out any other tensor, or a piece of it, from the method's direction after t experts."""
+
+
+class Plain(StateReadout):
+    """The method's direction, by the method's scale."""
+
+    name = "plain"
+
+    def scale_of(self, method: Method) -> float | str:
+        return method.scale_rule
+
+    def linear(self, direction: Value) -> Value:
+        return direction
+
+    def other(self, direction: Value, t: int) -> Value:
+        return direction

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from mergestream.algebra.lowrank import LowRank, Value
 from mergestream.algebra.svd import FactoredSVD, thin_svd
-from mergestream.algebra.symmetric import leading_eigenvectors, power
+from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.ledger.readouts.base import EntriesReadout, StateReadout
-from mergestream.ledger.span import Span
+from mergestream.ledger.readouts.tsv import spectrum
+from mergestream.ledger.span import Factors, Span
 from mergestream.methods.base import Method
 
 
@@ -19,21 +18,20 @@ class Iso(EntriesReadout, StateReadout):
 
     Marczak et al., No Task Left Behind (2025), Iso-C; its α is the scale, 1.5.
 
-    In the directions of the experts S = U D Vᵀ, and with N = A^½ D UᵀU D A^½, A = VᵀV, whose eigenvalues are σ²,
-    P Qᵀ = S (SᵀS)^(−½) = U D A^½ N^(−½) A^(−½) Vᵀ.
+    In the directions of the experts S = U D Vᵀ. With VᵀV = E Λ Eᵀ the rows of Q = Λ^(−½) Eᵀ Vᵀ are orthonormal,
+    S = U H Q with H = D E Λ^½, and with HᵀUᵀU H = W Σ² Wᵀ it is P Qᵀ = U H W Σ⁻¹ · Wᵀ Q.
     """
 
     name = "iso"
     scale = 1.5
 
-    def coefficients(self, span: Span) -> Tensor:
-        root = power(span.input_gram.clone(), 0.5)
-        inverse = power(span.input_gram.clone(), -0.5)
-        half = span.weighted[:, None] * root
-        squares, vectors = leading_eigenvectors(half.T @ span.output_gram @ half)
+    def coefficients(self, span: Span) -> Factors:
+        roots, E = spectrum(span.inputs)
+        H = span.weighted[:, None] * (E * roots)
+        squares, W = leading_eigenvectors(H.T @ span.output_gram @ H, dtype=E.dtype)
         sigma = squares.sqrt()
-        mean = sigma.sum() / max(len(sigma), 1)
-        return mean * half @ (vectors / sigma) @ (vectors.T @ inverse)
+        left = H.to(E) @ (W * (sigma.sum() / sigma / max(len(sigma), 1)).to(E))
+        return Factors(left, W.T @ (E / roots).T)
 
     def scale_of(self, method: Method) -> float:
         return self.scale

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from mergestream.ledger.readouts.agree import Agree
-from mergestream.ledger.span import Span
+from mergestream.ledger.span import Factors, Span
 
 LENGTH = 1.5
 """The norm of a merged matrix, in mean norms of the experts"""
@@ -22,7 +20,6 @@ class Outputs(Agree):
 
     name = "outputs"
 
-    def coefficients(self, span: Span) -> Tensor:
-        Z = super().coefficients(span.reversed).T
-        length2 = (Z * (span.output_gram @ Z @ span.input_gram)).sum()
-        return Z * (LENGTH * span.mean_norm / length2.sqrt())
+    def coefficients(self, span: Span) -> Factors:
+        Z = super().coefficients(span.reversed).transposed
+        return Z.times(LENGTH * span.mean_norm / span.squared_norm(Z).sqrt())

@@ -23,3 +23,13 @@ class Sum(EntriesReadout):
 
     def share(self, weight: float, total: float) -> float:
         return weight
+
+
+class Expert(Sum):
+    """One expert, read back from its entry: expert:NAME.
+
+    Gargiulo et al., Task Singular Vectors (2025): TSV-Compress.
+    """
+
+    name = "expert"
+    scale = 1.0
