@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mergestream.checkpoints import open_checkpoint
+from mergestream.checkpoints.layout import MARKER
+from mergestream.digest import combined_digest, tensor_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.adapter import PREFIX
 from mergestream.experts.adapters.config import CONFIG_NAME
@@ -69,20 +71,22 @@ class RoutedModel:
         device: str = "cpu",
         fallback: float = FALLBACK,
     ) -> RoutedModel:
-        """Load the directory that ``export --format routed`` has written.
+        """Load what ``export --format routed`` has written: a directory, or ``[hf://]org/name[@revision]`` on the hub.
 
         ``base`` is where the base is, if it is neither in the directory nor where it was. The merged adapter answers
         where the router is less confident than on all but this share (``fallback``) of inputs like the experts' own;
         a router that was made without inputs does not know that, and never uses it unless ``threshold`` is set.
         """
-        directory = Path(directory).expanduser()
+        directory = _locate(directory)
         if not (directory / ROUTER).is_file():
             raise MergestreamError(f"{directory} has no {ROUTER}; write one with mergestream export --format routed")
         if not 0 <= fallback <= 1:
             raise MergestreamError(f"fallback is a share from 0 to 1, not {fallback:g}")
         experts, router, quantiles = read_router(directory / ROUTER)
         with open_checkpoint(base or base_of(directory)) as opened:
-            model = load_model(opened.directory, opened.source, read_weights(opened), device, attention="sdpa")
+            weights = read_weights(opened)
+            _check_base(directory, opened.source, weights)
+            model = load_model(opened.directory, opened.source, weights, device, attention="sdpa")
             runner = Runner(model, load_processor(opened.directory), device=device)
         adapters = Adapters(model)
         for name in experts:
@@ -308,6 +312,29 @@ class Adapters:
 
 BASE_LAYER = ".base_layer."
 """PEFT's name for what an adapter is added to"""
+
+
+def _locate(directory: str | Path) -> Path:
+    """A directory on this machine, or the download of a repository on the hub."""
+    path = Path(directory).expanduser()
+    repository, _, revision = str(directory).removeprefix("hf://").partition("@")
+    if path.exists() or repository.count("/") != 1:
+        return path
+    with explained(f"{directory} is no directory here, and cannot be downloaded from the hub"):
+        from huggingface_hub import snapshot_download
+
+        files = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
+
+
+def _check_base(directory: Path, source: str, weights: Mapping[str, Tensor]) -> None:
+    """Refuse another base than the one that the adapters belong to, if the store has read that one."""
+    known = read_json(directory / MARKER).get("base", {}).get("digest")
+    if known and known != combined_digest({name: tensor_digest(value) for name, value in weights.items()}):
+        raise MergestreamError(
+            f"{source} is not the base of the adapters in {directory}, or was changed or converted since; pass base=… "
+            "with the one they were made for"
+        )
 
 
 def _unit_rows(factor: Tensor) -> Tensor:

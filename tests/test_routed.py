@@ -335,9 +335,33 @@ def test_loading_what_is_not_there(tmp_path: Path, home: Path) -> None:
     assert RoutedModel.from_pretrained(tmp_path / "out").experts == tuple(sorted(WORDS)), "where the base was"
     with pytest.raises(MergestreamError, match="elsewhere"):
         RoutedModel.from_pretrained(tmp_path / "out", base=tmp_path / "elsewhere")
-    other = save_with_companions(families.gpt2(), tmp_path / "other")
+    (tmp_path / "out" / "experts" / "cats" / "adapter_config.json").write_text('{"layers_pattern": "x", "r": "y"}')
     with pytest.raises(MergestreamError, match=r"PEFT cannot load .*/experts/cats"):
-        RoutedModel.from_pretrained(tmp_path / "out", base=other)
+        RoutedModel.from_pretrained(tmp_path / "out")
+
+
+def test_another_base_is_refused(tmp_path: Path, home: Path) -> None:
+    """Also one of the same shapes, on which the adapters would fit."""
+    changed = speaking.auto(home / "base")
+    with torch.no_grad():
+        changed.model.norm.weight[0] += 1e-3
+    other = save_with_companions(changed, tmp_path / "other")
+    for directory in (home / "out", shutil.copytree(home / "out", tmp_path / "out")):
+        with pytest.raises(MergestreamError, match=r"other is not the base of the adapters in .*/out"):
+            RoutedModel.from_pretrained(directory, base=other)
+    shutil.rmtree(tmp_path / "out" / "base")
+    shutil.copytree(other, tmp_path / "out" / "base")
+    with pytest.raises(MergestreamError, match="out/base is not the base of the adapters"):
+        RoutedModel.from_pretrained(tmp_path / "out")
+
+
+def test_a_base_that_the_store_never_read_is_not_compared(tmp_path: Path, home: Path) -> None:
+    store = Store.create(tmp_path / "store", home / "base", EXACT, config_only=True, progress=NoProgress())
+    for name in ("cats", "dogs"):
+        store.add(home / name)
+    with pytest.warns(UserWarning, match="calibrate for cats, dogs"):
+        Store(tmp_path / "store").export_routed(tmp_path / "out")
+    assert RoutedModel.from_pretrained(tmp_path / "out").experts == ("cats", "dogs")
 
 
 def test_calls_that_cannot_be_answered(routed: RoutedModel) -> None:
