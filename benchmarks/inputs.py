@@ -20,14 +20,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -38,17 +36,16 @@ from benchmarks.suites.experts import ExpertSuite
 from benchmarks.suites.heads import all_features, pick
 from benchmarks.suites.language import LanguageSuite, neutral_texts
 from benchmarks.suites.trained import TrainedSuite
-from mergestream import Store
-from mergestream.base.architecture import name_matcher
+from mergestream import Inputs, Store
 from mergestream.escaping import markdown_table
-from mergestream.evaluation.cache import cache_directory, key_of
 from mergestream.evaluation.streams import score
+from mergestream.export.routed import read_router, save_router
 from mergestream.files import write_json, write_text
-from mergestream.ledger.moment import Moment
 from mergestream.ledger.selection import Selection
-from mergestream.ledger.span import Entry, RightFactor
+from mergestream.ledger.span import RightFactor
 from mergestream.merging.entries import EntriesReading
 from mergestream.progress import NoProgress
+from mergestream.storage import total_bytes
 
 ROWS = (
     *("default", "outputs", "regress@64", "routed@64", "regress@16", "regress@64+half", "regress@256"),
@@ -58,8 +55,6 @@ ROWS = (
 SEED = 0
 UNCERTAIN = 0.1
 """The share of an expert's own inputs that the merged model answers, with ``fallback``"""
-Moments = Mapping[str, Mapping[str, Moment]]
-"""By expert and weight"""
 Score = dict[str, float]
 
 
@@ -91,12 +86,12 @@ class Subject:
     """A suite, its experts in a store, and what can be measured of them."""
 
     def __init__(self, suite: ExpertSuite, work: Path) -> None:
-        self.suite = suite
-        self.tasks = suite.tasks
+        self.suite, self.tasks, self.work = suite, suite.tasks, work
+        self._calibrated: dict[str, Store] = {}
         started = time.monotonic()
-        self.store = Store.create(work / "store", suite.base(), progress=NoProgress())
+        self.plain = Store.create(work / "store", suite.base(), progress=NoProgress())
         for task in self.tasks:
-            self.store.add(suite.expert(task), name=task)
+            self.plain.add(suite.expert(task), name=task)
         self.add_seconds = (time.monotonic() - started) / len(self.tasks)
         self.calibrate_seconds: dict[str, float] = {}
 
@@ -128,54 +123,26 @@ class Subject:
             return [Encoded(self.suite.backbone.tokenizer.encode(text).ids, [2]) for text in drawn]
         return drawn
 
-    def moments(self, row: Row) -> Moments:
-        """The moments of the row's inputs, by expert; cached."""
-        experts = self.tasks[::2] if "half" in row.words else self.tasks
-        return {task: self._moments(task, row) for task in experts} if row.count else {}
-
-    def _moments(self, task: str, row: Row) -> dict[str, Moment]:
-        source = sorted(row.words - {"half", "fallback"})
-        key = key_of(self.suite.expert(task).name, self.suite.base().name, row.count, source, SEED, len(self.tasks))
-        path = cache_directory() / "moments" / self.suite.name / f"{task}-{key}.pt"
-        if not path.is_file():
-            started = time.monotonic()
-            found = self._measure(self.suite.load(self.suite.expert(task)), self.inputs(task, row))
-            self.calibrate_seconds[f"{task}@{row.count}"] = time.monotonic() - started
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({name: (m.values, m.vectors, m.rest) for name, m in found.items()}, path)
-        return {name: Moment(*parts) for name, parts in torch.load(path).items()}
-
-    def _measure(self, model: torch.nn.Module, inputs: Sequence[Any]) -> dict[str, Moment]:
-        sums: dict[str, Tensor] = {}
-        counts: dict[str, int] = {}
-
-        def add(name: str, x: Tensor) -> None:
-            rows = x.detach().flatten(0, -2).double()
-            sums[name] = sums.get(name, 0) + rows.T @ rows
-            counts[name] = counts.get(name, 0) + len(rows)
-
-        hooks = [
-            module.register_forward_pre_hook(lambda _, args, name=f"{path}.weight": add(name, args[0]))
-            for path, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear)
-        ]
-        with torch.inference_mode():
-            for each in inputs:  # one by one: there is no padding
-                self._forward(model, each)
-        for hook in hooks:
-            hook.remove()
-        with self.store.snapshot() as snapshot:
-            reading = snapshot.reading(self.store.engine)
-        assert isinstance(reading, EntriesReading)
-        found, slot_of = {}, name_matcher(model, sums)
-        for name in reading.linear:
-            if slot := slot_of(name):
-                kept = reading.directions[name] or min(reading.contexts[name].matrices[1:])
-                found[name] = Moment.of(sums[slot] / counts[slot], kept, torch.bfloat16)
-        return found
+    def store(self, row: Row) -> Store:
+        """The store of all experts, calibrated with the row's inputs: every expert, or with ``half`` every other."""
+        if not row.count:
+            return self.plain
+        key = f"{row.count}{sorted(row.words - {'fallback'})}"
+        if key not in self._calibrated:
+            path = self.work / f"store-{len(self._calibrated)}"
+            shutil.copytree(self.plain.path, path)
+            store = self._calibrated[key] = Store(path, progress=NoProgress())
+            model = self.suite.load(self.suite.base())
+            for task in self.tasks[::2] if "half" in row.words else self.tasks:
+                started = time.monotonic()
+                inputs = Inputs(self.inputs(task, row), row.count, model=model, call=self._forward)
+                store.calibrate(task, inputs)
+                self.calibrate_seconds[f"{task}@{row.count}"] = time.monotonic() - started
+        return self._calibrated[key]
 
     def _forward(self, model: Any, each: Any) -> Tensor:
         """Run the model on one input; returns the features that a router sees."""
+        each = each["text"] if isinstance(each, dict) else each
         if isinstance(each, Encoded):
             hidden: Tensor = model.get_decoder()(torch.tensor([each.prompt + each.answer])).last_hidden_state
             return hidden[:, : len(each.prompt)].mean(1)
@@ -187,63 +154,58 @@ class Subject:
 
     def merged(self, row: Row, work: Path, only: Sequence[str] = ()) -> tuple[Path, float]:
         """Export the merged model of a row to a new directory; returns it and the seconds."""
-        with _calibrated(self.moments(row)):
-            target, started = work / f"merged-{time.monotonic_ns()}", time.monotonic()
-            model = self.store.export(target, **row.selection, only=list(only))
-            return model, time.monotonic() - started
+        target, started = work / f"merged-{time.monotonic_ns()}", time.monotonic()
+        model = self.store(row).export(target, **row.selection, only=list(only))
+        return model, time.monotonic() - started
 
-    def damage(self, row: Row, measured: Moments) -> dict[str, float]:
-        """The predicted damage of every expert by a row's readout: on these inputs, or on its own directions."""
-        with _calibrated(self.moments(row)), self.store.snapshot() as snapshot:
-            reading = snapshot.reading(self.store.engine, Selection(row.selection["readout"]))
+    def damage(self, row: Row, measured: Row) -> dict[str, float]:
+        """The predicted damage of every expert by a row's readout, on the inputs of another row; on the experts' own
+        directions if that has none."""
+        store, found = self.store(row), dict[str, list[float]]()
+        with store.snapshot() as snapshot, self.store(measured).snapshot() as other:
+            known = {entry.name: other.inputs.get(entry.number) for entry in other.manifest.history}
+            reading = snapshot.reading(store.engine, Selection(row.selection["readout"]))
             assert isinstance(reading, EntriesReading)
-            factor = reading.scale(row.selection["scale"], self.store.engine)
-            found: dict[str, list[float]] = {task: [] for task in self.tasks}
-            for name, matrices in reading.measured(self.store.engine, lambda span: span):
+            factor = reading.scale(row.selection["scale"], store.engine)
+            for name, matrices in reading.measured(store.engine, lambda span: span):
+                moments = {task: reader.moment(name) if reader else None for task, reader in known.items()}
                 for span in matrices:
                     merged = RightFactor(factor * span.right_factor(reading.readout.coefficients(span)).double())
                     entries = {
-                        number: replace(entry, moment=measured.get(reading.experts[number].name, {}).get(name))
+                        number: replace(entry, moment=moments[reading.experts[number].name])
                         for number, entry in span.experts.items()
                     }
                     for number, value in replace(span, experts=entries).damage(merged).items():
-                        found[reading.experts[number].name].append(value)
-        return {task: sum(values) / len(values) for task, values in found.items() if values}
+                        found.setdefault(reading.experts[number].name, []).append(value)
+        return {task: sum(values) / len(values) for task, values in found.items()}
 
     def bytes_of(self, row: Row) -> dict[str, int]:
-        """Bytes of the store, and of the moments beside it."""
-        moments = [moment for found in self.moments(row).values() for moment in found.values()]
-        stored = sum(file.stat().st_size for file in (self.store.path / "steps").rglob("*") if file.is_file())
-        return {"store": stored, "moments": sum(m.values.nbytes + m.vectors.nbytes + 8 for m in moments)}
+        """Bytes of the store, and of the moments in it."""
+        sizes = {folder: total_bytes(self.store(row).storage.files(folder)) for folder in ("steps", "inputs")}
+        return {"store": sizes["steps"], "moments": sizes["inputs"]}
 
     # --- routed ---------------------------------------------------------------------------------------------
 
     def routed(self, row: Row, work: Path) -> dict[str, Any]:
         """Every test input goes to the expert whose inputs look most like it."""
-        base = self.suite.load(self.suite.base())
-        with torch.inference_mode():
-            known = [
-                torch.cat([self._forward(base, each) for each in self.inputs(task, row)]).double()
-                for task in self.tasks
-            ]
-        means = torch.stack([rows.mean(0) for rows in known])
-        centred = torch.cat([rows - rows.mean(0) for rows in known])
-        covariance = 0.9 * centred.T @ centred / (len(centred) - len(known))
-        covariance.diagonal().add_(covariance.diagonal().mean() / 9)
-        weights = torch.linalg.solve(covariance, means.T)
-        bias = 0.5 * (means * weights.T).sum(1)
+        base, path = self.suite.load(self.suite.base()), work / "router.safetensors"
+        with self.store(row).snapshot() as snapshot:
+            readers = {entry.name: snapshot.inputs[entry.number] for entry in snapshot.manifest.history}
+            known = {name: features for name, reader in readers.items() if (features := reader.features())}
+        save_router(path, self.tasks, known)
+        names, router, quantiles = read_router(path)
+        assert router is not None and quantiles is not None
+        places = torch.tensor([self.tasks.index(name) for name in names])
 
         def route(features: Tensor) -> tuple[Tensor, Tensor]:
-            confidence, expert = (features.double() @ weights - bias).softmax(1).max(1)
-            return expert, confidence
+            expert, confidence = router.route(features)
+            return places[expert], confidence
 
-        least = 0.0
-        if "fallback" in row.words:
-            least = float(torch.cat([route(rows)[1] for rows in known]).quantile(UNCERTAIN))
+        least = float(quantiles[round(100 * UNCERTAIN)]) if "fallback" in row.words else 0.0
         tests = {task: self._tests(task) for task in self.tasks}
         chosen = {task: route(self._features(base, tests[task])) for task in self.tasks}
         right = dict.fromkeys(self.tasks, 0)
-        models = [self.store.export(work / f"{row.key}-{task}", readout=f"expert:{task}") for task in self.tasks]
+        models = [self.plain.export(work / f"{row.key}-{task}", readout=f"expert:{task}") for task in self.tasks]
         if least:
             models.append(self.merged(Row(f"regress@{row.count}"), work)[0])
         for number, directory in enumerate(models):
@@ -251,10 +213,10 @@ class Subject:
             for task, (expert, confidence) in chosen.items():
                 sent = torch.where(confidence < least, len(self.tasks), expert)
                 right[task] += self._right(model, task, (sent == number).nonzero().flatten().tolist())
-        places = enumerate(self.tasks)
+        numbered = enumerate(self.tasks)
         return {
             "accuracies": {task: right[task] / len(tests[task]) for task in self.tasks},
-            "routed_right": {task: float((chosen[task][0] == place).double().mean()) for place, task in places},
+            "routed_right": {task: float((chosen[task][0] == place).double().mean()) for place, task in numbered},
             "answered_by_merged": {task: float((chosen[task][1] < least).double().mean()) for task in self.tasks},
         }
 
@@ -290,21 +252,6 @@ def _drawn(available: int, count: int, seed: int = SEED) -> list[int]:
     return sorted(random.Random(seed).sample(range(available), min(count, available)))
 
 
-@contextmanager
-def _calibrated(moments: Moments) -> Iterator[None]:
-    """Give the entries of a ledger these moments."""
-    plain = EntriesReading.entries
-
-    def entries(reading: EntriesReading, name: str, *, measured: bool = False) -> list[Entry]:
-        found = zip(reading.experts, plain(reading, name), strict=True)
-        if not (measured or reading.readout.uses_inputs):
-            return [entry for _, entry in found]
-        return [replace(entry, moment=moments.get(expert.name, {}).get(name)) for expert, entry in found]
-
-    with patch.object(EntriesReading, "entries", entries):
-        yield
-
-
 def measure(subject: Subject, row: Row, work: Path, bwt: bool) -> dict[str, Any]:
     """Everything of one row."""
     suite, tasks = subject.suite, subject.tasks
@@ -321,8 +268,8 @@ def measure(subject: Subject, row: Row, work: Path, bwt: bool) -> dict[str, Any]
         "export_seconds": seconds,
         "bytes": subject.bytes_of(row),
         "damage": {
-            "by_directions": subject.damage(row, {}),
-            "by_inputs": subject.damage(row, subject.moments(Row("regress@64"))),
+            "by_directions": subject.damage(row, Row("default")),
+            "by_inputs": subject.damage(row, Row("regress@64")),
         },
     }
     if bwt:
