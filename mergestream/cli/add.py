@@ -52,7 +52,7 @@ class Add(WorkingStoreOptions, GatedOptions, InputsOptions):
         store = self.open_store()
         experts = [split_name(word) if self.name is None else (self.name, word) for word in self.experts]
         if len(experts) > 1 and not self.dry_run:
-            from mergestream.store.candidate import check_experts
+            from mergestream.store.add import check_experts
 
             check_experts(**arguments_of(check_experts, self, store=store, experts=experts))
         for name, expert in experts:

@@ -106,12 +106,11 @@ def status_json(store: Store) -> dict[str, Any]:
 def _ledger_json(store: Store) -> dict[str, Any] | None:
     """Describe how a ledger's budget is divided: slots for experts, bytes of all entries."""
     from mergestream.storage import total_bytes
-    from mergestream.store.steps import step_bytes
 
     manifest = store.manifest
     if not manifest.is_ledger:
         return None
-    taken = sum(step_bytes(store.storage, entry.folder) for entry in manifest.history)
+    taken = sum(total_bytes(store.storage.files(f"steps/{entry.folder}")) for entry in manifest.history)
     return {
         "room_for": manifest.sharing,
         "bytes": taken,

@@ -28,8 +28,7 @@ from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods import as_method
 from mergestream.methods.base import Method
 from mergestream.progress import Progress, default_progress
-from mergestream.store.add import add_expert
-from mergestream.store.candidate import expert_name
+from mergestream.store.add import add_expert, free_name
 from mergestream.store.manifest import Expert, Manifest, Options
 from mergestream.store.store import Store
 
@@ -119,7 +118,7 @@ def _merge_in_one_pass(
         for name in vector.heads:  # rows of new tokens: reading them checks them, and adds them to the digest
             vector.head(name)
         notes += [*vector.notes, vector.expert.note]
-        vectors[expert_name(vector.expert.source, vectors)] = vector
+        vectors[free_name(None, vector.expert.source, vectors)] = vector
     for note in filter(None, notes):
         progress.note(note)
     step = Carry(method, list(vectors.values()), list(vectors), target.engine.device)

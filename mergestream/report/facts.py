@@ -15,7 +15,7 @@ from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, fields_of, led
 from mergestream.report.scores import Scores, attached
 from mergestream.report.tables import format_number, short_name, short_names, shorten_findings
 from mergestream.report.verdict import next_step, verdict
-from mergestream.store.candidate import LARGE
+from mergestream.store.add import LARGE
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, Store

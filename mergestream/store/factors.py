@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from mergestream.algebra.pieces import matrix_shape
-from mergestream.checkpoints import Checkpoint, SafetensorsWriter, TensorSpec, dtype_name, torch_dtype
+from mergestream.checkpoints import SafetensorsWriter, TensorSpec, dtype_name, torch_dtype
 from mergestream.digest import json_digest, tensor_digest
-from mergestream.schema import BACKUP, Count, Number, damaged, invalid_file, validate
+from mergestream.schema import Count, Number, damaged, invalid_file, validate
 from mergestream.storage import Storage, read_json
 from mergestream.store.step_storage import StepStorage
 from mergestream.store.tensors import CheckedTensors
@@ -26,21 +26,38 @@ from mergestream.store.tensors import CheckedTensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergestream.algebra.lowrank import FactorBounds, LowRank
+    from mergestream.algebra.lowrank import LowRank
+    from mergestream.merging.step import Step
 
-INDEX = "factors.json"
+INDEX, STEM = "factors.json", "model"
+"""The index, and the beginning of the name of the file with dense slots and cores"""
 SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
-_SHARED = f"steps share it, so that undo does not help: {BACKUP}, or add all experts to a new one"
 
 
-def core_layout(bounds: FactorBounds, slot: str) -> dict[str, TensorSpec]:
-    """The core of a slot, in float64: rounding it at every step would mix nearly equal singular values."""
-    return {core_name(slot): TensorSpec("F64", bounds.core)} if all(bounds.core) else {}
+def lay_out(step: Step) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    """The tensors that a step writes: dense slots and cores, and the blocks that it may add to the bases.
+
+    Cores are in float64: rounding them at every step would mix nearly equal singular values.
+    """
+    layout: dict[str, TensorSpec] = {}
+    blocks: dict[str, TensorSpec] = {}
+    for name, plan in step.plans.items():
+        for slot, form in plan.layout.items():
+            if plan.bounds is None:
+                layout[slot_name(slot, name)] = TensorSpec(dtype_name(form.dtype), form.shape)
+            elif all(plan.bounds.core):
+                layout[core_name(slot_name(slot, name))] = TensorSpec("F64", plan.bounds.core)
+        if plan.bounds:
+            dtype = step.vector.model.tensors[name].state_dtype
+            for side, rows, length in zip(SIDES, plan.bounds.new, plan.bounds.shape, strict=True):
+                if rows:
+                    blocks[block_name(side, name)] = TensorSpec(dtype, (rows, length))
+    return layout, blocks
 
 
-def block_layout(bounds: FactorBounds, dtype: str, name: str) -> dict[str, TensorSpec]:
-    sides = zip(SIDES, bounds.new, bounds.shape, strict=True)
-    return {block_name(side, name): TensorSpec(dtype, (rows, length)) for side, rows, length in sides if rows}
+def slot_name(slot: str, name: str) -> str:
+    """The name of a tensor's slot in the state: ``sum:encoder.layer.0.weight``."""
+    return f"{slot}:{name}"
 
 
 def core_name(slot: str) -> str:
@@ -64,59 +81,48 @@ class FactoredSlot(TypedDict):
     right: list[tuple[Number, Count]]
 
 
+def read_index(storage: Storage, folder: str, digests: Mapping[str, str]) -> dict[str, FactoredSlot]:
+    """The factored slots of a step, by the digests of its files; empty where all are dense."""
+    if INDEX not in digests:
+        return {}
+    where, content = f"{storage}/{folder}/{INDEX}", read_json(storage, f"{folder}/{INDEX}")
+    if json_digest(content) != digests[INDEX]:
+        raise damaged(where, "it does not match its digest")
+    return validate(content, dict[str, FactoredSlot], where)
+
+
 class FactorReader:
     """The factored slots of one step."""
 
-    def __init__(self, storage: Storage, folder: str, number: int, digests: Mapping[str, str], remedy: str) -> None:
-        """``digests`` are those of all files of step ``number``."""
-        self._where = f"{storage}/{folder}/{INDEX}"
-        self.index: dict[str, FactoredSlot] = {}
-        if INDEX in digests:
-            content = read_json(storage, f"{folder}/{INDEX}")
-            if json_digest(content) != digests[INDEX]:
-                raise damaged(self._where, "it does not match its digest")
-            self.index = validate(content, dict[str, FactoredSlot], self._where)
-        self.files: dict[int, CheckedTensors] = {}
-        self.names: set[str] = set()
-        """All blocks in the files, by their names in ``digests``"""
-        try:
-            for step in used_steps(self.index):
-                prefix = f"{file_prefix(step)}/"
-                own = {name.removeprefix(prefix): digest for name, digest in digests.items() if name.startswith(prefix)}
-                helps = remedy if step == number else _SHARED
-                self.files[step] = CheckedTensors(storage, folder, file_prefix(step), own, helps)
-                self.names |= {prefix + name for name in own}
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, index: Mapping[str, FactoredSlot], files: Mapping[str, CheckedTensors], where: str) -> None:
+        """``files`` are those of the step, by the beginning of their names; ``where`` is the step's folder."""
+        self.index, self._files = index, files
         self._blocks: dict[tuple[str, int], Tensor] = {}
         self.origin: dict[int, list[int]] = {}
         """[step, rows] of every block that was read, by the id of its tensor"""
+        for slot in index:
+            if not self._fits(slot):
+                raise invalid_file(f"{where}/{INDEX}", f"{slot} does not fit the factors")
 
-    def check(self, state: Checkpoint | None) -> None:
-        """Refuse an index that does not fit the files, by their headers; ``state`` holds the cores."""
-        for slot, entry in self.index.items():
-            core = state.tensors.get(core_name(slot)) if state else None
-            left, right = self.ranks(slot)
-            if core is None:
-                fits = not left or not right
-            else:
-                fits = core.dtype == "F64" and len(core.shape) == 2 and left <= core.shape[0] and right <= core.shape[1]
-            for side, length in zip(SIDES, matrix_shape(entry["shape"]), strict=True):
-                for step, rows in entry[side]:
-                    block = self.files[step].tensors.get(block_name(side, slot.partition(":")[2]))
-                    form = (block.dtype, *block.shape[1:]) if block else ()
-                    fits = fits and block is not None and form == (entry["dtype"], length) and rows <= block.shape[0]
-            if not fits:
-                raise invalid_file(self._where, f"{slot} does not fit the factors")
+    def _fits(self, slot: str) -> bool:
+        """Whether the files have the blocks and the core that the index says, by their headers."""
+        entry, core, (left, right) = self.index[slot], self._files[STEM].tensors.get(core_name(slot)), self.ranks(slot)
+        for side, length in zip(SIDES, matrix_shape(entry["shape"]), strict=True):
+            for step, rows in entry[side]:
+                block = self._files[file_prefix(step)].tensors.get(block_name(side, slot.partition(":")[2]))
+                if not block or (block.dtype, *block.shape[1:]) != (entry["dtype"], length) or rows > block.shape[0]:
+                    return False
+        if core is None:
+            return not left or not right
+        return core.dtype == "F64" and len(core.shape) == 2 and left <= core.shape[0] and right <= core.shape[1]
 
     def ranks(self, slot: str) -> tuple[int, int]:
         """The ranks of the left and the right basis."""
         left, right = (sum(rows for _, rows in self.index[slot][side]) for side in SIDES)
         return left, right
 
-    def read(self, slot: str, name: str, state: Checkpoint | None) -> LowRank:
-        """A factored slot of the tensor ``name``; ``state`` holds its core."""
+    def read(self, slot: str, name: str) -> LowRank:
+        """A factored slot of the tensor ``name``."""
         import torch
 
         from mergestream.algebra.lowrank import Basis, LowRank
@@ -128,23 +134,19 @@ class FactorReader:
             for side, length in zip(SIDES, matrix_shape(shape), strict=True)
         )
         core = torch.zeros(left.rank, right.rank, dtype=torch.float64)
-        if core.numel() and state is not None:
-            core.copy_(state.read(core_name(slot))[: left.rank, : right.rank])
+        if core.numel():
+            core.copy_(self._files[STEM].read(core_name(slot))[: left.rank, : right.rank])
         return LowRank(torch.Size(shape), left, core, right)
 
     def _block(self, name: str, step: int, rows: int) -> Tensor:
         # The same tensor for every reader: a basis is known to extend another by the identity of its blocks.
         if (name, step) not in self._blocks:
-            block = self._blocks.setdefault((name, step), self.files[step].read(name)[:rows])
+            block = self._blocks.setdefault((name, step), self._files[file_prefix(step)].read(name)[:rows])
             self.origin[id(block)] = [step, rows]
         return self._blocks[name, step]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_blocks": {}, "origin": {}}
-
-    def close(self) -> None:
-        for file in self.files.values():
-            file.close()
 
 
 class FactorWriter:

@@ -1,27 +1,37 @@
-"""Statistics of an expert's inputs, ``inputs/NNNN``: written once, and checked whenever they are read."""
+"""Statistics of an expert's inputs, ``inputs/NNNN``: measured and written once, and checked whenever they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
+from torch import nn
 
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, dtype_name
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.engine import Engine
+from mergestream.errors import UsageError
 from mergestream.files import to_json, write_text
 from mergestream.inputs.moments import LayerMoments
-from mergestream.inputs.statistics import InputStatistics
+from mergestream.inputs.reading import Inputs, Sample, read_inputs
+from mergestream.inputs.statistics import InputStatistics, measure_statistics
+from mergestream.ledger.method import FEWEST
 from mergestream.ledger.moment import Moment
 from mergestream.ledger.routing import FeatureStatistics
 from mergestream.schema import Count, damaged, invalid_file, parse, validate
 from mergestream.storage import Storage, read_text
-from mergestream.store.manifest import InputsEntry
+from mergestream.store.manifest import InputsEntry, Manifest
 from mergestream.store.tensors import CheckedTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mergestream.store.add import Candidate
+    from mergestream.store.store import Store
 
 INDEX, STEM = "inputs.json", "moments"
 FEATURES = "features"
@@ -40,8 +50,58 @@ class _Index(TypedDict):
     digests: dict[str, str]
 
 
-def inputs_folder(folder: str) -> str:
-    return f"inputs/{folder}"
+def read_samples(store: Store, inputs: Inputs) -> list[Sample]:
+    """Read the inputs; only a ledger has a place for what is measured on them."""
+    if not store.manifest.is_ledger:
+        raise UsageError(
+            f"{store.manifest.method} keeps nothing of a single expert, and takes no inputs; make a store with "
+            "--method ledger"
+        )
+    return read_inputs(inputs.source, inputs.count, store.progress)
+
+
+def measure_inputs(candidate: Candidate, inputs: Inputs, samples: Sequence[Sample], cut: int) -> InputStatistics:
+    """Run the expert and its base on the samples, and cut the moments like entries for so many experts."""
+    store, vector = candidate.store, candidate.vector
+    if inputs.model is None and isinstance(candidate.given, nn.Module):
+        inputs = dataclasses.replace(inputs, model=candidate.given)
+    manifest = dataclasses.replace(store.manifest, base=vector.model)
+    weights = [name for name, action in vector.actions.items() if action == "merged" and name in vector.model.tensors]
+    return measure_statistics(
+        vector,
+        candidate.opened,
+        _directions(manifest, weights, cut),
+        samples,
+        inputs,
+        dtype=getattr(torch, str(manifest.parameters["entries"])),
+        engine=store.engine,
+        progress=store.progress,
+    )
+
+
+def _directions(manifest: Manifest, weights: Sequence[str], cut: int) -> dict[str, int]:
+    """How many directions a moment keeps for each linear weight: ⌊β·r/cut⌋, as the entry of a full fine-tune."""
+    found, budget = {}, float(manifest.parameters["budget"] or 1)
+    for name in weights:
+        tensor = manifest.base.tensors[name]
+        if tensor.role == "linear" and len(tensor.shape) == 2:
+            rank = min(tensor.shape)
+            share = max(1, math.floor(budget * rank / max(cut, FEWEST)))
+            found[name] = min(rank, share) if budget * rank >= FEWEST else rank
+    return found
+
+
+def shorten_inputs(store: Store, manifest: Manifest, entry: InputsEntry, folder: str, cut: int) -> str:
+    """Write the statistics with moments cut like entries for so many experts; returns the digest of their index."""
+    with closing(InputsReader(store.storage, entry)) as reader:
+        found = reader.statistics()
+        kept = _directions(manifest, list(found.layers.shared), cut)
+        longest: dict[str, int] = {}
+        for weight, stored in found.layers.shared.items():
+            longest[stored] = max(kept[weight], longest.get(stored, 0))
+        moments = {stored: moment.cut(longest[stored]) for stored, moment in found.layers.moments.items()}
+        layers = dataclasses.replace(found.layers, moments=moments)
+        return write_inputs(store.storage, folder, dataclasses.replace(found, layers=layers))
 
 
 def write_inputs(storage: Storage, folder: str, found: InputStatistics) -> str:
@@ -58,7 +118,7 @@ def write_inputs(storage: Storage, folder: str, found: InputStatistics) -> str:
         "digests": {name: tensor_digest(tensor) for name, tensor in tensors.items()},
     }
     text = to_json(index)
-    with storage.drafting(inputs_folder(folder)) as directory:
+    with storage.drafting(f"inputs/{folder}") as directory:
         layout = {name: TensorSpec(dtype_name(part.dtype), tuple(part.shape)) for name, part in tensors.items()}
         with SafetensorsWriter(directory, layout, prefix=STEM) as writer:
             for name, tensor in tensors.items():
@@ -72,7 +132,7 @@ class InputsReader:
 
     def __init__(self, storage: Storage, entry: InputsEntry) -> None:
         """``entry`` is what the manifest says of them."""
-        folder = inputs_folder(entry.folder)
+        folder = f"inputs/{entry.folder}"
         self._where = f"{storage}/{folder}/{INDEX}"
         text = read_text(storage, f"{folder}/{INDEX}")
         if text_digest(text) != entry.record:

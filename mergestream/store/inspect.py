@@ -19,7 +19,8 @@ from mergestream.merging.memory import KeptExpert, read_out
 from mergestream.merging.merger import MemoryState
 from mergestream.merging.step import Discard
 from mergestream.methods.scale import inverse
-from mergestream.store.candidate import Candidate, open_candidate
+from mergestream.store.add import Candidate, open_candidate
+from mergestream.store.factors import lay_out
 
 if TYPE_CHECKING:
     from mergestream.merging.interference import Interference
@@ -114,7 +115,7 @@ class Inspection:
         """The facts of a candidate that was absorbed without being written, in so many seconds."""
         store, totals, before = candidate.store, candidate.totals, candidate.mean_norm_before
         peaks = sorted((plan.memory for plan in candidate.step.plans.values()), reverse=True)
-        disk = sum(spec.nbytes for spec in (*candidate.layout.values(), *candidate.blocks.values()))
+        disk = sum(spec.nbytes for layout in lay_out(candidate.step) for spec in layout.values())
         return cls(
             source=candidate.source,
             method=store.manifest.method,

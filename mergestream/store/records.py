@@ -23,7 +23,7 @@ from mergestream.storage import Storage, read_text
 from mergestream.store.tensors import CheckedTensors
 
 if TYPE_CHECKING:
-    from mergestream.store.candidate import Candidate
+    from mergestream.store.add import Candidate
     from mergestream.store.manifest import Expert
 
 _NAME = "tensors.json"

@@ -17,14 +17,18 @@ from mergestream.checkpoints import TensorSpec
 from mergestream.digest import combined_digest, json_digest, tensor_digest
 from mergestream.errors import MergestreamError
 from mergestream.schema import BACKUP, damaged, validate
-from mergestream.storage import Storage, read_json, total_bytes
+from mergestream.storage import Storage, read_json
 from mergestream.store.factors import (
     INDEX,
+    STEM,
     FactorReader,
     FactorWriter,
     core_name,
     file_prefix,
+    lay_out,
     padded_to,
+    read_index,
+    slot_name,
     used_steps,
 )
 from mergestream.store.step_storage import StepStorage
@@ -35,24 +39,15 @@ if TYPE_CHECKING:
 
     from mergestream.algebra.lowrank import LowRank
     from mergestream.engine import Engine
-    from mergestream.merging.step import Outcome
+    from mergestream.merging.step import Outcome, Step
     from mergestream.methods.base import State
     from mergestream.store.manifest import Expert
 
 DIGESTS = "digests.json"
 _UNDO = f"go back to before it with undo, or {BACKUP}"
 _ADD_AGAIN = f"remove the expert and add it once more, or {BACKUP}"
-"""Remedies for a damaged state, and for a damaged entry of a ledger"""
-
-
-def step_bytes(storage: Storage, folder: str) -> int:
-    """The size of a step."""
-    return total_bytes(storage.files(f"steps/{folder}"))
-
-
-def slot_name(slot: str, name: str) -> str:
-    """The name of a tensor's slot in the state: ``sum:encoder.layer.0.weight``."""
-    return f"{slot}:{name}"
+_SHARED = f"steps share it, so that undo does not help: {BACKUP}, or add all experts to a new one"
+"""Remedies for a damaged state, for a damaged entry of a ledger, and for blocks of an earlier step"""
 
 
 class StepReader:
@@ -66,14 +61,20 @@ class StepReader:
         self.digests = validate(read_json(storage, name), dict[str, str], f"{storage}/{name}")
         if combined_digest(self.digests) != expert.state:
             raise damaged(f"{storage}/{name}", "it does not match the manifest", remedy)
-        self.factors = FactorReader(storage, folder, expert.number, self.digests, remedy)
-        dense = self.digests.keys() - {INDEX} - self.factors.names
-        self._dense: CheckedTensors | None = None
+        index = read_index(storage, folder, self.digests)
+        by_file: dict[str, dict[str, str]] = {STEM: {}, **{file_prefix(step): {} for step in used_steps(index)}}
+        for key, digest in self.digests.items():
+            file, _, block = key.partition("/")
+            if file in by_file:
+                by_file[file][block] = digest
+            elif key != INDEX:
+                by_file[STEM][key] = digest
+        self._files: dict[str, CheckedTensors] = {}
         try:
-            if dense:
-                digests = {name: self.digests[name] for name in dense}
-                self._dense = CheckedTensors(storage, folder, "model", digests, remedy)
-            self.factors.check(self._dense)
+            for file, digests in by_file.items():
+                helps = remedy if file in (STEM, file_prefix(expert.number)) else _SHARED
+                self._files[file] = CheckedTensors(storage, folder, file, digests, helps)
+            self.factors = FactorReader(index, self._files, self.where)
         except BaseException:
             self.close()
             raise
@@ -81,12 +82,14 @@ class StepReader:
     @property
     def nbytes(self) -> int:
         """The size of all tensors."""
-        return sum(files.nbytes for files in self._files())
+        return sum(file.nbytes for file in self._files.values())
+
+    @property
+    def _dense(self) -> CheckedTensors:
+        return self._files[STEM]
 
     def memory(self, name: str) -> int:
         """Bytes that reading the slots of a tensor takes; 0 where they are views of a file."""
-        if self._dense is None or not self._dense.copies:
-            return 0
         keys = self._dense.tensors.keys() & self._keys.get(name, {}).values()
         return self._dense.copies * sum(self._dense.tensors[key].nbytes for key in keys)
 
@@ -95,19 +98,12 @@ class StepReader:
         if self.ranks(name) is None:
             return {**self.entry(name, only)}
         slots = self._keys[name].items()
-        return {slot: self.factors.read(key, name, self._dense) for slot, key in slots if only is None or slot in only}
+        return {slot: self.factors.read(key, name) for slot, key in slots if only is None or slot in only}
 
-    def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """The slots of a dense tensor: all, or ``only`` these; none where an expert has not changed it."""
-        return self._checked_entry(name, only)
-
-    def _checked_entry(
-        self, name: str, only: Collection[str] | None = None, thorough: bool = False
-    ) -> dict[str, Tensor]:
-        """The slots as they were written; those of a ledger are held to what an entry must be."""
+    def entry(self, name: str, only: Collection[str] | None = None, *, thorough: bool = False) -> dict[str, Tensor]:
+        """The slots of a dense tensor, all or ``only`` these, none where an expert has not changed it; those of a
+        ledger are held to what an entry must be."""
         keys = {key: slot for slot, key in self._keys.get(name, {}).items() if only is None or slot in only}
-        if self._dense is None:
-            return {}
         slots = {keys[key]: value for key, value in self._dense.read_all(keys).items()}
         if self.is_entry:
             from mergestream.ledger.soundness import find_fault
@@ -121,7 +117,7 @@ class StepReader:
     def _keys(self) -> dict[str, dict[str, str]]:
         """The name in the files of every slot, by tensor."""
         keys: dict[str, dict[str, str]] = {}
-        for key in (*(self._dense.tensors if self._dense else ()), *self.factors.index):
+        for key in (*self._dense.tensors, *self.factors.index):
             slot, _, name = key.partition(":")
             keys.setdefault(name, {})[slot] = key
         return keys
@@ -132,10 +128,9 @@ class StepReader:
         forms: dict[str, dict[str, TensorSpec]] = {}
         for name, slots in self._keys.items():
             for slot, key in slots.items():
-                if key in self.factors.index:
-                    form = TensorSpec(self.factors.index[key]["dtype"], self.factors.index[key]["shape"])
+                if factored := self.factors.index.get(key):
+                    form = TensorSpec(factored["dtype"], factored["shape"])
                 else:
-                    assert self._dense is not None
                     form = TensorSpec(self._dense.tensors[key].dtype, self._dense.tensors[key].shape)
                 forms.setdefault(name, {})[slot] = form
         return forms
@@ -151,49 +146,37 @@ class StepReader:
             return None
         return [self.factors.ranks(key) for key in keys]
 
-    def _files(self) -> list[CheckedTensors]:
-        return [*((self._dense,) if self._dense else ()), *self.factors.files.values()]
-
     def verify(self, engine: Engine) -> Iterator[int]:
         """Read all tensors; yields the bytes of each, and raises at the first digest that does not match.
 
         The directions of an entry in a ledger must be orthonormal, too.
         """
         if self.is_entry:
-            tensors = self._dense.tensors if self._dense else {}
+            tensors = self._dense.tensors
             sizes = {name: sum(tensors[key].nbytes for key in keys.values()) for name, keys in self._keys.items()}
             yield from (sizes[name] for name, _ in engine.run(sizes, self._verify_entry))
             return
-        for files in self._files():
-            yield from files.verify(engine)
+        for file in self._files.values():
+            yield from file.verify(engine)
 
     def _verify_entry(self, name: str) -> None:
-        self._checked_entry(name, thorough=True)
+        self.entry(name, thorough=True)
 
     def close(self) -> None:
-        for files in self._files():
-            files.close()
+        for file in self._files.values():
+            file.close()
 
 
 class StepWriter:
     """Writes a step; it counts once the manifest names it."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        folder: str,
-        plan: Mapping[str, Any],
-        *,
-        layout: Mapping[str, TensorSpec],
-        blocks: Mapping[str, TensorSpec],
-        before: StepReader | None,
-    ) -> None:
-        """``layout`` has the dense slots and the cores, ``blocks`` what the bases of factored slots may gain.
-
-        ``before`` is the state that the step begins with.
-        """
-        self._files, self._before = StepStorage(storage, folder), before
-        self._layout, self._number = layout, int(folder.partition("-")[0])
+    def __init__(self, storage: Storage, folder: str, plan: Mapping[str, Any], step: Step) -> None:
+        self._files, self._before = (
+            StepStorage(storage, folder),
+            step.state if isinstance(step.state, StepReader) else None,
+        )
+        self._layout, blocks = lay_out(step)
+        self._number = int(folder.partition("-")[0])
         self.done: dict[str, tuple[Outcome, str | None]] = {}
         """Tensors that an interrupted run has written, with the digest of the expert's tensor"""
         self._open = ExitStack()

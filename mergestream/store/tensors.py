@@ -34,7 +34,8 @@ def _open_shards(storage: Storage, folder: str, stem: str) -> list[Shard]:
 
 
 class CheckedTensors(FileCheckpoint):
-    """A safetensors file of a folder, or its shards, with exactly the tensors that have a recorded digest.
+    """A safetensors file of a folder, or its shards, with exactly the tensors that have a recorded digest; it may have
+    none, and no file.
 
     A whole tensor is digested before a piece of it is used. That is as fast as digesting the pieces one by one, since
     XXH3 runs at the speed of memory (docs/explanation/performance.md).
@@ -46,6 +47,9 @@ class CheckedTensors(FileCheckpoint):
         """``remedy`` ends the error about a damaged tensor."""
         self._digests, self._remedy, self._folder = digests, remedy, f"{storage}/{folder}"
         where = f"{self._folder}/{stem}.safetensors"
+        if not digests:
+            self.tensors, self._shards, self.copies = {}, [], 0
+            return
         try:
             super().__init__(self._folder, None, _open_shards(storage, folder, stem))
         except MergestreamError as error:

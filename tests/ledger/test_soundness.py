@@ -83,7 +83,7 @@ def test_every_command_that_meets_it_names_file_and_tensor(
         ("inspect", store.path, tmp_path / "expert3.safetensors"),
     ]
     if kind in ENERGY:
-        commands += [("add", store.path, tmp_path / "expert3.safetensors"), ("log", store.path)]
+        commands += [("log", store.path)]
     for command in commands:
         result = mergestream(*command)
         assert result.code == 1 and result.out == "", (command, result)

@@ -340,7 +340,7 @@ def test_on_a_full_disk_a_step_that_was_cut_short_makes_room(
     store.add(toys.experts[1])
     unborn = store.path / "steps" / "0003"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("mergestream.store.candidate.write_record", interrupt)
+        patch.setattr("mergestream.store.add.write_record", interrupt)
         store.add(toys.experts[2])
     assert unborn.is_dir()
     with no_room_for_the_manifest(monkeypatch, unborn.exists):

@@ -26,7 +26,7 @@ from mergestream import LAWA, OPCM, TIES, Ledger, LocalEngine, MergestreamError,
 from mergestream.merging.step import Step
 from mergestream.storage.local import LocalStorage
 from mergestream.store import Expert, Manifest
-from mergestream.store import candidate as candidates
+from mergestream.store import add as adding
 from mergestream.store.add import add_expert
 from mergestream.store.steps import StepWriter
 from tests.conftest import Toys, files, save_model, toy_expert
@@ -46,7 +46,7 @@ BEFORE_IT_COUNTS: list[Place] = [
     (Step, "absorb"),
     (StepWriter, "record"),
     (StepWriter, "finish"),
-    (candidates, "write_record"),
+    (adding, "write_record"),
     COMMITTING,
 ]
 
@@ -87,7 +87,7 @@ def is_killed(operation: Callable[[], object], place: Place, after: int = 0) -> 
     return False
 
 
-def refuse(candidate: candidates.Candidate) -> Expert:
+def refuse(candidate: adding.Candidate) -> Expert:
     raise MergestreamError("not good enough")
 
 
