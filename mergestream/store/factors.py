@@ -27,37 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.algebra.lowrank import LowRank
-    from mergestream.merging.step import Step
 
 INDEX, STEM = "factors.json", "model"
 """The index, and the beginning of the name of the file with dense slots and cores"""
 SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
-
-
-def lay_out(step: Step) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
-    """The tensors that a step writes: dense slots and cores, and the blocks that it may add to the bases.
-
-    Cores are in float64: rounding them at every step would mix nearly equal singular values.
-    """
-    layout: dict[str, TensorSpec] = {}
-    blocks: dict[str, TensorSpec] = {}
-    for name, plan in step.plans.items():
-        for slot, form in plan.layout.items():
-            if plan.bounds is None:
-                layout[slot_name(slot, name)] = TensorSpec(dtype_name(form.dtype), form.shape)
-            elif all(plan.bounds.core):
-                layout[core_name(slot_name(slot, name))] = TensorSpec("F64", plan.bounds.core)
-        if plan.bounds:
-            dtype = step.vector.model.tensors[name].state_dtype
-            for side, rows, length in zip(SIDES, plan.bounds.new, plan.bounds.shape, strict=True):
-                if rows:
-                    blocks[block_name(side, name)] = TensorSpec(dtype, (rows, length))
-    return layout, blocks
-
-
-def slot_name(slot: str, name: str) -> str:
-    """The name of a tensor's slot in the state: ``sum:encoder.layer.0.weight``."""
-    return f"{slot}:{name}"
 
 
 def core_name(slot: str) -> str:

@@ -20,7 +20,7 @@ from mergestream.merging.merger import MemoryState
 from mergestream.merging.step import Discard
 from mergestream.methods.scale import inverse
 from mergestream.store.add import Candidate, open_candidate
-from mergestream.store.factors import lay_out
+from mergestream.store.steps import lay_out
 
 if TYPE_CHECKING:
     from mergestream.merging.interference import Interference

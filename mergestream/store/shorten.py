@@ -10,13 +10,12 @@ from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.ledger.method import cut_entry
 from mergestream.merging.entries import EntriesReading
-from mergestream.store.factors import slot_name
 from mergestream.store.inputs import shorten_inputs
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import copy_record, drop_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.step_storage import StepStorage
-from mergestream.store.steps import DIGESTS, StepReader
+from mergestream.store.steps import DIGESTS, StepReader, slot_name
 from mergestream.store.transaction import clean_up_after_commit, commit
 
 if TYPE_CHECKING:

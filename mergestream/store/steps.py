@@ -13,22 +13,22 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mergestream.checkpoints import TensorSpec
+from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.digest import combined_digest, json_digest, tensor_digest
 from mergestream.errors import MergestreamError
 from mergestream.schema import BACKUP, damaged, validate
 from mergestream.storage import Storage, read_json
 from mergestream.store.factors import (
     INDEX,
+    SIDES,
     STEM,
     FactorReader,
     FactorWriter,
+    block_name,
     core_name,
     file_prefix,
-    lay_out,
     padded_to,
     read_index,
-    slot_name,
     used_steps,
 )
 from mergestream.store.step_storage import StepStorage
@@ -277,6 +277,32 @@ class StepWriter:
         """Close and delete all files."""
         self.pause()
         self._files.remove()
+
+
+def lay_out(step: Step) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    """The tensors that a step writes: dense slots and cores, and the blocks that it may add to the bases.
+
+    Cores are in float64: rounding them at every step would mix nearly equal singular values.
+    """
+    layout: dict[str, TensorSpec] = {}
+    blocks: dict[str, TensorSpec] = {}
+    for name, plan in step.plans.items():
+        for slot, form in plan.layout.items():
+            if plan.bounds is None:
+                layout[slot_name(slot, name)] = TensorSpec(dtype_name(form.dtype), form.shape)
+            elif all(plan.bounds.core):
+                layout[core_name(slot_name(slot, name))] = TensorSpec("F64", plan.bounds.core)
+        if plan.bounds:
+            dtype = step.vector.model.tensors[name].state_dtype
+            for side, rows, length in zip(SIDES, plan.bounds.new, plan.bounds.shape, strict=True):
+                if rows:
+                    blocks[block_name(side, name)] = TensorSpec(dtype, (rows, length))
+    return layout, blocks
+
+
+def slot_name(slot: str, name: str) -> str:
+    """The name of a tensor's slot in the state: ``sum:encoder.layer.0.weight``."""
+    return f"{slot}:{name}"
 
 
 def stored_digests(name: str, outcome: Outcome) -> dict[str, str]:
