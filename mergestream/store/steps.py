@@ -74,7 +74,7 @@ class StepReader:
             for file, digests in by_file.items():
                 helps = remedy if file in (STEM, file_prefix(expert.number)) else _SHARED
                 self._files[file] = CheckedTensors(storage, folder, file, digests, helps)
-            self.factors = FactorReader(index, self._files, self.where)
+            self._dense, self.factors = self._files[STEM], FactorReader(index, self._files, self.where)
         except BaseException:
             self.close()
             raise
@@ -84,12 +84,10 @@ class StepReader:
         """The size of all tensors."""
         return sum(file.nbytes for file in self._files.values())
 
-    @property
-    def _dense(self) -> CheckedTensors:
-        return self._files[STEM]
-
     def memory(self, name: str) -> int:
         """Bytes that reading the slots of a tensor takes; 0 where they are views of a file."""
+        if not self._dense.copies:
+            return 0
         keys = self._dense.tensors.keys() & self._keys.get(name, {}).values()
         return self._dense.copies * sum(self._dense.tensors[key].nbytes for key in keys)
 
