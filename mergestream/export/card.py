@@ -80,28 +80,31 @@ def history_section(manifest: Manifest, weights: Mapping[str, float] | None = No
     """
     if not manifest.history:
         return []
-    keeper = "the ledger held when the expert was added" if manifest.is_ledger else "the method let in"
-    last = "weight" if manifest.is_ledger else displayed_scale(manifest.method, 1)[0]
+    factors: Mapping[str, float]
+    if manifest.is_ledger:
+        factor, keeper = "weight", "the ledger held when the expert was added"
+        factors = dict.fromkeys(manifest.names, 1.0) if weights is None else weights
+    else:
+        factor, keeper = displayed_scale(manifest.method, 1)[0], "the method let in"
+        factors = {entry.name: displayed_scale(manifest.method, entry.scale)[1] for entry in manifest.history}
     return [
         *("", "## History", ""),
-        f"| step | expert | source | digest | added | ‖Δ‖ | kept | {last} | how |",
+        f"| step | expert | source | digest | added | ‖Δ‖ | kept | {factor} | how |",
         "|---|---|---|---|---|---|---|---|---|",
-        *(_history_row(number, entry, manifest, weights) for number, entry in enumerate(manifest.history, 1)),
+        *(_history_row(number, entry, factors.get(entry.name)) for number, entry in enumerate(manifest.history, 1)),
         *("", f"kept: the share of the task vector's squared norm that {keeper}."),
     ]
 
 
-def _history_row(number: int, entry: Expert, manifest: Manifest, weights: Mapping[str, float] | None) -> str:
-    weight: float | None = 1.0 if weights is None else weights.get(entry.name)
+def _history_row(number: int, entry: Expert, factor: float | None) -> str:
+    """A row with the expert's weight or the scale after it; None where it is left out."""
     how = [_option_text(key, value) for key, value in entry.options.items() if value]
     how += [f"{gate['gate']} ({gate['value']:.4g})" for gate in entry.gates if gate["value"] is not None]
     how += [f"score {entry.score:.4g}"] if entry.score is not None else []
-    how += [] if weight is not None else ["left out of this model"]
-    if not manifest.is_ledger:
-        weight = displayed_scale(manifest.method, entry.scale)[1]
+    how += [] if factor is not None else ["left out of this model"]
     cells = [
         *(str(number), markdown_text(entry.name), code(public_name(entry.source, entry.given)), code(entry.digest)),
-        *(entry.added or "–", f"{entry.norm:.4g}", f"{entry.kept:.1%}", "–" if weight is None else f"{weight:.4g}"),
+        *(entry.added or "–", f"{entry.norm:.4g}", f"{entry.kept:.1%}", "–" if factor is None else f"{factor:.4g}"),
         markdown_text(", ".join(how)),
     ]
     return f"| {' | '.join(cells)} |"

@@ -88,11 +88,7 @@ def _write(
 ) -> RoutedExport:
     """Write all adapters, the router and a card; ``choice`` is how the merged adapter is read out."""
     manifest = snapshot.manifest
-    if not manifest.is_ledger:
-        raise UsageError(
-            f"{manifest.method} keeps one state for all experts, so there is no single expert to route to; make a "
-            "store with --method ledger"
-        )
+    manifest.require_ledger("keeps single experts to route to")
     reading = snapshot.reading(target.engine, choice, target.progress)
     experts = tuple(sorted(reading.weights or ()))
     _check_experts(snapshot, experts)

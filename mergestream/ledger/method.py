@@ -41,7 +41,6 @@ class Ledger(Method):
     whole = "all"
     factored = True
     commutative = True
-    remembers_experts = True
     keeps_factors = False
     has_direction = False
 

@@ -141,8 +141,6 @@ class Method(ABC):
     """Whether the direction is the sum of what was kept: then any scale rule can be chosen at the readout"""
     needs_base: ClassVar[bool] = False
     """Whether `absorb` needs ``context.base``; for methods that absorb all tensors whole"""
-    remembers_experts: ClassVar[bool] = False
-    """Whether it keeps one entry per expert instead of one state for all; True of the ledger"""
     has_direction: ClassVar[bool] = True
     """Whether the direction is known when an expert is added; a ledger's depends on the readout"""
 

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of, natural
-from mergestream.errors import UsageError
 from mergestream.sizes import counted
 from mergestream.store.records import tensor_records
 
@@ -84,8 +83,7 @@ class Survival:
 
 def similarity(store: Store) -> Similarity:
     """Cosines of the task vectors in a ledger."""
-    if not store.manifest.is_ledger:
-        raise UsageError(f"only a ledger knows the cosines of its experts, and this store uses {store.manifest.method}")
+    store.manifest.require_ledger("knows the cosines of its experts")
     if not store.history:
         return Similarity((), ())
     with store.snapshot() as snapshot:

@@ -186,9 +186,7 @@ def _evaluate_candidate(candidate: Candidate, command: str, timeout: float | Non
 
 def _check_method(quantity: str, manifest: Manifest) -> None:
     """Refuse a gate on a quantity that the method of the store does not have."""
-    missing = NOT_IN_LEDGERS if manifest.is_ledger else LEDGER_ONLY
-    if quantity not in missing:
-        return
-    if missing is NOT_IN_LEDGERS:
+    if quantity in LEDGER_ONLY:
+        manifest.require_ledger(f"has {quantity}")
+    elif quantity in NOT_IN_LEDGERS and manifest.is_ledger:
         raise UsageError(f"a ledger has no {quantity} before it is exported; gate on damage or held instead")
-    raise UsageError(f"only a ledger has {quantity}, and this store uses {manifest.method}; gate on kept instead")

@@ -14,7 +14,6 @@ from torch import nn
 from mergestream.checkpoints import SafetensorsWriter, TensorSpec, dtype_name
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.engine import Engine
-from mergestream.errors import UsageError
 from mergestream.files import to_json, write_text
 from mergestream.inputs.moments import LayerMoments
 from mergestream.inputs.reading import Inputs, Sample, read_inputs
@@ -52,11 +51,7 @@ class _Index(TypedDict):
 
 def read_samples(store: Store, inputs: Inputs) -> list[Sample]:
     """Read the inputs; only a ledger has a place for what is measured on them."""
-    if not store.manifest.is_ledger:
-        raise UsageError(
-            f"{store.manifest.method} keeps nothing of a single expert, and takes no inputs; make a store with "
-            "--method ledger"
-        )
+    store.manifest.require_ledger("takes inputs of an expert")
     return read_inputs(inputs.source, inputs.count, store.progress)
 
 

@@ -76,6 +76,13 @@ class Manifest:
         """Whether the store keeps one entry per expert; known by the name, because making the method imports torch."""
         return self.method == "ledger"
 
+    def require_ledger(self, ability: str) -> None:
+        """Refuse what only a ledger has or can do: ``can remove any expert``."""
+        if not self.is_ledger:
+            raise UsageError(
+                f"only a ledger {ability}, and this store uses {self.method}; make one with --method ledger"
+            )
+
     @property
     def is_opcm(self) -> bool:
         """Whether there is a λ_t to plot against √t."""

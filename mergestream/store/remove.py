@@ -6,7 +6,7 @@ import dataclasses
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import MergestreamError
 from mergestream.sizes import counted
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused, has_files, keep_more
@@ -40,11 +40,7 @@ def undo_last(store: Store) -> Expert:
 def remove_expert(store: Store, name: str) -> Expert:
     """Take any expert out of a ledger; returns its entry. The entries of the others stay as they are."""
     with store.writing():
-        if not store.manifest.is_ledger:
-            raise UsageError(
-                f"{store.manifest.method} cannot take an expert out of its state: undo goes back step by step, and a "
-                "store made with --method ledger can remove any expert"
-            )
+        store.manifest.require_ledger("can remove any expert (other stores only undo the last one)")
         removed = store.manifest.expert(name)
         _commit(store, store.manifest.without(removed))
         return removed

@@ -178,7 +178,7 @@ def test_nothing_is_committed_where_inputs_are_bad(store: Store, tmp_path: Path)
         store.calibrate("three", TEXTS)
     assert files(store.path) == before
     opcm = Store.create(tmp_path / "opcm", tmp_path / "base", "opcm", progress=NoProgress())
-    with pytest.raises(UsageError, match="opcm keeps nothing of a single expert, and takes no inputs"):
+    with pytest.raises(UsageError, match="only a ledger takes inputs of an expert, and this store uses opcm"):
         opcm.add(tmp_path / "one", inputs=TEXTS)
 
 

@@ -154,7 +154,7 @@ class Sequences(RuleBasedStateMachine):
 
     def prune(self) -> None:
         """What every operation that may write begins with, too."""
-        if not self.method.remembers_experts:
+        if not self.method.cut(1):
             self.kept = {number for number in self.kept if number >= len(self.history) - KEEP}
 
     @property
