@@ -56,7 +56,7 @@ def saved_modules(paths: Collection[str], whole: Collection[str]) -> set[str]:
 
 def common_fields(snapshot: Snapshot, experts: Sequence[Expert]) -> tuple[AdapterConfig, list[str]]:
     """The base and the task that the experts' own configurations agree on, and a note if they have different tasks."""
-    records = {entry.name: read_record(snapshot.storage, entry).get("adapter") for entry in experts}
+    records = {entry.name: read_record(snapshot.storage, entry).adapter for entry in experts}
     adapters = {name: config for name, config in records.items() if config is not None}
     of_other_base = {entry.name for entry in experts if entry.options.get("allow_other_base")}
     of_base = [config for name, config in adapters.items() if name not in of_other_base]

@@ -1,11 +1,11 @@
-"""`init` and maintenance of a store: `keep`, `gc`, `verify`, and a base that has moved."""
+"""`init`, `undo`, `remove`, `keep`, `gc`, `verify`, and a base that has moved."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,14 @@ from mergestream.engine import Engine
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts import ExpertSource
 from mergestream.progress import Progress
+from mergestream.sizes import counted
 from mergestream.storage import Storage, total_bytes
 from mergestream.store.inputs import InputsReader
-from mergestream.store.manifest import MANIFEST, Manifest
-from mergestream.store.records import verify_record
+from mergestream.store.manifest import MANIFEST, Expert, Manifest
+from mergestream.store.records import open_task
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader
-from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused
+from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused, has_files, keep_more
 
 if TYPE_CHECKING:
     from mergestream.store.store import Store
@@ -83,6 +84,44 @@ def collect_garbage(store: Store) -> int:
     return before - total_bytes(store.storage.files())
 
 
+def undo_last(store: Store) -> Expert:
+    """Take back the last `add`, `remove` or `calibrate`; returns the entry of its expert."""
+    with store.writing():
+        removal = store.manifest.last_removal
+        if removal and has_files(store, store.manifest.restoring(removal)):  # a pulled store lacks them
+            _commit(store, store.manifest.restoring(removal))
+            return removal.expert
+        if not store.history:
+            raise MergestreamError(f"{store.storage} has absorbed nothing, there is nothing to undo")
+        if (calibrated := store.manifest.calibrated) and calibrated.inputs:
+            earlier = dataclasses.replace(calibrated, inputs=calibrated.inputs.before)
+            commit(store, store.manifest.replacing(calibrated, earlier))
+            clean_up_after_commit(store)
+            return calibrated
+        undone, before = store.history[-1], store.manifest.at(store.manifest.step - 1)
+        if not has_files(store, before):
+            kept = counted(store.manifest.keep, "earlier step")
+            raise MergestreamError(f"the {kept} that {store.storage} keeps are used up; {keep_more(store)}")
+        _commit(store, before)
+        return undone
+
+
+def remove_expert(store: Store, name: str) -> Expert:
+    """Take any expert out of a ledger; returns its entry. The entries of the others stay as they are."""
+    with store.writing():
+        store.manifest.require_ledger("can remove any expert (other stores only undo the last one)")
+        removed = store.manifest.expert(name)
+        _commit(store, store.manifest.without(removed))
+        return removed
+
+
+def _commit(store: Store, rest: Manifest) -> None:
+    with suppress(OSError):
+        delete_unused(store)  # on a full disk, an unfinished step takes the space that the manifest needs
+    commit(store, rest)
+    clean_up_after_commit(store)
+
+
 def verify_files(store: Store, with_base: bool) -> None:
     """Recompute the digests of the base, the kept steps and the records, and check the entries of a ledger."""
     manifest = store.manifest
@@ -100,7 +139,9 @@ def verify_files(store: Store, with_base: bool) -> None:
                     advance(size)
         elif entry in manifest.needed:
             raise MergestreamError(f"{store.storage}/steps/{entry.folder} is missing; restore the store from a backup")
-        verify_record(store.storage, entry, store.engine)
+        if task := open_task(store.storage, entry):
+            with task.heads:
+                deque(task.heads.verify(store.engine), maxlen=0)
         if entry.inputs:
             with closing(InputsReader(store.storage, entry.inputs)) as inputs:
                 deque(inputs.verify(store.engine), maxlen=0)

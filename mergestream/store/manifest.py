@@ -239,7 +239,7 @@ class Manifest:
             "step": self.step,
             "method": {"name": self.method, "parameters": dict(self.parameters)},
             "keep": self.keep,
-            "max_rank": None,  # a bound that was dropped in 0.3; older versions need the key
+            "max_rank": None,
             "base": self.base.to_json(),
             "history": [dataclasses.asdict(expert) for expert in self.history],
             **({"removed": [dataclasses.asdict(removal) for removal in self.removed]} if self.removed else {}),
@@ -281,17 +281,22 @@ class Manifest:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], path: str) -> Manifest:
         """Parse the content of the file at ``path``."""
-        content = validate(data, _Content, path)
-        numbered = [{"number": place, **entry} for place, entry in enumerate(content["history"], 1)]
-        history = validate(numbered, tuple[Expert, ...], path)
-        removed = validate(content.get("removed", []), tuple[Removal, ...], path)
-        if len({entry.name for entry in history}) < len(history):
+        history = validate(data.get("history"), list[dict[str, Any]], path)
+        numbered = [{"number": place, **entry} for place, entry in enumerate(history, 1)]
+        content = validate({**data, "history": numbered}, _Content, path)
+        if len({entry.name for entry in content.history}) < len(history):
             raise invalid_file(path, "two experts have the same name")
-        if content["step"] != len(history):
-            raise invalid_file(path, f"it is at step {content['step']} with {counted(len(history), 'expert')}")
-        method, base = content["method"], BaseModel.from_json(content["base"], path)
-        chosen = method["name"], method["parameters"], base, content["keep"]
-        found = cls(*chosen, history, removed, content.get("commit", ""))
+        if content.step != len(history):
+            raise invalid_file(path, f"it is at step {content.step} with {counted(len(history), 'expert')}")
+        found = cls(
+            content.method["name"],
+            content.method["parameters"],
+            BaseModel.from_json(content.base, path),
+            content.keep,
+            content.history,
+            content.removed,
+            content.commit,
+        )
         if len({entry.number for entry in found.recorded}) < len(found.recorded):
             raise invalid_file(path, "two experts have the same number")
         if strange := [entry for entry in found._numbered if not _MARK.fullmatch(entry.mark)]:
@@ -306,22 +311,19 @@ class _Chosen(TypedDict):
     parameters: dict[str, Plain]
 
 
-class _Committed(TypedDict, total=False):
-    commit: str
-    """Older stores lack it"""
-    removed: list[dict[str, Any]]
-    """Only where an expert was removed"""
-
-
-class _Content(_Committed):
-    """The fields of the file that all formats have."""
+@dataclass(frozen=True)
+class _Content:
+    """The fields of the file; older stores lack those that have a default."""
 
     step: int
     method: _Chosen
     keep: Count
-    max_rank: Number | None
     base: dict[str, Any]
-    history: list[dict[str, Any]]
+    history: tuple[Expert, ...]
+    removed: tuple[Removal, ...] = ()
+    commit: str = ""
+    max_rank: Number | None = None
+    """A bound that was dropped in 0.3; older versions need the key"""
 
 
 def is_store(storage: Storage, folder: str = "") -> bool:

@@ -13,7 +13,7 @@ from mergestream.progress import Progress
 from mergestream.schema import invalid_file
 from mergestream.storage import Storage
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.records import Task, has_task, open_task, read_record
+from mergestream.store.records import Task, open_task, read_record
 from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Snapshot:
     @cached_property
     def settings(self) -> dict[str, Settings]:
         """By expert: its chat template, special tokens and generation settings."""
-        return {entry.name: read_record(self.storage, entry).get("settings", {}) for entry in self.manifest.history}
+        return {entry.name: read_record(self.storage, entry).settings for entry in self.manifest.history}
 
     @property
     def kept(self) -> list[KeptExpert]:
@@ -151,7 +151,8 @@ class Snapshot:
     @property
     def tasks(self) -> list[str]:
         """The experts with heads of their own."""
-        return [entry.name for entry in self.manifest.history if has_task(self.storage, entry)]
+        history = [entry for entry in self.manifest.history if entry.fates.get("head")]
+        return [entry.name for entry in history if read_record(self.storage, entry).heads]
 
     def open_task(self, name: str) -> Task:
         """The heads that were kept for one expert."""
@@ -171,4 +172,4 @@ class Snapshot:
         """The tokens whose rows were kept for an expert, in their order."""
         if expert.options.get("vocab") not in ("union", "grow"):
             return []
-        return read_record(self.storage, expert)["tokens"]
+        return read_record(self.storage, expert).tokens

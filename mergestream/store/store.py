@@ -190,13 +190,13 @@ class Store:
 
     def undo(self) -> Expert:
         """Take back the last `add`, `remove` or `calibrate`; returns the entry that was taken back."""
-        from mergestream.store.remove import undo_last
+        from mergestream.store.maintain import undo_last
 
         return undo_last(self)
 
     def remove(self, name: str) -> Expert:
         """Take any expert out of a ledger; returns its entry. Other methods can only `undo`."""
-        from mergestream.store.remove import remove_expert
+        from mergestream.store.maintain import remove_expert
 
         return remove_expert(self, name)
 

@@ -164,7 +164,7 @@ def test_a_removal_that_was_killed_before_it_tidied_is_complete(tmp_path: Path, 
     store = make_store(tmp_path / "store", Ledger(), paths[0], paths[1:4])
     store.keep(0)
     with (
-        patch("mergestream.store.remove.clean_up_after_commit", side_effect=KeyboardInterrupt),
+        patch("mergestream.store.maintain.clean_up_after_commit", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt, match="is done"),
     ):
         store.remove("expert2")
