@@ -14,7 +14,9 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, convert
@@ -30,7 +32,6 @@ from mergestream.checkpoints.checkpoint import (
 from mergestream.errors import MergestreamError
 from mergestream.schema import Count, unique_keys
 from mergestream.storage import StoredFile
-from mergestream.storage.stored import SMALL, CoalescedReader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +40,8 @@ MAX_HEADER = 100_000_000  # the format's own limit
 MAX_DIMENSIONS = 64  # torch's limit
 _USUAL_HEADER = 1 << 17
 """Bytes of an object that the first request fetches; most headers fit"""
+_BLOCK, _BLOCKS_KEPT = 1 << 18, 4
+"""Bytes that are fetched at once for all smaller tensors in them, and how many such blocks stay in memory"""
 _AGAIN = "download or copy it again"
 # Python has this flag since 3.12. Without it, the system may refuse a map larger than the RAM.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -98,7 +101,7 @@ class SafetensorsFile(Shard):
 
 
 class SafetensorsObject(Shard):
-    """A ``.safetensors`` file in object storage: header and tensors are read by range, small tensors in groups."""
+    """A ``.safetensors`` file in object storage: header and tensors are read by range, small tensors by blocks."""
 
     copies = 1
     path: StoredFile
@@ -109,8 +112,8 @@ class SafetensorsObject(Shard):
         self.tensors, self._spans, self.metadata = _read_header(
             path, path.size, lambda begin, end: start[begin:end] if end <= len(start) else path.read(begin, end)
         )
-        self._small = {name: span for name, span in self._spans.items() if 0 < span[1] - span[0] < SMALL}
-        self._coalesced = CoalescedReader(path, self._small.values())
+        self._lock = Lock()
+        self._block = lru_cache(_BLOCKS_KEPT)(lambda begin: path.read(begin, min(begin + _BLOCK, path.size)))
 
     def read(self, name: str) -> Tensor:
         import torch
@@ -118,10 +121,14 @@ class SafetensorsObject(Shard):
         info = self.tensors[name]
         tensor = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
         data = tensor.view(-1).view(torch.uint8).numpy().data
-        if name in self._small:
-            data[:] = self._coalesced.read(*self._small[name])
-        else:
-            self.path.read_into(data, self._spans[name][0])
+        begin, end = self._spans[name]
+        if end - begin >= _BLOCK:
+            self.path.read_into(data, begin)
+        elif end > begin:
+            first = begin - begin % _BLOCK
+            with self._lock:  # the next thread finds the block that this one fetches
+                block = b"".join(map(self._block, range(first, end, _BLOCK)))
+            data[:] = block[begin - first : end - first]
         return tensor
 
 

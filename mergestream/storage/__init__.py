@@ -5,10 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from mergestream.errors import UsageError
-from mergestream.storage.base import UNFINISHED, Storage, read_json, read_text
+from mergestream.storage.base import (
+    UNFINISHED,
+    Storage,
+    StoredFile,
+    read_json,
+    read_text,
+    start,
+    total_bytes,
+    wait_all,
+)
 from mergestream.storage.bucket import BucketStorage
 from mergestream.storage.local import LocalStorage
-from mergestream.storage.stored import StoredFile, start, total_bytes, wait_all
 from mergestream.storage.url import Url, local_path, parse_url
 
 __all__ = [

@@ -1,17 +1,23 @@
-"""`Storage`: the files of a store or an export, in a local directory or in a folder of a bucket."""
+"""`Storage`, the files of a store or an export in a directory or a bucket, and `StoredFile`, one of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mergestream.errors import MergestreamError
+from mergestream.files import MAX_JSON_BYTES
 from mergestream.schema import BACKUP, damaged, parse
-from mergestream.storage.stored import StoredFile
 
+RANGE = 4 << 20
+"""Bytes of one request: its latency costs about as much as the transfer of so many bytes"""
+_THREADS = 8
 UNFINISHED = "unfinished"
 """A key in the marker of a folder in a bucket until all its objects are uploaded"""
 
@@ -173,3 +179,78 @@ def read_text(storage: Storage, name: str) -> str:
 def read_json(storage: Storage, name: str) -> dict[str, Any]:
     """The JSON object in a file of a store."""
     return parse(read_text(storage, name), f"{storage}/{name}")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as it was listed: its place, size and version."""
+
+    storage: Storage = field(compare=False, repr=False)
+    key: str
+    """The name in the storage, with its folders"""
+    size: int
+    tag: str
+    """Changes with the content: an ETag, or the time of modification"""
+    version: str | None = None
+    """A second sign of a change: the version of the object, or the inode"""
+    changed: float = field(default=0.0, compare=False)
+    """Time of modification, in seconds since 1970"""
+
+    def __str__(self) -> str:
+        return f"{self.storage}/{self.key}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition("/")[2]
+
+    def read(self, begin: int = 0, end: int | None = None) -> bytes:
+        """The bytes of a range; an error if the file has changed, or if it is shorter."""
+        end = self.size if end is None else end
+        if begin >= end:
+            return b""
+        data = self.storage.read_range(self, begin, end)
+        if len(data) != end - begin:
+            raise MergestreamError(f"{self} gave {len(data)} bytes where {end - begin} were asked for; copy it again")
+        return data
+
+    def read_into(self, buffer: memoryview, begin: int) -> None:
+        """Fill a buffer with the bytes from ``begin`` on, by several requests at a time."""
+
+        def fetch(offset: int) -> None:
+            stop = min(offset + RANGE, len(buffer))
+            buffer[offset:stop] = self.read(begin + offset, begin + stop)
+
+        wait_all(start(fetch, offset) for offset in range(0, len(buffer), RANGE))
+
+
+def check_small(file: StoredFile) -> None:
+    """Refuse a file that would fill the memory where a small one is expected."""
+    if file.size > MAX_JSON_BYTES:
+        raise MergestreamError(f"{file} is too large to be a file of a store; move it elsewhere")
+
+
+def total_bytes(files: Mapping[str, StoredFile]) -> int:
+    """The size of all files together."""
+    return sum(file.size for file in files.values())
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="mergestream-transfer")
+
+
+def start(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Run a transfer on one of the pool's threads; a transfer must not wait for another one."""
+    return _pool().submit(work, *arguments)
+
+
+def wait_all(transfers: Iterable[Future[Any]]) -> None:
+    """Wait for all transfers; the first failure cancels the others."""
+    waiting = list(transfers)
+    try:
+        for transfer in waiting:
+            transfer.result()
+    finally:
+        for transfer in waiting:
+            transfer.cancel()

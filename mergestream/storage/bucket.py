@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from mergestream.errors import MergestreamError, StoreBusyError
-from mergestream.storage.base import Storage
+from mergestream.storage.base import Storage, StoredFile, check_small
 from mergestream.storage.client import Result, http_status, open_bucket, request
 from mergestream.storage.replacing import replace_objects
-from mergestream.storage.stored import StoredFile, check_small
 from mergestream.storage.url import Url
 
 if TYPE_CHECKING:

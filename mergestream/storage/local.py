@@ -19,9 +19,8 @@ from mergestream.files import (
     sync_directory,
     write_error,
 )
-from mergestream.storage.base import Storage
+from mergestream.storage.base import Storage, StoredFile, check_small
 from mergestream.storage.replacing import replace_directory
-from mergestream.storage.stored import StoredFile, check_small
 
 _LOCK = "lock"
 _WORKSPACE = "candidate"
