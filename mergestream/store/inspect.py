@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mergestream.base.names import layer_of
 from mergestream.engine import Engine, LocalEngine
 from mergestream.experts import ExpertSource
 from mergestream.ledger.selection import Selection
@@ -33,15 +31,41 @@ def inspect_expert(store: Store, expert: ExpertSource, options: Mapping[str, Any
     A ledger also compares the new entry with the others. The entry is kept in memory, so this is done on this machine.
     """
     with open_candidate(store, expert, measure_distance=True, **options) as candidate:
-        started, found = time.monotonic(), None
+        started, interference = time.monotonic(), None
         engine = LocalEngine() if candidate.cut and not isinstance(store.engine, LocalEngine) else store.engine
         entry = MemoryState(candidate.step) if candidate.cut else None
         candidate.absorb(entry or Discard(), "inspecting", engine)
         seconds = time.monotonic() - started
         candidate.note_oddities()
         if entry:
-            found = _interference(candidate, entry, engine)
-        return Inspection.of(candidate, seconds, found)
+            interference = _interference(candidate, entry, engine)
+        vector, totals, before = candidate.vector, candidate.totals, candidate.mean_norm_before
+        tensors = {}
+        for name in vector.names:
+            tensor, outcome = vector.model.tensors[name], candidate.outcomes[name]
+            norm = math.sqrt(outcome.norm2)
+            relative = norm / tensor.norm if tensor.norm else 0.0
+            facts = norm, relative, outcome.kept, outcome.protected
+            tensors[name] = TensorInspection(tensor.role, vector.actions[name], *facts)
+        peaks = sorted((plan.memory for plan in candidate.step.plans.values()), reverse=True)
+        return Inspection(
+            source=candidate.source,
+            method=store.manifest.method,
+            step=totals.t,
+            duplicate_of=candidate.duplicate_of,
+            norm=totals.norm,
+            relative_norm=totals.norm / before if before else 1.0,
+            kept=totals.kept,
+            scale=None if interference else totals.scale,
+            distance=None if interference else totals.distance or 0.0,
+            fates=candidate.fates,
+            seconds=round(seconds, 3),
+            memory=sum(peaks[: store.engine.workers]),
+            disk=sum(spec.nbytes for layout in lay_out(candidate.step) for spec in layout.values()),
+            tensors=tensors,
+            notes=candidate.notes,
+            interference=interference,
+        )
 
 
 def _interference(candidate: Candidate, entry: MemoryState, engine: Engine) -> Interference | None:
@@ -68,13 +92,6 @@ class TensorInspection:
     """‖Δ‖ / ‖θ⁰‖ of this tensor"""
     kept: float
     protected: int | None
-
-    @classmethod
-    def of(cls, candidate: Candidate, name: str) -> TensorInspection:
-        tensor, outcome = candidate.vector.model.tensors[name], candidate.outcomes[name]
-        norm = math.sqrt(outcome.norm2)
-        relative = norm / tensor.norm if tensor.norm else 0.0
-        return cls(tensor.role, candidate.vector.actions[name], norm, relative, outcome.kept, outcome.protected)
 
 
 @dataclass(frozen=True)
@@ -110,31 +127,6 @@ class Inspection:
         kept = "held" if self.interference else "kept"
         return f"<Inspection of {self.source!r}: step {self.step}, ‖Δ‖ {self.norm:.4g}, {kept} {self.kept:.1%}>"
 
-    @classmethod
-    def of(cls, candidate: Candidate, seconds: float, interference: Interference | None = None) -> Inspection:
-        """The facts of a candidate that was absorbed without being written, in so many seconds."""
-        store, totals, before = candidate.store, candidate.totals, candidate.mean_norm_before
-        peaks = sorted((plan.memory for plan in candidate.step.plans.values()), reverse=True)
-        disk = sum(spec.nbytes for layout in lay_out(candidate.step) for spec in layout.values())
-        return cls(
-            source=candidate.source,
-            method=store.manifest.method,
-            step=totals.t,
-            duplicate_of=candidate.duplicate_of,
-            norm=totals.norm,
-            relative_norm=totals.norm / before if before else 1.0,
-            kept=totals.kept,
-            scale=None if interference else totals.scale,
-            distance=None if interference else totals.distance or 0.0,
-            fates=candidate.fates,
-            seconds=round(seconds, 3),
-            memory=sum(peaks[: store.engine.workers]),
-            disk=disk,
-            tensors={name: TensorInspection.of(candidate, name) for name in candidate.vector.names},
-            notes=candidate.notes,
-            interference=interference,
-        )
-
     @property
     def cosines(self) -> dict[str, float | None]:
         """The cosine to each expert in a ledger, from their entries; None where one of the two is zero."""
@@ -147,20 +139,9 @@ class Inspection:
         """1/scale, which is λ of OPCM"""
         return None if self.scale is None else inverse(self.scale)
 
-    @property
-    def layers(self) -> dict[str, float]:
-        """The share of each layer's ‖Δ‖² that would be kept, the least first: the layers with the most interference."""
-        energy: Counter[str] = Counter()
-        entered: Counter[str] = Counter()
-        for name, tensor in self.tensors.items():
-            energy[layer_of(name)] += tensor.norm**2  # type: ignore[assignment]
-            entered[layer_of(name)] += tensor.kept * tensor.norm**2  # type: ignore[assignment]
-        shares = {layer: entered[layer] / whole for layer, whole in energy.items() if whole}
-        return dict(sorted(shares.items(), key=lambda item: (item[1], item[0])))
-
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(dataclasses.replace(self, interference=None))
-        data |= {"lambda": self.lambda_, "layers": self.layers}
+        data["lambda"] = self.lambda_
         del data["interference"]
         if found := self.interference:
             damage = dict(zip(found.experts, found.damage, strict=True))

@@ -25,20 +25,23 @@ from mergestream.store.steps import StepReader
 from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused, has_files, keep_more
 
 if TYPE_CHECKING:
+    from mergestream.methods.base import Method
     from mergestream.store.store import Store
 
 
-def check_free(storage: Storage) -> None:
-    """Refuse a place for a new store that is not empty."""
-    if not storage.is_free:
-        raise MergestreamError(f"{storage} exists already and is not empty; choose another place for the store")
-    storage.check()
-
-
-def examine_base(
-    base: ExpertSource, config_only: bool, engine: Engine | None, progress: Progress | None, **globs: Sequence[str]
-) -> BaseModel:
-    """Measure the base; ``globs`` are ``linear``, ``not_linear`` and ``heads``."""
+def create_store(
+    storage: Storage,
+    method: Method,
+    base: ExpertSource,
+    keep: int,
+    config_only: bool,
+    engine: Engine | None,
+    progress: Progress | None,
+    **globs: Sequence[str],
+) -> None:
+    """Measure the base and write the first manifest; ``globs`` are ``linear``, ``not_linear`` and ``heads``."""
+    _check_free(storage)
+    _check_keep(keep)
     if not isinstance(base, str | Path):
         raise UsageError("a store refers to its base by path or hub id: save the base first, or use a Merger")
     with open_base(base, config_only=config_only) as checkpoint:
@@ -46,21 +49,24 @@ def examine_base(
         model = BaseModel.examine(checkpoint, measure=measure, engine=engine, progress=progress, **globs)
         if checkpoint.note:
             (progress or Progress()).note(checkpoint.note)
-    return dataclasses.replace(model, given=str(base))
-
-
-def write_first_manifest(storage: Storage, manifest: Manifest) -> None:
-    """Make the store."""
+    model = dataclasses.replace(model, given=str(base))
     try:
         with storage.creating(), storage.writing(MANIFEST):
-            check_free(storage)  # again: examining the base may have taken long
-            dataclasses.replace(manifest, commit=storage.new_mark()).save(storage)
+            _check_free(storage)  # again: examining the base may have taken long
+            Manifest(method.name, method.parameters, model, keep, commit=storage.new_mark()).save(storage)
             storage.sync()
     except OSError as error:
         raise MergestreamError(f"{storage} cannot be made: {error.strerror}") from error
 
 
-def check_keep(steps: int) -> None:
+def _check_free(storage: Storage) -> None:
+    """Refuse a place for a new store that is not empty."""
+    if not storage.is_free:
+        raise MergestreamError(f"{storage} exists already and is not empty; choose another place for the store")
+    storage.check()
+
+
+def _check_keep(steps: int) -> None:
     """Refuse a negative number of steps."""
     if steps < 0:
         raise UsageError(f"keep={steps} must be at least 0")
@@ -68,7 +74,7 @@ def check_keep(steps: int) -> None:
 
 def keep_steps(store: Store, steps: int) -> None:
     """Change how many earlier steps are kept."""
-    check_keep(steps)
+    _check_keep(steps)
     with store.writing():
         commit(store, dataclasses.replace(store.manifest, keep=steps).forgetting())
         clean_up_after_commit(store, resumable=True)
@@ -79,7 +85,6 @@ def collect_garbage(store: Store) -> int:
     before = total_bytes(store.storage.files())
     with store.writing():
         commit(store, store.manifest)  # a concurrent writer cannot win any more
-        store.replaced_commit = ""
         delete_unused(store)
     return before - total_bytes(store.storage.files())
 

@@ -1,4 +1,4 @@
-"""Steps that are being written: their plan, their journal, how they are resumed, and what is cleaned up.
+"""Steps that are being written: their plan, their journal, and how they are resumed.
 
 A step in the making has a ``plan.json``, which says what it will become and which commit its writer has read. On a disk
 it is written in place, and an interrupted one is continued. For a bucket it is written to a temporary directory and
@@ -8,7 +8,6 @@ uploaded when it is complete; an interrupted one is begun again.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -18,10 +17,8 @@ from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError
 from mergestream.files import to_json, write_error, write_json
 from mergestream.storage import Storage
-from mergestream.store.manifest import Manifest, folder_name
 
 PLAN, JOURNAL = "plan.json", "journal"
-_FOLDER = re.compile(r"\d{4,}(-[0-9a-f]+)?")
 
 
 class StepStorage:
@@ -107,39 +104,6 @@ def read_plan(storage: Storage, folder: str) -> dict[str, Any] | None:
 def is_journal(name: str) -> bool:
     """Whether a file of a step belongs to its journal."""
     return name.startswith(JOURNAL)
-
-
-def clean_up(storage: Storage, manifest: Manifest, kept: Collection[str], replaced: str | None) -> None:
-    """Remove all folders that the manifest does not need, except steps that can still be resumed or committed.
-
-    ``kept`` are the folders in ``steps`` that stay. On a disk a step that can be resumed stays if ``replaced``, the
-    commit that the present one has replaced, is None. In a bucket a step stays whose writer has read this manifest.
-    """
-    storage.sync()  # first: after a power cut the previous manifest may be back, and needs its steps
-    left = {folder: read_plan(storage, folder) for folder in _numbered(storage, "steps") if folder not in kept}
-    if storage.has_lock:  # nobody else is writing
-        following = folder_name(manifest.next_number, "")
-        plan = left.get(following)
-        spared = {following} if replaced is None and plan and "after" in plan else set()
-    else:
-        spared = {folder for folder, plan in left.items() if plan and plan.get("commit") == manifest.commit}
-        if not storage.is_current(manifest.version):  # checked last: whoever has read this manifest has a plan by now
-            return
-    for folder in left.keys() - spared:
-        storage.remove(f"steps/{folder}")
-    for folder in kept:
-        names = [name for name in storage.files(f"steps/{folder}") if name.startswith((PLAN, JOURNAL))]
-        storage.delete(f"steps/{folder}/{name}" for name in names)
-    for kind, entries in (("experts", manifest.recorded), ("inputs", manifest.inputs)):
-        named = {entry.folder for entry in entries} | spared
-        for folder in _numbered(storage, kind):
-            if folder not in named:
-                storage.remove(f"{kind}/{folder}")
-    storage.clean_scratch()
-
-
-def _numbered(storage: Storage, kind: str) -> list[str]:
-    return [folder for folder in storage.folders(kind) if _FOLDER.fullmatch(folder)]
 
 
 def _files_of(stem: str, names: Collection[str]) -> list[str]:

@@ -52,7 +52,6 @@ class Store:
         self.storage = open_storage(path)
         self.storage.check()
         self.moved_base: BaseModel | None = None  # where the base was found, if the store is read-only
-        self.replaced_commit = ""  # by our last commit: another writer that has read it can no longer win
         self.manifest = Manifest.load(self.storage)
         self.progress = progress or default_progress()
         self.engine: Engine = engine or LocalEngine()
@@ -79,13 +78,10 @@ class Store:
         ``config_only`` the base's weights are not read before a full export or a full checkpoint needs them.
         """
         from mergestream.methods import as_method
-        from mergestream.store.maintain import check_free, check_keep, examine_base, write_first_manifest
+        from mergestream.store.maintain import create_store
 
-        storage, method = open_storage(path), as_method(method)
-        check_free(storage)
-        check_keep(keep)
-        model = examine_base(base, config_only, engine, progress, linear=linear, not_linear=not_linear, heads=heads)
-        write_first_manifest(storage, Manifest(method.name, method.parameters, model, keep))
+        storage, globs = open_storage(path), {"linear": linear, "not_linear": not_linear, "heads": heads}
+        create_store(storage, as_method(method), base, keep, config_only, engine, progress, **globs)
         return cls(storage, engine=engine, progress=progress)
 
     def __repr__(self) -> str:

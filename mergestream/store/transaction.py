@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -10,14 +11,16 @@ from typing import TYPE_CHECKING, TypeVar
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.interrupts import uninterrupted
 from mergestream.sizes import counted
-from mergestream.store.manifest import MANIFEST, Manifest
+from mergestream.storage import Storage
+from mergestream.store.manifest import MANIFEST, Manifest, folder_name
 from mergestream.store.snapshot import Snapshot
-from mergestream.store.step_storage import clean_up
+from mergestream.store.step_storage import JOURNAL, PLAN, read_plan
 
 if TYPE_CHECKING:
     from mergestream.store.store import Store
 
 Result = TypeVar("Result")
+_FOLDER = re.compile(r"\d{4,}(-[0-9a-f]+)?")
 
 
 def load_manifest(store: Store) -> Manifest:
@@ -101,13 +104,41 @@ def commit(store: Store, manifest: Manifest) -> None:
     """
     with uninterrupted():
         manifest = dataclasses.replace(manifest, commit=store.storage.new_mark(), version=store.manifest.version)
-        store.manifest, store.replaced_commit = manifest.save(store.storage), store.manifest.commit
+        store.manifest = manifest.save(store.storage)
 
 
 def delete_unused(store: Store, *, resumable: bool = False) -> None:
-    """Make the manifest durable, then delete what it does not need; a ``resumable`` step stays."""
-    kept = store.manifest.kept_folders
-    clean_up(store.storage, store.manifest, kept, None if resumable else store.replaced_commit)
+    """Make the manifest durable, then delete all folders that it does not need; a ``resumable`` step stays.
+
+    In a bucket the steps of other writers stay as long as they can be committed: while they have read this manifest.
+    """
+    storage, manifest = store.storage, store.manifest
+    storage.sync()  # first: after a power cut the previous manifest may be back, and needs its steps
+    kept = manifest.kept_folders
+    left = {folder: read_plan(storage, folder) for folder in _numbered(storage, "steps") if folder not in kept}
+    if storage.has_lock:  # nobody else is writing
+        following = folder_name(manifest.next_number, "")
+        plan = left.get(following)
+        spared = {following} if resumable and plan and "after" in plan else set()
+    else:
+        spared = {folder for folder, plan in left.items() if plan and plan.get("commit") == manifest.commit}
+        if not storage.is_current(manifest.version):  # checked last: whoever has read this manifest has a plan by now
+            return
+    for folder in left.keys() - spared:
+        storage.remove(f"steps/{folder}")
+    for folder in kept:
+        names = [name for name in storage.files(f"steps/{folder}") if name.startswith((PLAN, JOURNAL))]
+        storage.delete(f"steps/{folder}/{name}" for name in names)
+    for kind, entries in (("experts", manifest.recorded), ("inputs", manifest.inputs)):
+        named = {entry.folder for entry in entries} | spared
+        for folder in _numbered(storage, kind):
+            if folder not in named:
+                storage.remove(f"{kind}/{folder}")
+    storage.clean_scratch()
+
+
+def _numbered(storage: Storage, kind: str) -> list[str]:
+    return [folder for folder in storage.folders(kind) if _FOLDER.fullmatch(folder)]
 
 
 def clean_up_after_commit(store: Store, *, resumable: bool = False) -> None:

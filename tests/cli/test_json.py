@@ -75,7 +75,7 @@ def test_notes_after_the_commit_are_in_json_even_if_quiet(
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "worn out", "a disk")
 
-    monkeypatch.setattr("mergestream.store.transaction.clean_up", fail)
+    monkeypatch.setattr("mergestream.store.transaction.delete_unused", fail)
     code, (added,) = run_json("add", store, toys.experts[2], "--quiet")
     assert code == 0 and "could not be deleted: worn out" in added["notes"][0]
     code, undone = run_json("undo", store)

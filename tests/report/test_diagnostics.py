@@ -127,9 +127,10 @@ def test_inspect_tells_interference_and_size(store: Store, models: Path) -> None
     before = files(store.path, ".json", ".safetensors")
     inspection = store.inspect(models / "giant")
     assert "outweighs" in inspection.notes[0] and inspection.relative_norm > 5
-    shares = list(inspection.layers.values())
-    assert shares == sorted(shares) and shares[0] < 1
-    assert json.loads(json.dumps(inspection.to_json()))["layers"] == inspection.layers
+    shares = {name: tensor.kept for name, tensor in inspection.tensors.items()}
+    assert min(shares.values()) < 1
+    told = json.loads(json.dumps(inspection.to_json()))["tensors"]
+    assert {name: tensor["kept"] for name, tensor in told.items()} == shares
     assert files(store.path, ".json", ".safetensors") == before
 
 
