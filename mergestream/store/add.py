@@ -323,8 +323,17 @@ def open_candidate(
         yield candidate
 
 
-def check_experts(store: Store, experts: Sequence[tuple[str | None, str]], **options: Any) -> None:
-    """Check names and headers of all experts, before the first one is added; ``options`` as in `open_candidate`."""
+def check_experts(
+    store: Store,
+    experts: Sequence[tuple[str | None, str]],
+    *,
+    partial: bool = False,
+    ignore: Sequence[str] = (),
+    vocab: Vocab | None = None,
+    heads: Sequence[str] = (),
+) -> None:
+    """Check names and headers of all experts, before the first one is added; the options are those of `Store.add`."""
+    options: dict[str, Any] = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}
     taken, progress = list(store.manifest.names), store.progress
     store.progress = NoProgress()  # the notes come when each one is added
     try:

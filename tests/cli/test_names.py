@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mergestream import Store
 from mergestream.progress import TerminalProgress
@@ -97,6 +98,16 @@ def test_all_experts_are_checked_before_the_first_is_added(
     result = mergestream("add", store.path, f"a={toys.experts[1]}", shutil.copytree(toys.experts[2], "expert-3"), last)
     assert result.code == 1 and len(result.err.splitlines()) == 1
     assert not Store(store.path).history and not list((store.path / "steps").glob("*"))
+
+
+def test_options_count_when_all_experts_are_checked(tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
+    store = Store.create(tmp_path / "store", toys.base)
+    for number in (0, 1):
+        tensors = load_file(toys.experts[number] / "model.safetensors")
+        save_file(dict(sorted(tensors.items())[1:]), tmp_path / f"{number}.safetensors")
+    words = ("add", store.path, tmp_path / "0.safetensors", tmp_path / "1.safetensors")
+    assert mergestream(*words).code == 1
+    assert mergestream(*words, "--partial").code == 0 and Store(store.path).manifest.step == 2
 
 
 def test_a_base_that_is_remembered_is_said(tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
