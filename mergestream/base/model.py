@@ -22,11 +22,10 @@ from mergestream.base.names import are_adapter_names
 from mergestream.base.roles import Role, find_roles, model_names, tied_names
 from mergestream.checkpoints import DTYPES, FLOATS, Checkpoint, TensorInfo, TensorSpec
 from mergestream.checkpoints.checkpoint import RenamedCheckpoint
-from mergestream.checkpoints.layout import model_config, refuse_quantised
+from mergestream.checkpoints.layout import explain_directory, model_config, refuse_quantised
 from mergestream.checkpoints.location import locate
 from mergestream.checkpoints.reader import open_located
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
-from mergestream.checkpoints.unsupported import explain_directory
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import DamagedError, MergestreamError, UsageError

@@ -1,14 +1,91 @@
-"""Models on the Hugging Face hub, downloaded to the cache of huggingface_hub."""
+"""The Hugging Face hub: its client, its errors as sentences, and models downloaded to the cache of huggingface_hub."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mergestream.checkpoints.layout import CODE, find_weights, is_index, may_go_along, names_code, read_index
-from mergestream.checkpoints.unsupported import no_weights_error
+from mergestream.checkpoints.layout import (
+    CODE,
+    find_weights,
+    is_index,
+    may_go_along,
+    names_code,
+    no_weights_error,
+    read_index,
+)
 from mergestream.errors import MergestreamError, first_line
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_SECRETS = re.compile(r"hf_\w+|\?\S+")
+"""Tokens, and signatures in URLs"""
+LOGIN = "log in with `hf auth login`"
+UPLOAD = "pushed to"
+
+
+class UnreachableError(MergestreamError):
+    """No network, a proxy, offline mode, or a hub that is out of order."""
+
+
+def connect(name: str) -> HfApi:
+    """A client of the hub, for a repository, without progress bars if nobody sees them."""
+    try:
+        from huggingface_hub import HfApi, utils
+    except ImportError as error:
+        raise MergestreamError(
+            f"{name} is not a local path, and the hub needs the package huggingface_hub: pip install 'mergestream[hub]'"
+        ) from error
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    return HfApi()
+
+
+@contextmanager
+def explained(hub_id: str, doing: str) -> Iterator[None]:
+    """Raise errors of the hub as one sentence that never quotes the token."""
+    from huggingface_hub import utils
+
+    name, _, revision = hub_id.partition("@")
+    try:
+        yield
+    except MergestreamError:
+        raise
+    except Exception as error:  # each client library has its own types
+        status = _status(error)
+        if isinstance(error, utils.GatedRepoError):
+            sentence = f"{name} is gated: accept its terms on the hub and {LOGIN}"
+        elif isinstance(error, utils.RevisionNotFoundError):
+            sentence = f"the hub knows {name}, but not the revision {revision}"
+        elif isinstance(error, utils.RepositoryNotFoundError | utils.HFValidationError) and doing != UPLOAD:
+            sentence = (
+                f"{hub_id} is neither a local path nor a repository that the hub shows you; check the spelling, or "
+                f"{LOGIN} if it is private"
+            )
+        elif status == 401:
+            sentence = f"the hub does not accept the token; {LOGIN} with another"
+        elif status == 403:
+            sentence = f"the token may not write to {name}; use one with write access to {name.partition('/')[0]}"
+        else:
+            reason = f"the hub answered {status}" if status else _SECRETS.sub("…", first_line(error))
+            raise UnreachableError(
+                f"{hub_id} cannot be {doing} ({reason}); run the command again, and it resumes"
+            ) from error
+        raise MergestreamError(sentence) from error
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status of an error, or of the errors that caused it."""
+    while error is not None:
+        if (response := getattr(error, "response", None)) is not None:
+            return int(response.status_code)
+        error = error.__cause__
+    return None
 
 
 def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
@@ -17,66 +94,28 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
     Without ``weights`` only the configuration and its companions are downloaded.
     """
     repo, _, revision = hub_id.partition("@")
+    api, version = connect(hub_id), revision or None
     try:
-        with _hub_errors_explained(hub_id):
-            import huggingface_hub as hub
-
-            info = hub.model_info(repo, revision=revision or None)
+        with explained(hub_id, "downloaded from the hub"):
+            info = api.model_info(repo, revision=version)
             files = [sibling.rfilename for sibling in info.siblings or []]
-            beside = [name for name in files if "/" not in name]
-            wanted = (_weights(hub_id, beside) if weights else []) + [name for name in files if may_go_along(name)]
-            snapshot = Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=wanted))
+            wanted = [name for name in files if may_go_along(name)]
+            if weights:
+                wanted += _weights(api, hub_id, [name for name in files if "/" not in name])
+            snapshot = Path(api.snapshot_download(repo, revision=version, allow_patterns=wanted))
             code = [name for name in files if name.endswith(CODE)]
             if code and names_code(snapshot):
-                hub.snapshot_download(repo, revision=revision or None, allow_patterns=code)
-    except _UnreachableError as error:
+                api.snapshot_download(repo, revision=version, allow_patterns=code)
+    except UnreachableError as error:
         found = cached(hub_id)
         if found is None:
-            raise MergestreamError(
-                f"{hub_id} is not a local path or in the hub's cache, and cannot be downloaded from the hub ({error})"
-            ) from error
+            raise MergestreamError(f"{hub_id} is not a local path or in the hub's cache, and {error}") from error
         snapshot = found
     return snapshot, f"{repo}@{snapshot.name}"
 
 
-class _UnreachableError(Exception):
-    """The hub cannot be reached: no network, a proxy, offline mode."""
-
-
-@contextmanager
-def _hub_errors_explained(hub_id: str) -> Iterator[None]:
-    """Raise errors of the hub as a sentence about the model."""
-    repo, _, revision = hub_id.partition("@")
-    try:
-        from huggingface_hub import utils
-    except ImportError as error:
-        raise MergestreamError(
-            f"{hub_id} is not a local path, and models on the hub need the package huggingface_hub: "
-            "pip install 'mergestream[hub]'"
-        ) from error
-    try:
-        yield
-    except MergestreamError:
-        raise
-    except utils.GatedRepoError as error:
-        raise MergestreamError(
-            f"{hub_id} is gated: accept its terms on the hub and log in with `hf auth login`"
-        ) from error
-    except utils.RevisionNotFoundError as error:
-        raise MergestreamError(f"{hub_id}: the hub knows {repo}, but not the revision {revision}") from error
-    except (utils.RepositoryNotFoundError, utils.HFValidationError) as error:
-        raise MergestreamError(
-            f"{hub_id} is neither a local path nor a repository that the hub shows you; "
-            "check the spelling, or log in with `hf auth login` if it is private"
-        ) from error
-    except Exception as error:  # each client library has its own types
-        raise _UnreachableError(first_line(error)) from error
-
-
-def _weights(hub_id: str, files: list[str]) -> list[str]:
+def _weights(api: HfApi, hub_id: str, files: list[str]) -> list[str]:
     """The weight files that are needed to open the snapshot, with their index."""
-    import huggingface_hub as hub
-
     if "adapter_config.json" in files:
         return [name for name in files if name.startswith("adapter_model.")]
     entry = find_weights(files, hub_id)
@@ -85,7 +124,7 @@ def _weights(hub_id: str, files: list[str]) -> list[str]:
     if not is_index(entry):
         return [entry]
     repo, _, revision = hub_id.partition("@")
-    index = Path(hub.hf_hub_download(repo, entry, revision=revision or None))
+    index = Path(api.hf_hub_download(repo, entry, revision=revision or None))
     return [entry, *sorted(set(read_index(index).values()))]
 
 

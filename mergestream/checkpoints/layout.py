@@ -1,4 +1,4 @@
-"""The files of a model's directory: file formats, weights, their index, and the companions that belong to the model.
+"""The files of a model's directory: file formats, weights, their index, companions, and what is there instead.
 
 To add a file format, write a module with a `Shard` and list it in `FORMATS`.
 """
@@ -179,3 +179,75 @@ def refuse_quantised(directory: Path) -> None:
             f"{directory / 'config.json'}: quantization_config says that the checkpoint is quantised; dequantise it "
             "first, or give the model that it was made from"
         )
+
+
+# --- directories without weights -----------------------------------------------------------------------------
+
+_FILES = {
+    r"\.(onnx(_data)?|h5|keras|index|meta|data-\d+-of-\d+|pb|msgpack|np[zy])": (
+        "a file of another framework: give the PyTorch model, or write its tensors as safetensors (docs: Inputs)"
+    ),
+    r"\.(pkl|pickle|joblib)": (
+        "a pickle, which was not executed: if you trust its origin, write the model's state_dict() as safetensors"
+    ),
+    r"\.(zip|tar|tgz|gz|nemo)": "an archive: unpack it and give its content",
+}
+"""Other file formats by the end of their name: what they are, and what to do"""
+_WEIGHTS = f".*({'|'.join(map(re.escape, WEIGHT_SUFFIXES))})"
+_TRAINING_STATE = "(optimizer|scheduler|scaler|training_args|rng_state|random_states)"
+_CONTENTS = {
+    r"zero_to_fp32\.py|.*_optim_states\.pt|mp_rank_\d+.*_model_states\.pt|global_step\d+": (
+        "is a DeepSpeed ZeRO checkpoint, which keeps its weights in pickles: if you trust its origin, run "
+        "`python -m deepspeed.utils.zero_to_fp32 DIR OUT --safe_serialization`, where DIR holds the file `latest`, and "
+        "give OUT"
+    ),
+    r".*\.distcp": "has .distcp files and no .metadata: it is incomplete; save or copy it again",
+    r"model_index\.json": (
+        "is a diffusers pipeline, which is several models, and none of them has weights here: "
+        "`hf download ORG/NAME --local-dir DIR` and give one of them, such as DIR/unet"
+    ),
+    f"(?!{_TRAINING_STATE}){_WEIGHTS}": "holds {found}; name the file you mean",
+    _WEIGHTS: "holds only the state to resume a training run from ({found}); give the directory with the weights",
+    **{
+        f".*({pattern})": f"holds {{found}}, which is not read, because it is {what}"
+        for pattern, what in _FILES.items()
+    },
+}
+"""Names in a directory without weights, and what it is; the first pattern that matches a name counts"""
+
+
+def no_weights_error(names: Collection[str], source: str, directory: Path | None = None) -> MergestreamError:
+    """The error for a directory without weights; ``directory`` is None on the hub, where only names are known."""
+    return MergestreamError(
+        explain_directory(names, source, directory)
+        or f"{source} holds no checkpoint: neither model.safetensors nor pytorch_model.bin; give another directory"
+    )
+
+
+def explain_directory(names: Collection[str], source: str, directory: Path | None = None) -> str | None:
+    """What a directory without weights holds instead, and what to do; None if it is unknown."""
+    if directory and (folders := _folders_with_weights(names, directory)):
+        return (
+            f"{source} holds no weights itself, but its folders {shorten_list(folders, 4)} do: give one of them, "
+            f"such as {source}/{folders[-1]}"
+        )
+    for pattern, sentence in _CONTENTS.items():
+        if found := sorted(name for name in names if re.fullmatch(pattern, name)):
+            return f"{source} {sentence.format(found=shorten_list(found, 4))}"
+    return None
+
+
+def explain_file(path: Path) -> str | None:
+    """What an unsupported file is, and what to do; None if it is unknown."""
+    known = next((what for pattern, what in _FILES.items() if re.search(f"({pattern})$", path.name)), None)
+    return f"{path} is not read, because it is {known}" if known else None
+
+
+def _folders_with_weights(names: Collection[str], directory: Path) -> list[str]:
+    """The checkpoints of a training run, the models of a pipeline, or the first module of sentence-transformers."""
+    known = re.compile(".*" if "model_index.json" in names else r"checkpoint-\d+|0_\w+|model")
+    folders = [directory / name for name in names if known.fullmatch(name)]
+    found = [
+        path.name for path in folders if path.is_dir() and any(is_weight_file(file.name) for file in path.iterdir())
+    ]
+    return sorted(found, key=lambda name: (len(name), name))  # checkpoint-1000 after checkpoint-500

@@ -11,14 +11,15 @@ from mergestream.checkpoints.distributed import DistributedFiles, find_metadata
 from mergestream.checkpoints.layout import (
     FORMATS,
     WEIGHT_SUFFIXES,
+    explain_file,
     find_weights,
     is_index,
+    no_weights_error,
     read_index,
     refuse_quantised,
 )
 from mergestream.checkpoints.location import Location, locate, system_errors_explained
 from mergestream.checkpoints.safetensors import SafetensorsObject
-from mergestream.checkpoints.unsupported import explain_file, no_weights_error
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import is_utf8
 

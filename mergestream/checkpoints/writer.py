@@ -87,11 +87,16 @@ class SafetensorsWriter(Collector):
 
     def write_piece(self, name: str, start: int, piece: Tensor) -> None:
         """Write elements of a tensor, from the index ``start`` on; its pieces must come in order."""
-        spec, shard = self._layout[name], self._shard[name]
-        data, plan = _piece_bytes(name, spec, start, piece), self._plans[shard]
+        import torch
+
+        spec, end, shard = self._layout[name], start + piece.numel(), self._shard[name]
+        if dtype_name(piece.dtype) != spec.dtype or end > spec.numel:
+            raise ValueError(f"{name!r} must be {spec.numel} × {spec.dtype}, not {end} × {piece.dtype}")
+        plan = self._plans[shard]
+        data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         with _disk_errors_explained(plan.path, spec.nbytes):
             _write_at(self._files[shard].fileno(), data, plan.begin[name] + start * item_size(spec.dtype))
-        if start + piece.numel() == spec.numel:
+        if end == spec.numel:
             self._written.add(name)
 
     def keep(self, name: str) -> None:
@@ -119,8 +124,11 @@ class SafetensorsWriter(Collector):
             with _disk_errors_explained(self.directory, self.nbytes):
                 sync_directory(self.directory)
                 if len(self._plans) > 1:
-                    where = {name: self._plans[self._shard[name]].path.name for name in self._layout}
-                    replace_text(self._index, _index_text(self._layout, where))
+                    index = {
+                        "metadata": {"total_size": sum(spec.nbytes for spec in self._layout.values())},
+                        "weight_map": {name: self._plans[self._shard[name]].path.name for name in self._layout},
+                    }
+                    replace_text(self._index, json.dumps(index, indent=2, ensure_ascii=False) + "\n")
         finally:
             self.abandon()
 
@@ -175,6 +183,21 @@ class _FilePlan:
     begin: dict[str, int]
     size: int
 
+    @staticmethod
+    def of(path: Path, layout: Mapping[str, TensorSpec]) -> _FilePlan:
+        """Lay out a file; wide elements first, so that without gaps every tensor is aligned to its element."""
+        entries, offsets, end = {}, {}, 0
+        for name in sorted(layout, key=lambda name: -item_size(layout[name].dtype)):
+            spec, offsets[name] = layout[name], end
+            end += spec.nbytes
+            entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offsets[name], end]}
+        content = {"__metadata__": {"format": "pt"}, **entries}
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-(8 + len(text)) % CACHE_LINE)
+        header = len(text).to_bytes(8, "little") + text
+        begin = {name: len(header) + offset for name, offset in offsets.items()}
+        return _FilePlan(path, header, begin, len(header) + end)
+
     def open(self, flags: int) -> BinaryIO:
         return os.fdopen(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666), "r+b", buffering=0)
 
@@ -211,44 +234,8 @@ def _plan_shards(directory: Path, layout: Mapping[str, TensorSpec], prefix: str,
     plans = []
     for number, names in enumerate(shards, 1):
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        # Wide elements first: the format allows no gaps, and so every tensor is aligned to its element.
-        ordered = {name: layout[name] for name in sorted(names, key=lambda name: -item_size(layout[name].dtype))}
-        header, begin, size = _lay_out(ordered)
-        plans.append(_FilePlan(directory / f"{prefix}{part}.safetensors", header, begin, size))
+        plans.append(_FilePlan.of(directory / f"{prefix}{part}.safetensors", {name: layout[name] for name in names}))
     return plans
-
-
-def _lay_out(layout: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int], int]:
-    """Lay out a file with the tensors in this order; returns its header, where each tensor begins, and its size."""
-    entries, offsets, end = {}, {}, 0
-    for name, spec in layout.items():
-        offsets[name] = end
-        end += spec.nbytes
-        entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offsets[name], end]}
-    content = {"__metadata__": {"format": "pt"}, **entries}
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % CACHE_LINE)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end
-
-
-def _piece_bytes(name: str, spec: TensorSpec, start: int, piece: Tensor) -> memoryview:
-    """The bytes of a piece that begins at the element ``start``; ValueError if it does not match the layout."""
-    import torch
-
-    end = start + piece.numel()
-    if dtype_name(piece.dtype) != spec.dtype or end > spec.numel:
-        raise ValueError(f"{name!r} must be {spec.numel} × {spec.dtype}, not {end} × {piece.dtype}")
-    return piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _index_text(layout: Mapping[str, TensorSpec], where: Mapping[str, str]) -> str:
-    """The index file of a sharded model; ``where`` is the shard of every tensor."""
-    index = {
-        "metadata": {"total_size": sum(spec.nbytes for spec in layout.values())},
-        "weight_map": {name: where[name] for name in layout},
-    }
-    return json.dumps(index, indent=2, ensure_ascii=False) + "\n"
 
 
 def _remove_stale(directory: Path, prefix: str) -> None:

@@ -126,10 +126,9 @@ def _check(options: Export, selection: dict[str, Any]) -> None:
     if options.private and not options.push:
         raise UsageError("--private needs --push ORG/NAME")
     if options.push:
-        from mergestream.hub.repository import check_login, repository_name
+        from mergestream.hub.transfer import check_login
 
-        repository_name(options.push)
-        check_login()
+        check_login(options.push)
 
 
 def _export_adapters(store: Store, options: Export) -> dict[str, Any]:

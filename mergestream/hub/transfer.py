@@ -1,4 +1,8 @@
-"""Pushing exports and stores to the hub, and pulling stores."""
+"""Pushing exports and stores to the hub, and pulling stores.
+
+A push is one commit, so that readers see all of it or nothing. The hub knows uploaded files by their content: a push
+that is repeated after an interruption uploads only the rest.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,42 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mergestream.checkpoints.hub import LOGIN, UPLOAD, connect, explained
 from mergestream.checkpoints.location import public_name
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import code
 from mergestream.export.card import history_section
 from mergestream.export.places import is_export
 from mergestream.files import sync_directory, sync_file
-from mergestream.hub.repository import connect, explained, push_files, repository_name
 from mergestream.storage import local_path, open_storage
 from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import record_folder
 from mergestream.store.step_storage import PLAN, is_journal
 from mergestream.store.store import Store
 
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _PART = re.compile(r"manifest\.json|scores\.json|(steps|experts|inputs)/[0-9]{4,}(-[0-9a-f]+)?/[A-Za-z0-9][\w.-]*")
 _BESIDE = re.compile(r"README\.md|\.git\w*")
 _CARD = "README.md"
+
+
+def repository_name(address: str) -> str:
+    """Parse ``ORG/NAME`` or ``hf://ORG/NAME``."""
+    name = address.removeprefix("hf://")
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{address} is not a repository on the hub: write hf://ORG/NAME")
+    return name
+
+
+def check_login(address: str) -> str:
+    """The name of a repository that can be pushed to; an error without huggingface_hub, or without a token."""
+    name = repository_name(address)
+    connect(name)
+    import huggingface_hub
+
+    if not huggingface_hub.get_token():
+        raise MergestreamError(f"there is no token for the hub: {LOGIN}, or set HF_TOKEN")
+    return name
 
 
 def holds_store(files: Collection[str]) -> bool:
@@ -39,31 +63,27 @@ def push_model(export: str | Path, address: str, *, private: bool = False) -> st
 
     Weights of an earlier push that this export does not have are deleted; other files in the repository stay.
     """
-    name, place = repository_name(address), local_path(export)
+    name, place = check_login(address), local_path(export)
     if not is_export(open_storage(place)):
         raise MergestreamError(f"{place} is neither a store nor an export of mergestream; there is nothing to push")
 
-    def check(present: set[str]) -> None:
+    def find_ours(present: set[str]) -> set[str]:
         if holds_store(present):
             raise MergestreamError(f"{name} holds a store; push the model elsewhere")
+        return {file for file in present if file.endswith((".safetensors", ".safetensors.index.json"))}
 
-    files = {path.relative_to(place).as_posix(): path for path in sorted(place.rglob("*")) if path.is_file()}
-    return push_files(
-        name, files, private=private, message="A merged model, by mergestream", is_ours=_is_weights, check=check
-    )
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json"))
+    return _push(name, place, "A merged model, by mergestream", find_ours, private)
 
 
 def push_store(store: Store, address: str, *, private: bool = False) -> str:
     """Upload the store as it is now, even if a writer changes it meanwhile; returns the URL of the repository."""
-    name = repository_name(address)
+    name = check_login(address)
 
-    def check(present: set[str]) -> None:
-        if others := sorted(file for file in present if not (_PART.fullmatch(file) or _BESIDE.fullmatch(file))):
+    def find_ours(present: set[str]) -> set[str]:
+        ours = {file for file in present if _PART.fullmatch(file)}
+        if others := sorted(file for file in present - ours if not _BESIDE.fullmatch(file)):
             raise MergestreamError(f"{name} holds {others[0]}, which is not part of a store; push the store elsewhere")
+        return ours
 
     with _copied(store) as (copy, manifest):
         sources = manifest.base.source, *(entry.source for entry in manifest.history)
@@ -72,11 +92,29 @@ def push_store(store: Store, address: str, *, private: bool = False) -> str:
                 f"readers of {name} see the local paths of the base and the experts; --private hides it"
             )
         (copy / _CARD).write_text(_card(manifest, name), encoding="utf-8")
-        files = {path.relative_to(copy).as_posix(): path for path in sorted(copy.rglob("*")) if path.is_file()}
-        message = f"A store of mergestream at step {manifest.step}"
-        return push_files(
-            name, files, private=private, message=message, is_ours=lambda file: bool(_PART.fullmatch(file)), check=check
-        )
+        return _push(name, copy, f"A store of mergestream at step {manifest.step}", find_ours, private)
+
+
+def _push(name: str, directory: Path, message: str, find_ours: Callable[[set[str]], set[str]], private: bool) -> str:
+    """Upload a directory in one commit; returns the URL of the repository.
+
+    ``find_ours`` finds the files of an earlier push, which are deleted or replaced, among those of the repository, and
+    refuses one that holds something else. ``private`` makes a new repository private, and refuses a public one.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    files = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    api = connect(name)
+    with explained(name, UPLOAD):
+        address = str(api.create_repo(name, private=private or None, exist_ok=True))
+        found = api.model_info(name)
+        if private and not found.private:
+            raise MergestreamError(f"{name} exists and is public: make it private on the hub, or push elsewhere")
+        ours = find_ours({sibling.rfilename for sibling in found.siblings or []})
+        added = [CommitOperationAdd(there, here) for there, here in files.items()]
+        left = [CommitOperationDelete(there) for there in sorted(ours - files.keys())]
+        api.create_commit(name, [*left, *added], commit_message=message)
+    return address
 
 
 @contextmanager
@@ -152,8 +190,8 @@ def pull_store(address: str, path: Path, base: str | Path | None, open_store: Ca
 
 def _download(name: str, revision: str | None, work: Path) -> None:
     """Download the files of a store, and nothing else from the repository."""
-    api = connect()
-    with explained(name, "pulled"):
+    api = connect(name)
+    with explained(f"{name}@{revision}" if revision else name, "pulled"):
         found = api.model_info(name, revision=revision)
         files = [sibling.rfilename for sibling in found.siblings or []]
         wanted = [file for file in files if _PART.fullmatch(file)]

@@ -160,7 +160,10 @@ def test_only_what_is_of_a_store_is_pulled(tmp_path: Path, store: Store, hub: Hu
 
 
 def test_what_cannot_be_pulled_or_pushed_is_one_sentence(tmp_path: Path, store: Store, hub: Hub) -> None:
-    with pytest.raises(MergestreamError, match=r"the hub shows no org/absent; check the spelling, or log in"):
+    with pytest.raises(
+        MergestreamError,
+        match=r"org/absent is neither a local path nor a repository that the hub shows you; check the spelling",
+    ):
         Store.pull("hf://org/absent", tmp_path / "pulled")
     store.export(tmp_path / "out")
     from mergestream.hub.transfer import push_model
