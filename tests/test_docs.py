@@ -23,6 +23,8 @@ import pytest
 from nbclient import NotebookClient
 
 from mergestream.cli import main
+from mergestream.ledger.readouts import READOUTS
+from mergestream.methods import METHODS
 from tests.conftest import RunCommand
 from tests.test_imports import ORDER
 
@@ -43,6 +45,9 @@ def test_the_readme_fits_on_few_screens() -> None:
     lines = README.read_text("utf-8").splitlines()
     assert len(lines) < 120
     assert [line for line in lines if len(line) > 120] == []
+    assert f"| number of methods | {len(METHODS)}, {len(set(READOUTS) - {'plain'})} readouts |" in README.read_text(
+        "utf-8"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def _check_file(path: Path) -> None:
 class MemoryCheckpoint(Checkpoint):
     """A state dict or a module of this process."""
 
-    source = "memory"
+    source = "the state dict"
 
     def __init__(self, model: Any) -> None:
         if hasattr(model, "peft_config"):
@@ -137,7 +137,7 @@ class MemoryCheckpoint(Checkpoint):
             raise UsageError(
                 f"a model is a path, a hub id org/name, a torch module or a state dict, not a {type(model).__name__}"
             )
-        self.tensors, self.aliases = describe_tensors(state_dict, "memory", "remove it")
+        self.tensors, self.aliases = describe_tensors(state_dict, "the state dict", "remove it")
         self._tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in state_dict.items()}
 
     def read(self, name: str) -> Tensor:

@@ -36,3 +36,4 @@ class Init(MethodOptions, RunningOptions):
         answer(status)
         say(f"{store.storage}: {store.manifest.method_text} on {store.manifest.base.source}")
         say(f"tensors: {counts_text(status['counts'])}")
+        say(f"next: mergestream add {store.storage} EXPERT …")

@@ -32,7 +32,7 @@ class Log(StoreOptions):
         listed = [entry_json(entry, held.get(entry.name)) for entry in store.history]
         answer([*listed, *({**entry_json(removal.expert), "removed": removal.time} for removal in removed)])
         if not store.history:
-            say(f"{store.storage} has no experts yet")
+            say(f"{store.storage} has no experts yet; add one with: mergestream add {store.storage} EXPERT")
         else:
             _print_experts(store.manifest.method, store.history, held)
         _print_notes(store.history)

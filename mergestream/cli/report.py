@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.cli.options import WorkingStoreOptions, argument
 from mergestream.cli.printing import answer, is_json, print_text, say
+from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
     from mergestream.report.facts import Facts
@@ -27,7 +28,7 @@ class Report(WorkingStoreOptions):
         """
     out: str | None = argument("-o --out FILE", "the output file (STORE-report.html; md and json: standard output)")
     format: str | None = argument(
-        "--format", "the format (by the extension of FILE, else html)", choices=("html", "md", "json")
+        "--format", "the format (by the extension of FILE; html)", choices=("html", "md", "json")
     )
 
     def run(self) -> None:
@@ -37,7 +38,9 @@ class Report(WorkingStoreOptions):
 
         out = Path(self.out) if self.out else None
         default = "json" if is_json() and not out else "html"
-        form = self.format or (FORMATS.get(out.suffix.lower(), default) if out else default)
+        form = self.format or (FORMATS.get(out.suffix.lower()) if out else default)
+        if form is None:
+            raise UsageError(f"-o {out} is not a .html, .md or .json file; rename it, or pass --format")
         store = self.open_store()
         if form == "html":
             out = out or _default_file(self.store)

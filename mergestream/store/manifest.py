@@ -259,9 +259,10 @@ class Manifest:
         """Read the manifest as it is now."""
         found, path = storage.fetch(MANIFEST), f"{storage}/{MANIFEST}"
         if found is None:
-            raise MergestreamError(
-                f"{storage} is not a mergestream store; make one with: mergestream init {storage} --base MODEL"
+            remedy = (
+                f"make one with: mergestream init {storage} --base MODEL" if storage.is_empty else "it has no manifest"
             )
+            raise MergestreamError(f"{storage} is not a mergestream store; {remedy}")
         try:
             data = parse(found[0].decode(), path)
         except UnicodeDecodeError as error:

@@ -16,7 +16,7 @@ def test_a_state_dict_is_a_checkpoint() -> None:
     assert checkpoint.tensors["a"].shape == (2, 3) and checkpoint.tensors["n"].dtype == "I64"
     assert checkpoint.read("a").data_ptr() == weight.data_ptr() and not checkpoint.read("a").requires_grad
     assert dict(checkpoint.aliases) == {"b": "a"}
-    assert (checkpoint.source, checkpoint.directory, checkpoint.fingerprint) == ("memory", None, None)
+    assert (checkpoint.source, checkpoint.directory, checkpoint.fingerprint) == ("the state dict", None, None)
 
 
 def test_what_is_no_tensor_is_named() -> None:

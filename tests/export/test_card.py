@@ -62,7 +62,7 @@ def test_the_card_of_a_one_shot_merge_lists_its_experts(
         ("/home/ann/models/law", "/home/ann/models/law", "/home/ann/models/law"),
         ("/home/ann/models/law", "", "law"),
         ("org/name@0123", "org/name", "org/name@0123"),
-        ("memory", "", "memory"),
+        ("the state dict", "", "the state dict"),
         ("/tmp/x", "https://ann:secret@host/law?signature=secret", "https://host/law"),
         ("/tmp/x", "s3://key:s@cret@bucket/law", "s3://bucket/law"),
     ],
