@@ -42,9 +42,9 @@ class FromMergekit(AddingOptions, OutputOptions, RunningOptions):
         if recipe.layers is not None:
             _check_layers(recipe.base, recipe.layers)
         refuse_overlap(Path(out), self.recipe)
-        progress = self.make_progress()
+        running = self.running
         for note in recipe.notes:
-            progress.note(note)
+            running["progress"].note(note)
         chosen = {
             "base": recipe.base,
             "experts": [given.source for given in recipe.inputs],
@@ -53,8 +53,7 @@ class FromMergekit(AddingOptions, OutputOptions, RunningOptions):
             "base_is_merged": True,
             "out": out,
         }
-        made = {"engine": self.make_engine(), "progress": progress, "command": command_line()}
-        merge(**arguments_of(merge, self, **chosen, **made))
+        merge(**arguments_of(merge, self, **chosen, **running, command=command_line()))
         answer(
             {
                 "out": out,

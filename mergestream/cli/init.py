@@ -27,8 +27,7 @@ class Init(MethodOptions, RunningOptions):
     def run(self) -> None:
         from mergestream.store.store import Store
 
-        method, engine, progress = self.make_method(), self.make_engine(), self.make_progress()
-        made = {"path": self.store, "method": method, "engine": engine, "progress": progress}
+        made = {"path": self.store, "method": self.make_method(), **self.running}
         store = Store.create(**arguments_of(Store.create, self, **made))
         status = status_json(store)
         if not self.verbose:

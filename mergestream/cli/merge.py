@@ -32,8 +32,6 @@ class Merge(MethodOptions, AddingOptions, OutputOptions, RunningOptions):
         from mergestream.export.one_shot import merge
 
         method = self.make_method()
-        engine, progress = self.make_engine(), self.make_progress()
-        made = {"method": method, "engine": engine, "progress": progress, "command": command_line()}
-        merge(**arguments_of(merge, self, **made))
+        merge(**arguments_of(merge, self, method=method, command=command_line(), **self.running))
         answer({"out": self.out, "method": method.name, "parameters": method.parameters, "experts": self.experts})
         say(f"{self.out}: {counted(len(self.experts), 'expert')} merged by {method.name}")

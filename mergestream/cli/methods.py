@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from inspect import getdoc
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.options import argument
 from mergestream.cli.printing import answer, print_text, say
 from mergestream.errors import UsageError, did_you_mean
 from mergestream.escaping import MAX_SENTENCE, one_line
+
+if TYPE_CHECKING:
+    from mergestream.registry import Registry
 
 WIDTH = 80
 
@@ -47,17 +50,15 @@ def describe_method(name: str) -> dict[str, Any]:
     """Describe a method: origin, summary, parameters, and whether the order of experts matters."""
     from mergestream.methods import METHODS
 
-    found = {"name": name, "origin": METHODS.origin(name)}
-    try:
-        method = METHODS[name]
-    except UsageError as error:  # a broken plug-in must not hide the others
-        return {**found, "summary": str(error), "commutative": None, "parameters": []}
+    found, method = _describe(METHODS, name)
+    if method is None:
+        return {**found, "commutative": None, "parameters": []}
     parameters = [
         {"name": item.name, "default": item.default, "help": item.metadata.get("help", "")}
         | {"choices": list(item.metadata.get("choices", ()))}
         for item in fields(method)
     ]
-    return {**found, "summary": _summary(method), "commutative": method().commutative, "parameters": parameters}
+    return {**found, "commutative": method().commutative, "parameters": parameters}
 
 
 def describe_readout(name: str) -> dict[str, Any]:
@@ -65,16 +66,18 @@ def describe_readout(name: str) -> dict[str, Any]:
     from mergestream.ledger.readouts import READOUTS
     from mergestream.ledger.readouts.base import EntriesReadout
 
-    found = {"name": name, "origin": READOUTS.origin(name)}
+    found, readout = _describe(READOUTS, name)
+    return {**found, "of_ledgers": readout is not None and issubclass(readout, EntriesReadout)}
+
+
+def _describe(registry: Registry[Any], name: str) -> tuple[dict[str, Any], Any]:
+    """A plug-in and what all kinds have; None for one that cannot be loaded, which must not hide the others."""
+    found = {"name": name, "origin": registry.origin(name)}
     try:
-        readout = READOUTS[name]
+        item = registry[name]
     except UsageError as error:
-        return {**found, "summary": str(error), "of_ledgers": False}
-    return {**found, "summary": _summary(readout), "of_ledgers": issubclass(readout, EntriesReadout)}
-
-
-def _summary(described: type[Any]) -> str:
-    return (getdoc(described) or "").partition("\n")[0]
+        return {**found, "summary": str(error)}, None
+    return {**found, "summary": (getdoc(item) or "").partition("\n")[0]}, item
 
 
 def _print_item(item: dict[str, Any]) -> None:

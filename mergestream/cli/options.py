@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mergestream.experts.vocabulary import Vocab
     from mergestream.inputs.reading import Inputs
     from mergestream.methods.base import Method
-    from mergestream.progress import Progress
     from mergestream.store.store import Store
 
 MODEL = "directory, file, s3://… or hub id org/name[@revision]"
@@ -78,14 +77,6 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
-def size(text: str) -> int:
-    """An argument type: a number of bytes, such as 4GB."""
-    try:
-        return parse_size(text)
-    except UsageError as error:
-        raise ArgumentTypeError(str(error)) from None
-
-
 def pair(text: str) -> tuple[str, str]:
     """An argument type: ``NAME=VALUE``."""
     name, _, value = text.partition("=")
@@ -114,7 +105,7 @@ class RunningOptions:
     """How a command runs: engine, workers, memory, device, progress."""
 
     workers: int | None = argument("--workers N", "tensors in parallel (all cores)", type=at_least(1))
-    max_memory: int | None = argument("--max-memory SIZE", "memory budget for tensors, such as 4GB", type=size)
+    max_memory: int | None = argument("--max-memory SIZE", "memory budget for tensors, such as 4GB", type=parse_size)
     device: str = argument("--device", "where arithmetic runs: cpu (the default), cuda or cuda:N", default="cpu")
     engine: str = engine_argument()
     quiet: bool = argument("--quiet", "show no progress bars and no notes")
@@ -125,9 +116,10 @@ class RunningOptions:
             _check_gpu(self.device)
         return make_engine(self.engine, workers=self.workers, max_memory=self.max_memory, device=self.device)
 
-    def make_progress(self) -> Progress:
-        """Create the progress display, or none with ``--quiet``."""
-        return make_progress(self.quiet)
+    @property
+    def running(self) -> dict[str, Any]:
+        """The engine and the progress display, as arguments of functions that compute."""
+        return {"engine": self.make_engine(), "progress": make_progress(self.quiet)}
 
 
 def _check_gpu(device: str) -> None:
@@ -160,7 +152,7 @@ class WorkingStoreOptions(StoreOptions, RunningOptions):
     def open_store(self) -> Store:
         from mergestream.store.store import Store
 
-        store = Store(self.store, engine=self.make_engine(), progress=self.make_progress())
+        store = Store(self.store, **self.running)
         if self.base:
             earlier = store.manifest.base.source
             store.relocate(self.base)
@@ -269,7 +261,9 @@ class OutputOptions:
     """How a model is written."""
 
     dtype: str | None = argument("--dtype TYPE", "bf16, fp16, fp32 or fp64 (as in the base)")
-    max_shard_size: int = argument("--max-shard-size SIZE", "maximum size of one file (5GB)", type=size, default="5GB")
+    max_shard_size: int = argument(
+        "--max-shard-size SIZE", "maximum size of one file (5GB)", type=parse_size, default="5GB"
+    )
     overwrite: bool = argument("--overwrite", "replace an earlier export")
 
 

@@ -45,7 +45,6 @@ class Pull(RunningOptions):
     def run(self) -> None:
         from mergestream.store.store import Store
 
-        made = {"path": self.store, "engine": self.make_engine(), "progress": self.make_progress()}
-        store = Store.pull(**arguments_of(Store.pull, self, **made))
+        store = Store.pull(**arguments_of(Store.pull, self, path=self.store, **self.running))
         answer({"store": self.store, "step": store.manifest.step})
         say(f"{self.store}: step {store.manifest.step}, all digests match")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from argparse import ArgumentTypeError
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.add import print_step
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import GatedOptions, WorkingStoreOptions, argument, arguments_of
+from mergestream.cli.options import GatedOptions, WorkingStoreOptions, argument, arguments_of, at_least
 from mergestream.cli.printing import emit, error_kind, error_sentences, is_json, print_error, say
 from mergestream.errors import MergestreamError, StoreBusyError, UsageError
 
@@ -23,20 +22,8 @@ if TYPE_CHECKING:
     from mergestream.store.store import Store
 
 
-LONGEST_INTERVAL = 86_400
 RETRY_SECONDS = 600.0
 """Pause after an error that may say nothing about the expert, such as a full disk"""
-
-
-def seconds(text: str) -> float:
-    """An argument type: seconds between two looks."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= LONGEST_INTERVAL:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds between 0 and {LONGEST_INTERVAL}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -47,7 +34,7 @@ class Watch(WorkingStoreOptions, GatedOptions):
         mergestream watch store incoming/ --gate 'damage<=0.3' --evaluate 'python score.py {model}' --json
         """
     directory: str = argument("DIR", "each file or directory in it is an expert; or s3://…, gs://…, az://…")
-    interval: float = argument("--interval SECONDS", "time between two looks (10)", type=seconds, default=10.0)
+    interval: int = argument("--interval SECONDS", "time between two looks (10)", type=at_least(0), default=10)
 
     def run(self) -> None:
         from mergestream.report.gates import Gatekeeper

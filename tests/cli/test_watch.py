@@ -354,10 +354,10 @@ def test_a_retry_is_an_event(bench: Bench, capsys: pytest.CaptureFixture[str]) -
     assert (event["event"], event["path"], event["seconds_to_retry"]) == ("failed", "a\nb", 20.0)
 
 
-@pytest.mark.parametrize("interval", ["-1", "nan", "inf", "1e300", "soon"])
+@pytest.mark.parametrize("interval", ["-1", "nan", "0.5", "soon"])
 def test_the_interval_must_be_seconds(interval: str, bench: Bench, mergestream: RunCommand) -> None:
     done = mergestream("watch", bench.store.path, bench.incoming, "--interval", interval)
-    assert done.code == 2 and "is not a number of seconds" in done.err and len(done.err.splitlines()) == 1
+    assert done.code == 2 and "is not a whole number of at least 0" in done.err and len(done.err.splitlines()) == 1
 
 
 def test_the_store_and_its_parents_cannot_be_watched(bench: Bench, mergestream: RunCommand, tmp_path: Path) -> None:
