@@ -40,7 +40,7 @@ MAX_HEADER = 100_000_000  # the format's own limit
 MAX_DIMENSIONS = 64  # torch's limit
 _USUAL_HEADER = 1 << 17
 """Bytes of an object that the first request fetches; most headers fit"""
-_BLOCK, _BLOCKS_KEPT = 1 << 18, 4
+_BLOCK, _BLOCKS_KEPT = 1 << 18, 16
 """Bytes that are fetched at once for all smaller tensors in them, and how many such blocks stay in memory"""
 _AGAIN = "download or copy it again"
 # Python has this flag since 3.12. Without it, the system may refuse a map larger than the RAM.

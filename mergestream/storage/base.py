@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import MAX_JSON_BYTES
 from mergestream.schema import BACKUP, damaged, parse
 
@@ -254,3 +254,8 @@ def wait_all(transfers: Iterable[Future[Any]]) -> None:
     finally:
         for transfer in waiting:
             transfer.cancel()
+
+
+def busy(place: Path | Storage) -> StoreBusyError:
+    """The error for the loser of two exports to the same place."""
+    return StoreBusyError(f"{place} is being written by another export; wait until it is done")

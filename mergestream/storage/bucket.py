@@ -5,8 +5,9 @@ There is no lock. Writers run side by side, and a commit is a compare-and-swap o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from mergestream.errors import MergestreamError, StoreBusyError
-from mergestream.storage.base import Storage, StoredFile, check_small
+from mergestream.files import to_json
+from mergestream.storage.base import UNFINISHED, Storage, StoredFile, busy, check_small
 from mergestream.storage.client import Result, http_status, open_bucket, request
-from mergestream.storage.replacing import replace_objects
 from mergestream.storage.url import Url
 
 if TYPE_CHECKING:
@@ -260,8 +261,31 @@ class BucketStorage(Storage):
         for path in sorted(draft.iterdir()):
             self.put(f"{folder}/{path.name}", path)
 
-    def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
-        return replace_objects(self, marker, check)
+    @contextmanager
+    def replacing(self, marker: str, check: Callable[[], None]) -> Iterator[Path]:
+        """Upload a draft; the marker says that the folder is unfinished until then, and is put by compare-and-swap."""
+        with self.workspace() as temporary:
+            draft = temporary / "model"
+            draft.mkdir()
+            yield draft
+            found = self.fetch(marker)
+            check()
+            before = found[1] if found else None
+            files = {path.relative_to(draft).as_posix(): path for path in sorted(draft.rglob("*")) if path.is_file()}
+            content = json.loads(files.pop(marker).read_bytes())
+            try:
+                claim = self.put_if(marker, to_json({**content, UNFINISHED: True}).encode(), before)
+                for name, path in files.items():
+                    self.put(name, path)
+                self.delete(self.files().keys() - files.keys() - {marker})
+                self.put_if(marker, to_json(content).encode(), claim)
+            except StoreBusyError:  # the objects are the other writer's now
+                raise busy(self) from None
+            except BaseException:
+                if before is None:
+                    with suppress(MergestreamError):
+                        self.delete([*files, marker])
+                raise
 
     def new_mark(self) -> str:
         return uuid4().hex[:16]

@@ -13,16 +13,17 @@ from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import (
     DRAFT_SUFFIX,
     REMOVED_SUFFIX,
+    exchange,
     new_directories,
     remove,
     replace_file,
     sync_directory,
+    sync_file,
     write_error,
 )
-from mergestream.storage.base import Storage, StoredFile, check_small
-from mergestream.storage.replacing import replace_directory
+from mergestream.storage.base import Storage, StoredFile, busy, check_small
 
-_LOCK = "lock"
+_LOCK, _LOCK_FLAGS = "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _WORKSPACE = "candidate"
 
 
@@ -133,7 +134,7 @@ class LocalStorage(Storage):
     def writing(self, name: str) -> Iterator[None]:
         """Hold the lock; the operating system drops it when its holder dies."""
         try:
-            descriptor = os.open(self.path(_LOCK), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self.path(_LOCK), _LOCK_FLAGS, 0o666)
         except OSError as error:
             raise MergestreamError(f"{self} cannot be written to: {error.strerror}") from error
         try:
@@ -195,7 +196,7 @@ class LocalStorage(Storage):
         sync_directory(draft.parent)
 
     def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
-        return replace_directory(self._directory, check)
+        return _replace_directory(self._directory, check)
 
     def new_mark(self) -> str:
         return ""
@@ -236,3 +237,79 @@ def _check_entries(directory: Path) -> list[os.DirEntry[str]]:
                 "remove it, or copy what it refers to into its place"
             )
     return entries
+
+
+@contextmanager
+def _replace_directory(directory: Path, check: Callable[[], None]) -> Iterator[Path]:
+    """Yield an empty draft, which replaces the directory at the end; ``check`` may refuse to replace what is there."""
+    place = Path(os.path.realpath(directory))  # what is checked is what is replaced
+    work = place.with_name(f".{place.name}.mergestream")
+    with new_directories(work.parent), _locked(work, directory):
+        _settle(work, place)
+        check()  # a killed process may have left an old directory, which is back now
+        try:
+            draft = work / "model"
+            draft.mkdir()
+            yield draft
+            _take_place(draft, place, check)
+        finally:
+            with suppress(OSError):  # the next one settles it
+                _settle(work, place)
+
+
+def _take_place(draft: Path, place: Path, check: Callable[[], None]) -> None:
+    """Flush the draft and let it replace the directory; if that fails, everything is as before."""
+    for path in (*draft.rglob("*"), draft):
+        sync_file(path)
+    check()  # once more: writing the draft may have taken long
+    aside, replaces = draft.with_name("replaced"), place.exists()
+    if replaces:
+        exchange(draft, place, aside)
+    else:
+        draft.rename(place)
+    try:
+        sync_directory(place.parent)
+    except OSError:
+        if replaces:
+            exchange(draft, place, aside)
+        else:
+            place.rename(draft)
+        raise
+
+
+def _settle(work: Path, place: Path) -> None:
+    """Put back a directory that was moved aside and not replaced, and remove everything else."""
+    aside = work / "replaced"
+    if aside.exists() and not place.exists():
+        aside.rename(place)
+    for path in work.iterdir():
+        if path.name != _LOCK:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(work: Path, directory: Path) -> Iterator[None]:
+    """Make a working directory, or find the one of a killed process, and lock it until it is removed."""
+    with suppress(FileExistsError):
+        work.mkdir()
+    if work.is_symlink():
+        raise MergestreamError(f"{work}, where the draft of {directory} would be written, is a link; remove it")
+    try:
+        lock = os.open(work / _LOCK, _LOCK_FLAGS, 0o666)
+    except FileNotFoundError:  # its holder has just removed it
+        raise busy(directory) from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock), (work / _LOCK).stat()):
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError):
+            raise busy(directory) from None
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                (work / _LOCK).unlink()
+                work.rmdir()
+    finally:
+        os.close(lock)

@@ -20,7 +20,7 @@ import mergestream.files
 from mergestream import OPCM, Average, MergestreamError, Store
 from mergestream.errors import StoreBusyError, UsageError
 from mergestream.export.directory import Output
-from mergestream.storage import replacing
+from mergestream.storage import local
 from tests.conftest import RunCommand, Toys, files, save_model, toy_base, toy_expert
 
 
@@ -340,7 +340,7 @@ def test_an_empty_store_has_nothing_to_export(tmp_path: Path, toys: Toys) -> Non
 def test_what_cannot_be_tidied_up_is_no_reason_to_say_that_nothing_was_written(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle, calls = replacing._settle, []
+    settle, calls = local._settle, []
 
     def fail_afterwards(work: Path, place: Path) -> None:
         calls.append(work)
@@ -348,6 +348,6 @@ def test_what_cannot_be_tidied_up_is_no_reason_to_say_that_nothing_was_written(
             raise OSError(errno.EIO, "Input/output error")
         settle(work, place)
 
-    monkeypatch.setattr(replacing, "_settle", fail_afterwards)
+    monkeypatch.setattr(local, "_settle", fail_afterwards)
     store.export(tmp_path / "merged")
     assert len(calls) == 2 and (tmp_path / "merged" / "model.safetensors").is_file()
