@@ -25,7 +25,7 @@ from mergestream.files import sync_directory, sync_file
 from mergestream.storage import local_path, open_storage
 from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import record_folder
-from mergestream.store.step_storage import PLAN, is_journal
+from mergestream.store.steps import JOURNAL, PLAN
 from mergestream.store.store import Store
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
@@ -146,7 +146,7 @@ def _parts(store: Store) -> Iterator[str]:
     folders += [f"inputs/{entry.folder}" for entry in dataclasses.replace(store.manifest, removed=()).inputs]
     for folder in folders:
         files = store.storage.files(folder)
-        yield from (f"{folder}/{name}" for name in files if name != PLAN and not is_journal(name))
+        yield from (f"{folder}/{name}" for name in files if not name.startswith((PLAN, JOURNAL)))
 
 
 def _card(manifest: Manifest, name: str) -> str:

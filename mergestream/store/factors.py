@@ -20,13 +20,13 @@ from mergestream.checkpoints import SafetensorsWriter, TensorSpec, dtype_name, t
 from mergestream.digest import json_digest, tensor_digest
 from mergestream.schema import Count, Number, damaged, invalid_file, validate
 from mergestream.storage import Storage, read_json
-from mergestream.store.step_storage import StepStorage
 from mergestream.store.tensors import CheckedTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.algebra.lowrank import LowRank
+    from mergestream.store.steps import StepStorage
 
 INDEX, STEM = "factors.json", "model"
 """The index, and the beginning of the name of the file with dense slots and cores"""

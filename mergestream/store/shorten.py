@@ -14,8 +14,7 @@ from mergestream.store.inputs import shorten_inputs
 from mergestream.store.manifest import Expert, Manifest
 from mergestream.store.records import copy_record, drop_record
 from mergestream.store.snapshot import Snapshot
-from mergestream.store.step_storage import StepStorage
-from mergestream.store.steps import DIGESTS, StepReader, slot_name
+from mergestream.store.steps import DIGESTS, StepReader, StepStorage, slot_name
 from mergestream.store.transaction import clean_up_after_commit, commit
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from mergestream.sizes import counted
 from mergestream.storage import Storage
 from mergestream.store.manifest import MANIFEST, Manifest, folder_name
 from mergestream.store.snapshot import Snapshot
-from mergestream.store.step_storage import JOURNAL, PLAN, read_plan
+from mergestream.store.steps import JOURNAL, PLAN, read_plan
 
 if TYPE_CHECKING:
     from mergestream.store.store import Store
