@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.checkpoint import FileCheckpoint, Shard
 from mergestream.checkpoints.safetensors import SafetensorsFile, SafetensorsObject
-from mergestream.digest import tensor_digests
+from mergestream.digest import tensor_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.schema import BACKUP, damaged, validate
@@ -68,8 +68,8 @@ class CheckedTensors(FileCheckpoint):
         tensors = {}
         for name in names:
             tensors[name] = self._owner[name].read(name)
-        for name, digest in tensor_digests(tensors).items():
-            if digest != self._digests[name]:
+        for name, tensor in tensors.items():
+            if tensor_digest(tensor) != self._digests[name]:
                 file = f"{self._folder}/{self.tensors[name].file}"
                 raise damaged(file, f"the digest of {name} does not match", self._remedy)
         return tensors
