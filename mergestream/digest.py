@@ -39,11 +39,6 @@ def tensor_digest(tensor: Tensor) -> str:
     return hasher.hexdigest()
 
 
-def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Digests of several whole CPU tensors."""
-    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-
-
 def combined_digest(digests: Mapping[str, str]) -> str:
     """Digest of a set of named tensors, computed from their digests."""
     hasher = xxhash.xxh3_128()

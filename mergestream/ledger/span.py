@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mergestream.algebra.lowrank import LowRank
 from mergestream.algebra.svd import gram, thin_svd
-from mergestream.digest import combined_digest, tensor_digests
+from mergestream.digest import combined_digest, tensor_digest
 from mergestream.ledger.moment import Moment
 
 ENERGIES = ("sigma", "norm2")
@@ -42,7 +42,7 @@ class Entry:
         """A key that depends on the content only."""
         known = self.moment
         moment = {"values": known.values, "vectors": known.vectors} if known else {}
-        digest = combined_digest(tensor_digests({**self.slots, **moment}))
+        digest = combined_digest({name: tensor_digest(part) for name, part in {**self.slots, **moment}.items()})
         return digest, self.weight, known.rest if known else 0.0, self.is_adapter
 
     @property
