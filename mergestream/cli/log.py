@@ -52,18 +52,13 @@ def _print_experts(method: str, history: Sequence[Expert], held: Mapping[str, fl
     from mergestream.methods.scale import displayed_scale
 
     scale_name, _ = displayed_scale(method, 1.0)
-    headings = ["expert", "added", "digest", "step", "‖Δ‖"]
-    headings += ["held", "slots"] if held else ["kept", scale_name, "rank"]
+    last = ("held", "slots") if held else ("kept", scale_name, "rank")
     rows = []
     for number, entry in enumerate(history, 1):
-        row: list[object] = [entry.name, entry.added, entry.digest[:12], number, f"{entry.norm:.4g}"]
-        if held:
-            row += [f"{held[entry.name]:.1%}", entry.cut]
-        else:
-            _, scale = displayed_scale(method, entry.scale)
-            row += [f"{entry.kept:.1%}", f"{scale:.4g}", entry.rank or "-"]
-        rows.append(row)
-    print_table(headings, rows, left=3)
+        share, scale = held.get(entry.name, entry.kept), displayed_scale(method, entry.scale)[1]
+        others = (entry.cut,) if held else (f"{scale:.4g}", entry.rank or "-")
+        rows.append((entry.name, entry.added, entry.digest[:12], number, f"{entry.norm:.4g}", f"{share:.1%}", *others))
+    print_table(("expert", "added", "digest", "step", "‖Δ‖", *last), rows, left=3)
 
 
 def _print_notes(history: Sequence[Expert]) -> None:

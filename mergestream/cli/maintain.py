@@ -1,12 +1,13 @@
-"""``mergestream verify``, ``undo``, ``remove``, ``keep`` and ``gc``: look after a store."""
+"""``mergestream verify``, ``undo``, ``remove``, ``calibrate``, ``keep`` and ``gc``: look after a store."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from mergestream.cli.log import entry_json
-from mergestream.cli.options import StoreOptions, WorkingStoreOptions, argument, at_least
+from mergestream.cli.options import MODEL, InputsOptions, StoreOptions, WorkingStoreOptions, argument, at_least
 from mergestream.cli.printing import answer, say
+from mergestream.errors import UsageError
 from mergestream.sizes import counted, format_size
 
 
@@ -46,6 +47,27 @@ class Remove(WorkingStoreOptions):
         removed = store.remove(self.name)
         answer(entry_json(removed))
         say(f"{removed.name} removed; {store.storage} has {counted(store.manifest.step, 'expert')}")
+
+
+@dataclass(frozen=True)
+class Calibrate(WorkingStoreOptions, InputsOptions):
+    EXAMPLES = """
+        mergestream calibrate store legal --inputs prompts.jsonl
+        mergestream calibrate store birds --inputs path/to/images --inputs-count 128
+        mergestream calibrate store legal --inputs prompts.jsonl --expert new/path/to/legal
+        """
+    name: str = argument("NAME", "name of the expert, as shown by mergestream log")
+    expert: str | None = argument("--expert MODEL", f"the expert itself, if it has moved: {MODEL}")
+
+    def run(self) -> None:
+        inputs = self.make_inputs()
+        if inputs is None:
+            raise UsageError("--inputs FILE is missing: a few unlabelled inputs of the expert")
+        store = self.open_store()
+        entry = store.calibrate(self.name, inputs, self.expert)
+        answer(entry_json(entry))
+        assert entry.inputs is not None
+        say(f"{entry.name} was run on {entry.inputs.count} inputs; {store.storage} is at step {store.manifest.step}")
 
 
 @dataclass(frozen=True)

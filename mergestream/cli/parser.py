@@ -50,7 +50,7 @@ COMMANDS = {
     "methods": "list the merging methods and readouts with their parameters",
 }
 """What each command does, in the order of the help"""
-_SHARED = {"maintain": ("verify", "undo", "remove", "keep", "gc"), "transfer": ("push", "pull")}
+_SHARED = {"maintain": ("verify", "undo", "remove", "calibrate", "keep", "gc"), "transfer": ("push", "pull")}
 """Modules of several commands. Every other command has a module of its name, with _ for -."""
 
 
