@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergestream.cli.log import entry_json
 from mergestream.cli.options import MODEL, InputsOptions, StoreOptions, WorkingStoreOptions, argument, at_least
 from mergestream.cli.printing import answer, say
+from mergestream.cli.status import entry_json
 from mergestream.errors import UsageError
 from mergestream.sizes import counted, format_size
 

@@ -50,14 +50,20 @@ COMMANDS = {
     "methods": "list the merging methods and readouts with their parameters",
 }
 """What each command does, in the order of the help"""
-_SHARED = {"maintain": ("verify", "undo", "remove", "calibrate", "keep", "gc"), "transfer": ("push", "pull")}
-"""Modules of several commands. Every other command has a module of its name, with _ for -."""
+_SHARED = {
+    "add": ("inspect",),
+    "maintain": ("verify", "undo", "remove", "calibrate", "keep", "gc"),
+    "merge": ("from-mergekit",),
+    "status": ("init", "log"),
+    "transfer": ("push", "pull"),
+}
+"""Modules of several commands. Every other command has a module of its name."""
 
 
 def load(name: str) -> type[Any]:
-    """Import a command: ``from-mergekit`` is the class ``FromMergekit`` of ``from_mergekit.py``."""
+    """Import a command: ``from-mergekit`` is the class ``FromMergekit`` of ``merge.py``."""
     shared = (module for module, names in _SHARED.items() if name in names)
-    module = import_module(f"mergestream.cli.{next(shared, name.replace('-', '_'))}")
+    module = import_module(f"mergestream.cli.{next(shared, name)}")
     command: type[Any] = getattr(module, name.title().replace("-", ""))
     return command
 

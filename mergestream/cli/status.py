@@ -1,13 +1,13 @@
-"""``mergestream status``: show the state of a store and the role of each tensor."""
+"""``mergestream init``, ``status`` and ``log``: create a store, show its state and list its experts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mergestream.cli.options import StoreOptions, argument
+from mergestream.cli.options import MethodOptions, RunningOptions, StoreOptions, argument, arguments_of
 from mergestream.cli.printing import answer, counts_text, print_table, say
 from mergestream.sizes import counted, format_size
 
@@ -15,6 +15,38 @@ if TYPE_CHECKING:
     from mergestream.store import Expert
     from mergestream.store.manifest import Manifest
     from mergestream.store.store import Store
+
+RENAMED = {"added": "time", "fates": "tensors"}
+INTERNAL = ("direction_norm", "state", "record")
+
+
+@dataclass(frozen=True)
+class Init(MethodOptions, RunningOptions):
+    EXAMPLES = """
+        mergestream init store --base path/to/base
+        mergestream init store --base org/model@main --method ties --set density=0.1 --set mode=streaming
+        mergestream init store --base bert --heads 'classifier.*' --not-linear '*.pooler.*'
+        mergestream init s3://bucket/store --base s3://models/llama
+        mergestream init store --base org/model --config-only    # for adapters only
+        """
+    store: str = argument("STORE", "the new store: a directory or s3://BUCKET/PATH")
+    heads: list[str] = argument("--heads GLOB", "tensors to keep per expert instead of merging them")
+    keep: int = argument("--keep N", "earlier steps to keep for undo (1)", type=int, default=1)
+    verbose: bool = argument("--verbose", "with --json: list every tensor, as status does")
+    config_only: bool = argument("--config-only", "fetch the base's weights only when they are needed")
+
+    def run(self) -> None:
+        from mergestream.store.store import Store
+
+        made = {"path": self.store, "method": self.make_method(), **self.running}
+        store = Store.create(**arguments_of(Store.create, self, **made))
+        status = status_json(store)
+        if not self.verbose:
+            del status["tensors"]
+        answer(status)
+        say(f"{store.storage}: {store.manifest.method_text} on {store.manifest.base.source}")
+        say(f"tensors: {counts_text(status['counts'])}")
+        say(f"next: mergestream add {store.storage} EXPERT …")
 
 
 @dataclass(frozen=True)
@@ -117,3 +149,64 @@ def _ledger_json(store: Store) -> dict[str, Any] | None:
         "inputs_bytes": total_bytes(store.storage.files("inputs")),
         "budget": manifest.parameters["budget"],
     }
+
+
+@dataclass(frozen=True)
+class Log(StoreOptions):
+    EXAMPLES = """
+        mergestream log store
+        mergestream log store --json
+        """
+
+    def run(self) -> None:
+        store = self.open_store()
+        held = _held_shares(store)
+        removed = store.manifest.removed
+        listed = [entry_json(entry, held.get(entry.name)) for entry in store.history]
+        answer([*listed, *({**entry_json(removal.expert), "removed": removal.time} for removal in removed)])
+        if not store.history:
+            say(f"{store.storage} has no experts yet; add one with: mergestream add {store.storage} EXPERT")
+        else:
+            _print_experts(store.manifest.method, store.history, held)
+        _print_notes(store.history)
+        for removal in removed:
+            say(f"removed: {removal.expert.name} ({removal.time}), added {removal.expert.added}")
+
+
+def _held_shares(store: Store) -> dict[str, float]:
+    """Measure the share of each expert that a ledger holds now; empty for other methods."""
+    if not store.manifest.entries:
+        return {}
+    survival = store.survival()
+    return dict(zip(survival.experts, survival.total, strict=True))
+
+
+def _print_experts(method: str, history: Sequence[Expert], held: Mapping[str, float]) -> None:
+    from mergestream.methods.scale import displayed_scale
+
+    scale_name, _ = displayed_scale(method, 1.0)
+    last = ("held", "slots") if held else ("kept", scale_name, "rank")
+    rows = []
+    for number, entry in enumerate(history, 1):
+        share, scale = held.get(entry.name, entry.kept), displayed_scale(method, entry.scale)[1]
+        others = (entry.cut,) if held else (f"{scale:.4g}", entry.rank or "-")
+        rows.append((entry.name, entry.added, entry.digest[:12], number, f"{entry.norm:.4g}", f"{share:.1%}", *others))
+    print_table(("expert", "added", "digest", "step", "‖Δ‖", *last), rows, left=3)
+
+
+def _print_notes(history: Sequence[Expert]) -> None:
+    from mergestream.report.harness import describe_evaluation
+
+    for entry in history:
+        if entry.evaluation:
+            say(f"score after {entry.name}: {describe_evaluation(entry.evaluation)}")
+        for note in entry.notes:
+            say(f"note on {entry.name}: {note}")
+
+
+def entry_json(entry: Expert, held: float | None = None) -> dict[str, Any]:
+    """Convert an expert to JSON without internal fields; ``held`` is the share that a ledger holds now."""
+    facts = {RENAMED.get(name, name): value for name, value in asdict(entry).items() if name not in INTERNAL}
+    if entry.cut:  # in a ledger, which is scaled by its readout
+        return {**facts, "scale": None, "lambda": None, "held": entry.kept if held is None else held}
+    return {**facts, "lambda": entry.lambda_}

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.cli.add import print_step
-from mergestream.cli.log import entry_json
 from mergestream.cli.options import GatedOptions, WorkingStoreOptions, argument, arguments_of, at_least
 from mergestream.cli.printing import emit, error_kind, error_sentences, is_json, print_error, say
+from mergestream.cli.status import entry_json
 from mergestream.errors import MergestreamError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
