@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -63,6 +65,15 @@ def toy_expert(number: int, base: StateDict | None = None) -> StateDict:
         name: tensor + change(tensor) if tensor.is_floating_point() else tensor.clone()
         for name, tensor in (base or toy_base()).items()
     }
+
+
+def load_script(path: Path) -> ModuleType:
+    """A script of the examples, as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def save_model(directory: Path, tensors: StateDict) -> Path:

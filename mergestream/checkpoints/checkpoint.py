@@ -41,21 +41,17 @@ DTYPE_NAMES = {torch_name: name for name, (_, torch_name) in _DTYPES.items()}
 """Torch's names to safetensors names"""
 FLOATS = {torch_name: name for torch_name, name in DTYPE_NAMES.items() if "float" in torch_name}
 """The floating-point types: torch's name to the safetensors name"""
-_ALIASES = {
-    **{"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"},
-    **{"fp32": "float32", "f32": "float32", "float": "float32", "single": "float32"},
-    **{"fp64": "float64", "f64": "float64", "double": "float64"},
-}
-"""Other names that ``--dtype`` accepts"""
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Short names that ``--dtype`` accepts, beside those of safetensors and torch"""
 
 
 def float_name(dtype: str | torch.dtype) -> str:
     """Return torch's name of a floating-point type: ``bf16``, ``BF16`` and ``torch.bfloat16`` give ``bfloat16``."""
     name = str(dtype).removeprefix("torch.").lower()
-    name = _ALIASES.get(name, name)
+    name = _SHORT.get(name, _DTYPES.get(name.upper(), (0, name))[1])
     if name not in FLOATS:
-        near = did_you_mean(name, (*FLOATS, *_ALIASES))
-        raise UsageError(f"--dtype {dtype} is not one of {', '.join(FLOATS)}{near} (short: bf16, fp16, fp32, fp64)")
+        near = did_you_mean(name, (*FLOATS, *_SHORT))
+        raise UsageError(f"--dtype {dtype} is not one of {', '.join(FLOATS)}{near} (short: {', '.join(_SHORT)})")
     return name
 
 
@@ -140,10 +136,6 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU. It may be a view of the file or of the caller's memory: never write to it."""
-
-    def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Several tensors at once."""
-        return {name: self.read(name) for name in names}
 
     def stored_name(self, name: str) -> str:
         """The tensor's name in the file."""

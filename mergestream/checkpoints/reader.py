@@ -99,7 +99,13 @@ def _open_shard(location: Location, name: str) -> Shard:
             f"{remote} is in object storage, where only .safetensors is read by range; copy it to a disk"
         )
     path = location.path / name
-    _check_file(path)
+    if not path.is_file():  # opening a pipe would block
+        raise MergestreamError(f"{path} is no regular file; give the file itself")
+    if not is_utf8(path.name):
+        raise MergestreamError(f"{path} is not valid UTF-8; rename it")
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise MergestreamError(f"{path} is only a Git LFS pointer; fetch the file with `git lfs pull`")
     for suffix, file_format in FORMATS.items():
         if path.name.endswith(suffix):
             return file_format(path)
@@ -108,17 +114,6 @@ def _open_shard(location: Location, name: str) -> Shard:
         explain_file(path)
         or f"{path} is no checkpoint: give a directory, or a file that ends in {', '.join(suffixes)} or {last}"
     )
-
-
-def _check_file(path: Path) -> None:
-    """Refuse pipes, names that are not UTF-8, and the pointer that a clone without Git LFS leaves."""
-    if not path.is_file():
-        raise MergestreamError(f"{path} is no regular file; give the file itself")
-    if not is_utf8(path.name):
-        raise MergestreamError(f"{path} is not valid UTF-8; rename it")
-    with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise MergestreamError(f"{path} is only a Git LFS pointer; fetch the file with `git lfs pull`")
 
 
 class MemoryCheckpoint(Checkpoint):

@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -156,13 +156,19 @@ def _read_header(
         metadata = convert(header.pop("__metadata__", {}), dict[str, str])
     except (ValueError, RecursionError) as error:
         raise MergestreamError(f"{path} is no safetensors file or has a corrupt header ({error}); {_AGAIN}") from error
-    entries: dict[str, _Entry] = {}
-    for name, entry in header.items():
-        entries[name] = _check_entry(path, name, entry)
-    _check_offsets(path, entries, size - 8 - length)
+    spans, position = dict[str, tuple[int, int]](), 8 + length
+    entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = (8 + length + offset for offset in entry.data_offsets)
+        if begin != position:
+            fault = "overlaps the tensor before it" if begin < position else "leaves a gap before it"
+            raise MergestreamError(f"{path} has a corrupt header: the tensor {name!r} {fault}")
+        spans[name], position = (begin, end), end
+    if position > size:
+        raise MergestreamError(f"{path} is truncated: {position - size} bytes are missing at its end; {_AGAIN}")
+    if position < size:
+        raise MergestreamError(f"{path} has {size - position} bytes too many after its last tensor; {_AGAIN}")
     tensors = {name: TensorInfo(entry.dtype, entry.shape, path.name) for name, entry in entries.items()}
-    data = 8 + length
-    spans = {name: (data + entry.data_offsets[0], data + entry.data_offsets[1]) for name, entry in entries.items()}
     return tensors, spans, metadata
 
 
@@ -184,18 +190,3 @@ def _check_entry(path: Path | StoredFile, name: str, raw: Any) -> _Entry:
             f"its offsets span {end - begin}"
         )
     return entry
-
-
-def _check_offsets(path: Path | StoredFile, entries: Mapping[str, _Entry], size: int) -> None:
-    """Check that the tensors fill the ``size`` bytes after the header without gap or overlap."""
-    position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, end = entry.data_offsets
-        if begin != position:
-            fault = "overlaps the tensor before it" if begin < position else "leaves a gap before it"
-            raise MergestreamError(f"{path} has a corrupt header: the tensor {name!r} {fault}")
-        position = end
-    if position > size:
-        raise MergestreamError(f"{path} is truncated: {position - size} bytes are missing at its end; {_AGAIN}")
-    if position < size:
-        raise MergestreamError(f"{path} has {size - position} bytes too many after its last tensor; {_AGAIN}")

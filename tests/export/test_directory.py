@@ -292,7 +292,7 @@ def test_the_card_is_of_the_step_that_is_exported(tmp_path: Path, toys: Toys, mo
     ("called", "dtype"),
     [
         *(("bf16", "bfloat16"), ("BF16", "bfloat16"), ("torch.bfloat16", "bfloat16"), (torch.bfloat16, "bfloat16")),
-        *(("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("float", "float32")),
+        *(("fp16", "float16"), ("F16", "float16"), ("fp32", "float32"), ("float64", "float64")),
         *(("fp64", "float64"), ("double", "float64")),
     ],
 )

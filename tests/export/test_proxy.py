@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,17 +16,14 @@ from urllib.request import Request, urlopen
 import pytest
 
 from mergestream.routed import Route
+from tests.conftest import load_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "routed" / "proxy.py"
 
 
 @pytest.fixture(scope="module")
 def proxy() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("proxy_example", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 class Stub(BaseHTTPRequestHandler):

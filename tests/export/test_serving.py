@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mergestream import Store
+from tests.conftest import load_script
 from tests.workshop import Workshop, llama, peft, transformers
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "serving" / "serve.py"
@@ -20,11 +20,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "serving" / "serve.py"
 
 @pytest.fixture(scope="module")
 def serving() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serving_example", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 @pytest.fixture

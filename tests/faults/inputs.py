@@ -358,7 +358,14 @@ def _distributed(draw: random.Random, place: Path) -> Path:
     info = _StorageInfo("__0_0.distcp", 0, len(chunk))
     whole = metadata.Metadata({key: described}, {key: (key,)}, {metadata.MetadataIndex(key, (0, 0)): info})
     evil = draw.choice([Evil(os.mkdir, outside), Evil(os.system, f"touch {outside}"), Evil(open, outside, "w")])
-    kind = draw.randrange(5)
+    kind = draw.randrange(6)
+    if kind == 5:  # parts that overlap, leave gaps, or are cut along many dimensions
+        described.chunks = []
+        for _ in range(draw.randrange(5)):
+            offsets = torch.Size((draw.randrange(4), draw.randrange(6)))
+            sizes = torch.Size((draw.randrange(5), draw.randrange(7)))
+            described.chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
+            whole.storage_data[metadata.MetadataIndex(key, offsets)] = info
     if kind == 0:
         chunk = draw.choice([scarred(draw, chunk), torch_file(evil), pickle.dumps(evil).ljust(len(chunk), b"x")])
         info.length = len(chunk)
@@ -375,7 +382,13 @@ def _distributed(draw: random.Random, place: Path) -> Path:
 
 
 def _gguf(draw: random.Random, place: Path) -> Path:
-    return _put(place, model__gguf=scarred(draw, gguf_bytes()))
+    """Scarred, or with a number of the header changed: a length, a count, a type, a dimension or an offset."""
+    data = bytearray(gguf_bytes())
+    if draw.random() < 0.5:
+        return _put(place, model__gguf=scarred(draw, bytes(data)))
+    at = draw.randrange(4, 2000)
+    data[at : at + 8] = draw.choice((0, 1, 2**16, 2**31, 2**40, 2**63, 2**64 - 1)).to_bytes(8, "little")
+    return _put(place, model__gguf=bytes(data))
 
 
 def _copied(draw: random.Random, place: Path) -> Path:

@@ -121,7 +121,7 @@ def _fold_alphas(file: Checkpoint) -> dict[str, Tensor]:
     """All tensors; factors with an alpha are multiplied by alpha/rank, and their alpha becomes the rank."""
     import torch
 
-    tensors = file.read_all(file.tensors)
+    tensors = {name: file.read(name) for name in file.tensors}
     for key in [key for key in tensors if key.endswith(".alpha")]:
         module = key.removesuffix("alpha")
         pair = next(((module + down, module + up) for down, up in _FACTORS if module + down in tensors), None)
