@@ -293,7 +293,7 @@ def test_the_card_is_of_the_step_that_is_exported(tmp_path: Path, toys: Toys, mo
     [
         *(("bf16", "bfloat16"), ("BF16", "bfloat16"), ("torch.bfloat16", "bfloat16"), (torch.bfloat16, "bfloat16")),
         *(("fp16", "float16"), ("F16", "float16"), ("fp32", "float32"), ("float64", "float64")),
-        *(("fp64", "float64"), ("double", "float64")),
+        *(("fp64", "float64"), ("f64", "float64")),
     ],
 )
 def test_dtypes_have_aliases(called: Any, dtype: Any, tmp_path: Path) -> None:
