@@ -58,6 +58,12 @@ def routed(home: Path) -> RoutedModel:
     return RoutedModel.from_pretrained(home / "out", fallback=0)
 
 
+def test_loading_prints_nothing(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No progress bar of transformers stands between the lines of a command."""
+    RoutedModel.from_pretrained(home / "out")
+    assert capfd.readouterr() == ("", "")
+
+
 def batch(routed: RoutedModel, given: Sequence[str]) -> dict[str, Any]:
     """The model's arguments for texts of several lengths, padded before their beginning."""
     tokens = routed.processor(list(given), padding=True, padding_side="left", return_tensors="pt")

@@ -58,16 +58,20 @@ def build_on_meta(make_model: Callable[[], Any]) -> Any:
 
 @contextmanager
 def quiet_and_offline(transformers: Any) -> Iterator[None]:
-    """Keep transformers from logging, warning and using the network."""
+    """Keep transformers from logging, warning, showing progress bars and using the network."""
     from huggingface_hub import constants
 
-    verbosity, offline = transformers.logging.get_verbosity(), constants.HF_HUB_OFFLINE
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    logging = transformers.logging
+    verbosity, has_bars, offline = logging.get_verbosity(), logging.is_progress_bar_enabled(), constants.HF_HUB_OFFLINE
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     constants.HF_HUB_OFFLINE = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        transformers.logging.set_verbosity(verbosity)
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
         constants.HF_HUB_OFFLINE = offline

@@ -14,7 +14,7 @@ import torch
 from mergestream.algebra.lowrank import LowRank, squared_norm
 from mergestream.algebra.pieces import matrix_shape
 from mergestream.algebra.svd import thin_svd
-from mergestream.base.model import BaseModel, BaseTensor, ConfigOnlyBase
+from mergestream.base.model import BaseTensor, ConfigOnlyBase
 from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint, torch_dtype
 from mergestream.checkpoints.layout import CARD
 from mergestream.digest import combined_digest, tensor_digest
@@ -23,17 +23,20 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.adapters.adapter import PREFIX
 from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.export.adapter_config import (
+    LORA_FILE,
+    PEFT_FILE,
     Server,
     adapter_config,
+    change_layout,
     common_fields,
     is_for_vllm,
+    layout_names,
     saved_modules,
     serving_notes,
     vllm_rank,
 )
 from mergestream.export.card import CardFacts, model_card
 from mergestream.export.directory import Output, ReadoutChoice
-from mergestream.export.layout import LORA_FILE, PEFT_FILE, change_layout, layout_names
 from mergestream.export.model import Target, cast_spec, exporting
 from mergestream.files import write_json
 from mergestream.ledger.selection import ONE_EXPERT, Selection
@@ -104,9 +107,9 @@ def export_merged_adapter(
     """
     with exporting(store, output) as (snapshot, target):
         reading = snapshot.reading(target.engine, choice, target.progress)
-        plan = AdapterPlan.of(snapshot, reading, rank, reading.scale(choice.scale, target.engine), server)
-        form = {"format": "lora", "rank": rank, "layout": layout}
-        return write_adapters({"": plan.with_layout(layout)}, target, form, choice)[""]
+        scale = reading.scale(choice.scale, target.engine)
+        plan = AdapterPlan.of(snapshot, reading, rank, server, layout, scale=scale)
+        return write_adapters({"": plan}, target, {"format": "lora", "rank": rank, "layout": layout}, choice)[""]
 
 
 def export_expert_adapters(
@@ -114,27 +117,18 @@ def export_expert_adapters(
 ) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter, each to a directory of its name."""
     with exporting(store, output) as (snapshot, target):
-        plans = plan_experts(snapshot, target.engine, rank, snapshot.manifest.names, server)
-        plans = {name: plan.with_layout(layout) for name, plan in plans.items()}
+        names, how = snapshot.manifest.names, {"rank": rank, "server": server, "layout": layout}
+        plans = plan_experts(snapshot, target.engine, names, **how)
         return write_adapters(plans, target, {"format": "loras", "rank": rank, "layout": layout})
 
 
-def plan_experts(
-    snapshot: Snapshot,
-    engine: Engine,
-    rank: int | None,
-    names: Sequence[str],
-    server: Server | None = None,
-    *,
-    any_parameter: bool = False,
-) -> dict[str, AdapterPlan]:
-    """Plan an adapter of each of these experts of a ledger."""
+def plan_experts(snapshot: Snapshot, engine: Engine, names: Sequence[str], **how: Any) -> dict[str, AdapterPlan]:
+    """Plan an adapter of each of these experts of a ledger; ``how`` as in `AdapterPlan.of`."""
     plans = {}
     for name in names:
         if name in (".", "..") or Path(name).name != name:
             raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
-        reading = snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}"))
-        plans[name] = AdapterPlan.of(snapshot, reading, rank, server=server, any_parameter=any_parameter)
+        plans[name] = AdapterPlan.of(snapshot, snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}")), **how)
     return plans
 
 
@@ -189,7 +183,7 @@ class AdapterPlan:
     """The largest rank that is kept; factors of less are padded with zeros to the rank of the module"""
     left_out: dict[str, str]
     """Parameters that are not written because the server refuses them, with the name of their tensor"""
-    layout: str = "peft"
+    layout: str
     """``peft``, ``diffusers`` or ``kohya``"""
 
     @classmethod
@@ -198,14 +192,16 @@ class AdapterPlan:
         snapshot: Snapshot,
         reading: Reading,
         rank: int | None,
-        scale: float = 1.0,
         server: Server | None = None,
+        layout: str = "peft",
         *,
+        scale: float = 1.0,
         any_parameter: bool = False,
     ) -> AdapterPlan:
         """Plan the adapter of scale · direction: all factors of ``rank``, or of a rank and kind that a server takes.
 
-        With ``any_parameter`` it may hold parameters that PEFT ignores, and only `RoutedModel` applies.
+        With ``any_parameter`` it may hold parameters that PEFT ignores, and only `RoutedModel` applies. The notes are
+        about servers of PEFT's layout.
         """
         modules, whole = _classify(reading, rank, server, any_parameter)
         others = {name: one.path for name, one in modules.items() if not is_for_vllm(one, reading.model)}
@@ -233,11 +229,8 @@ class AdapterPlan:
         if with_tokens := [expert.name for expert in experts if snapshot.tokens(expert)]:
             names = ", ".join(with_tokens)
             notes.append(f"an adapter cannot hold the new tokens of {names}; export with --format full for them")
-        return cls(snapshot, reading, modules, whole, config, notes, scale, rank, left_out)
-
-    def with_layout(self, layout: str) -> AdapterPlan:
-        """The same adapter in another layout; the notes are about servers of PEFT's."""
-        return self if layout == "peft" else replace(self, layout=layout, notes=[])
+        notes = notes if layout == "peft" else []
+        return cls(snapshot, reading, modules, whole, config, notes, scale, rank, left_out, layout)
 
     @property
     def size(self) -> int:
@@ -325,17 +318,19 @@ def _classify(
     for name in model.merged:
         tensor, parameter = model.tensors[name], spelling.get(name, name)
         path, _, leaf = parameter.rpartition(".")
-        bound = reading.rank_bound(name) if _can_have_factors(tensor, leaf) else None
+        has_factors = _can_have_factors(tensor, leaf)
+        bound = reading.rank_bound(name) if has_factors else None
         if bound is None and reading.is_zero(name):
             continue
-        if bound is None and not _can_have_factors(tensor, leaf):
+        if not has_factors:
             if leaf not in ("weight", "bias") and (tensor.role == "linear" or not any_parameter):
                 raise MergestreamError(f"{name} has changed, and an adapter cannot hold it; export with --format full")
             whole[parameter] = name
             continue
         largest = min(matrix_shape(tensor.shape)) if bound is None else bound
         chosen = largest if rank is None else min(largest, rank)
-        module = AdaptedModule(path, _kind(model, name), chosen, tensor.shape)
+        kind: Kind = "embedding" if tensor.role == "embedding" else "conv1d" if name in model.conv1d else "linear"
+        module = AdaptedModule(path, kind, chosen, tensor.shape)
         if bound is None and rank is None and (server is None or is_for_vllm(module, model)):
             raise MergestreamError(
                 f"the state of {name} is dense, so it has no small exact rank; choose one with --rank K, or export "
@@ -362,12 +357,6 @@ def _can_have_factors(tensor: BaseTensor, leaf: str) -> bool:
     is_convolution = tensor.module.startswith("torch.nn.Conv") if tensor.module else len(tensor.shape) > 3
     is_weight = tensor.role in ("linear", "embedding") or is_convolution
     return leaf == "weight" and is_weight and len(tensor.shape) != 3
-
-
-def _kind(model: BaseModel, name: str) -> Kind:
-    if model.tensors[name].role == "embedding":
-        return "embedding"
-    return "conv1d" if name in model.conv1d else "linear"
 
 
 def _factors(reading: Reading, name: str) -> LowRank:

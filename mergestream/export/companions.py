@@ -19,6 +19,7 @@ from mergestream.export.directory import ReadoutChoice
 from mergestream.export.source import ExpertTokens, VocabularySource
 from mergestream.files import read_json
 from mergestream.merging.reading import Reading
+from mergestream.progress import Progress
 from mergestream.sizes import shorten_list
 from mergestream.store.snapshot import Snapshot
 
@@ -46,7 +47,13 @@ def write_companions(
 
     ``config`` is the config of the expert whose head is in the model, ``own_tokens`` are the tokens it adds.
     """
-    _copy_files(draft, base, has_other_class(base, config))
+    # The modules of a sentence encoder do not fit a classifier.
+    left_out = {MODULES, *module_folders(base.directory)} if base.directory and has_other_class(base, config) else set()
+    for file in base.companions():
+        relative = file.relative_to(base.directory or "/")
+        if relative.parts[0] not in left_out:
+            (draft / relative).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, draft / relative)
     path = draft / "config.json"
     ours = read_json(path) if path.is_file() else {}
     fitted = fit_config(ours if config is None else config, ours, extended, own_tokens)
@@ -62,18 +69,6 @@ def write_companions(
 def has_other_class(base: Checkpoint, config: Mapping[str, Any] | None) -> bool:
     """Whether an expert's config names another model class than the base's."""
     return config is not None and config.get("architectures") != model_config(base.directory).get("architectures")
-
-
-def _copy_files(draft: Path, base: Checkpoint, is_other_class: bool) -> None:
-    if base.directory is None:
-        return
-    # The modules of a sentence encoder do not fit a classifier.
-    left_out = {MODULES, *module_folders(base.directory)} if is_other_class else set()
-    for path in base.companions():
-        relative = path.relative_to(base.directory)
-        if relative.parts[0] not in left_out:
-            (draft / relative).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, draft / relative)
 
 
 def fit_config(
@@ -119,37 +114,6 @@ class Givers(NamedTuple):
     alone: bool = False
 
 
-class Taken(NamedTuple):
-    """The settings that an export has from experts, those in which they differ, and tokens that it does not have."""
-
-    settings: list[str]
-    differing: list[str]
-    unknown: list[str]
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about the settings for which the base's were kept."""
-        notes = []
-        if self.differing:
-            notes.append(
-                f"the experts have different settings ({shorten_list(self.differing)}), so the base's are kept; "
-                "export --files-from NAME takes those of one expert"
-            )
-        if self.unknown:
-            notes.append(
-                f"{shorten_list(self.unknown)} of the experts would be tokens that the merged model does not have, so "
-                "the base's are kept"
-            )
-        return notes
-
-    @property
-    def summary(self) -> str:
-        """Markdown for the card; empty if all files are the base's and no expert has others."""
-        parts = [f"from the experts {_codes(self.settings)}"] if self.settings else []
-        parts += [f"from the base, because the experts differ, {_codes(self.differing)}"] if self.differing else []
-        return "; ".join(parts)
-
-
 def find_givers(snapshot: Snapshot, reading: Reading, choice: ReadoutChoice) -> Givers:
     """The settings of the expert that ``--files-from`` names or that is read out alone, else of all in the model."""
     name = choice.files_from or choice.one_expert
@@ -169,11 +133,16 @@ def take_settings(
     givers: Givers,
     tokens: Mapping[str, ExpertTokens],
     extended: VocabularySource | None,
+    progress: Progress,
     parts: Collection[Part] = PARTS,
-) -> Taken:
-    """Replace settings of the base in the files of a draft; ``tokens`` are new tokens in the model, by expert."""
-    ours, taken = read_settings(draft), Taken([], [], [])
-    tokenizer = read_tokenizer(draft)
+) -> str:
+    """Replace settings of the base in the files of a draft, and note those for which the base's are kept.
+
+    ``tokens`` are new tokens in the model, by expert. Returns Markdown for the card; empty if all files are the base's
+    and no expert has others.
+    """
+    taken, differing, unknown = dict[str, None](), dict[str, None](), dict[str, None]()  # sets with an order
+    ours, tokenizer = read_settings(draft), read_tokenizer(draft)
     known = tokenizer.ids if tokenizer else {}
     for part in parts:
         base, theirs = ours.get(part, {}), _contents(part, ours, givers, tokens, extended)
@@ -183,17 +152,28 @@ def take_settings(
         for key in sorted(key for key in keys if _is_setting(part, key, givers.alone)):
             first, *others = (content.get(key) for content in theirs)
             if any(_plain(other) != _plain(first) for other in others):
-                taken.differing.append(key)
+                differing[key] = None
             elif _plain(first) == _plain(base.get(key)) or (first is None and not is_whole):
                 continue
             elif part == "tokenizer" and not known.keys() >= _token_texts(key, first):
-                taken.unknown.append(key)
+                unknown[key] = None
             else:
                 changes[key] = first
         if changes:
-            taken.settings.extend(key for key, value in changes.items() if value is not None)
+            taken |= {key: None for key, value in changes.items() if value is not None}
             _write(draft, part, changes)
-    return Taken(*(list(dict.fromkeys(names)) for names in taken))
+    if differing:
+        progress.note(
+            f"the experts have different settings ({shorten_list(differing)}), so the base's are kept; "
+            "export --files-from NAME takes those of one expert"
+        )
+    if unknown:
+        progress.note(
+            f"{shorten_list(unknown)} of the experts would be tokens that the merged model does not have, so the "
+            "base's are kept"
+        )
+    origins = {"from the experts": taken, "from the base, because the experts differ,": differing}
+    return "; ".join(f"{origin} {', '.join(map(code, keys))}" for origin, keys in origins.items() if keys)
 
 
 def _contents(
@@ -262,7 +242,3 @@ def _change(path: Path, changes: Mapping[str, Any]) -> None:
     after = {key: value for key, value in {**before, **changes}.items() if key not in changes or value is not None}
     if after != before:
         path.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _codes(names: Collection[str]) -> str:
-    return ", ".join(map(code, names))

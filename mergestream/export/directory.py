@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,6 @@ class ReadoutChoice(Selection):
     task: str | None = None
     files_from: str | None = None
     """The expert whose chat template, special tokens and generation settings are written, or ``base``"""
-
-    def with_own_head(self, tasks: Collection[str]) -> ReadoutChoice:
-        """An expert that is read out alone brings its head, if it is one of the ``tasks`` and no other was chosen."""
-        is_implied = self.task is None and self.one_expert in tasks
-        return replace(self, task=self.one_expert) if is_implied else self
 
 
 @dataclass(frozen=True)

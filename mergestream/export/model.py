@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,9 +53,11 @@ def exporting(store: Store, output: Output) -> Iterator[tuple[Snapshot, Target]]
 
 
 def with_head(snapshot: Snapshot, target: Target, choice: ReadoutChoice) -> ReadoutChoice:
-    """The choice with the head of an expert that is read out alone; else a note names the heads that could be added."""
+    """The choice with the head of an expert that is read out alone, if it has one and no other was chosen; else a note
+    names the heads that could be added."""
     tasks = snapshot.tasks
-    choice = choice.with_own_head(tasks)
+    if choice.task is None and choice.one_expert in tasks:
+        return replace(choice, task=choice.one_expert)
     if choice.task is None and tasks:
         base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
         target.progress.note(f"{target.output} has {base}; --task adds the head of an expert: {', '.join(tasks)}")
@@ -103,16 +106,14 @@ def write_merged(
     own_tokens = tokens[choice.task].tokens if choice.task and choice.task in tokens else ()
     write_companions(draft, base, output.dtype, extended, config, own_tokens)
     parts = PARTS if config is None else [part for part in PARTS if part != "config"]
-    taken = take_settings(draft, givers, tokens, extended, parts)
-    for note in taken.notes:
-        progress.note(note)
+    settings = take_settings(draft, givers, tokens, extended, progress, parts)
     card = CardFacts(
         manifest,
         source.scale,
         source.distance,
         output.command,
         choice.task,
-        settings=taken.summary,
+        settings=settings,
         **{"reading": source.reading, **facts},
     )
     library = "transformers" if has_other_class(base, config) else library_of(base)

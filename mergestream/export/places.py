@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from mergestream.checkpoints.layout import MARKER
@@ -22,18 +21,16 @@ def refuse_overlap(path: Path, *sources: str | Path) -> None:
             if f"{other}/".startswith(f"{url}/"):
                 raise _used(url, "holds", other)
         return
-    above = {identity: directory for directory in _upwards(path) if (identity := _identity(directory))}
-    for directory in above.values():
-        if is_store(open_storage(directory)):
-            raise MergestreamError(f"{path} {_relation(path, directory)} the store {directory}; choose another place")
-    place = _identity(path)
+    place = _real(path)
+    for directory in (place, *place.parents):
+        if directory.is_dir() and is_store(open_storage(directory)):
+            relation = "is" if directory == place else "lies in"
+            raise MergestreamError(f"{path} {relation} the store {directory}; choose another place")
     for source in sources:
-        if not (identity := _identity(source)):
-            continue
-        if identity in above:
-            raise _used(path, _relation(path, source), source)
-        if place in map(_identity, _upwards(source)):
-            raise _used(path, "holds", source)
+        model = _real(source)
+        for inner, outer, relation in ((place, model, "lies in"), (model, place, "holds")):
+            if any(_is_same(directory, outer) for directory in (inner, *inner.parents)):
+                raise _used(path, "is" if _is_same(place, model) else relation, source)
 
 
 def refuse_file(path: Path, *sources: str | Path) -> None:
@@ -54,23 +51,16 @@ def is_export(storage: Storage) -> bool:
     return isinstance(marker, dict) and {"mergestream", "command"} <= marker.keys()
 
 
-def _upwards(path: str | Path) -> Iterator[Path]:
-    place = Path(os.path.realpath(Path(path).expanduser()))
-    yield place
-    yield from place.parents
+def _real(path: str | Path) -> Path:
+    return Path(os.path.realpath(Path(path).expanduser()))
 
 
-def _identity(path: str | Path) -> tuple[int, int] | None:
-    """Device and inode, which are the same for every name of a directory; None if it does not exist."""
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two paths name the same directory or file: by device and inode, because it may have several names."""
     try:
-        found = Path(path).expanduser().stat()
-    except (OSError, RuntimeError, ValueError):
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _relation(path: Path, other: str | Path) -> str:
-    return "is" if _identity(path) == _identity(other) else "lies in"
+        return one.samefile(other)
+    except (OSError, ValueError):
+        return False
 
 
 def _used(path: object, relation: str, source: object) -> MergestreamError:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,39 +77,31 @@ def export_routed(
     **merged: Any,
 ) -> RoutedExport:
     """Write a directory for `RoutedModel`; ``merged`` are the fields of `ReadoutChoice`, for the merged adapter."""
-    output = Output(Path(out), dtype, max_shard_size, overwrite, command)
+    output, choice = Output(Path(out), dtype, max_shard_size, overwrite, command), ReadoutChoice(**merged)
     with exporting(store, output) as (snapshot, target):
-        return _write(snapshot, target, ReadoutChoice(**merged), rank, server, with_base)
-
-
-def _write(
-    snapshot: Snapshot, target: Target, choice: ReadoutChoice, rank: int | None, server: Server | None, with_base: bool
-) -> RoutedExport:
-    """Write all adapters, the router and a card; ``choice`` is how the merged adapter is read out."""
-    manifest = snapshot.manifest
-    manifest.require_ledger("keeps single experts to route to")
-    reading = snapshot.reading(target.engine, choice, target.progress)
-    experts = tuple(sorted(reading.weights or ()))
-    _check_experts(snapshot, experts)
-    _check_base(manifest.base)
-    planned = plan_experts(snapshot, target.engine, rank, experts, server, any_parameter=True)
-    plans = {f"{EXPERTS}/{name}": plan for name, plan in planned.items()}
-    statistics = _read_statistics(snapshot, experts)
-    missing = tuple(name for name in experts if name not in statistics)
-    if missing:
-        _check_common_layer(list(plans.values()))
-        target.progress.note(f"{NO_INPUTS}; to route by inputs, run mergestream calibrate for {', '.join(missing)}")
-    scale = reading.scale(choice.scale, target.engine)
-    plans[MERGED] = AdapterPlan.of(snapshot, reading, rank, scale, server, any_parameter=True)
-    form = {"format": "routed", "rank": rank, "with_base": with_base}
-    energies = write_adapters(plans, target, form, choice)
-    save_router(target.draft / ROUTER, experts, None if missing else statistics)
-    if with_base:
-        _write_base(manifest, target)
-        settings = take_settings(target.draft / BASE, find_givers(snapshot, reading, choice), {}, None)
-        for note in settings.notes:
-            target.progress.note(note)
-    _write_card(manifest, target, experts, missing, reading.readout_name)
+        manifest = snapshot.manifest
+        manifest.require_ledger("keeps single experts to route to")
+        reading = snapshot.reading(target.engine, choice, target.progress)
+        experts = tuple(sorted(reading.weights or ()))
+        _check_experts(snapshot, experts)
+        _check_base(manifest.base)
+        how: dict[str, Any] = {"rank": rank, "server": server, "any_parameter": True}
+        plans = plan_experts(snapshot, target.engine, experts, **how)
+        readers = {name: snapshot.inputs.get(manifest.expert(name).number) for name in experts}
+        found = {name: features for name, reader in readers.items() if reader and (features := reader.features())}
+        missing = tuple(name for name in experts if name not in found)
+        if missing:
+            _check_common_layer(list(plans.values()))
+            target.progress.note(f"{NO_INPUTS}; to route by inputs, run mergestream calibrate for {', '.join(missing)}")
+        plans = {f"{EXPERTS}/{name}": plan for name, plan in plans.items()}
+        scale = reading.scale(choice.scale, target.engine)
+        plans[MERGED] = AdapterPlan.of(snapshot, reading, scale=scale, **how)
+        energies = write_adapters(plans, target, {"format": "routed", "rank": rank, "with_base": with_base}, choice)
+        save_router(target.draft / ROUTER, experts, None if missing else found)
+        if with_base:
+            _write_base(manifest, target)
+            take_settings(target.draft / BASE, find_givers(snapshot, reading, choice), {}, None, target.progress)
+        _write_card(manifest, target, experts, missing, reading.readout_name)
     return RoutedExport(energies, experts, missing)
 
 
@@ -153,18 +144,6 @@ def _check_common_layer(plans: Sequence[AdapterPlan]) -> None:
 
 
 # --- the router ---------------------------------------------------------------------------------------------
-
-
-def _read_statistics(snapshot: Snapshot, experts: Sequence[str]) -> dict[str, FeatureStatistics]:
-    """The statistics of the features of each expert's inputs, where there are any."""
-    found = {}
-    for name in experts:
-        if (reader := snapshot.open_inputs(snapshot.manifest.expert(name))) is None:
-            continue
-        with closing(reader):
-            if (features := reader.features()) is not None:
-                found[name] = features
-    return found
 
 
 def save_router(path: Path, experts: Sequence[str], statistics: Mapping[str, FeatureStatistics] | None) -> None:

@@ -106,25 +106,21 @@ def fill_module(module: nn.Module, weights: Mapping[str, Tensor], source: str, d
     return filled
 
 
-def check_memory(needed: int, engine: Engine, source: str) -> None:
-    """Refuse what does not fit into the memory of the device, or into ``--max-memory``."""
-    if needed > (most := memory_of(engine)):
+def memory_beside(needed: int, engine: Engine, source: str) -> int:
+    """The memory of the device, or ``--max-memory``, beside a model; refuses one that does not fit."""
+    import torch
+
+    if engine.device.startswith("cuda"):
+        most = torch.cuda.mem_get_info(engine.device)[0]
+    else:
+        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = min(most, getattr(engine, "max_memory", None) or most)
+    if needed > most:
         raise MergestreamError(
             f"running {source} on inputs needs {format_size(needed)} of memory, more than the {format_size(most)} "
             "there are; use a larger machine, another --device, or --max-memory if that is set"
         )
-
-
-def memory_of(engine: Engine) -> int:
-    """The memory of the device in bytes, or ``--max-memory``."""
-    import torch
-
-    allowed: int | None = getattr(engine, "max_memory", None)
-    if engine.device.startswith("cuda"):
-        found = torch.cuda.mem_get_info(engine.device)[0]
-    else:
-        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(found, allowed or found)
+    return most - needed
 
 
 @contextmanager

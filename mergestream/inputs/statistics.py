@@ -16,7 +16,7 @@ from mergestream.errors import MergestreamError
 from mergestream.experts.adapters import Adapter
 from mergestream.experts.adapters.vector import AdapterVector
 from mergestream.experts.vector import TaskVector
-from mergestream.inputs.loading import check_memory, fill_module, load_model, load_processor, memory_of, read_weights
+from mergestream.inputs.loading import fill_module, load_model, load_processor, memory_beside, read_weights
 from mergestream.inputs.moments import LayerMoments, find_layers, measure_moments
 from mergestream.inputs.reading import Inputs, Sample
 from mergestream.inputs.running import Runner
@@ -63,8 +63,14 @@ def measure_statistics(
         assert isinstance(expert, Checkpoint)
         weights = read_weights(expert, wrapper=vector.prefix.wrapper)
     size = sum(value.nbytes for value in weights.values())
-    check_memory(size, engine, expert.source)
-    model = _make_model(home, expert.source, weights, how, engine.device)
+    memory = memory_beside(size, engine, expert.source)
+
+    def make_model(directory: Path | None, source: str, weights: Mapping[str, Tensor]) -> nn.Module:
+        if how.model is not None:
+            return fill_module(how.model, weights, source, engine.device)
+        return load_model(directory, source, weights, engine.device)
+
+    model = make_model(home, expert.source, weights)
     slot_of = _find_names(model)
     slots = {slot: name for name in directions if (slot := slot_of(vector.prefix.name_in_task(name)))}
     if not find_layers(model, slots):
@@ -83,7 +89,7 @@ def measure_statistics(
             {slot: directions[name] for slot, name in slots.items()},
             samples,
             run,
-            memory=memory_of(engine) - size,
+            memory=memory,
             dtype=dtype,
             device=engine.device,
         )
@@ -94,7 +100,7 @@ def measure_statistics(
     del weights, model, runner.model
     processor = load_processor(base.directory, expert.directory)
     _take_template(runner.processor, processor)
-    model = _make_model(base.directory, base.source, read_weights(base), how, engine.device)
+    model = make_model(base.directory, base.source, read_weights(base))
     runner = Runner(model, processor, how.call, how.tokens, engine.device)
     rows = []
     with progress.task("running the base", size * len(samples)) as advance:
@@ -102,14 +108,6 @@ def measure_statistics(
             rows.append(runner.features(sample))
             advance(size)
     return InputStatistics(layers, _features(rows), len(samples))
-
-
-def _make_model(
-    directory: Path | None, source: str, weights: Mapping[str, Tensor], how: Inputs, device: str
-) -> nn.Module:
-    if how.model is not None:
-        return fill_module(how.model, weights, source, device)
-    return load_model(directory, source, weights, device)
 
 
 def _find_names(model: nn.Module) -> Callable[[str], str | None]:
