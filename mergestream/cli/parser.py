@@ -54,6 +54,7 @@ _SHARED = {
     "add": ("inspect",),
     "maintain": ("verify", "undo", "remove", "calibrate", "keep", "gc"),
     "merge": ("from-mergekit",),
+    "report": ("diff",),
     "status": ("init", "log"),
     "transfer": ("push", "pull"),
 }

@@ -1,14 +1,14 @@
-"""``mergestream report``: write a report on a store as HTML, Markdown or JSON."""
+"""``mergestream report`` and ``mergestream diff``: write a report on a store, or compare its steps."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergestream.cli.options import WorkingStoreOptions, argument
-from mergestream.cli.printing import answer, is_json, print_text, say
+from mergestream.cli.printing import answer, is_json, print_table, print_text, say
 from mergestream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 """By the extension of the file"""
+MOST_LAYERS = 20
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,42 @@ def _render(facts: Facts, form: str) -> str:
     from mergestream.report.render import render_html, render_markdown
 
     return render_html(facts) if form == "html" else render_markdown(facts)
+
+
+@dataclass(frozen=True)
+class Diff(WorkingStoreOptions):
+    EXAMPLES = """
+        mergestream diff store 3 4
+        mergestream diff store 0 4
+        mergestream diff store 4 path/to/expert
+        """
+    a: str = argument("A", "a step number (0 is the base), or a checkpoint")
+    b: str = argument("B", "the same, for the second model")
+
+    def run(self) -> None:
+        from mergestream.report.diff import compare
+
+        found = compare(self.open_store(), self.a, self.b)
+        answer(asdict(found))
+        total = found.total
+        say(f"A: {found.a}, ‖A − base‖ {total.norm_a:.6g}")
+        say(f"B: {found.b}, ‖B − base‖ {total.norm_b:.6g}")
+        say(f"‖A − B‖ {total.distance:.6g}   cosine of A − base and B − base {_cosine_text(total.cosine)}")
+        say()
+        say("layers with the largest differences:")
+        print_table(
+            ("layer", "‖A − B‖", "share", "‖A − base‖", "‖B − base‖", "cosine"),
+            (
+                (
+                    *(layer, f"{one.distance:.4g}"),
+                    f"{one.distance**2 / total.distance**2:.1%}" if total.distance else "-",
+                    *(f"{one.norm_a:.4g}", f"{one.norm_b:.4g}", _cosine_text(one.cosine)),
+                )
+                for layer, one in found.layers.items()
+            ),
+            most=MOST_LAYERS,
+        )
+
+
+def _cosine_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
