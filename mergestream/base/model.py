@@ -144,6 +144,28 @@ class BaseModel:
         """Weights that are stored as input × output."""
         return frozenset(name for name, tensor in self.tensors.items() if tensor.module == "Conv1D")
 
+    @cached_property
+    def input_first(self) -> frozenset[str]:
+        """Linear weights that are stored as input × output: GPT-2's, and stacks of experts as gpt-oss has them.
+
+        The shapes of an expert's two weights show it: the input of the second is as long as the output of the first,
+        or half as long, because gate and up projection are one weight.
+        """
+        tensors, found = self.tensors, set(self.conv1d)
+        for name, tensor in tensors.items():
+            first = name.removesuffix("down_proj") + "gate_up_proj"
+            if first != name and first in tensors and len(tensor.shape) == len(tensors[first].shape) == 3:
+                (_, a, b), (_, c, d) = tensors[first].shape, tensor.shape
+                if (a, b) == (d, 2 * c) and (b, a) != (c, 2 * d):
+                    found |= {first, name}
+        return frozenset(found)
+
+    @cached_property
+    def matrices(self) -> int:
+        """The number of linear matrices: a stack holds one per index of its first dimension."""
+        linear = (tensor.shape for tensor in self.tensors.values() if tensor.role == "linear")
+        return sum(shape[0] if len(shape) == 3 else 1 for shape in linear)
+
     @property
     def has_head(self) -> bool:
         """Whether the base has a head itself, in place of which every expert keeps its own."""

@@ -76,9 +76,14 @@ def tied_names(architecture: Architecture, roles: Mapping[str, TensorRole]) -> d
 
 
 def model_names(base: Checkpoint, architecture: Architecture) -> dict[str, str]:
-    """Map the names in the model's class to the stored names, where the two differ."""
-    called = {architecture.slot_of(name): name for name in base.tensors}
-    return {slot: name for slot, name in called.items() if slot is not None and slot != name}
+    """Map the names in the model's class to the stored names, where the two differ.
+
+    Several stored tensors may become one tensor of the class, such as a stack of experts; then there is no such name.
+    """
+    called: dict[str | None, list[str]] = {}
+    for name in base.tensors:
+        called.setdefault(architecture.slot_of(name), []).append(name)
+    return {slot: names[0] for slot, names in called.items() if slot and len(names) == 1 and slot != names[0]}
 
 
 # --- one tensor -------------------------------------------------------------------------------------------

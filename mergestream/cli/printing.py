@@ -165,9 +165,12 @@ def print_table(
         print(f"… and {len(listed) - most} more (--json lists all)")
 
 
-def counts_text(counts: Mapping[Any, int]) -> str:
-    """Format counts, the largest first: ``6 linear, 4 other``."""
-    return ", ".join(f"{count} {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1]))
+def counts_text(counts: Mapping[Any, int], matrices: int = 0) -> str:
+    """Format counts, the largest first: ``6 linear, 4 other``; with stacks of matrices ``6 linear (20 matrices)``."""
+    texts = {what: f"{count} {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1])}
+    if matrices > counts.get("linear", 0):
+        texts["linear"] += f" ({matrices} matrices)"
+    return ", ".join(texts.values())
 
 
 def _print_json(data: Any, indent: int | None = 2) -> None:

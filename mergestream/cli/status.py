@@ -45,7 +45,7 @@ class Init(MethodOptions, RunningOptions):
             del status["tensors"]
         answer(status)
         say(f"{store.storage}: {store.manifest.method_text} on {store.manifest.base.source}")
-        say(f"tensors: {counts_text(status['counts'])}")
+        say(f"tensors: {counts_text(status['counts'], status['matrices'])}")
         say(f"next: mergestream add {store.storage} EXPERT …")
 
 
@@ -69,7 +69,7 @@ class Status(StoreOptions):
                     store.progress.note(shortfall)
         say(f"{store.storage}: {manifest.summary}")
         say(f"base: {manifest.base.source}")
-        say(f"tensors: {counts_text(status['counts'])}")
+        say(f"tensors: {counts_text(status['counts'], status['matrices'])}")
         if manifest.history:
             last = manifest.history[-1]
             say(_ledger_text(manifest, status["ledger"]) if status["ledger"] else _scale_text(manifest.method, last))
@@ -128,6 +128,7 @@ def status_json(store: Store) -> dict[str, Any]:
         "rank": last.rank if last else 0,
         "heads": manifest.base.heads,
         "counts": dict(sorted(Counter(tensor.role for tensor in manifest.base.tensors.values()).items())),
+        "matrices": manifest.base.matrices,
         "tensors": [
             {"name": name, **{key: getattr(tensor, key) for key in ("dtype", "shape", "role", "rule", "tied_to")}}
             for name, tensor in manifest.base.tensors.items()

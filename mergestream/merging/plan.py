@@ -94,7 +94,7 @@ def tensor_context(
         torch.float64 if tensor.dtype == "F64" else torch.float32,
         rank=rank,
         others=others,
-        transposed=name in model.conv1d,
+        transposed=name in model.input_first,
         tensor=name,
         expert=expert,
     )

@@ -61,7 +61,7 @@ class Context:
     others: tuple[int, ...] = ()
     """For a ledger: how many directions of the tensor each of the other experts asks for"""
     transposed: bool = False
-    """Whether a linear weight is stored input × output, as GPT-2's are"""
+    """Whether a linear weight is stored input × output, as those of GPT-2 and the experts of gpt-oss"""
     tensor: str = ""
     """The tensor's name"""
     expert: str = ""

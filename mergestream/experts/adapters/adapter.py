@@ -89,7 +89,9 @@ class Adapter:
         tensors = {name: tensor for name, tensor in model.tensors.items() if not tensor.tied_to}
         bound = self.bind(tensors, {**model.spellings, **model.ties}, model.conv1d)
         if base is not None and bound.modules:
-            bound.merger = PeftMerger(self.config, self.weights, bound.modules, self.shared, base, tensors)
+            bound.merger = PeftMerger(
+                self.config, self.weights, bound.modules, self.shared, base, tensors, model.input_first
+            )
         return bound
 
     def bind(

@@ -74,10 +74,13 @@ def bind_module(
     own = config.parameters_of(module)
     found = {leaf: name for leaf in own or ("weight", "bias") if (name := translate(f"{module}.{leaf}"))}
     if not found.keys() - {"bias"}:
-        raise MergestreamError(
-            f"{config.path}: the adapter changes {module}, of which the base has no weight: it was made for another "
-            "model"
-        )
+        lost = f"{config.path}: the adapter changes {module}.{(own or ['weight'])[0]}, which the base does not have"
+        if own:
+            raise MergestreamError(
+                f"{lost}; if it holds every expert of the mixture in tensors of its own, make the store from a copy "
+                "that has stacks: model.save_pretrained(DIR, save_original_format=False)"
+            )
+        raise MergestreamError(f"{lost}: it was made for another model")
     has_bias = own or config.kind in _WITH_BIAS or config.peft_fields.get("lora_bias")
     return Module(keys, found, tuple(leaf for leaf in found if has_bias or leaf != "bias"))
 
@@ -93,6 +96,8 @@ class PeftMerger:
     """Tensors that belong to all modules, such as VeRA's projections"""
     base: Checkpoint
     tensors: Mapping[str, BaseTensor]
+    input_first: frozenset[str]
+    """Weights that are stored as input × output"""
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor of the base with the adapter merged into it; tied modules are merged one after the other."""
@@ -130,10 +135,11 @@ class PeftMerger:
                 empty = torch.zeros(1, dtype=dtype)
                 values = {leaf: empty.expand(self.tensors[name].shape) for leaf, name in found.parameters.items()}
                 if other == path:
-                    values = {leaf: value.clone() for leaf, value in before.items()}
+                    values = {leaf: before[leaf].clone() for leaf in self._in_order(module)}
                 else:
                     state |= {key: self.weights.read(key).to(dtype) for key in found.keys}
                 _place(root, other, _make_module(self.tensors[next(iter(found.parameters.values()))], values))
+            root.get_submodule(path).is_transposed = self._is_input_first(module)  # type: ignore[assignment]
             model = peft.PeftModel(root, self._peft_config(built)).eval()
             result = peft.set_peft_model_state_dict(model, state)
             everywhere = {key.split(".")[1] for key in self.shared}
@@ -148,6 +154,26 @@ class PeftMerger:
             if leaf not in module.changed and not torch.equal(value, after[leaf]):
                 raise MergestreamError(f"{self.weights.source}: PEFT changes {path}.{leaf} unexpectedly; {WAY_OUT}")
         return after
+
+    def _in_order(self, module: Module) -> list[str]:
+        """The parameters of a module in the order of its class, in which PEFT wraps them: the first one innermost."""
+        depth = dict.fromkeys(module.parameters, 0)
+        for key in module.keys if len(depth) > 1 else ():
+            other = key.replace("lora_A", "lora_B")
+            sides = {self.weights.tensors[key].shape[-1], self.weights.tensors[other].shape[0]} if other != key else {}
+            for leaf, name in module.parameters.items():
+                if sides == set(self.tensors[name].shape[1:]):
+                    depth[leaf] = key.count(".base_layer.")
+        return sorted(depth, key=depth.__getitem__, reverse=True)
+
+    def _is_input_first(self, module: Module) -> bool:
+        """Whether PEFT took a stack of experts for input × output when it made the factors A; their widths show it."""
+        shapes = [self.tensors[name].shape for name in module.parameters.values()]
+        widths = {self.weights.tensors[key].shape[-1] for key in module.keys if "lora_A" in key}
+        plain, turned = ({shape[at] for shape in shapes if len(shape) == 3} for at in (2, 1))
+        if widths <= plain & turned:  # square
+            return not self.input_first.isdisjoint(module.parameters.values())
+        return widths <= turned
 
     def _shape(self, module: Module) -> tuple[int, ...]:
         return self.tensors[next(iter(module.parameters.values()))].shape
@@ -180,8 +206,8 @@ class PeftMerger:
         if config.kind == "IA3":  # its vector scales the inputs of these modules
             shapes = self.weights.tensors
             fields["feedforward_modules"] = [path for path, one in built.items() if shapes[one.keys[0]].shape[0] == 1]
-        if parameters := [f"{path}.{leaf}" for path in built for leaf in config.parameters_of(path)]:
-            fields |= {"target_parameters": parameters, "target_modules": []}
+        if any(config.parameters_of(path) for path in built):  # PEFT sorts them, and wraps one after the other
+            fields |= {"target_parameters": list(config.target_parameters), "target_modules": []}
         else:
             fields["target_modules"] = list(built)
         return _peft(config).mapping.PEFT_TYPE_TO_CONFIG_MAPPING[config.kind](**fields, inference_mode=True)

@@ -18,7 +18,10 @@ from mergestream.experts import make_task_vector, open_expert
 from mergestream.experts.adapters import open_adapter
 from mergestream.experts.adapters.peft_merge import COPIES
 from mergestream.inputs.loading import read_weights
-from tests.workshop import Workshop, clip, edit_config, gpt2, llama
+from tests.workshop import TEXT, Workshop, clip, edit_config, gpt2, llama
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 
 MODULES: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj", "up_proj"]}
 PATTERNS = {"rank_pattern": {"q_proj": 2, r"layers\.1.+v_proj": 7}, "alpha_pattern": {"up_proj": 9}}
@@ -68,6 +71,22 @@ CASES = {
 }
 
 
+def mixtral() -> Any:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**TEXT, num_key_value_heads=1, num_local_experts=4)
+    )
+
+
+def gpt_oss(**options: Any) -> Any:
+    sizes = {**TEXT, "head_dim": 8, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes | options))
+
+
+def square_gpt_oss() -> Any:
+    """As in the real one, the shape of an expert's second weight does not show which side is the input."""
+    return gpt_oss(intermediate_size=TEXT["hidden_size"])
+
+
 def changes(base: Path, expert: Path) -> dict[str, torch.Tensor]:
     """Our task vectors."""
     theta = open_checkpoint(base)
@@ -92,6 +111,30 @@ def test_merged_as_peft_does(workshop: Workshop, case: Any) -> None:
     make, kind, fields = case
     base = workshop.base(make)
     assert_as_peft(workshop, base, workshop.adapter(base, kind=kind, **fields))
+
+
+@pytest.mark.parametrize("make", [mixtral, gpt_oss, square_gpt_oss])
+@pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["down_proj"]], ids=len)
+def test_stacks_of_experts(workshop: Workshop, make: Any, parameters: list[str]) -> None:
+    torch.manual_seed(0)
+    base = workshop.directory / "base"
+    make().double().save_pretrained(base, save_original_format=False)
+    targets = [f"mlp.experts.{name}" for name in parameters]
+    adapter = workshop.adapter(base, r=2, target_modules=["q_proj"], target_parameters=targets)
+    merged = peft.PeftModel.from_pretrained(workshop.load(base), adapter).merge_and_unload().state_dict()
+    theta, ours = open_checkpoint(base), changes(base, adapter)
+    moved = {name for name, delta in ours.items() if delta.any()}
+    assert len(moved) == 2 + 2 * len(parameters)
+    for name, delta in ours.items():
+        torch.testing.assert_close(delta, merged[name] - theta.read(name), rtol=0, atol=1e-14)
+
+
+def test_a_base_with_single_experts_needs_a_copy_with_stacks(workshop: Workshop) -> None:
+    fused = workshop.directory / "fused"
+    mixtral().save_pretrained(fused, save_original_format=False)
+    adapter = workshop.adapter(fused, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
+    with pytest.raises(MergestreamError, match=r"experts\.gate_up_proj, which .*save_original_format=False"):
+        changes(workshop.base(mixtral, "single"), adapter)
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
@@ -184,7 +227,9 @@ def test_an_adapter_that_does_not_fit_is_refused(workshop: Workshop) -> None:
     save_file({**state, key: torch.ones(3, 3)}, file)
     with pytest.raises(MergestreamError, match=r"PEFT cannot merge .*size mismatch"):
         changes(base, adapter)
-    with pytest.raises(MergestreamError, match=r"changes model\.layers\.0.* the base has no weight"):
+    with pytest.raises(
+        MergestreamError, match=r"changes model\.layers\.0.*, which the base does not have: it was made"
+    ):
         changes(workshop.base(gpt2, "gpt2"), adapter)
     save_file({**state, key: state[key] * float("nan")}, file)
     with pytest.raises(MergestreamError, match="NaN"):
