@@ -32,7 +32,9 @@ class Ledger(Method):
     t full fine-tunes keep ⌊β·r / max(t, 8)⌋ triplets each. k only falls as experts arrive, so the cuts are nested:
     cutting at every arrival equals seeing all experts at once.
 
-    A tensor of more dimensions is the matrix with the first as rows; a stack of linear weights is as many matrices.
+    A tensor of more dimensions, such as a convolution, is the matrix with the first as rows. It is much wider than
+    high, so it keeps β·2mn/(m + n) directions instead of β·r: they take the same share of its size as those of a square
+    matrix. A stack of linear weights is as many matrices.
     A tensor of one dimension, or one with β·r < 8, is kept whole.
     Sources: TSV (Gargiulo et al., 2025) for the cut at r/t; design section 8.
     """
@@ -58,6 +60,12 @@ class Ledger(Method):
         """Whether entries keep directions of a tensor; else they keep it whole."""
         return len(context.shape) >= 2 and self.budget * min(context.matrices[1:]) >= FEWEST
 
+    def capacity(self, context: Context) -> float:
+        """How many directions all experts together keep with a budget of 1: r, or more of a convolution."""
+        _, m, n = context.matrices
+        is_convolution = not context.linear and len(context.shape) > 2
+        return 2 * m * n / (m + n) if is_convolution else min(m, n)
+
     def demand(self, context: Context) -> int:
         """d: how many directions an expert asks for, by the rank of its Δ, or None for a full fine-tune."""
         return self.share(context, FEWEST) if context.rank is None else min(context.rank, *context.matrices[1:])
@@ -65,12 +73,12 @@ class Ledger(Method):
     def share(self, context: Context, count: int) -> int:
         """The share of one of so many experts, if all of them get the same; at least 1."""
         rank = min(context.matrices[1:])
-        return min(rank, max(1, math.floor(self.budget * rank / max(count, FEWEST))))
+        return min(rank, max(1, math.floor(self.budget * self.capacity(context) / max(count, FEWEST))))
 
     def level(self, context: Context, demands: Iterable[int]) -> int:
         """k: the largest number with Σ min(d, k) ≤ β·r, found from the smallest demand up; at least 1."""
         waiting = sorted(demands)
-        room = self.budget * min(context.matrices[1:])
+        room = self.budget * self.capacity(context)
         for done, demand in enumerate(waiting):
             level = math.floor(room / (len(waiting) - done))
             if level < demand:

@@ -104,7 +104,7 @@ class EntriesReading(Reading):
     def is_over(self, times: float) -> bool:
         """Whether all entries together have more than so many times the directions that the budget allows a tensor."""
         for name, lengths in self.lengths.items():
-            allowed = self.method.budget * min(self.contexts[name].matrices[1:])
+            allowed = self.method.budget * self.method.capacity(self.contexts[name])
             if sum(kept for kept, _ in lengths) > times * allowed:
                 return True
         return False
@@ -242,7 +242,7 @@ class EntriesReading(Reading):
             pairs = zip(lengths, self.experts, strict=True)
             ranks = [demand for (_, demand), expert in pairs if expert.is_adapter]
             others = (len(self.experts) - len(ranks)) * max(ranks, default=0)
-            needed = max(needed, (sum(ranks) + others) / min(self.contexts[name].matrices[1:]))
+            needed = max(needed, (sum(ranks) + others) / self.method.capacity(self.contexts[name]))
         return math.ceil(100 * needed) / 100
 
     def interference(self, engine: Engine, progress: Progress) -> Interference:

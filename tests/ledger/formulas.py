@@ -15,7 +15,9 @@ LINEAR = ("a.weight", "b.weight")
 def cut(delta: Tensor, count: int, budget: float, entries: str) -> tuple[Tensor, Tensor, Tensor]:
     """U, σ and V of the leading directions of a task vector as a matrix, in the type in which they are kept."""
     matrix = delta.flatten(1)
-    kept = min(min(matrix.shape), max(1, int(budget * min(matrix.shape) / max(count, 8))))
+    m, n = matrix.shape
+    capacity = 2 * m * n / (m + n) if delta.ndim > 2 else min(m, n)  # of a convolution as much of its size
+    kept = min(m, n, max(1, int(budget * capacity / max(count, 8))))
     U, sigma, Vh = torch.linalg.svd(matrix, full_matrices=False)
     kept = min(kept, int((sigma > 1e-12 * sigma[0]).sum()))  # beyond the rank, singular vectors are arbitrary
     dtype = getattr(torch, entries)
