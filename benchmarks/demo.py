@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mergestream.evaluation.results import Results
-    from mergestream.evaluation.suites.base import Suite
+    from mergestream.evaluation.suites import Suite
 
 METHODS = ("ledger", "opcm", "average")
 
@@ -37,10 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(output: Path) -> None:
-    from mergestream.evaluation.bench import Plan, run_bench, write_report
+    from mergestream.evaluation.bench import Plan, available_cores, progress_lines, run_bench, write_report
     from mergestream.evaluation.rows import Row
-    from mergestream.evaluation.suites.loading import open_suite
-    from mergestream.evaluation.workers import available_cores, progress_lines
+    from mergestream.evaluation.suites import open_suite
 
     started = time.monotonic()
     suite = open_suite("text", tasks=4, test_limit=200)

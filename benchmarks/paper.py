@@ -1,6 +1,6 @@
 """The paper's numbers beside ours, and its figures, from the output of ``mergestream bench``.
 
-    python -m benchmarks.paper DIR                     DIR/paper.md and .csv: Table 1 with the paper's numbers; figures
+    python -m benchmarks.paper DIR                     DIR/paper.md: Table 1 with the paper's numbers; figures
     python -m benchmarks.paper DIR --sweep alpha       DIR/sweep-alpha.png: ACC against a parameter
 
 The figures are the accuracy matrix of each method in its first order, and λ_t against √t for OPCM.
@@ -81,7 +81,7 @@ def scaling_factor(results: Results) -> Figure | None:
 
 
 def sweep(results: Results, parameter: str) -> Figure:
-    """Draw ACC against a parameter, from the rows that ``mergestream bench --sweep`` made."""
+    """Draw ACC against a parameter, from the rows that have it."""
     curves: dict[str, dict[float, Spread]] = {}
     for method in results.methods:
         row = Row.parse(method)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.suites.experts import ExpertSuite
 from mergestream.escaping import markdown_table as table
-from mergestream.evaluation.suites.loading import open_suite
+from mergestream.evaluation.suites import open_suite
 from mergestream.files import write_json, write_text
 
 LEADING = 16

@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from benchmarks.suites.cache import cache_directory, cached_directory
 from benchmarks.suites.encoders import load_pretrained
 from benchmarks.suites.experts import Pretrained
 from benchmarks.suites.fetch import Package, fetch, fetch_all
-from mergestream.evaluation.cache import cache_directory, cached_directory
 
 if TYPE_CHECKING:
     import torch

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.suites.backbones import write_checkpoint
+from benchmarks.suites.cache import cache_directory, cached_directory
 from benchmarks.suites.encoders import load_pretrained
 from benchmarks.suites.fetch import Package, fetch
 from mergestream.checkpoints import open_checkpoint
-from mergestream.evaluation.cache import cache_directory, cached_directory
 from mergestream.files import read_json
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.suites.cache import cache_directory, cached_directory, key_of, written_whole
 from benchmarks.suites.encoders import Head, load_pretrained
 from mergestream import download
 from mergestream.errors import MergestreamError, UsageError, first_line
-from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
-from mergestream.evaluation.suites.base import Suite, first_tasks
+from mergestream.evaluation.suites import Suite, first_tasks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,9 +116,6 @@ class ClipSuite(Suite):
 
     def limited(self, tasks: int | None = None, test_limit: int | None = None) -> Suite:
         return replace(self, count=tasks if tasks is not None else self.count, test_limit=test_limit or self.test_limit)
-
-    def of_model(self, model: str) -> Suite:
-        return replace(self, size=model)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "whole_base"} | {"_model": None}

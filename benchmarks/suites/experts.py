@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from benchmarks.suites.cache import cache_directory, cached_directory, key_of
 from benchmarks.suites.lora import LoRARecipe, adapted, is_adapter
 from benchmarks.suites.training import Recipe, save_model
 from mergestream.errors import UsageError
-from mergestream.evaluation.cache import cache_directory, cached_directory, key_of
-from mergestream.evaluation.suites.base import Suite, first_tasks
-from mergestream.evaluation.workers import run_parallel
+from mergestream.evaluation.bench import run_parallel
+from mergestream.evaluation.suites import Suite, first_tasks
 
 if TYPE_CHECKING:
     import torch

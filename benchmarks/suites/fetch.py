@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Literal
 
+from benchmarks.suites.cache import cache_directory, cached_directory, key_of, written_whole
 from mergestream.errors import MergestreamError
-from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
 
 REGISTRY_NAMES = {"pypi": "PyPI", "npm": "npm", "debian": "Debian"}
 

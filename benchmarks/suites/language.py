@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from benchmarks.suites.cache import cache_directory, cached_directory, key_of
 from benchmarks.suites.causal import SMOLLM2, CausalBase, Encoded, answer_loss, encode, perplexity, share_right
 from benchmarks.suites.experts import ExpertSuite
 from benchmarks.suites.fetch import fetch
@@ -19,7 +20,6 @@ from benchmarks.suites.language_tasks import TASKS, LanguageTask, Split
 from benchmarks.suites.lora import LoRARecipe
 from benchmarks.suites.text import ORANGE, tab_rows
 from benchmarks.suites.training import fine_tune
-from mergestream.evaluation.cache import cache_directory, cached_directory, key_of
 from mergestream.files import write_json
 
 if TYPE_CHECKING:

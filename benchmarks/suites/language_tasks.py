@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from benchmarks.suites.cache import key_of
 from benchmarks.suites.text import IMDB, ORANGE, Row, imdb, newsgroups, split
-from mergestream.evaluation.cache import key_of
 
 Example = tuple[str, str]  # question, answer
 Split = tuple[list[Example], list[Example]]  # train, test

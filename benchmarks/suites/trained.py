@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.suites.cache import cache_directory, cached_directory, key_of, written_whole
 from benchmarks.suites.encoders import Head
 from benchmarks.suites.experts import ExpertSuite
 from benchmarks.suites.heads import all_features, class_mean_head, label_text_head, pick
 from benchmarks.suites.training import fine_tune
 from mergestream.errors import MergestreamError
-from mergestream.evaluation.cache import cache_directory, cached_directory, key_of, written_whole
 
 if TYPE_CHECKING:
     import torch

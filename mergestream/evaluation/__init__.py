@@ -1,4 +1,9 @@
-"""Benchmarks: merge the experts of a suite in many orders and score every task after each step."""
+"""Benchmarks: merge the experts of a suite in many orders and score every task after each step.
+
+* ``suites``: a base, experts and how to score them; ``rows``: methods to compare
+* ``bench`` runs ``streams`` (one method in one order) in parallel
+* ``results``: all measurements and their metrics; ``tables``: tables and the figure
+"""
 
 from __future__ import annotations
 
@@ -7,19 +12,6 @@ from contextlib import contextmanager
 
 from mergestream.errors import MergestreamError
 
-PACKAGES = {  # module: package, extra that installs it
-    "transformers": ("transformers", "evaluate"),
-    "tokenizers": ("tokenizers", "evaluate"),
-    "matplotlib": ("matplotlib", "evaluate"),
-    "pyarrow": ("pyarrow", "evaluate"),
-    "PIL": ("pillow", "evaluate"),
-    "yaml": ("pyyaml", "evaluate"),
-    "huggingface_hub": ("huggingface_hub", "clip"),
-    "onnx": ("onnx", "suites"),
-    "peft": ("peft", "suites"),
-}
-"""Optional packages that evaluation imports"""
-
 
 @contextmanager
 def explain_missing_packages() -> Iterator[None]:
@@ -27,8 +19,7 @@ def explain_missing_packages() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        known = PACKAGES.get((error.name or "").split(".")[0])
-        if known is None:
-            raise
-        package, extra = known
-        raise MergestreamError(f"evaluation needs the package {package}: pip install 'mergestream[{extra}]'") from error
+        raise MergestreamError(
+            f"bench needs the module {error.name}: pip install 'mergestream[evaluate]'; "
+            "the suites of a checkout need 'mergestream[suites]', and clip needs 'mergestream[clip]'"
+        ) from error

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import random
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mergestream import Engine, LocalEngine, __version__
+from mergestream import __version__
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.evaluation.cache import key_of
+from mergestream.escaping import one_line
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
 from mergestream.evaluation.streams import Outcome, Stream, model_digest, run_streams, score
-from mergestream.evaluation.suites.base import Suite
-from mergestream.evaluation.workers import run_parallel
+from mergestream.evaluation.suites import Suite, key_of
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a description, the number of finished parts and their total"""
+QUIET_SECONDS = 60
+"""Seconds between two lines of progress"""
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,6 @@ class Plan:
     """Score only the last model of every order: enough for ACC, and cheap enough for whole test sets.
 
     Else the whole accuracy matrix of the first order, and of the others its diagonal and last row, for ACC and BWT."""
-    engine: Engine = field(default_factory=lambda: LocalEngine(1))
-    """The engine that merges in each worker"""
 
     def check(self, suite: Suite) -> None:
         """Refuse a plan that the suite cannot run."""
@@ -167,7 +171,7 @@ def _run_plan(suite: Suite, plan: Plan, results: Results, output: Path, on_progr
         if not stream.is_measured(suite, known.get(stream.outcome, [])):
             groups.setdefault((stream.row.method_key, stream.order), {}).setdefault(stream.outcome, stream)
     work = output / "work"
-    calls = [(suite, list(group.values()), work / key_of(key), plan.engine) for key, group in groups.items()]
+    calls = [(suite, list(group.values()), work / key_of(key)) for key, group in groups.items()]
     for found in _run_all(run_streams, calls, plan.workers, "streams", on_progress):
         known |= found
         runs = [Run(s.row.key, s.seed, list(s.order), known[s.outcome]) for s in asked if s.outcome in known]
@@ -201,16 +205,65 @@ def machine() -> dict[str, Any]:
     """Describe the machine and the versions that made the numbers."""
     import torch
 
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        processor = platform.processor() or platform.machine()
     return {
-        "processor": processor,
+        "system": platform.platform(),
         "cores": os.cpu_count(),
-        "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "mergestream": __version__,
     }
+
+
+def progress_lines() -> OnProgress:
+    """Return a function that shows progress: a line per finished part, or after a while."""
+    printed = time.monotonic()
+
+    def print_line(what: str, done: int, total: int) -> None:
+        nonlocal printed
+        if done == total or time.monotonic() - printed >= QUIET_SECONDS:
+            print(f"{one_line(what)}: {done} of {total}", file=sys.stderr, flush=True)
+            printed = time.monotonic()
+
+    return print_line
+
+
+def available_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_parallel(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], workers: int) -> Iterator[Any]:
+    """Call ``function(*call)`` for every call and yield results as they are finished.
+
+    Each worker is a process with one thread, so that results do not depend on the number of workers. A single worker
+    runs in this process.
+    """
+    if not calls:
+        return
+    if workers == 1:
+        _start_worker()
+        yield from (function(*call) for call in calls)
+        return
+    context = multiprocessing.get_context("spawn")  # a forked torch may deadlock
+    pool = ProcessPoolExecutor(min(workers, len(calls)), context, _start_worker)
+    try:
+        for future in as_completed([pool.submit(function, *call) for call in calls]):
+            yield future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if multiprocessing.parent_process() is not None:
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """Exit when the parent is killed; otherwise the next run would find this worker writing the same files."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from mergestream import METHODS, Merger, Method, make_method
@@ -117,23 +116,3 @@ def parse_rows(text: str, trains: bool = True) -> list[Row]:
     for row in rows.values():
         row.check()
     return list(rows.values())
-
-
-def sweep_rows(rows: Sequence[Row], text: str) -> list[Row]:
-    """Return every row that has a parameter once for each value; ``alpha=0.1:1.0:0.1`` includes both ends."""
-    try:
-        parameter, numbers = text.split("=")
-        first, last, step = map(float, numbers.split(":"))
-        count = int((last - first) / step + 1e-9) + 1
-    except (ValueError, ZeroDivisionError):
-        count = 0
-    if count < 1:
-        raise UsageError(f"{text!r} is not a sweep; write parameter=first:last:step, as in alpha=0.1:1.0:0.1")
-    having = [row for row in rows if row.name != CONTINUAL_FINE_TUNING and parameter in row.method().parameters]
-    if not having:
-        raise UsageError(f"none of the methods has a parameter {parameter}")
-    values = [f"{round(first + index * step, 9):g}" for index in range(count)]
-    swept = [replace(row, parameters={**row.parameters, parameter: value}) for row in having for value in values]
-    for row in swept:
-        row.method()  # refuse a value out of range before any work
-    return swept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -11,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mergestream import Engine, Store
+from mergestream import LocalEngine, Store
 from mergestream.digest import combined_digest, tensor_digest
-from mergestream.evaluation.cache import cache_directory, written_whole
 from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, READ_BACK, Row
-from mergestream.evaluation.suites.base import Suite
-from mergestream.files import write_json
+from mergestream.evaluation.suites import Suite, cache_directory
 from mergestream.progress import NoProgress
 
 Entries = Literal["all", "ends", "last"]
@@ -88,29 +87,31 @@ def score(suite: Suite, model: Path, names: Sequence[str], digest: str = "") -> 
     for name in names:
         path = directory / f"{suite.evaluation_key(name)}.json"
         if not path.is_file():
-            accuracy = suite.accuracy(model, name)
-            with written_whole(path) as draft:  # another stream may score the same model at the same time
-                write_json(draft, {"task": name, "accuracy": accuracy})
+            text = json.dumps({"task": name, "accuracy": suite.accuracy(model, name)})
+            draft = path.with_suffix(f".{os.getpid()}")  # another stream may score the same model at the same time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(text, "utf-8")
+            draft.replace(path)
         scores[name] = float(json.loads(path.read_text("utf-8"))["accuracy"])
     return scores
 
 
-def run_streams(suite: Suite, streams: Sequence[Stream], work: Path, engine: Engine) -> dict[Outcome, Steps]:
+def run_streams(suite: Suite, streams: Sequence[Stream], work: Path) -> dict[Outcome, Steps]:
     """Run streams of one order that differ in the readout alone; ``work`` is a directory for what they need."""
     shutil.rmtree(work, ignore_errors=True)  # an earlier run was interrupted
     work.mkdir(parents=True)
     if streams[0].row.name == CONTINUAL_FINE_TUNING:
         steps = [_fine_tune(suite, streams[0], work)]
     else:
-        steps = _merge(suite, streams, work, engine)
+        steps = _merge(suite, streams, work)
     shutil.rmtree(work, ignore_errors=True)
     return {stream.outcome: steps for stream, steps in zip(streams, steps, strict=True)}
 
 
-def _merge(suite: Suite, streams: Sequence[Stream], work: Path, engine: Engine) -> list[Steps]:
+def _merge(suite: Suite, streams: Sequence[Stream], work: Path) -> list[Steps]:
     """Add the experts to one store, and score the model of every stream after each step."""
     method = streams[0].row.method()
-    store = Store.create(work / "store", suite.base(), method, keep=0, engine=engine, progress=NoProgress())
+    store = Store.create(work / "store", suite.base(), method, keep=0, engine=LocalEngine(1), progress=NoProgress())
     steps: list[Steps] = [[] for _ in streams]
     for step, task in enumerate(streams[0].order):
         started = time.monotonic()

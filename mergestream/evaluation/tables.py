@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from mergestream.escaping import MAX_SENTENCE, markdown_table, markdown_text, one_line
@@ -41,18 +38,11 @@ class Table:
         header = [markdown_text(cell) for cell in self.header]
         return "\n".join([markdown_text(self.caption, MAX_SENTENCE), "", *markdown_table(header, rows), ""])
 
-    def csv(self) -> str:
-        """Format as CSV."""
-        stream = io.StringIO()
-        csv.writer(stream, lineterminator="\n").writerows([self.header, *self.rows])
-        return stream.getvalue()
-
     def write(self, directory: Path, name: str) -> list[str]:
-        """Write ``name.md`` and ``name.csv``; returns their names."""
+        """Write ``name.md``; returns its name."""
         directory.mkdir(parents=True, exist_ok=True)
         write_text(directory / f"{name}.md", self.markdown())
-        write_text(directory / f"{name}.csv", self.csv())
-        return [f"{name}.md", f"{name}.csv"]
+        return [f"{name}.md"]
 
 
 def percent(spread: Spread | None) -> str:
@@ -121,13 +111,12 @@ def per_task_table(results: Results) -> Table:
 
 
 def save(figure: Figure, directory: Path, name: str) -> list[str]:
-    """Write ``name.png`` and ``name.svg`` and return these names; the same results give the same bytes."""
+    """Write ``name.png`` and return its name; the same results give the same bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "mergestream"}), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of characters that no font has
         figure.savefig(directory / f"{name}.png", dpi=150)
-        figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
-    return [f"{name}.png", f"{name}.svg"]
+    return [f"{name}.png"]
 
 
 def label(text: str) -> str:

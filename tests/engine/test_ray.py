@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
 import os
 import shutil
@@ -115,17 +114,6 @@ def test_commands_take_it_by_name(cluster: Any, toys: Toys, tmp_path: Path, done
     done("verify", store, "--engine", "ray")
     done("export", store, out, "--engine", "ray")
     assert (out / "model.safetensors").is_file()
-
-
-def test_a_benchmark_merges_on_it(
-    cluster: Any, toys: Toys, tmp_path: Path, done: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MERGESTREAM_CACHE", str(tmp_path / "cache"))
-    tasks = {f"task-{number}": {"expert": str(expert)} for number, expert in enumerate(toys.experts[:2])}
-    suite = {"name": "toys", "base": str(toys.base), "tasks": tasks, "evaluate": "echo {model} 0.5"}
-    (tmp_path / "suite.yaml").write_text(json.dumps(suite))
-    options = ("--methods", "average", "--orders", "1", "--last-only", "-o", tmp_path / "out")
-    assert "50.0" in done("bench", tmp_path / "suite.yaml", *options, "--engine", "ray")
 
 
 # --- what is lost on the way ---------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from mergestream.evaluation.suites.custom import CustomSuite, CustomTask
+from mergestream.evaluation.suites import CustomSuite
+
+HERE = Path(__file__).parent
 
 
 def features(model, inputs):
@@ -22,9 +24,14 @@ def features(model, inputs):
     return torch.tanh(inputs @ weights["layer1.weight"].T + weights["layer1.bias"]) @ weights["layer2.weight"].T
 
 
-TASKS = {name: CustomTask(expert=f"experts/{name}", data=f"data/{name}", head=f"heads/{name}.safetensors")
-         for name in ("red", "green", "blue")}
-SUITE = CustomSuite("tiny", "base", TASKS, features=features)
+def accuracy(model, task):
+    test = load_file(HERE / "data" / task / "test.safetensors")
+    logits = features(model, test["inputs"]) @ load_file(HERE / "heads" / f"{task}.safetensors")["weight"].T
+    return float((logits.argmax(1) == test["labels"]).double().mean())
+
+
+EXPERTS = {name: f"experts/{name}" for name in ("red", "green", "blue")}
+SUITE = CustomSuite("tiny", "base", EXPERTS, accuracy)
 """
 
 

@@ -15,10 +15,9 @@ import pytest
 import mergestream
 from benchmarks.suites.clip_suite import ClipSuite
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.evaluation.suites import loading
-from mergestream.evaluation.suites.loading import SUITES, open_suite
-from mergestream.evaluation.workers import run_parallel
-from mergestream.registry import Registry
+from mergestream.evaluation import suites
+from mergestream.evaluation.bench import run_parallel
+from mergestream.evaluation.suites import open_suite
 
 PACKAGE = Path(mergestream.__file__).parent
 
@@ -41,7 +40,7 @@ from pathlib import Path
 
 from neighbour import ACCURACY
 
-from mergestream.evaluation.suites.base import Suite
+from mergestream.evaluation.suites import Suite
 
 
 @dataclass
@@ -95,12 +94,8 @@ def test_what_a_suite_cannot_honour_is_refused(
     own.write_text(OWN_CLASS.replace("neighbour", "other"))
     for name, choice, told in (
         (str(tiny_suite), {"test_limit": 9}, "leave --test-limit out"),
-        (str(tiny_suite), {"model": "vit-b-32"}, "leave --model out"),
         (str(own), {"tasks": 2}, "leave --tasks out"),
         (str(own), {"test_limit": 9}, "leave --test-limit out"),
-        (str(own), {"evaluate": "cmd {model}"}, "suite of your own"),
-        ("clip", {"evaluate": "cmd {model}"}, "suite of your own"),
-        ("clip", {"model": "vit-g-14"}, "there is no CLIP model"),
         ("clip", {"tasks": 21}, "between 2 and 20 tasks, not 21"),
     ):
         with pytest.raises(UsageError, match=told):
@@ -108,41 +103,25 @@ def test_what_a_suite_cannot_honour_is_refused(
 
 
 def test_clip_is_limited_as_asked() -> None:
-    suite = open_suite("clip", tasks=14, test_limit=7, model="vit-l-14")
+    suite = open_suite("clip-vit-l-14", tasks=14, test_limit=7)
     assert isinstance(suite, ClipSuite) and len(suite.tasks) == 14
     assert (suite.model_name, suite.test_limit) == ("ViT-L/14", 7)
     assert len(open_suite("clip").tasks) == 8
+    assert open_suite("clip-vit-b-16").model_name == "ViT-B/16"
 
 
 def test_an_unknown_name_is_told_with_the_nearest() -> None:
-    known = "text, vision, text-lora, vision-lora, text-base, language, language-tiny, clip, and files"
+    known = f"{', '.join(suites.OUR_SUITES)}, and files"
     with pytest.raises(UsageError, match=rf"there is no suite imagenet \(there are: {known}"):
         open_suite("imagenet")
     with pytest.raises(UsageError, match="there is no suite vison; did you mean vision"):
         open_suite("vison")
 
 
-def test_other_packages_bring_suites_as_objects_or_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "brought-1.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
-    lines = {"object": "BROUGHT", "function": "ClipSuite", "broken": "OWN_CLASS.title"}
-    entries = [f"{name} = tests.evaluation.test_catalogue:{value}" for name, value in lines.items()]
-    (package / "entry_points.txt").write_text("\n".join([f"[{SUITES.group}]", *entries, ""]))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(loading, "SUITES", Registry("suite", SUITES.group, {}))  # that looks again
-    assert open_suite("object") == BROUGHT.limited() and open_suite("function", tasks=3).tasks == BROUGHT.tasks[:3]
-    with pytest.raises(UsageError, match="is not a suite but str"):
-        open_suite("broken")
-
-
-BROUGHT = ClipSuite()
-
-
 def test_outside_of_a_checkout_one_sentence_says_where_the_suites_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(suites, "CHECKOUT", tmp_path)
     with pytest.raises(UsageError, match=r"benchmarks/suites/vision\.py in a checkout") as told:
         open_suite("vision")
     assert "\n" not in str(told.value)

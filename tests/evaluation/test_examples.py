@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mergestream.evaluation.suites.loading import open_suite
+from mergestream.evaluation.suites import open_suite
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_suite"
 
@@ -31,9 +31,11 @@ def test_yaml_python_and_command_agree(example: Path) -> None:
         base, expert = (python.accuracy(model, task) for model in (python.base(), python.expert(task)))
         assert [yaml.accuracy(yaml.base(), task), yaml.accuracy(yaml.expert(task), task)] == [base, expert]
         assert expert > max(0.8, base)
-    evaluate = f"{sys.executable} {example / 'score.py'} {{model}} {{task}}"
-    command = open_suite(str(example / "suite.py"), evaluate=evaluate)
-    assert command.accuracy(command.expert(task), task) == expert  # of one: each is a process that imports torch
+    command = (example / "suite.yaml").read_text().replace("score: score.py:accuracy", "")
+    command = command.replace("# evaluate: python examples/own_suite", f"evaluate: {sys.executable} {example}")
+    (example / "command.yaml").write_text(command)
+    suite = open_suite(example / "command.yaml")
+    assert suite.accuracy(suite.expert(task), task) == expert  # of one: each is a process that imports torch
 
 
 @pytest.mark.slow

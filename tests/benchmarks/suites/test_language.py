@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import serving
 from benchmarks.suites import language, language_tiny, text, text_base
 from benchmarks.suites.backbones import MPNET, MPNet, unpack_joined
+from benchmarks.suites.cache import cache_directory, cached_directory
 from benchmarks.suites.causal import SMOLLM2, STORIES, CausalBase, answer_logits, llama_tokenizer
 from benchmarks.suites.experts import ExpertSuite
 from benchmarks.suites.language import LanguageSuite
@@ -22,10 +23,9 @@ from benchmarks.suites.language_tasks import TASKS, LanguageTask, Split
 from benchmarks.suites.lora import LoRARecipe
 from benchmarks.suites.training import Recipe, save_model
 from mergestream.evaluation.bench import Plan, run_bench
-from mergestream.evaluation.cache import cache_directory, cached_directory
 from mergestream.evaluation.results import Results
 from mergestream.evaluation.rows import parse_rows
-from mergestream.evaluation.suites.loading import open_suite
+from mergestream.evaluation.suites import open_suite
 from mergestream.evaluation.tables import table1
 from tests.benchmarks.suites.test_fetch import wheel
 

@@ -15,8 +15,8 @@ from benchmarks.suites.lora import LoRARecipe
 from benchmarks.suites.trained import TrainedSuite
 from mergestream.cli import main
 from mergestream.errors import UsageError
-from mergestream.evaluation.suites.loading import open_suite
-from mergestream.evaluation.workers import run_parallel
+from mergestream.evaluation.bench import run_parallel
+from mergestream.evaluation.suites import open_suite
 
 ROOT = Path(__file__).parents[3]
 SUITES = ROOT / "benchmarks" / "suites"
@@ -77,13 +77,13 @@ def test_the_path_works_from_anywhere(tmp_path: Path) -> None:
     assert done.returncode == 2 and "is a file; name a directory" in done.stderr, done.stderr
 
 
-def test_a_wrong_sweep_or_output_is_told_before_any_training(
+def test_a_wrong_method_or_output_is_told_before_any_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainedSuite, "prepare", lambda *_: pytest.fail("work was begun"))
     output = ["-o", str(tmp_path / "out")]
-    assert main(["bench", "text", *output, "--methods", "average", "--sweep", "colour=0:1:1"]) == 2
-    assert main(["bench", "text", *output, "--methods", "opcm", "--sweep", "alpha=0:2:1"]) == 2
+    assert main(["bench", "text", *output, "--methods", "average:colour=1"]) == 2
+    assert main(["bench", "text", *output, "--methods", "opcm:alpha=2"]) == 2
     assert main(["bench", "text", "-o", __file__]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["error"] * 3

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from benchmarks.suites.backbones import DINOv2Small, dinov2_config, write_checkpoint
+from benchmarks.suites.cache import cache_directory, cached_directory
 from benchmarks.suites.encoders import Head, load_pretrained
 from benchmarks.suites.heads import class_mean_head
 from benchmarks.suites.trained import Data, Task, TrainedSuite
 from benchmarks.suites.training import Recipe
 from mergestream.evaluation.bench import Plan, run_bench
-from mergestream.evaluation.cache import cache_directory, cached_directory
 from mergestream.evaluation.rows import parse_rows
 
 

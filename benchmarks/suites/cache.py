@@ -1,30 +1,15 @@
-"""The cache directory: downloads, prepared data, trained experts and scores, each named by a digest of its inputs."""
+"""The cache of the suites: downloads, prepared data and trained experts, each named by a digest of its inputs."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from mergestream.digest import text_digest
-
-
-def cache_directory() -> Path:
-    """Return ``$MERGESTREAM_CACHE``, else ``mergestream`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    chosen = os.environ.get("MERGESTREAM_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergestream"
-
-
-def key_of(*parts: Any) -> str:
-    """Return a short digest of ``parts``, which may be anything that JSON can write."""
-    return text_digest(json.dumps(parts, sort_keys=True, ensure_ascii=False))[:16]
+from mergestream.evaluation.suites import cache_directory as cache_directory
+from mergestream.evaluation.suites import key_of as key_of
 
 
 @contextmanager

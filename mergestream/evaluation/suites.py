@@ -1,0 +1,285 @@
+"""Suites: a base, an expert for every task, and how to score a model on a task; in a Python or YAML file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, SupportsIndex, TypeVar
+
+from mergestream import download
+from mergestream.commands import CommandError, check_command, last_number, run_command
+from mergestream.digest import text_digest
+from mergestream.errors import MergestreamError, UsageError, did_you_mean
+
+T = TypeVar("T")
+OUR_SUITES = (
+    *("text", "vision", "text-lora", "vision-lora", "text-base", "language", "language-tiny"),
+    *("clip", "clip-vit-b-16", "clip-vit-l-14"),
+)
+CHECKOUT = Path(__file__).resolve().parents[2] / "benchmarks" / "suites"
+"""Our suites; only a checkout of the repository has them"""
+SUFFIXES = (".py", ".yaml", ".yml")
+
+
+class Suite(ABC):
+    """A base model, an expert for every task, and a way to score any model on any task."""
+
+    name: str
+    model_name: str
+    tasks: tuple[str, ...]
+    can_fine_tune: ClassVar[bool] = False
+    """Whether there is training data, for continual fine-tuning"""
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Other measures of a merged model, such as perplexity; ``accuracy`` takes their names in place of a task"""
+    reopened: tuple[Callable[..., Suite], tuple[Any, ...]] | None = None
+    """The call that loads a suite from its file again, in another process"""
+
+    @abstractmethod
+    def base(self) -> Path:
+        """Return the directory of the base."""
+
+    @abstractmethod
+    def expert(self, task: str) -> Path:
+        """Return the directory of a task's expert."""
+
+    @abstractmethod
+    def accuracy(self, model: Path, task: str) -> float:
+        """Return the accuracy of the model in that directory, between 0 and 1; or another measure."""
+
+    @abstractmethod
+    def evaluation_key(self, task: str) -> str:
+        """Return a digest of everything besides the model that decides the accuracy: data, head, protocol."""
+
+    def protocol(self) -> dict[str, Any]:
+        """Describe how the numbers are made, for the results."""
+        return {}
+
+    def prepare(self, on_progress: Callable[[str, int, int], None], workers: int) -> None:
+        """Make all experts before the streams start; ``on_progress(task, parts done, total)`` shows it."""
+        for task in self.tasks:
+            self.expert(task)
+
+    def fine_tune(self, start: Path, task: str, output: Path) -> None:
+        """Train ``start`` with the experts' recipe (continual fine-tuning)."""
+        raise UsageError(f"the suite {self.name} has no training data, so it cannot be fine-tuned continually")
+
+    def limited(self, tasks: int | None = None, test_limit: int | None = None) -> Suite:
+        """Return the suite with its first ``tasks`` tasks and ``test_limit`` samples each; None changes nothing."""
+        for option, value in (("--tasks", tasks), ("--test-limit", test_limit)):
+            if value is not None:
+                raise UsageError(f"the suite {self.name} cannot be limited; leave {option} out")
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        # Another process cannot import what a suite's file defines, but it can load the file.
+        return self.reopened or super().__reduce_ex__(protocol)
+
+
+def first_tasks(suite: str, tasks: Sequence[T], count: int) -> Sequence[T]:
+    """Return the first ``count`` tasks of a suite; a stream needs two."""
+    if not 2 <= count <= len(tasks):
+        raise UsageError(f"the suite {suite} has between 2 and {len(tasks)} tasks, not {count}")
+    return tasks[:count]
+
+
+@dataclass
+class CustomSuite(Suite):
+    """A suite of a user; paths are relative to its file.
+
+    A task is scored by a function, or by a command that contains ``{model}`` and optionally ``{task}`` and prints the
+    accuracy.
+    """
+
+    name: str
+    base_model: str | Path
+    experts: Mapping[str, str | Path]
+    """By task: a directory or a hub id"""
+    score: Callable[[Path, str], float] | None = None
+    """Called with a model's directory and a task"""
+    evaluate: str | None = None
+    model_name: str = "own model"
+    source: Path = field(default_factory=lambda: Path("suite.py"))
+
+    def __post_init__(self) -> None:
+        self.tasks = tuple(self.experts)
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise UsageError(f"{self.source}: {self.name!r} is no valid name; use letters, digits, '-', '_', '.'")
+        if len(self.tasks) < 2:
+            raise UsageError(f"{self.source}: a suite needs at least two tasks")
+        if (self.score is None) == (self.evaluate is None):
+            raise UsageError(f"{self.source}: give the suite a score function, or a command as evaluate")
+        if self.evaluate is not None:
+            check_command(self.evaluate)
+
+    def limited(self, tasks: int | None = None, test_limit: int | None = None) -> Suite:
+        if test_limit is not None:
+            raise UsageError(
+                f"{self.source}: the suite {self.name} is scored on all its test data; leave --test-limit out"
+            )
+        if tasks is None:
+            return self
+        return replace(self, experts=dict(first_tasks(self.name, list(self.experts.items()), tasks)))
+
+    def base(self) -> Path:
+        return self._model(self.base_model)
+
+    def expert(self, task: str) -> Path:
+        return self._model(self.experts[task])
+
+    def _model(self, name: str | Path) -> Path:
+        """Return a directory relative to the suite's file, or download a hub id."""
+        path = self.source.resolve().parent / name
+        if path.is_dir():
+            return path
+        if path.exists() or "://" in str(name):
+            raise MergestreamError(f"{self.source}: {name} is not a directory with a model")
+        return download(str(name))[0]
+
+    def accuracy(self, model: Path, task: str) -> float:
+        if self.evaluate is not None:
+            return read_accuracy(run_command(self.evaluate, model=model, task=task), task, self.evaluate)
+        assert self.score is not None
+        try:
+            value = float(self.score(model, task))
+        except Exception as error:  # in the user's function
+            raise MergestreamError(
+                f"{self.source}: the task {task} cannot be scored: {_describe_error(error)}"
+            ) from error
+        if not 0 <= value <= 1:
+            raise MergestreamError(f"{self.source}: the accuracy of the task {task} is {value:g}, not between 0 and 1")
+        return value
+
+    def evaluation_key(self, task: str) -> str:
+        """The code counts: the suite's file and the Python files beside it."""
+        files = {self.source, *self.source.resolve().parent.glob("*.py")}
+        return key_of(task, sorted(file.read_text("utf-8", errors="replace") for file in files if file.is_file()))
+
+    def protocol(self) -> dict[str, Any]:
+        return {"suite_file": self.source.name, "evaluate": self.evaluate}
+
+
+def read_accuracy(output: str, task: str, command: str) -> float:
+    """Read a command's output: the last number of the last line, or the task's number in a JSON object."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    value: Any = None
+    if lines:
+        try:
+            value = json.loads(lines[-1])
+        except (ValueError, RecursionError):
+            value = last_number(lines[-1])
+    if isinstance(value, dict):
+        value = value.get(task)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise CommandError(
+            f"the command {command!r} printed no accuracy for {task}; its last line must be a number between 0 and 1, "
+            'or a JSON object such as {"task": 0.93}'
+        )
+    return float(value)
+
+
+def open_suite(name: str | Path, tasks: int | None = None, test_limit: int | None = None) -> Suite:
+    """Open a suite by file, or by the name of one in a checkout; None keeps a suite's default."""
+    path = Path(name)
+    if path.suffix not in SUFFIXES:
+        if name not in OUR_SUITES:
+            raise UsageError(
+                f"there is no suite {name}{did_you_mean(str(name), OUR_SUITES)} "
+                f"(there are: {', '.join(OUR_SUITES)}, and files ending in {', '.join(SUFFIXES)})"
+            )
+        path = CHECKOUT / f"{str(name).replace('-', '_')}.py"
+        if not path.is_file():
+            raise UsageError(
+                f"the suite {name} is not in the installed package: it is benchmarks/suites/{path.name} in a checkout "
+                "of mergestream's repository, and mergestream bench takes that path"
+            )
+    if not path.is_file():
+        raise UsageError(f"there is no suite file {path}")
+    suite = _read_yaml(path) if path.suffix != ".py" else getattr(_import_file(path), "SUITE", None)
+    if not isinstance(suite, Suite):
+        raise UsageError(f"{path} defines no SUITE; write SUITE = CustomSuite(…), or an instance of another Suite")
+    if isinstance(suite, CustomSuite):
+        suite = replace(suite, source=path)
+    suite = suite.limited(tasks, test_limit)
+    suite.reopened = (open_suite, (path.resolve(), tasks, test_limit))
+    return suite
+
+
+def _read_yaml(path: Path) -> CustomSuite:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+        base, experts = content.pop("base"), {str(task): model for task, model in content.pop("experts").items()}
+        for item in (base, *experts.values()):
+            if not isinstance(item, str):
+                raise TypeError(f"{item!r} is not a path")
+        if "score" in content:
+            content["score"] = _import_function(path, str(content["score"]))
+        return CustomSuite(content.pop("name", path.stem), base, experts, source=path, **content)
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"{path} does not describe a suite ({error!r}); see docs/how-to/evaluation.md") from None
+    except RecursionError:
+        raise UsageError(f"{path} does not describe a suite: it is nested too deeply") from None
+    except ValueError:
+        raise UsageError(f"{path} is not valid UTF-8; save it in that encoding") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _import_function(path: Path, reference: str) -> Any:
+    """Load ``file.py:function`` from the directory of the suite's file."""
+    file, _, name = reference.partition(":")
+    function = getattr(_import_file(path.resolve().parent / file), name, None)
+    if not callable(function):
+        raise UsageError(f"{path}: {reference} is not a function; write file.py:function")
+    return function
+
+
+def _import_file(path: Path) -> Any:
+    """Import a file, which may import other files of its directory or package, now or later."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    name = f"{path.stem}@{key_of(str(path.resolve()))}"  # no import statement can name it
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file")
+    root = path.resolve().parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up the types of their fields there
+    try:
+        spec.loader.exec_module(module)
+    except MergestreamError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{path} cannot be loaded: {_describe_error(error)}") from error
+    return module
+
+
+def _describe_error(error: Exception) -> str:
+    """Describe an error in a user's code on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def cache_directory() -> Path:
+    """Return ``$MERGESTREAM_CACHE``, else ``mergestream`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    chosen = os.environ.get("MERGESTREAM_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergestream"
+
+
+def key_of(*parts: Any) -> str:
+    """Return a short digest of ``parts``, which may be anything that JSON can write."""
+    return text_digest(json.dumps(parts, sort_keys=True, ensure_ascii=False))[:16]
