@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import machine
-from benchmarks.suites.cache import cache_directory, key_of
 from benchmarks.suites.causal import Encoded, share_right
 from benchmarks.suites.experts import ExpertSuite
 from benchmarks.suites.heads import all_features, pick

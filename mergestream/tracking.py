@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +16,6 @@ from mergestream.digest import json_digest
 from mergestream.errors import MergestreamError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
-
     from mergestream import Expert, Store
 
 
@@ -37,50 +36,31 @@ class TrackedStep:
     @classmethod
     def of(cls, store: Store, entry: Expert) -> TrackedStep:
         """Collect the numbers of a step; in a ledger, damage takes a pass over the linear weights of all experts."""
-        manifest = store.manifest
-        place = store.storage.address
+        manifest, place = store.manifest, store.storage.address
+        number = manifest.names.index(entry.name) + 1
+        before = manifest.history[number - 2].mean_norm if number > 1 else 0.0
+        found = {name: getattr(entry, name) for name in ("norm", "mean_norm", "kept", "seconds")}
+        found |= {"relative_norm": entry.norm / before if before else None, "rank": entry.rank or None}
+        if entry.cut:  # in a ledger, the readout decides the scale
+            survival, damage = store.survival(), store.damage()
+            found |= {f"held/{name}": held for name, held in zip(survival.experts, survival.total, strict=True)}
+            found |= {f"damage/{name}": value for name, value in damage.items()}
+            found["damage"] = max(damage.values(), default=None)
+        else:
+            found |= {"distance": entry.distance, "scale": entry.scale}
+            found["lambda"] = entry.lambda_ if manifest.is_opcm else None
+        if entry.evaluation:
+            found["score"] = entry.score
+            found |= {f"score/{task}": value for task, value in entry.evaluation.get("scores", {}).items()}
         return cls(
             store=Path(place).name,
             run=json_digest([place, manifest.base.digest]),
             config={"method": manifest.method, **manifest.parameters, "base": manifest.base.source},
-            number=manifest.names.index(entry.name) + 1,
+            number=number,
             expert=entry.name,
             added=entry.added,
-            scalars=_scalars(store, entry),
+            scalars={key: float(value) for key, value in found.items() if value is not None and math.isfinite(value)},
         )
-
-
-def _scalars(store: Store, entry: Expert) -> dict[str, float]:
-    names = store.manifest.names
-    position = names.index(entry.name)
-    before = store.manifest.history[position - 1].mean_norm if position else 0.0
-    found: dict[str, float | None] = {
-        "norm": entry.norm,
-        "mean_norm": entry.mean_norm,
-        "relative_norm": entry.norm / before if before else None,
-        "kept": entry.kept,
-        "seconds": entry.seconds,
-        "rank": entry.rank or None,
-    }
-    if entry.cut:  # in a ledger, the readout decides the scale
-        survival, damage = store.survival(), store.damage()
-        found |= _by_name("held", dict(zip(survival.experts, survival.total, strict=True)))
-        found |= {"damage": _largest(damage), **_by_name("damage", damage)}
-    else:
-        is_opcm = store.manifest.method == "opcm"
-        found |= {"distance": entry.distance, "scale": entry.scale, "lambda": entry.lambda_ if is_opcm else None}
-    if entry.evaluation:
-        found |= {"score": entry.score, **_by_name("score", entry.evaluation.get("scores", {}))}
-    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
-
-
-def _by_name(quantity: str, values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """``damage/NAME`` for each name."""
-    return {f"{quantity}/{name}": value for name, value in values.items()}
-
-
-def _largest(values: Mapping[str, float | None]) -> float | None:
-    return max((value for value in values.values() if value is not None), default=None)
 
 
 def _send_wandb(target: str | None, step: TrackedStep) -> None:
@@ -92,15 +72,9 @@ def _send_wandb(target: str | None, step: TrackedStep) -> None:
     run = wandb.run
     if run is None:
         entity, _, project = (target or "mergestream").rpartition("/")
-        run = wandb.init(
-            entity=entity or None,
-            project=project,
-            id=step.run,
-            name=step.store,
-            resume="allow",
-            config=step.config,
-            settings=wandb.Settings(console="off"),
-        )
+        settings = wandb.Settings(console="off")
+        about: dict[str, Any] = {"id": step.run, "name": step.store, "config": step.config}
+        run = wandb.init(entity=entity or None, project=project, resume="allow", settings=settings, **about)
         run.define_metric("*", step_metric="step")  # wandb's own steps cannot go back after an undo
     run.log({"step": step.number, "expert": step.expert, **step.scalars})
 
@@ -109,27 +83,26 @@ def _send_mlflow(target: str | None, step: TrackedStep) -> None:
     """Log to the active run, or to the run of the store in the experiment ``target``, found by its tag."""
     import mlflow
 
-    client, active = mlflow.MlflowClient(), mlflow.active_run()
-    run = active.info.run_id if active else _find_mlflow_run(client, target or "mergestream", step)
     # MLflow allows fewer characters in the names of metrics than names of experts have.
     metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in step.scalars.items()}
-    mlflow.log_metrics(metrics, step.number, run_id=run)
-    client.set_tag(run, f"step.{step.number}", step.expert)
-    if not active:
-        client.set_terminated(run)
+    with nullcontext() if mlflow.active_run() else _mlflow_run(target or "mergestream", step):
+        mlflow.log_metrics(metrics, step.number)
+        mlflow.set_tag(f"step.{step.number}", step.expert)
 
 
-def _find_mlflow_run(client: MlflowClient, name: str, step: TrackedStep) -> str:
-    """The run of a store; created at the first step."""
+def _mlflow_run(name: str, step: TrackedStep) -> Any:
+    """The run of a store in an experiment; it ends with the block."""
+    import mlflow
+
+    client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name(name)
     identity = experiment.experiment_id if experiment else client.create_experiment(name)
     found = client.search_runs([identity], f"tags.mergestream = '{step.run}'", max_results=1)
     if found:
-        return str(found[0].info.run_id)
-    run = client.create_run(identity, run_name=step.store, tags={"mergestream": step.run})
-    for key, value in step.config.items():
-        client.log_param(run.info.run_id, key, value)
-    return str(run.info.run_id)
+        return mlflow.start_run(found[0].info.run_id)
+    run = mlflow.start_run(experiment_id=identity, run_name=step.store, tags={"mergestream": step.run})
+    mlflow.log_params(step.config)
+    return run
 
 
 def _send_tensorboard(target: str | None, step: TrackedStep) -> None:
@@ -144,8 +117,7 @@ def _send_tensorboard(target: str | None, step: TrackedStep) -> None:
 
 def _send_jsonl(target: str | None, step: TrackedStep) -> None:
     """Append a line of JSON to the file ``target``."""
-    assert target is not None
-    path = Path(target)
+    path = Path(target or f"{step.store}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     line = {"store": step.store, "step": step.number, "expert": step.expert, "time": step.added, **step.scalars}
     with path.open("a", encoding="utf-8") as file:
@@ -156,16 +128,14 @@ TRACKERS = {"wandb": _send_wandb, "mlflow": _send_mlflow, "tensorboard": _send_t
 """All but the last need the library of the same name"""
 
 
-@dataclass(frozen=True)
-class Tracker:
-    """A tracker, and the project, experiment, directory or file that it writes to."""
+Tracker = tuple[str, str | None]
+"""The name of a tracker, and the project, experiment, directory or file that it writes to"""
 
-    name: str
-    target: str | None
 
-    @classmethod
-    def parse(cls, text: str, store: Store) -> Tracker:
-        """Read TRACKER[:TARGET]; refuses a wrong target, or a library that is not installed, before any work."""
+def parse_trackers(given: str | Sequence[str], store: Store) -> list[Tracker]:
+    """Read each TRACKER[:TARGET]; refuses a wrong target, or a library that is not installed, before any work."""
+    found = []
+    for text in [given] if isinstance(given, str) else given:
         name, colon, target = text.partition(":")
         if name not in TRACKERS or (colon and not target):
             raise UsageError(
@@ -180,24 +150,17 @@ class Tracker:
             raise MergestreamError(f"--log {name} needs {name}: pip install 'mergestream[{name}]'")
         if target and name in ("jsonl", "tensorboard"):
             store.refuse_output(target)
-        return cls(name, target or None)
-
-    def __str__(self) -> str:
-        return f"{self.name}:{self.target}" if self.target else self.name
-
-
-def parse_trackers(given: str | Sequence[str], store: Store) -> list[Tracker]:
-    """All trackers that a user has named."""
-    return [Tracker.parse(text, store) for text in ([given] if isinstance(given, str) else given)]
+        found.append((name, target or None))
+    return found
 
 
 def track(trackers: Sequence[Tracker], store: Store, entry: Expert) -> None:
     """Send a finished step to the trackers; any failure becomes a note."""
     step = None
-    for tracker in trackers:
+    for name, target in trackers:
         try:
             step = step or TrackedStep.of(store, entry)
-            TRACKERS[tracker.name](tracker.target, step)
+            TRACKERS[name](target, step)
         except Exception as error:  # of a server, a network or another library
             reason = " ".join(str(error).split()) or type(error).__name__
-            store.progress.note(f"{entry.name} is added, but not logged by {tracker}: {reason}")
+            store.progress.note(f"{entry.name} is added, but not logged by {name}: {reason}")

@@ -12,7 +12,7 @@ import mergestream
 from tests.conftest import RunCommand
 
 PACKAGE = Path(mergestream.__file__).parent
-RUNS_USERS_CODE = {"commands.py": "subprocess.run", "evaluation/suites/loading.py": "spec.loader.exec_module"}
+RUNS_USERS_CODE = {"commands.py": "subprocess.run", "evaluation/suites.py": "spec.loader.exec_module"}
 """The two places that run what the user has named: ``--evaluate``, and suites"""
 FORBIDDEN = {
     "eval",

@@ -18,7 +18,6 @@ from mergestream.testing.models import assert_close as assert_close
 from mergestream.testing.models import assert_same as assert_same
 from mergestream.testing.models import exported as exported
 from mergestream.testing.models import files as files
-from mergestream.testing.models import ledger_of as ledger_of
 from mergestream.testing.models import load_model as load_model
 from mergestream.testing.models import make_models as make_models
 from mergestream.testing.models import make_odd_models as make_odd_models

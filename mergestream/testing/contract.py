@@ -8,25 +8,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 
-from mergestream.algebra.lowrank import Value, dense
-from mergestream.engine import LocalEngine
+from mergestream.algebra.lowrank import dense
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.export.one_shot import merge
 from mergestream.ledger.method import Ledger
 from mergestream.ledger.readouts import READOUTS
 from mergestream.ledger.readouts.base import EntriesReadout
-from mergestream.merging.merger import Merger
 from mergestream.methods import METHODS, make_method
-from mergestream.methods.base import Absorbed, Context, Method, State
+from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import NAMED
-from mergestream.store.store import Store
 from mergestream.testing.models import (
     LINEAR,
     SHAPES,
@@ -49,8 +45,6 @@ from mergestream.testing.models import (
 )
 
 Requirement = Callable[..., None]
-OF_METHODS: list[Requirement] = []
-OF_READOUTS: list[Requirement] = []
 
 
 @dataclass(frozen=True)
@@ -78,22 +72,9 @@ def readout_checks(*readouts: str) -> list[Check]:
     return [Check(readout, requirement) for readout in readouts for requirement in OF_READOUTS]
 
 
-def of_methods(check: Requirement) -> Requirement:
-    """Add a function to the contract of methods."""
-    OF_METHODS.append(check)
-    return check
-
-
-def of_readouts(check: Requirement) -> Requirement:
-    """Add a function to the contract of readouts."""
-    OF_READOUTS.append(check)
-    return check
-
-
 # --- methods -----------------------------------------------------------------------------------------------
 
 
-@of_methods
 def is_found_by_name(method: Method) -> None:
     """A store records a method's name and parameters, and must find the same method again."""
     name = type(method).name
@@ -105,7 +86,6 @@ def is_found_by_name(method: Method) -> None:
     assert make_method(name, as_text) == method, "its parameters cannot be given as text"
 
 
-@of_methods
 def state_matches_layout(method: Method) -> None:
     """`absorb` returns the slots, shapes and dtypes of `layout`, for whole tensors and for pieces."""
     for name in SHAPES:
@@ -123,7 +103,6 @@ def state_matches_layout(method: Method) -> None:
                 assert part is None or part.shape == delta.shape, f"{what} must have the shape of the task vector"
 
 
-@of_methods
 def arguments_are_not_modified(method: Method) -> None:
     """`absorb`, `direction` and a merger leave their arguments alone."""
     for name in SHAPES:
@@ -158,60 +137,9 @@ def _task_vectors(
         yield context, delta if method.is_whole(context) else delta.reshape(-1)
 
 
-@of_methods
-def history_has_the_norms_of_the_models(method: Method) -> None:
-    """‖Δ‖ and its mean are recorded for every step; ‖direction‖ only if the scale needs it."""
-    base, *experts = make_models(3)
-    merger = Merger(base, method)
-    norms = []
-    for expert in experts:
-        totals = merger.add(expert)
-        norms.append(norm(expert, base))
-        assert math.isclose(totals.norm, norms[-1], rel_tol=1e-6), "‖Δ‖ is wrong"
-        assert math.isclose(totals.mean_norm, sum(norms) / len(norms), rel_tol=1e-6), "the mean of ‖Δ‖ is wrong"
-    is_measured = totals.distance is not None
-    assert is_measured == (method.scale_rule == "adaptive"), "‖direction‖ must be measured only if the scale needs it"
-    if totals.distance is not None:
-        assert math.isclose(totals.distance, norm(merger.state_dict(), base), rel_tol=1e-4), "the distance is wrong"
-
-
-@of_methods
-def resumed_equals_uninterrupted(method: Method) -> None:
-    """An interrupted `add` is resumed with the same bytes and without repeating work."""
-    models = make_models(3)
-    absorb = type(method).absorb
-    done: list[str] = []
-
-    @contextmanager
-    def absorbing(limit: int) -> Iterator[None]:
-        def run(self: Method, state: State | None, delta: Value, context: Context) -> Absorbed:
-            if len(done) == limit:
-                raise KeyboardInterrupt
-            done.append(context.tensor)
-            return absorb(self, state, delta, context)
-
-        with patch.object(type(method), "absorb", run):
-            yield
-
-    with saved(models) as (directory, base, experts):
-        straight = make_store(directory / "straight", method, base, experts)
-        broken = make_store(directory / "broken", method, base)
-        for expert in experts:
-            done.clear()
-            with absorbing(3), suppress(KeyboardInterrupt):
-                broken.add(expert)
-            assert len(done) == 3
-            with absorbing(-1):
-                Store(broken.path, engine=LocalEngine(1)).add(expert)
-            assert sorted(done) == sorted(models[0]), "a tensor was absorbed twice"
-        assert_same_steps(Store(broken.path), straight, "resumed")
-
-
 # --- methods and readouts ----------------------------------------------------------------------------------
 
 
-@of_methods
-@of_readouts
 def in_memory_equals_store(method: Method, readout: str | None = None) -> None:
     """A `Merger`, a store and `merge` give the same bits, for every kind of tensor, any scale and selected experts."""
     models = make_odd_models()
@@ -230,8 +158,6 @@ def in_memory_equals_store(method: Method, readout: str | None = None) -> None:
             assert_same(load_model(directory / "out"), merger.state_dict(), "in one shot")
 
 
-@of_methods
-@of_readouts
 def workers_and_pieces_change_no_byte(method: Method, readout: str | None = None) -> None:
     """The number of workers and the size of pieces do not matter, including a partial last piece."""
     for shapes, sizes in ((TINY_SHAPES, (1, 7)), (SHAPES, (64, 1000, 1024))):
@@ -252,8 +178,6 @@ def workers_and_pieces_change_no_byte(method: Method, readout: str | None = None
                 assert_same_steps(store, whole, case)
 
 
-@of_methods
-@of_readouts
 def order_does_not_matter(method: Method, readout: str | None = None) -> None:
     """A ledger gives the same bits in any order, also for so many experts that entries are cut.
 
@@ -271,8 +195,6 @@ def order_does_not_matter(method: Method, readout: str | None = None) -> None:
                 assert_same(again, merged, "in another order")
 
 
-@of_methods
-@of_readouts
 def zero_and_repeated_experts_are_absorbed(method: Method, readout: str | None = None) -> None:
     """A zero task vector, a single expert and the same one twice give finite weights.
 
@@ -292,8 +214,6 @@ def zero_and_repeated_experts_are_absorbed(method: Method, readout: str | None =
     assert_same(merger_of(method, [base, base]).state_dict(readout=readout), base, "the base merged with itself")
 
 
-@of_methods
-@of_readouts
 def adapters_equal_full_models(method: Method, readout: str | None = None) -> None:
     """Adapters merge like the full models they stand for (float64), unless the readout tells them apart; piece size
     changes no bit."""
@@ -312,8 +232,6 @@ def adapters_equal_full_models(method: Method, readout: str | None = None) -> No
     assert_same(in_pieces, factored, "as adapters, in pieces of 100")
 
 
-@of_methods
-@of_readouts
 def any_number_is_a_scale(method: Method, readout: str | None = None) -> None:
     """Numbers scale everything. Named scales need an additive method or the method's own rule."""
     models = make_models(3)
@@ -344,14 +262,12 @@ def any_number_is_a_scale(method: Method, readout: str | None = None) -> None:
 # --- readouts ----------------------------------------------------------------------------------------------
 
 
-@of_readouts
 def readout_is_found_by_name(method: Method, readout: str) -> None:
     """The registry has a readout of entries by this name."""
     assert readout in READOUTS, f"{readout} is unknown: add an entry point of mergestream.readouts, or register it"
     assert issubclass(READOUTS[readout], EntriesReadout), f"{readout} is not an EntriesReadout"
 
 
-@of_readouts
 def excluded_equals_never_added(method: Method, readout: str) -> None:
     """``without``, weight 0, ``only`` and `Store.remove` exclude an expert; weights of 1 change nothing."""
     models = make_models(4)
@@ -371,3 +287,15 @@ def excluded_equals_never_added(method: Method, readout: str) -> None:
         store.remove("expert2")
         store.verify()
         assert_same(exported(store, readout=readout), never, "after a removal")
+
+
+SHARED = (
+    in_memory_equals_store,
+    workers_and_pieces_change_no_byte,
+    order_does_not_matter,
+    zero_and_repeated_experts_are_absorbed,
+    adapters_equal_full_models,
+    any_number_is_a_scale,
+)
+OF_METHODS: Sequence[Requirement] = (is_found_by_name, state_matches_layout, arguments_are_not_modified, *SHARED)
+OF_READOUTS: Sequence[Requirement] = (readout_is_found_by_name, *SHARED, excluded_equals_never_added)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mergestream.algebra import pieces
 from mergestream.engine import LocalEngine
-from mergestream.ledger.method import Ledger
 from mergestream.merging.merger import Merger
 from mergestream.methods.base import Method
 from mergestream.store.store import Store
@@ -163,20 +162,9 @@ def merger_of(method: Method, models: Sequence[StateDict], order: Sequence[int] 
     return merger
 
 
-def merged_in_memory(
-    method: Method, base: StateDict, experts: Sequence[StateDict], *, backwards: bool = False
-) -> StateDict:
+def merged_in_memory(method: Method, base: StateDict, experts: Sequence[StateDict]) -> StateDict:
     """Return the merged model of a `Merger`."""
-    order = range(len(experts), 0, -1) if backwards else ()
-    return merger_of(method, [base, *experts], order).state_dict()
-
-
-def ledger_of(models: Sequence[StateDict], order: Sequence[int], method: Ledger | None = None) -> Merger:
-    """Return a ledger with the models of these numbers, in this order, named by number; model 0 is the base."""
-    merger = Merger(models[0], method or Ledger())
-    for number in order:
-        merger.add(models[number], name=str(number))
-    return merger
+    return merger_of(method, [base, *experts]).state_dict()
 
 
 def make_store(directory: Path, method: Method, base: Path, experts: Sequence[Path] = (), workers: int = 1) -> Store:

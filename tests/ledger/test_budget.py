@@ -17,9 +17,10 @@ from torch import Tensor
 from mergestream import Ledger, Store
 from mergestream.methods.base import Context
 from mergestream.report.facts import Facts
-from mergestream.testing import assert_close, assert_same, exported, ledger_of, make_models, make_store, save_models
+from mergestream.testing import assert_close, assert_same, exported, make_models, make_store, save_models
 from tests.handmade import handmade_adapter
 from tests.ledger.forging import forge_entry
+from tests.ledger.merging import ledger_of
 
 MODULES = {"a": (40, 24), "b": (24, 40)}
 

@@ -15,8 +15,9 @@ from mergestream.ledger.merge import merge_entries
 from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.ledger.span import Entry
 from mergestream.methods.base import Context
-from mergestream.testing import Check, ledger_of, make_models, readout_checks
+from mergestream.testing import Check, make_models, readout_checks
 from tests.ledger import formulas
+from tests.ledger.merging import ledger_of
 
 NAMES = ["agree", "regress", "outputs", "tsv", "tempered", "iso", "sum"]
 every_readout = pytest.mark.parametrize("readout", NAMES)

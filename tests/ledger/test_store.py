@@ -18,13 +18,13 @@ from mergestream.store import shorten
 from mergestream.testing import (
     assert_same,
     exported,
-    ledger_of,
     load_model,
     make_models,
     make_store,
     save_models,
 )
 from tests.conftest import files
+from tests.ledger.merging import ledger_of
 
 
 @pytest.fixture

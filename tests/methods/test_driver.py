@@ -1,21 +1,26 @@
-"""What the driver does for every method: tied weights, and a full disk."""
+"""What the driver does for every method: norms, tied weights, resumed steps, and a full disk."""
 
 from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from mergestream import Method
+from mergestream import Merger, Method, Store
+from mergestream.algebra.lowrank import Value
+from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError
+from mergestream.methods.base import Absorbed, Context, State
 from mergestream.testing import assert_same, exported, files, make_models, make_store, merged_in_memory, saved
+from mergestream.testing.models import assert_same_steps, norm
 from tests.methods.test_contract import every_method
 
 
@@ -66,3 +71,52 @@ def full_disk(call: str, free: int) -> Iterator[None]:
     with patch.object(os, call, limited), pytest.raises(MergestreamError) as raised:
         yield
     assert "\n" not in str(raised.value)
+
+
+@every_method
+def test_the_history_has_the_norms_of_the_models(method: Method) -> None:
+    """‖Δ‖ and its mean are recorded for every step; ‖direction‖ only if the scale needs it."""
+    base, *experts = make_models(3)
+    merger = Merger(base, method)
+    norms = []
+    for expert in experts:
+        totals = merger.add(expert)
+        norms.append(norm(expert, base))
+        assert math.isclose(totals.norm, norms[-1], rel_tol=1e-6), "‖Δ‖ is wrong"
+        assert math.isclose(totals.mean_norm, sum(norms) / len(norms), rel_tol=1e-6), "the mean of ‖Δ‖ is wrong"
+    is_measured = totals.distance is not None
+    assert is_measured == (method.scale_rule == "adaptive"), "‖direction‖ must be measured only if the scale needs it"
+    if totals.distance is not None:
+        assert math.isclose(totals.distance, norm(merger.state_dict(), base), rel_tol=1e-4), "the distance is wrong"
+
+
+@every_method
+def test_resumed_equals_uninterrupted(method: Method) -> None:
+    """An interrupted `add` is resumed with the same bytes and without repeating work."""
+    models = make_models(3)
+    absorb = type(method).absorb
+    done: list[str] = []
+
+    @contextmanager
+    def absorbing(limit: int) -> Iterator[None]:
+        def run(self: Method, state: State | None, delta: Value, context: Context) -> Absorbed:
+            if len(done) == limit:
+                raise KeyboardInterrupt
+            done.append(context.tensor)
+            return absorb(self, state, delta, context)
+
+        with patch.object(type(method), "absorb", run):
+            yield
+
+    with saved(models) as (directory, base, experts):
+        straight = make_store(directory / "straight", method, base, experts)
+        broken = make_store(directory / "broken", method, base)
+        for expert in experts:
+            done.clear()
+            with absorbing(3), suppress(KeyboardInterrupt):
+                broken.add(expert)
+            assert len(done) == 3
+            with absorbing(-1):
+                Store(broken.path, engine=LocalEngine(1)).add(expert)
+            assert sorted(done) == sorted(models[0]), "a tensor was absorbed twice"
+        assert_same_steps(Store(broken.path), straight, "resumed")
