@@ -83,7 +83,7 @@ def table1(results: Results) -> Table:
         f"Continual merging of {len(results.tasks)} experts of {results.model} (suite {results.suite}), mean±std over "
         f"{orders} orders of arrival, in percent. ACC: mean over all tasks after the last expert; BWT: change since a "
         "task's own expert was added; worst: the worst task; retention: tasks not merged yet, against the base. "
-        "Numbers without ± were measured in one order."
+        "Numbers without ± were measured in one order. Names are those of the paper (C.: continual)."
     )
     return Table(caption, ("", "Method", f"{results.model}, {len(results.tasks)} tasks"), rows, best)
 

@@ -9,10 +9,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mergestream.base.names import layer_of, natural
+from mergestream.errors import UsageError
 from mergestream.sizes import counted
 from mergestream.store.records import tensor_records
 
 if TYPE_CHECKING:
+    from mergestream.merging.interference import Interference
     from mergestream.storage import Storage
     from mergestream.store import Store
     from mergestream.store.manifest import Manifest
@@ -25,18 +27,6 @@ HIGH_DAMAGE = 0.3
 def fields_of(data: Any) -> dict[str, Any]:
     """The fields of a dataclass, not copied: ``asdict`` copies every number of a matrix."""
     return {field.name: getattr(data, field.name) for field in fields(data)}
-
-
-@dataclass(frozen=True)
-class Similarity:
-    """Cosines of the task vectors in a ledger, from their entries."""
-
-    experts: tuple[str, ...]
-    cosines: tuple[tuple[float | None, ...], ...]
-    """None where an expert did not change the base at all"""
-
-    def __repr__(self) -> str:
-        return f"<Similarity: cosines of {counted(len(self.experts), 'expert')}>"
 
 
 @dataclass(frozen=True)
@@ -81,15 +71,14 @@ class Survival:
         return Survival(self.experts, tuple(members), tuple(norm), tuple(kept), tuple(protected))
 
 
-def similarity(store: Store) -> Similarity:
-    """Cosines of the task vectors in a ledger."""
-    store.manifest.require_ledger("knows the cosines of its experts")
-    if not store.history:
-        return Similarity((), ())
+def similarity(store: Store) -> Interference:
+    """Cosines of the task vectors in a ledger, and what else the experts do to each other."""
+    if not store.manifest.is_ledger:
+        raise UsageError(f"only a ledger knows the cosines of its experts, and this store uses {store.manifest.method}")
     with store.snapshot() as snapshot:
         found = snapshot.reading(store.engine).interference(store.engine, store.progress)
     assert found is not None
-    return Similarity(found.experts, found.cosines)
+    return found
 
 
 def survival(store: Store) -> Survival:

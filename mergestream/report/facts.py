@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
-from mergestream.escaping import shell_command
 from mergestream.merging.interference import Interference, pairs_of
 from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, fields_of, ledger_survival, survival
 from mergestream.report.scores import Scores, attached
@@ -92,11 +91,6 @@ class Facts:
     def parameters(self) -> str:
         """``alpha = 0.5, scaling = adaptive``"""
         return ", ".join(f"{key} = {value}" for key, value in self.manifest.parameters.items())
-
-    @property
-    def commands(self) -> tuple[str, ...]:
-        """The command lines that make this store again."""
-        return tuple(_commands(self.store, self.manifest))
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -202,12 +196,14 @@ class Facts:
                 "held": self.shares,
                 **{key: getattr(self.interference, key) for key in _INTERFERENCE_KEYS},
             },
-            "commands": self.commands,
         }
 
     def _expert_json(self, number: int, entry: Expert) -> dict[str, Any]:
         left_out = {"fates", *(_STATE_KEYS if self.interference else ())}
-        outcome: dict[str, Any] = {"lambda": finite(entry.lambda_), "sqrt_t": math.sqrt(number)}
+        outcome: dict[str, Any] = {
+            "lambda": entry.lambda_ if math.isfinite(entry.lambda_) else None,
+            "sqrt_t": math.sqrt(number),
+        }
         if self.interference:
             outcome = {"held": self.shares[number - 1], "damage": self.interference.damage[number - 1]}
         return {
@@ -217,32 +213,3 @@ class Facts:
             "relative_norm": self.relative_norm(number),
             "tensors": dict(entry.fates),
         }
-
-
-def finite(value: float) -> float | None:
-    """None for infinity and NaN, which JSON does not have."""
-    return value if math.isfinite(value) else None
-
-
-def _commands(store: str, manifest: Manifest) -> Iterator[str]:
-    """The command lines that make a store again."""
-
-    def repeat(option: str, values: Iterable[str]) -> list[str]:
-        return [part for value in values for part in (option, value)]
-
-    init = ["init", store, "--base", manifest.base.source, "--method", manifest.method]
-    init += repeat("--set", (f"{key}={value}" for key, value in manifest.parameters.items()))
-    init += repeat("--linear", manifest.base.linear)
-    init += repeat("--not-linear", manifest.base.not_linear)
-    init += repeat("--heads", manifest.base.heads)
-    init += ["--config-only"] if not manifest.base.measured else []
-    yield shell_command(["mergestream", *init, "--keep", str(manifest.keep)])
-    for entry in manifest.history:
-        add = ["add", store, entry.source]
-        add += ["--name", entry.name] if entry.name.isprintable() else []  # else its path gives the name
-        switches = ("partial", "allow_duplicate", "allow_other_base")
-        add += [f"--{option.replace('_', '-')}" for option in switches if entry.options.get(option)]
-        add += repeat("--ignore", entry.options.get("ignore", ()))
-        add += repeat("--gate", (gate["gate"] for gate in entry.gates))
-        add += ["--evaluate", entry.evaluation["command"]] if entry.evaluation else []
-        yield shell_command(["mergestream", *add])

@@ -197,11 +197,14 @@ def _ledger_sections(facts: Facts, found: Interference) -> Iterator[Section]:
     """What only a ledger has: how much its entries hold, and how the experts interfere."""
     limit = _limit(facts)
     if len(facts.history) > 1:
-        caption = f"Cosines of the task vectors, as far as the entries hold them.{limit}"
+        caption = (
+            "Cosines of the task vectors, as far as the ledger holds them: 1 is the same direction, 0 is unrelated; "
+            f"below 0, experts work against each other.{limit}"
+        )
         yield Section("similarity", "Similarity of the experts", caption, table=_pairs(facts, "cosine", found.cosines))
     caption = (
-        "The share of each task vector's squared norm that its entry holds while "
-        f"{counted(facts.manifest.sharing, 'expert')} share the budget.{limit}"
+        "The share of each task vector's squared norm that the ledger holds. Its budget is laid out for "
+        f"{counted(facts.manifest.sharing, 'expert')}; with more, it holds less of each.{limit}"
     )
     yield Section("held", "Share held, by layer", caption, table=_shares_by_layer(facts))
     if not found.layers:
@@ -213,5 +216,8 @@ def _ledger_sections(facts: Facts, found: Interference) -> Iterator[Section]:
     table = _by_layer(facts, found.layers, found.damage, found.layer_damage, ".3f")
     yield Section("damage", "Predicted damage, by layer", caption, table=table)
     if len(facts.history) > 1:
-        caption = "How much two experts respond to the same inputs, from 0 to 1, on average over the linear weights."
+        caption = (
+            "How much two experts respond to the same inputs, from 0 to 1, on average over the linear weights. "
+            "They may do the same to these inputs: only the predicted damage says what is lost."
+        )
         yield Section("overlap", "Overlap of inputs", caption + limit, table=_pairs(facts, "overlap", found.overlap))

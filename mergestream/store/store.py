@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from mergestream.export.adapter_config import Server
     from mergestream.export.routed import RoutedExport
     from mergestream.inputs.reading import Inputs, Source
+    from mergestream.merging.interference import Interference
     from mergestream.methods.base import Method
-    from mergestream.report.diagnostics import Similarity, Survival
+    from mergestream.report.diagnostics import Survival
     from mergestream.report.scores import Scores
     from mergestream.store.inspect import Inspection
 
@@ -339,8 +340,8 @@ class Store:
         pull_store(address, Path(path), base, lambda work: cls(work, engine=engine, progress=progress))
         return cls(path, engine=engine, progress=progress)
 
-    def similarity(self) -> Similarity:
-        """The cosines of all task vectors in a ledger, from their entries."""
+    def similarity(self) -> Interference:
+        """The cosines of all task vectors in a ledger, from their entries; their damage and overlap."""
         from mergestream.report.diagnostics import similarity
 
         return self.retried(lambda: similarity(self))

@@ -46,7 +46,7 @@ def test_every_command_prints_one_object_with_notes(store: Path, toys: Toys, tmp
         "keep": ((store, 3), {"store", "keep"}),
         "export": ((store, tmp_path / "exported"), {"out", "format", "method", "readout", "experts"}),
         "merge": (("--base", toys.base, *toys.experts, "-o", tmp_path / "merged"), {"out", "method", "experts"}),
-        "report": ((store,), {"method", "experts", "commands"}),
+        "report": ((store,), {"method", "experts", "verdict"}),
         "diff": ((store, 1, 2), {"total", "layers"}),
         "remove": ((store, "expert-1"), {"name", "digest"}),
         "undo": ((store,), {"store", "step", "undone"}),

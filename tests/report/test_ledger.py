@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -325,14 +324,6 @@ def test_findings_name_who_is_served_badly_and_who_collides(tmp_path: Path, mode
     assert f"The merged model would serve cars badly (predicted damage {damage:.2f})." in sentences
     assert "cars and opposite respond to the same inputs (overlap 1.00)." in sentences
     assert f"The ledger holds only {facts.shares[1]:.0%} of digits." in sentences
-
-
-def test_the_commands_make_the_same_ledger_again(ledger: Store, tmp_path: Path, mergestream: RunCommand) -> None:
-    again = tmp_path / "again"
-    for line in Facts.of(ledger).commands:
-        program, *arguments = shlex.split(line.replace(str(ledger.path), str(again)))
-        assert program == "mergestream" and mergestream(*arguments).code == 0
-    assert [entry.state for entry in Store(again).history] == [entry.state for entry in ledger.history]
 
 
 def test_the_model_card_of_a_ledger_shows_no_scale(ledger: Store, tmp_path: Path) -> None:

@@ -74,12 +74,12 @@ def test_the_card_names_no_base_that_is_none(hostile: Store, tmp_path: Path, mod
 
 
 def test_markdown_shows_names_and_obeys_none(hostile: Store) -> None:
-    assert_harmless(render_markdown(Facts.of(hostile)), heads=7)
+    assert_harmless(render_markdown(Facts.of(hostile)), heads=6)
 
 
 def test_markdown_of_a_ledger_shows_names_and_obeys_none(tmp_path: Path, models: Path) -> None:
     store = renamed(make_ledger(tmp_path / "store", models, budget=8.0))
-    assert_harmless(render_markdown(Facts.of(store)), heads=9)
+    assert_harmless(render_markdown(Facts.of(store)), heads=8)
 
 
 def test_the_page_has_no_tag_and_no_line_of_a_name(hostile: Store) -> None:

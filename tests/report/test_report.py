@@ -17,7 +17,6 @@ from mergestream.report.render import render_html, render_markdown
 from mergestream.report.sections import make_sections
 from mergestream.report.tables import short_name
 from mergestream.report.verdict import next_step
-from tests.conftest import RunCommand
 from tests.report.conftest import EXPERTS, known, make_ledger, make_store
 
 
@@ -37,7 +36,7 @@ def test_json_has_all_facts(scored: Store, done: Callable[..., str]) -> None:
 
 def test_markdown_has_the_same_facts(scored: Store, done: Callable[..., str]) -> None:
     text = done("report", scored.path, "--format", "md")
-    for heading in ("## Experts", "## Share kept", "## Scores (accuracy)", "## Commands"):
+    for heading in ("## Experts", "## Share kept", "## Scores (accuracy)"):
         assert heading in text
     assert f"| pets | 3 | {scored.history[2].added[:10]}" in text
     assert scored.scores
@@ -51,8 +50,8 @@ def test_the_page_and_the_text_have_the_same_sections(scored: Store) -> None:
     facts = Facts.of(scored)
     page, text = render_html(facts), render_markdown(facts)
     titles = re.findall(r"^## (.*)$", text, flags=re.M)
-    assert titles[-1] == "Commands" and len(titles) > 7
-    for title in titles[:-1]:
+    assert len(titles) > 5
+    for title in titles:
         assert f"<h2>{title}</h2>" in page
     for row in re.findall(r"^\| (.*) \|$", text, flags=re.M):
         for cell in row.split(" | "):
@@ -81,9 +80,7 @@ def test_long_names_are_shortened_in_one_way_everywhere(tmp_path: Path, models: 
     page, text, short = render_html(facts), render_markdown(facts), short_name(name)
     body = re.sub(r'<(script|style).*?</\1>|(title|data-sort|data-text)="[^"]*"|<code>.*?</code>', "", page, flags=re.S)
     assert name not in body and body.count(short) >= 10
-    assert (
-        name not in text.partition("## Commands")[0].replace(next_step(facts).command, "") and text.count(short) >= 10
-    )
+    assert name not in text.replace(next_step(facts).command, "") and text.count(short) >= 10
 
 
 def test_the_ending_of_the_file_decides_the_format(scored: Store, tmp_path: Path, done: Callable[..., str]) -> None:
@@ -121,24 +118,6 @@ def test_the_page_allows_its_own_script_only(scored: Store) -> None:
     (script,) = re.findall(r"<script>(.*?)</script>", text, flags=re.S)
     digest = b64encode(sha256(script.encode()).digest()).decode()
     assert policy and f"default-src 'none'; script-src 'sha256-{digest}';" in policy[1]
-
-
-def test_the_commands_make_the_same_store_again(scored: Store, tmp_path: Path, mergestream: RunCommand) -> None:
-    import shlex
-
-    again = tmp_path / "again"
-    for line in Facts.of(scored).commands:
-        program, *arguments = shlex.split(line.replace(str(scored.path), str(again)))
-        assert program == "mergestream"
-        assert mergestream(*arguments).code == 0
-    assert [entry.state for entry in Store(again).history] == [entry.state for entry in scored.history]
-
-
-def test_the_commands_have_the_globs_as_they_were_given(tmp_path: Path, models: Path) -> None:
-    globs = {"linear": ["pool*.weight", "embed*"], "not_linear": ["*.10.*"], "heads": ["none.in.the.base"]}
-    store = make_store(tmp_path / "store", models, (), **globs)
-    options = " --linear 'pool*.weight' --linear 'embed*' --not-linear '*.10.*' --heads none.in.the.base "
-    assert options in Facts.of(store).commands[0]
 
 
 def test_findings_name_what_deserves_a_look(tmp_path: Path, models: Path) -> None:
