@@ -57,7 +57,7 @@ def run(output: Path) -> None:
 
 def accuracy_report(results: Results) -> str:
     """Format the accuracy matrix of each method, with ACC and BWT."""
-    from mergestream.report.metrics import average_accuracy, backward_transfer
+    from mergestream.report.scores import average_accuracy, backward_transfer
 
     lines = []
     for method in METHODS:

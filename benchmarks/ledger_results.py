@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergestream.escaping import markdown_table as table
-from mergestream.evaluation.results import Results
+from mergestream.evaluation.results import Results, Spread
 from mergestream.evaluation.rows import Row
 from mergestream.evaluation.tables import plain
 from mergestream.files import write_text
-from mergestream.report.metrics import Spread
 
 NAMES = {
     "average": "average",

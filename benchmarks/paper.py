@@ -20,10 +20,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.figures import scaling
 from benchmarks.heat_map import heat_map
-from mergestream.evaluation.results import Results
+from mergestream.evaluation.results import Results, Spread
 from mergestream.evaluation.rows import Row
 from mergestream.evaluation.tables import Table, label, save, table1
-from mergestream.report.metrics import Spread
 
 METRICS = {"": "acc", "ACC↑": "acc", "BWT↑": "bwt"}
 

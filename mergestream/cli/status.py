@@ -196,7 +196,7 @@ def _print_experts(method: str, history: Sequence[Expert], held: Mapping[str, fl
 
 
 def _print_notes(history: Sequence[Expert]) -> None:
-    from mergestream.report.harness import describe_evaluation
+    from mergestream.report.scores import describe_evaluation
 
     for entry in history:
         if entry.evaluation:

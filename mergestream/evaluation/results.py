@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from mergestream.errors import MergestreamError
 from mergestream.evaluation.rows import Row
 from mergestream.files import write_json
-from mergestream.report import metrics
-from mergestream.report.metrics import Spread
+from mergestream.report.scores import Matrix, average_accuracy, backward_transfer, difference, mean
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over orders of the experts."""
+
+    mean: float
+    std: float | None
+    count: int
+
+    @staticmethod
+    def of(values: Sequence[float | None]) -> Spread | None:
+        """The spread of the known values; None if there are none."""
+        known = [value for value in values if value is not None]
+        if not known:
+            return None
+        return Spread(fmean(known), stdev(known) if len(known) > 1 else None, len(known))
+
+
+def worst_task(matrix: Matrix) -> float | None:
+    """The lowest accuracy after the last expert."""
+    known = [value for value in matrix[-1] if value is not None]
+    return min(known) if len(known) == len(matrix[-1]) else None
+
+
+def seen_means(matrix: Matrix) -> list[float | None]:
+    """After each step, the mean over the tasks whose experts are in the store."""
+    return [mean(row[: step + 1]) for step, row in enumerate(matrix)]
+
+
+def retention(matrix: Matrix, base: Sequence[float]) -> float | None:
+    """The mean change from the base on tasks whose experts are not in the store yet: A[i][j] − base[j] over j > i."""
+    return mean([difference(row[j], base[j]) for i, row in enumerate(matrix) for j in range(i + 1, len(row))])
 
 
 @dataclass(frozen=True)
@@ -78,10 +111,10 @@ class Results:
     def measures(self) -> Mapping[str, Callable[[Run], float | None]]:
         """The metrics of the paper's section 5, and the suite's other measures."""
         return {
-            "acc": lambda run: metrics.average_accuracy(run.matrix),
-            "bwt": lambda run: metrics.backward_transfer(run.matrix),
-            "worst": lambda run: metrics.worst_task(run.matrix),
-            "retention": lambda run: metrics.retention(run.matrix, [self.pretrained[task] for task in run.order]),
+            "acc": lambda run: average_accuracy(run.matrix),
+            "bwt": lambda run: backward_transfer(run.matrix),
+            "worst": lambda run: worst_task(run.matrix),
+            "retention": lambda run: retention(run.matrix, [self.pretrained[task] for task in run.order]),
             **{name: partial(Run.beside, name=name) for name in self.beside},
         }
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from mergestream.escaping import MAX_SENTENCE, markdown_table, markdown_text, one_line
-from mergestream.evaluation.results import Results
+from mergestream.evaluation.results import Results, Spread, seen_means
 from mergestream.files import write_text
-from mergestream.report.metrics import Spread, mean, seen_means
+from mergestream.report.scores import mean
 
 PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
 MAX_TITLE = 120

@@ -16,7 +16,7 @@ from mergestream.escaping import one_line
 from mergestream.export.directory import Output
 from mergestream.export.model import Target, write_model
 from mergestream.report.diagnostics import ledger_survival
-from mergestream.report.harness import read_evaluation
+from mergestream.report.scores import read_evaluation
 from mergestream.store.add import Candidate
 from mergestream.store.manifest import Evaluation, Expert, Manifest, PassedGate
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mergestream.merging.interference import Interference, largest_other
 from mergestream.methods.scale import displayed_scale
 from mergestream.report.diagnostics import HIGH_DAMAGE
-from mergestream.report.harness import describe_evaluation
+from mergestream.report.scores import describe_evaluation
 from mergestream.report.tables import (
     Cell,
     Table,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mergestream.escaping import shell_command
-from mergestream.report.metrics import mean
+from mergestream.report.scores import mean
 from mergestream.report.tables import format_range, short_name
 from mergestream.sizes import counted
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from mergestream.errors import MergestreamError
-from mergestream.evaluation.results import Results, Run
+from mergestream.evaluation.results import Results, Run, Spread
 from mergestream.evaluation.tables import per_task_table, plain, table1
-from mergestream.report.metrics import Spread
 
 
 def results(model: str = "some model", tasks: tuple[str, ...] = ("a", "b")) -> Results:

@@ -14,7 +14,7 @@ import torch
 
 from mergestream import Store
 from mergestream.commands import CommandError
-from mergestream.report.harness import describe_evaluation, read_evaluation
+from mergestream.report.scores import describe_evaluation, read_evaluation
 
 LM_EVAL: dict[str, Any] = {
     "results": {

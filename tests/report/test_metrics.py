@@ -2,14 +2,8 @@
 
 import pytest
 
-from mergestream.report.metrics import (
-    Spread,
-    average_accuracy,
-    backward_transfer,
-    retention,
-    seen_means,
-    worst_task,
-)
+from mergestream.evaluation.results import Spread, retention, seen_means, worst_task
+from mergestream.report.scores import average_accuracy, backward_transfer
 
 MATRIX = [
     [0.9, 0.3, 0.1],
