@@ -5,7 +5,7 @@ experts of real tasks do. The base has learnt to tell where on its plane a point
 
 Run it once (it writes base/, experts/, data/ and heads/ beside this file), then::
 
-    mergestream bench examples/own_suite/suite.yaml --orders 3 --methods ledger,opcm,average -o own-results
+    mergestream bench examples/own_suite/suite.py --orders 3 --methods ledger,opcm,average -o own-results
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same suite in Python."""
+"""A suite of your own: a base, experts and how to score a model on a task; paths are relative to this file."""
 
 from score import accuracy
 
@@ -8,6 +8,6 @@ SUITE = CustomSuite(
     name="points",
     base_model="base",
     experts={task: f"experts/{task}" for task in ("ring", "sector", "square")},
-    score=accuracy,
+    score=accuracy,  # or a command: evaluate="python examples/own_suite/score.py {model} {task}"
     model_name="small network",
 )

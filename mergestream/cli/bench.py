@@ -12,12 +12,12 @@ from mergestream.errors import UsageError
 @dataclass(frozen=True)
 class Bench:
     EXAMPLES = """
-        mergestream bench my-suite.yaml --methods ledger,opcm,average --orders 3 -o results
+        mergestream bench my_suite.py --methods ledger,opcm,average --orders 3 -o results
         mergestream bench clip-vit-b-16 --tasks 8 --orders 10 -o results                        # in a checkout
         mergestream bench text --methods opcm:alpha=0.3,opcm:alpha=0.5 --last-only -o results
         """
     suite: str = argument(
-        "SUITE", "a suite file (.py, .yaml), or in a checkout text, vision, …; its code and commands are executed"
+        "SUITE", "a suite file (.py), or in a checkout text, vision, …; its code and commands are executed"
     )
     output: str = argument(
         "-o --output DIR",

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mergestream import __version__
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import one_line
@@ -90,7 +92,7 @@ def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, c
         "orders": plan.orders,
         "seeds": [plan.seed + index for index in range(plan.orders)],
         "protocol": suite.protocol(),
-        "machine": machine(),
+        "versions": {"mergestream": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
     return _run_plan(suite, plan, replace(results, settings=settings), output, on_progress)
 
@@ -201,19 +203,6 @@ def _run_all(
         yield result
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine and the versions that made the numbers."""
-    import torch
-
-    return {
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "mergestream": __version__,
-    }
-
-
 def progress_lines() -> OnProgress:
     """Return a function that shows progress: a line per finished part, or after a while."""
     printed = time.monotonic()
@@ -254,8 +243,6 @@ def run_parallel(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]],
 
 
 def _start_worker() -> None:
-    import torch
-
     torch.set_num_threads(1)
     if multiprocessing.parent_process() is not None:
         threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Suites: a base, an expert for every task, and how to score a model on a task; in a Python or YAML file."""
+"""Suites: a base, an expert for every task, and how to score a model on a task; in a Python file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ OUR_SUITES = (
 )
 CHECKOUT = Path(__file__).resolve().parents[2] / "benchmarks" / "suites"
 """Our suites; only a checkout of the repository has them"""
-SUFFIXES = (".py", ".yaml", ".yml")
 
 
 class Suite(ABC):
@@ -110,11 +109,11 @@ class CustomSuite(Suite):
     def __post_init__(self) -> None:
         self.tasks = tuple(self.experts)
         if not re.fullmatch(r"[\w.-]+", self.name):
-            raise UsageError(f"{self.source}: {self.name!r} is no valid name; use letters, digits, '-', '_', '.'")
+            raise UsageError(f"{self.name!r} is no valid name of a suite; use letters, digits, '-', '_', '.'")
         if len(self.tasks) < 2:
-            raise UsageError(f"{self.source}: a suite needs at least two tasks")
+            raise UsageError("a suite needs at least two tasks")
         if (self.score is None) == (self.evaluate is None):
-            raise UsageError(f"{self.source}: give the suite a score function, or a command as evaluate")
+            raise UsageError("give the suite a score function, or a command as evaluate")
         if self.evaluate is not None:
             check_command(self.evaluate)
 
@@ -187,11 +186,11 @@ def read_accuracy(output: str, task: str, command: str) -> float:
 def open_suite(name: str | Path, tasks: int | None = None, test_limit: int | None = None) -> Suite:
     """Open a suite by file, or by the name of one in a checkout; None keeps a suite's default."""
     path = Path(name)
-    if path.suffix not in SUFFIXES:
+    if path.suffix != ".py":
         if name not in OUR_SUITES:
             raise UsageError(
                 f"there is no suite {name}{did_you_mean(str(name), OUR_SUITES)} "
-                f"(there are: {', '.join(OUR_SUITES)}, and files ending in {', '.join(SUFFIXES)})"
+                f"(there are: {', '.join(OUR_SUITES)}, and files ending in .py)"
             )
         path = CHECKOUT / f"{str(name).replace('-', '_')}.py"
         if not path.is_file():
@@ -201,7 +200,7 @@ def open_suite(name: str | Path, tasks: int | None = None, test_limit: int | Non
             )
     if not path.is_file():
         raise UsageError(f"there is no suite file {path}")
-    suite = _read_yaml(path) if path.suffix != ".py" else getattr(_import_file(path), "SUITE", None)
+    suite = getattr(_import_file(path), "SUITE", None)
     if not isinstance(suite, Suite):
         raise UsageError(f"{path} defines no SUITE; write SUITE = CustomSuite(…), or an instance of another Suite")
     if isinstance(suite, CustomSuite):
@@ -211,41 +210,8 @@ def open_suite(name: str | Path, tasks: int | None = None, test_limit: int | Non
     return suite
 
 
-def _read_yaml(path: Path) -> CustomSuite:
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-        base, experts = content.pop("base"), {str(task): model for task, model in content.pop("experts").items()}
-        for item in (base, *experts.values()):
-            if not isinstance(item, str):
-                raise TypeError(f"{item!r} is not a path")
-        if "score" in content:
-            content["score"] = _import_function(path, str(content["score"]))
-        return CustomSuite(content.pop("name", path.stem), base, experts, source=path, **content)
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path} does not describe a suite ({error!r}); see docs/how-to/evaluation.md") from None
-    except RecursionError:
-        raise UsageError(f"{path} does not describe a suite: it is nested too deeply") from None
-    except ValueError:
-        raise UsageError(f"{path} is not valid UTF-8; save it in that encoding") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _import_function(path: Path, reference: str) -> Any:
-    """Load ``file.py:function`` from the directory of the suite's file."""
-    file, _, name = reference.partition(":")
-    function = getattr(_import_file(path.resolve().parent / file), name, None)
-    if not callable(function):
-        raise UsageError(f"{path}: {reference} is not a function; write file.py:function")
-    return function
-
-
 def _import_file(path: Path) -> Any:
     """Import a file, which may import other files of its directory or package, now or later."""
-    if not path.is_file():
-        raise UsageError(f"there is no file {path}")
     name = f"{path.stem}@{key_of(str(path.resolve()))}"  # no import statement can name it
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -259,8 +225,8 @@ def _import_file(path: Path) -> Any:
     sys.modules[name] = module  # dataclasses look up the types of their fields there
     try:
         spec.loader.exec_module(module)
-    except MergestreamError:
-        raise
+    except MergestreamError as error:
+        raise UsageError(f"{path}: {error}") from error
     except Exception as error:
         raise UsageError(f"{path} cannot be loaded: {_describe_error(error)}") from error
     return module

@@ -111,7 +111,7 @@ def test_clip_is_limited_as_asked() -> None:
 
 
 def test_an_unknown_name_is_told_with_the_nearest() -> None:
-    known = f"{', '.join(suites.OUR_SUITES)}, and files"
+    known = f"{', '.join(suites.OUR_SUITES)}, and files ending in .py"
     with pytest.raises(UsageError, match=rf"there is no suite imagenet \(there are: {known}"):
         open_suite("imagenet")
     with pytest.raises(UsageError, match="there is no suite vison; did you mean vision"):

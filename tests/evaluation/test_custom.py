@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 from pathlib import Path
@@ -14,18 +13,11 @@ from mergestream.cli import main
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.evaluation.suites import open_suite, read_accuracy
 
-YAML = """
-name: tiny
-base: base
-experts: {red: experts/red, blue: experts/blue}
-score: suite.py:accuracy
-"""
-
 
 def with_command(tiny_suite: Path, command: str) -> Path:
-    """The suite in YAML, scored by a command."""
-    path = tiny_suite.with_name("command.yaml")
-    path.write_text(YAML.replace("score: suite.py:accuracy", f"evaluate: {json.dumps(command)}"))
+    """The suite, scored by a command."""
+    path = tiny_suite.with_name("command.py")
+    path.write_text(tiny_suite.read_text().replace("EXPERTS, accuracy)", f"EXPERTS, evaluate={command!r})"))
     return path
 
 
@@ -34,15 +26,6 @@ def test_a_python_suite_scores_data_below_a_head(tiny_suite: Path) -> None:
     assert suite.tasks == ("red", "green", "blue")
     assert suite.accuracy(suite.expert("red"), "red") == 1.0
     assert suite.accuracy(suite.base(), "red") < 1.0
-
-
-def test_yaml_says_the_same(tiny_suite: Path) -> None:
-    path = tiny_suite.with_name("suite.yaml")
-    path.write_text(YAML)
-    suite, python = open_suite(path), open_suite(tiny_suite)
-    assert suite.tasks == ("red", "blue")
-    for task in suite.tasks:
-        assert suite.accuracy(suite.base(), task) == python.accuracy(python.base(), task)
 
 
 def test_a_suite_can_be_sent_to_another_process(tiny_suite: Path) -> None:
@@ -57,7 +40,7 @@ def test_a_command_scores_a_model(tiny_suite: Path) -> None:
     )
     suite = open_suite(with_command(tiny_suite, f"{sys.executable} {script} {{model}} {{task}}"))
     assert suite.accuracy(suite.base(), "red") == 0.3
-    assert suite.accuracy(suite.base(), "blue") == 0.4
+    assert suite.accuracy(suite.base(), "green") == 0.5
 
 
 def test_a_command_that_fails_is_one_sentence(tiny_suite: Path) -> None:
@@ -90,27 +73,16 @@ def test_anything_else_is_refused(output: Any) -> None:
 
 
 def test_mistakes_in_a_suite_file_are_told(tiny_suite: Path, tmp_path: Path) -> None:
-    for text in (
-        "base: x",
-        "experts: {a: x, b: y}\nbase: x\nevaluate: cmd {model}\ncolour: red",
-        "- 1",
-        "a: [",
-        "base: b\nexperts: {a: x}\nevaluate: cmd {model}",
-        "base: b\nexperts: {a: x, b: y}",
-        "base: b\nexperts: {a: x, b: y}\ntasks: {}\nevaluate: cmd {model}",
+    path = tmp_path / "bad.py"
+    head = "from mergestream.evaluation.suites import CustomSuite\n"
+    for arguments, told in (
+        ("'a b', 'base', {'a': 'x', 'b': 'y'}, evaluate='cmd {model}'", "is no valid name"),
+        ("'n', 'base', {'a': 'x'}, evaluate='cmd {model}'", "at least two tasks"),
+        ("'n', 'base', {'a': 'x', 'b': 'y'}", "give the suite a score function"),
+        ("'n', 'base', {'a': 'x', 'b': 'y'}, len, 'cmd {model}'", "give the suite a score function"),
     ):
-        path = tmp_path / "bad.yaml"
-        path.write_text(text)
-        with pytest.raises(UsageError, match=r"bad\.yaml"):
-            open_suite(path)
-    for content, told in (
-        (b"base: \xff\nexperts: {}", "not valid UTF-8"),
-        (b"base: b\nexperts: " + b"[" * 3000 + b"]" * 3000, "nested too deeply"),
-        (b"base: 5\nexperts: {a: x, b: y}", "5 is not a path"),
-        (b"base: b\nexperts: {a: [x], b: y}", "is not a path"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(UsageError, match=rf"bad\.yaml.*{told}"):
+        path.write_text(f"{head}SUITE = CustomSuite({arguments})\n")
+        with pytest.raises(UsageError, match=rf"bad\.py: .*{told}"):
             open_suite(path)
     empty = tmp_path / "empty.py"
     empty.write_text("x = 1")
@@ -130,10 +102,6 @@ def test_mistakes_in_a_users_functions_are_one_sentence(tiny_suite: Path, tmp_pa
         path.write_text(text)
         with pytest.raises(UsageError, match=rf"bad\.py cannot be loaded: .*{told}"):
             open_suite(path)
-    yaml = tiny_suite.with_name("suite.yaml")
-    yaml.write_text(YAML.replace("suite.py:accuracy", "absent.py:accuracy"))
-    with pytest.raises(UsageError, match=r"there is no file .*absent\.py"):
-        open_suite(yaml)
     code = tiny_suite.read_text()
     for body, told in (("return inputs[:, :1]", "the task red cannot be scored: RuntimeError"),
                        ("return 1 / 0", "the task red cannot be scored: ZeroDivisionError")):  # fmt: skip
@@ -168,28 +136,21 @@ def test_a_suite_has_as_many_tasks_as_it_has(tiny_suite: Path) -> None:
             open_suite(tiny_suite, tasks=count)
 
 
-@pytest.mark.parametrize("module", ["yaml", "matplotlib"])
 def test_a_missing_package_is_one_sentence(
-    module: str,
-    tiny_suite: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tiny_suite.with_name("suite.yaml")
-    path.write_text(YAML)
     options = ["--methods", "average", "--orders", "1", "--workers", "1"]
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "mergestream.evaluation.tables", raising=False)
-    assert main(["bench", str(path), "-o", str(tmp_path / "out"), *options]) == 1
-    assert f"bench needs the module {module}" in capsys.readouterr().err
+    assert main(["bench", str(tiny_suite), "-o", str(tmp_path / "out"), *options]) == 1
+    assert "bench needs the module matplotlib" in capsys.readouterr().err
 
 
 def test_a_changed_score_function_is_another_evaluation(tiny_suite: Path) -> None:
     """Else scores would come from the cache although the code that makes them has changed."""
-    path = tiny_suite.with_name("suite.yaml")
-    path.write_text(YAML)
-    before = open_suite(path).evaluation_key("red")
-    assert open_suite(path).evaluation_key("red") == before != open_suite(path).evaluation_key("blue")
-    tiny_suite.write_text(tiny_suite.read_text().replace("torch.tanh", "torch.relu"))
-    assert open_suite(path).evaluation_key("red") != before
+    beside = tiny_suite.with_name("helper.py")
+    beside.write_text("FACTOR = 1\n")
+    before = open_suite(tiny_suite).evaluation_key("red")
+    assert open_suite(tiny_suite).evaluation_key("red") == before != open_suite(tiny_suite).evaluation_key("blue")
+    beside.write_text("FACTOR = 2\n")
+    assert open_suite(tiny_suite).evaluation_key("red") != before
