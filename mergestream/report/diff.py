@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Sums = tuple[float, ...]
 """‖A − θ⁰‖², ‖B − θ⁰‖², ‖A − B‖² and ⟨A − θ⁰, B − θ⁰⟩"""
+Model = tuple[str, Callable[[str], Elements | None], Mapping[str, int]]
+"""One side: its label, the difference of a tensor from the base (None if zero), and the memory of what is not streamed
+"""
 
 
 @dataclass(frozen=True)
@@ -54,28 +57,19 @@ class Comparison:
     tensors: Mapping[str, Difference]
 
 
-@dataclass(frozen=True)
-class Model:
-    """One side of a comparison."""
-
-    label: str
-    elements: Callable[[str], Elements | None]
-    """By the name of a tensor: its difference from the base; None if that is zero"""
-    memory: Mapping[str, int] = field(default_factory=dict)
-    """Peak memory of each tensor in bytes, if it is not streamed"""
-
-
 def compare(store: Store, a: str, b: str) -> Comparison:
     """Compare two models, each the number of a step (0 for the base) or a checkpoint."""
     base = store.manifest.base
     tensors = {name: base.tensors[name].numel for name in base.merged}
     found: dict[str, Sums] = {}
     with ExitStack() as stack, store.progress.task("comparing", sum(tensors.values()) * 4) as advance:
-        left, right = (_open_model(stack, store, model) for model in (a, b))
-        memory = {name: left.memory.get(name, 0) + right.memory.get(name, 0) for name in tensors}
+        (label_a, elements_a, memory_a), (label_b, elements_b, memory_b) = (
+            _open_model(stack, store, model) for model in (a, b)
+        )
+        memory = {name: memory_a.get(name, 0) + memory_b.get(name, 0) for name in tensors}
 
         def measure(name: str) -> Sums:
-            return _measure(left.elements(name), right.elements(name), tensors[name])
+            return _measure(elements_a(name), elements_b(name), tensors[name])
 
         for name, sums in store.engine.run(tensors, measure, memory):
             found[name] = sums
@@ -84,8 +78,8 @@ def compare(store: Store, a: str, b: str) -> Comparison:
     for name in tensors:
         layers.setdefault(layer_of(name), []).append(found[name])
     return Comparison(
-        left.label,
-        right.label,
+        label_a,
+        label_b,
         Difference.of(found.values()),
         _sort({layer: Difference.of(parts) for layer, parts in layers.items()}),
         _sort({name: Difference.of([found[name]]) for name in tensors}),
@@ -94,12 +88,12 @@ def compare(store: Store, a: str, b: str) -> Comparison:
 
 def _open_model(stack: ExitStack, store: Store, model: str) -> Model:
     if model == "0":
-        return Model("the base", lambda name: None)
+        return "the base", lambda name: None, {}
     if not model.isdecimal():
         base, opened = stack.enter_context(store.manifest.open_base()), open_expert(model)
         stack.callback(opened.close)
         vector = make_task_vector(store.manifest.base, base, opened, partial=True, vocab="base")
-        return Model(opened.source, vector.elements)
+        return opened.source, vector.elements, {}
     snapshot = stack.enter_context(store.snapshot(int(model)))
     reading = snapshot.reading(store.engine)
     scale = reading.scale(None, store.engine)
@@ -108,7 +102,7 @@ def _open_model(stack: ExitStack, store: Store, model: str) -> Model:
         direction = reading.elements(name)
         return None if direction is None else lambda start, stop: direction(start, stop) * scale
 
-    return Model(f"step {model} ({snapshot.last.name})", elements, reading.memory)
+    return f"step {model} ({snapshot.last.name})", elements, reading.memory
 
 
 def _measure(a: Elements | None, b: Elements | None, numel: int) -> Sums:

@@ -96,18 +96,24 @@ class Gatekeeper:
     ) -> Gatekeeper:
         """Read the gates; raises before any work is done if the store cannot have one of them."""
         parsed = tuple(Gate.parse(text) for text in gates)
-        if manifest:
-            for gate in parsed:
-                _check_method(gate.quantity, manifest)
+        for gate in parsed:
+            if manifest and manifest.is_ledger and gate.quantity in NOT_IN_LEDGERS:
+                raise UsageError(
+                    f"a ledger has no {gate.quantity} before it is exported; gate on damage or held instead"
+                )
+            if manifest and not manifest.is_ledger and gate.quantity in LEDGER_ONLY:
+                raise UsageError(
+                    f"only a ledger has {gate.quantity}, and this store uses {manifest.method}; gate on kept instead"
+                )
         if command is not None:
             check_command(command)
         elif any(gate.quantity == "score" for gate in parsed):
             raise UsageError("a gate on the score needs a command that gives it; pass --evaluate CMD")
         return cls(parsed, command, timeout)
 
-    def asks_for(self, quantity: str) -> bool:
-        """Whether a gate needs this quantity."""
-        return any(gate.quantity == quantity for gate in self.gates)
+    def asks_for(self, *quantities: str) -> bool:
+        """Whether a gate needs one of these quantities."""
+        return any(gate.quantity in quantities for gate in self.gates)
 
     def review(self, candidate: Candidate) -> Expert:
         """Check a step against all gates, the score last; returns its entry with the values that passed."""
@@ -130,11 +136,11 @@ class Gatekeeper:
         if history:
             mean = history[-1].mean_norm
             found["relative_norm"] = expert.norm / mean if mean else math.nan
-        if any(map(self.asks_for, LEDGER_ONLY)):
+        if self.asks_for(*LEDGER_ONLY):
             with candidate.snapshot() as snapshot:
                 if self.asks_for("held"):
                     found["held"] = ledger_survival(snapshot).total[-1]
-                if self.asks_for("damage") or self.asks_for("max_cosine"):
+                if self.asks_for("damage", "max_cosine"):
                     among = snapshot.reading(store.engine).interference(store.engine, store.progress)
                     assert among is not None
                     found["damage"] = max((value for value in among.damage if value is not None), default=None)
@@ -182,11 +188,3 @@ def _evaluate_candidate(candidate: Candidate, command: str, timeout: float | Non
         scores = directory / "scores"
         scores.mkdir()
         return evaluate(command, output.path, scores, timeout)
-
-
-def _check_method(quantity: str, manifest: Manifest) -> None:
-    """Refuse a gate on a quantity that the method of the store does not have."""
-    if quantity in LEDGER_ONLY:
-        manifest.require_ledger(f"has {quantity}")
-    elif quantity in NOT_IN_LEDGERS and manifest.is_ledger:
-        raise UsageError(f"a ledger has no {quantity} before it is exported; gate on damage or held instead")
