@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.suites.cache import cache_directory, cached_directory, key_of
 from benchmarks.suites.lora import LoRARecipe, adapted, is_adapter
@@ -52,7 +52,6 @@ class ExpertSuite(Suite):
     test_limit: int = 500
     count: int = 8
     data_of: str = ""  # the suite that owns the data, if it is another
-    can_fine_tune: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.model_name = self.backbone.name
@@ -105,6 +104,7 @@ class ExpertSuite(Suite):
         return cached_directory(self.expert_directory(task), make)
 
     def fine_tune(self, start: Path, task: str, output: Path) -> None:
+        """Train ``start`` with the experts' recipe (continual fine-tuning)."""
         save_model(self.recipe.merged(self.trained(start, task)), self.base(), output)
 
     def load(self, directory: Path) -> torch.nn.Module:

@@ -50,7 +50,7 @@ def _bench(options: Bench) -> None:
     from mergestream.storage import local_path
 
     suite = open_suite(options.suite, options.tasks, options.test_limit)
-    rows = parse_rows(options.methods, trains=suite.can_fine_tune)
+    rows = parse_rows(options.methods)
     workers = options.workers or available_cores()
     plan = Plan(rows, options.orders, options.seed, workers, options.last_only)
     output = local_path(options.output)

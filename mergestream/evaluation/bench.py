@@ -22,7 +22,7 @@ from mergestream import __version__
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import one_line
 from mergestream.evaluation.results import Results, Run
-from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, Row
+from mergestream.evaluation.rows import Row
 from mergestream.evaluation.streams import Outcome, Stream, model_digest, run_streams, score
 from mergestream.evaluation.suites import Suite, key_of
 
@@ -45,13 +45,6 @@ class Plan:
 
     Else the whole accuracy matrix of the first order, and of the others its diagonal and last row, for ACC and BWT."""
 
-    def check(self, suite: Suite) -> None:
-        """Refuse a plan that the suite cannot run."""
-        if self.orders < 1:
-            raise UsageError("a benchmark needs at least one order")
-        if not suite.can_fine_tune and any(row.name == CONTINUAL_FINE_TUNING for row in self.rows):
-            raise UsageError(f"the suite {suite.name} has no training data, so it cannot be fine-tuned continually")
-
     def order(self, tasks: Sequence[str], index: int) -> tuple[str, ...]:
         """Shuffle the tasks with the seed ``seed + index``."""
         shuffled = list(tasks)
@@ -69,12 +62,8 @@ class Plan:
             )
             for index in range(self.orders)
             for row in self.rows
-            if index == 0 or not self._needs_one_order(row)
+            if index == 0 or not (self.last_only and row.method().commutative)  # else all orders give the same
         ]
-
-    def _needs_one_order(self, row: Row) -> bool:
-        """Fine-tuning takes long; the last model of a commutative method is the same in every order."""
-        return row.name == CONTINUAL_FINE_TUNING or (self.last_only and row.method().commutative)
 
 
 def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, command: str = "") -> Results:
@@ -82,7 +71,8 @@ def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, c
 
     What ``output`` already has of the same base, experts and test data is not measured again.
     """
-    plan.check(suite)
+    if plan.orders < 1:
+        raise UsageError("a benchmark needs at least one order")
     suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
     _check_output(suite, output)
     digests = _digests(suite, plan.workers, on_progress)

@@ -1,4 +1,4 @@
-"""Rows of a results table: a method with its parameters and readout, or continual fine-tuning."""
+"""Rows of a results table: a method with its parameters and readout."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 from mergestream import METHODS, Merger, Method, make_method
 from mergestream.errors import UsageError
 
-CONTINUAL_FINE_TUNING = "continual_finetuning"
-
 PAPER_NAMES = {
-    CONTINUAL_FINE_TUNING: "C. Fine-Tuned",
+    "continual_finetuning": "C. Fine-Tuned",  # benchmarks/finetuning.py
     "average": "Average (SWA)",
     "task_arithmetic": "C. Task Arithmetic",
     "ties": "C. Ties-Merging",
@@ -20,7 +18,6 @@ PAPER_NAMES = {
 }
 
 DEFAULT_ROWS = (
-    CONTINUAL_FINE_TUNING,
     "ledger",
     "average",
     "task_arithmetic",
@@ -56,16 +53,12 @@ class Row:
         name, *settings = method.split(":")
         if any("=" not in setting for setting in settings):
             raise UsageError(f"{text!r} is not a method; write name, name:key=value:key=value or name@readout")
-        if name == CONTINUAL_FINE_TUNING and (settings or readout):
-            raise UsageError(f"{CONTINUAL_FINE_TUNING} has no parameters")
         return Row(name, dict(setting.split("=", 1) for setting in settings), readout)
 
     def check(self) -> None:
         """Refuse unknown methods, parameters and readouts, by merging two tiny experts."""
         import torch
 
-        if self.name == CONTINUAL_FINE_TUNING:
-            return
         base = {"layer.weight": torch.eye(8)}
         merger = Merger(base, self.method())
         for scale in (2, 3):
@@ -102,13 +95,9 @@ class Row:
         return ", ".join([label, *changed])
 
 
-def parse_rows(text: str, trains: bool = True) -> list[Row]:
-    """Read and check a comma-separated list of rows; ``all`` stands for the paper's rows and every other method.
-
-    Without training data (``trains``), ``all`` leaves out continual fine-tuning.
-    """
+def parse_rows(text: str) -> list[Row]:
+    """Read and check a comma-separated list of rows; ``all`` stands for the paper's rows and every other method."""
     every = [*DEFAULT_ROWS, *(name for name in METHODS if not any(row.split(":")[0] == name for row in DEFAULT_ROWS))]
-    every = [name for name in every if trains or name != CONTINUAL_FINE_TUNING]
     names = [name for part in text.split(",") if part.strip() for name in (every if part.strip() == "all" else [part])]
     rows = {row.key: row for row in map(Row.parse, names)}
     if not rows:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from mergestream import LocalEngine, Store
 from mergestream.digest import combined_digest, tensor_digest
-from mergestream.evaluation.rows import CONTINUAL_FINE_TUNING, READ_BACK, Row
+from mergestream.evaluation.rows import READ_BACK, Row
 from mergestream.evaluation.suites import Suite, cache_directory
 from mergestream.progress import NoProgress
 
@@ -100,10 +100,7 @@ def run_streams(suite: Suite, streams: Sequence[Stream], work: Path) -> dict[Out
     """Run streams of one order that differ in the readout alone; ``work`` is a directory for what they need."""
     shutil.rmtree(work, ignore_errors=True)  # an earlier run was interrupted
     work.mkdir(parents=True)
-    if streams[0].row.name == CONTINUAL_FINE_TUNING:
-        steps = [_fine_tune(suite, streams[0], work)]
-    else:
-        steps = _merge(suite, streams, work)
+    steps = _merge(suite, streams, work)
     shutil.rmtree(work, ignore_errors=True)
     return {stream.outcome: steps for stream, steps in zip(streams, steps, strict=True)}
 
@@ -128,7 +125,7 @@ def _merge(suite: Suite, streams: Sequence[Stream], work: Path) -> list[Steps]:
         }
         for stream, found in zip(streams, steps, strict=True):
             scores, exporting = _score_models(suite, stream, step, store)
-            found.append({"task": task, **_split(suite, scores), **recorded, "export_seconds": exporting})
+            found.append({"task": task, **split_scores(suite, scores), **recorded, "export_seconds": exporting})
     return steps
 
 
@@ -148,20 +145,7 @@ def _score_models(suite: Suite, stream: Stream, step: int, store: Store) -> tupl
     return scores, seconds
 
 
-def _fine_tune(suite: Suite, stream: Stream, work: Path) -> Steps:
-    """Continual fine-tuning: train θ^(t−1) on task t; θ^(1) is the first task's expert."""
-    model = suite.expert(stream.order[0])
-    steps = []
-    for step, task in enumerate(stream.order):
-        if step:
-            start, model = model, work / f"model-{step:02d}"
-            model.mkdir()
-            suite.fine_tune(start, task, model)
-        steps.append({"task": task, **_split(suite, score(suite, model, stream.names_to_score(suite, step)))})
-    return steps
-
-
-def _split(suite: Suite, scores: dict[str, float]) -> dict[str, dict[str, float]]:
+def split_scores(suite: Suite, scores: dict[str, float]) -> dict[str, dict[str, float]]:
     """Separate accuracies from the suite's other measures."""
     beside = {name: scores[name] for name in suite.beside if name in scores}
     accuracies = {name: value for name, value in scores.items() if name not in beside}

@@ -33,8 +33,6 @@ class Suite(ABC):
     name: str
     model_name: str
     tasks: tuple[str, ...]
-    can_fine_tune: ClassVar[bool] = False
-    """Whether there is training data, for continual fine-tuning"""
     beside: ClassVar[tuple[str, ...]] = ()
     """Other measures of a merged model, such as perplexity; ``accuracy`` takes their names in place of a task"""
     reopened: tuple[Callable[..., Suite], tuple[Any, ...]] | None = None
@@ -64,10 +62,6 @@ class Suite(ABC):
         """Make all experts before the streams start; ``on_progress(task, parts done, total)`` shows it."""
         for task in self.tasks:
             self.expert(task)
-
-    def fine_tune(self, start: Path, task: str, output: Path) -> None:
-        """Train ``start`` with the experts' recipe (continual fine-tuning)."""
-        raise UsageError(f"the suite {self.name} has no training data, so it cannot be fine-tuned continually")
 
     def limited(self, tasks: int | None = None, test_limit: int | None = None) -> Suite:
         """Return the suite with its first ``tasks`` tasks and ``test_limit`` samples each; None changes nothing."""

@@ -228,7 +228,7 @@ def test_a_killed_benchmark_is_finished_by_the_same_command(tiny_suite: Path, tm
 
 
 def test_wrong_requests_are_told_before_any_work() -> None:
-    for text in ("opcm:alpha", "nothing", "opcm:colour=red", "", "continual_finetuning:alpha=1", "opcm:alpha=3"):
+    for text in ("opcm:alpha", "nothing", "opcm:colour=red", "", "opcm:alpha=3"):
         with pytest.raises(UsageError):
             parse_rows(text)
 
@@ -236,20 +236,14 @@ def test_wrong_requests_are_told_before_any_work() -> None:
 def test_all_stands_for_every_method() -> None:
     from mergestream.methods import METHODS
 
-    assert {row.name for row in parse_rows("all")} == {*METHODS, "continual_finetuning"}
+    assert {row.name for row in parse_rows("all")} == {*METHODS}
 
 
-def test_all_leaves_out_fine_tuning_where_there_is_no_training_data(
-    tiny_suite: Path, tmp_path: Path, done: Callable[..., str]
-) -> None:
-    """Else the default methods would fail on every suite but our own two."""
-    assert "continual_finetuning" not in {row.name for row in parse_rows("all", trains=False)}
+def test_all_rows_are_run(tiny_suite: Path, tmp_path: Path, done: Callable[..., str]) -> None:
     words = ("bench", tiny_suite, "-o", tmp_path / "out", "--orders", 1, "--tasks", 2, "--workers", 1)
     told = json.loads(done(*words, "--methods", "all", "--json"))
     assert told["output"] == str(tmp_path / "out") and told["notes"] == []
     assert {"opcm", "average"} <= told["summary"].keys() and "results.json" in told["files"]
-    with pytest.raises(UsageError, match="no training data"):
-        bench(tiny_suite, tmp_path / "out", "--methods", "continual_finetuning")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_a_short_name_means_the_file_in_the_checkout(module: Any) -> None:
     by_name, by_path = open_suite(module.SUITE.name), open_suite(Path(module.__file__))
     assert isinstance(by_name, TrainedSuite) and isinstance(by_path, TrainedSuite)
     assert by_name.tasks == by_path.tasks == module.SUITE.tasks == tuple(task.name for task in module.TASKS[:8])
-    assert by_name.test_limit == 500 and by_name.can_fine_tune
+    assert by_name.test_limit == 500
 
 
 @pytest.mark.parametrize(("module", "plain"), [(text_lora, text), (vision_lora, vision)])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.finetuning import add_row
 from benchmarks.suites.backbones import DINOv2Small, dinov2_config, write_checkpoint
 from benchmarks.suites.cache import cache_directory, cached_directory
 from benchmarks.suites.encoders import Head, load_pretrained
@@ -72,8 +73,9 @@ def tiny_trained_suite() -> TrainedSuite:
 @pytest.mark.slow
 def test_experts_are_trained_merged_and_scored(tmp_path: Path) -> None:
     suite = tiny_trained_suite()
-    plan = Plan(parse_rows("average,continual_finetuning"), orders=1, workers=1)
-    results = run_bench(suite, plan, tmp_path / "out", lambda *_: None)
+    plan = Plan(parse_rows("average"), orders=1, workers=1)
+    run_bench(suite, plan, tmp_path / "out", lambda *_: None)
+    results = add_row(suite, tmp_path / "out")
     assert all(results.fine_tuned[task] > results.pretrained[task] for task in suite.tasks)
     assert {run.method for run in results.runs} == {"average", "continual_finetuning"}
     tuned = results.methods["continual_finetuning"][0]
