@@ -84,9 +84,11 @@ def test_long_names_are_shortened_in_one_way_everywhere(tmp_path: Path, models: 
 
 
 def test_the_ending_of_the_file_decides_the_format(scored: Store, tmp_path: Path, done: Callable[..., str]) -> None:
-    for name, start in (("a.json", "{"), ("a.md", "# "), ("a.html", "<!doctype html>"), ("a", "<!doctype html>")):
+    for name, start in (("a.json", "{"), ("a.md", "# "), ("a.html", "<!doctype html>")):
         done("report", scored.path, "-o", tmp_path / name)
         assert (tmp_path / name).read_text(encoding="utf-8").startswith(start)
+    done("report", scored.path, "-o", tmp_path / "a", "--format", "md")
+    assert (tmp_path / "a").read_text(encoding="utf-8").startswith("# ")
 
 
 def test_the_page_goes_beside_the_store_by_default(
