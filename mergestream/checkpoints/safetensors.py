@@ -14,7 +14,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +32,8 @@ from mergestream.checkpoints.checkpoint import (
 from mergestream.errors import MergestreamError
 from mergestream.schema import Count, unique_keys
 from mergestream.storage import StoredFile
+from mergestream.storage import start as start_transfer
+from mergestream.storage.base import RANGE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +42,8 @@ MAX_HEADER = 100_000_000  # the format's own limit
 MAX_DIMENSIONS = 64  # torch's limit
 _USUAL_HEADER = 1 << 17
 """Bytes of an object that the first request fetches; most headers fit"""
-_BLOCK, _BLOCKS_KEPT = 1 << 18, 16
-"""Bytes that are fetched at once for all smaller tensors in them, and how many such blocks stay in memory"""
+_SMALL, _RUNS_KEPT = 1 << 20, 2
+"""Adjacent tensors of fewer bytes are fetched together, as a run, and so many runs stay in memory"""
 _AGAIN = "download or copy it again"
 # Python has this flag since 3.12. Without it, the system may refuse a map larger than the RAM.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -101,7 +103,8 @@ class SafetensorsFile(Shard):
 
 
 class SafetensorsObject(Shard):
-    """A ``.safetensors`` file in object storage: header and tensors are read by range, small tensors by blocks."""
+    """A ``.safetensors`` file in object storage: header and tensors are read by range, adjacent small
+    tensors together."""
 
     copies = 1
     path: StoredFile
@@ -112,8 +115,15 @@ class SafetensorsObject(Shard):
         self.tensors, self._spans, self.metadata = _read_header(
             path, path.size, lambda begin, end: start[begin:end] if end <= len(start) else path.read(begin, end)
         )
-        self._lock = Lock()
-        self._block = lru_cache(_BLOCKS_KEPT)(lambda begin: path.read(begin, min(begin + _BLOCK, path.size)))
+        self._runs: dict[str, list[int]] = {}
+        """By small tensor: where its run begins and ends"""
+        run = [0, 0]
+        for name, (begin, end) in sorted(self._spans.items(), key=lambda item: item[1]):
+            if 0 < end - begin < _SMALL:
+                if begin != run[1] or end - run[0] > RANGE:
+                    run = [begin, end]
+                run[1], self._runs[name] = end, run
+        self._fetch, self._lock = lru_cache(_RUNS_KEPT)(partial(start_transfer, path.read)), Lock()
 
     def read(self, name: str) -> Tensor:
         import torch
@@ -122,13 +132,12 @@ class SafetensorsObject(Shard):
         tensor = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
         data = tensor.view(-1).view(torch.uint8).numpy().data
         begin, end = self._spans[name]
-        if end - begin >= _BLOCK:
+        if run := self._runs.get(name):
+            with self._lock:  # the next thread finds what this one has begun to fetch
+                fetched = self._fetch(*run)
+            data[:] = fetched.result()[begin - run[0] : end - run[0]]
+        else:
             self.path.read_into(data, begin)
-        elif end > begin:
-            first = begin - begin % _BLOCK
-            with self._lock:  # the next thread finds the block that this one fetches
-                block = b"".join(map(self._block, range(first, end, _BLOCK)))
-            data[:] = block[begin - first : end - first]
         return tensor
 
 

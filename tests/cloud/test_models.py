@@ -132,7 +132,7 @@ def test_only_what_is_needed_is_fetched(bucket: obstore.store.S3Store, tmp_path:
     with open_checkpoint(url) as checkpoint:
         assert checkpoint.read("small.weight").equal(large["small.weight"])
         opened = len(troubled.requests)
-        assert troubled.received < 500_000, "a listing, a header and a block with the small tensor"
+        assert troubled.received < 200_000, "a listing, a header and a small tensor"
         assert checkpoint.read("large.weight").equal(large["large.weight"])
     ranges = [asked for _, asked in troubled.requests[opened:]]
     assert len(ranges) == 3, "in ranges of 4 MiB"
@@ -148,7 +148,7 @@ def test_small_tensors_that_lie_side_by_side_are_fetched_together(
         with ThreadPoolExecutor(8) as workers:
             assert all(workers.map(lambda name: checkpoint.read(name).equal(many[name]), many))
     ranges = [asked for _, asked in troubled.requests[opened:]]
-    assert len(ranges) < 25, "4.8 MB in blocks of 256 KiB, and the large one"
+    assert len(ranges) == 3, "the large one, and those before and after it"
 
 
 def test_a_long_header_takes_two_requests(bucket: obstore.store.S3Store, tmp_path: Path, troubled: Trouble) -> None:
