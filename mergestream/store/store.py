@@ -1,25 +1,23 @@
-"""`Store`: the experts of a base model, merged one by one, in a directory or a bucket.
-
-Every method is a short call into the file that does the work. This file may import upwards, inside its methods.
-"""
+"""`Store`: the experts of a base model, in a directory or a bucket. Its methods may import upwards, inside them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import Engine, LocalEngine
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts import ExpertSource
 from mergestream.progress import Progress, default_progress
 from mergestream.storage import Storage, local_path, open_storage
 from mergestream.store import transaction
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.records import TensorRecord, tensor_records
 from mergestream.store.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
     from mergestream.report.diagnostics import Survival
     from mergestream.report.scores import Scores
     from mergestream.store.inspect import Inspection
+
+Result = TypeVar("Result")
 
 
 class Store:
@@ -108,16 +108,32 @@ class Store:
         return str(self.storage), self.manifest.base.source, *(entry.source for entry in self.manifest.history)
 
     def refresh(self) -> None:
-        """See what other processes have committed."""
-        self.manifest = transaction.load_manifest(self)
+        """See what other processes have committed: read the manifest if it has changed."""
+        if not self.storage.is_current(self.manifest.version):
+            self.manifest = Manifest.load(self.storage)
+        if self.moved_base:
+            self.manifest = dataclasses.replace(self.manifest, base=self.moved_base)
 
-    def retried(self, read: Callable[[], transaction.Result]) -> transaction.Result:
-        """Read by one manifest, again where a writer has committed meanwhile."""
-        return transaction.read_consistently(self, read)
+    def retried(self, read: Callable[[], Result]) -> Result:
+        """Read by one manifest: again where a writer has committed meanwhile, and has perhaps removed what was read."""
+        self.refresh()
+        while True:
+            manifest = self.manifest
+            try:
+                found = read()
+                if self.manifest == manifest:  # else `read` has opened a snapshot of a newer one
+                    return found
+            except UsageError:
+                raise
+            except (MergestreamError, OSError):
+                met = self.manifest
+                self.refresh()
+                if met == manifest == self.manifest:  # a manifest that `read` has met may be gone again
+                    raise
 
     def snapshot(self, step: int | None = None) -> Snapshot:
         """The store after a step (the last one by default), open for reading."""
-        return transaction.read_consistently(self, partial(transaction.open_snapshot, self, step))
+        return self.retried(partial(transaction.open_snapshot, self, step))
 
     def writing(self) -> AbstractContextManager[None]:
         """Be the only writer for a block."""
@@ -356,10 +372,6 @@ class Store:
         """The predicted damage of each expert in a ledger, by name."""
         with self.snapshot() as snapshot:
             return snapshot.reading(self.engine).damage(self.engine)
-
-    def tensor_records(self, number: int) -> dict[str, TensorRecord]:
-        """What step ``number`` did to each tensor: ``norm``, ``kept`` (the share) and ``protected``."""
-        return tensor_records(self.storage, self.manifest.history[number - 1], self.manifest.base.merged)
 
     @property
     def scores(self) -> Scores | None:

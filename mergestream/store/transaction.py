@@ -1,14 +1,14 @@
-"""Transactions of a store: read by one manifest, write under a lock, commit by compare-and-swap, clean up."""
+"""Transactions of a store: write under a lock, commit by compare-and-swap, clean up."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from mergestream.errors import MergestreamError, UsageError
+from mergestream.errors import MergestreamError
 from mergestream.interrupts import uninterrupted
 from mergestream.sizes import counted
 from mergestream.storage import Storage
@@ -19,46 +19,13 @@ from mergestream.store.steps import JOURNAL, PLAN, read_plan
 if TYPE_CHECKING:
     from mergestream.store.store import Store
 
-Result = TypeVar("Result")
 _FOLDER = re.compile(r"\d{4,}(-[0-9a-f]+)?")
 
 
-def load_manifest(store: Store) -> Manifest:
-    """The manifest as it is now; it is read only if it has changed. A base that has moved is where it was found."""
-    manifest = store.manifest
-    if not store.storage.is_current(manifest.version):
-        manifest = Manifest.load(store.storage)
-    return dataclasses.replace(manifest, base=store.moved_base) if store.moved_base else manifest
-
-
-def read_consistently(store: Store, read: Callable[[], Result]) -> Result:
-    """Read by one manifest: again where a writer has committed meanwhile, and has perhaps removed what was read."""
-    store.refresh()
-    while True:
-        manifest = store.manifest
-        try:
-            found = read()
-            if store.manifest == manifest:  # else `read` has opened a snapshot of a newer one
-                return found
-        except UsageError:
-            raise
-        except (MergestreamError, OSError):
-            met = store.manifest
-            store.refresh()
-            if met == manifest == store.manifest:  # a manifest that `read` has met may be gone again
-                raise
-
-
 def open_snapshot(store: Store, step: int | None) -> Snapshot:
-    """The store after a step (None: the last one), by the manifest that was read."""
-    number = store.manifest.step if step is None else step
-    _check_kept(store, number)
-    return Snapshot.open(store.storage, store.manifest.at(number))
-
-
-def _check_kept(store: Store, number: int) -> None:
-    """Refuse a step that the store has not taken, or no longer keeps."""
+    """The store after a step (None: the last one), by the manifest that was read; it must be kept."""
     manifest = store.manifest
+    number = manifest.step if step is None else step
     if not manifest.history:
         raise MergestreamError(f"{store.storage} has absorbed nothing yet; add an expert first")
     if number > manifest.step:
@@ -66,6 +33,7 @@ def _check_kept(store: Store, number: int) -> None:
         raise MergestreamError(f"{store.storage} has taken {taken}, there is no step {number}")
     if number < manifest.step and not has_files(store, manifest.at(number)):
         raise MergestreamError(f"{store.storage} no longer keeps step {number}; {keep_more(store)}")
+    return Snapshot.open(store.storage, manifest.at(number))
 
 
 def keep_more(store: Store) -> str:

@@ -20,6 +20,7 @@ from mergestream import OPCM, TIES, Average, Ledger, LocalEngine, MergestreamErr
 from mergestream.errors import StoreBusyError, UsageError
 from mergestream.merging.step import Step
 from mergestream.storage import open_storage
+from mergestream.store.records import tensor_records
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 from tests.faults.flips import meaning
 
@@ -540,7 +541,7 @@ def test_inspection_tells_what_adding_then_does(store: Store, toys: Toys) -> Non
     )
     assert told.step == 3 and told.fates == entry.fates and told.duplicate_of is None
     assert sum(path.stat().st_size for path in (store.path / "steps" / "0003").glob("*.safetensors")) >= told.disk
-    records = store.tensor_records(3)
+    records = tensor_records(store.storage, entry, list(told.tensors))
     for name, tensor in told.tensors.items():
         assert (tensor.norm, tensor.kept, tensor.protected) == (
             records[name]["norm"],
