@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mergestream.checkpoints.checkpoint import Shard, TensorInfo
 from mergestream.checkpoints.meta_model import build_on_meta, check_config_numbers, quiet_and_offline
 from mergestream.errors import MergestreamError
+from mergestream.sizes import counted, shorten_list
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,8 +74,8 @@ class GgufFile(Shard):
                 self._parts.setdefault(name, []).append(stored)
         if missing := [name for name, _ in model.named_parameters() if name not in self._parts]:
             raise MergestreamError(
-                f"{path} has nothing for {missing[0]} of {type(model).__name__}, and for {len(missing) - 1} other "
-                f"tensors; {_REMEDY}"
+                f"{path} has nothing for {counted(len(missing), 'tensor')} of {type(model).__name__} ({shorten_list(missing)}); "
+                f"{_REMEDY}"
             )
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in self._parts}
         self.tensors = {name: TensorInfo("F32", shape, path.name) for name, shape in shapes.items()}

@@ -109,7 +109,8 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
     except UnreachableError as error:
         found = cached(hub_id)
         if found is None:
-            raise MergestreamError(f"{hub_id} is not a local path or in the hub's cache, and {error}") from error
+            reason = str(error).removeprefix(f"{hub_id} ")
+            raise MergestreamError(f"{hub_id} is not a local path or in the hub's cache, and {reason}") from error
         snapshot = found
     return snapshot, f"{repo}@{snapshot.name}"
 

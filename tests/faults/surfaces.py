@@ -263,8 +263,12 @@ def _routed_export(draw: random.Random, place: Path) -> Path:
     path = draw.choice([path for path in sorted(out.rglob("*")) if path.suffix in (".json", ".safetensors")])
     if draw.random() < 0.4:
         path = out / "router.safetensors"
-    kind = draw.randrange(4)
-    if path.suffix == ".json" and kind:
+    kind = draw.randrange(5)
+    if kind == 4:
+        path = draw.choice(sorted((out / "base").iterdir()))
+        path.unlink()
+        path.symlink_to("/dev/zero") if draw.random() < 0.5 else os.mkfifo(path)
+    elif path.suffix == ".json" and kind:
         path.write_text(to_json(draw, deeply_disturbed(draw, json.loads(path.read_text()))), "utf-8", "surrogatepass")
     elif path.name == "router.safetensors" and kind:
         tensors, names = load_file(path), {"expert_0": "cats", "expert_1": "dogs"}
