@@ -260,7 +260,9 @@ class Manifest:
         found, path = storage.fetch(MANIFEST), f"{storage}/{MANIFEST}"
         if found is None:
             remedy = (
-                f"make one with: mergestream init {storage} --base MODEL" if storage.is_empty else "it has no manifest"
+                f"make one with: mergestream init {storage} --base MODEL"
+                if storage.is_empty
+                else f"it has no {MANIFEST}"
             )
             raise MergestreamError(f"{storage} is not a mergestream store; {remedy}")
         try:

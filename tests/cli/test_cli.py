@@ -87,6 +87,23 @@ def test_status_json_is_reproducible(store: Path, done: Callable[..., str], toys
     assert json.loads(done("status", tmp_path / "again", "--json")) == status, "equal stores give equal JSON"
 
 
+def test_init_is_advised_only_where_nothing_is(tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
+    assert "make one with: mergestream init" in mergestream("status", tmp_path / "new").err
+    for command in ("status", "log", "verify"):
+        assert mergestream(command, toys.base).err.endswith("is not a mergestream store; it has no manifest.json\n")
+
+
+def test_a_report_has_a_known_format(tmp_path: Path, toys: Toys, mergestream: RunCommand) -> None:
+    assert (
+        mergestream("init", tmp_path / "store", "--base", toys.base)
+        .out.splitlines()[-1]
+        .startswith("next: mergestream add ")
+    )
+    refused = mergestream("report", tmp_path / "store", "-o", tmp_path / "report.pdf")
+    assert refused.code == 2 and "is not a .html, .md or .json file" in refused.err
+    assert not (tmp_path / "report.pdf").exists()
+
+
 def test_an_empty_store_has_a_status_and_a_log(tmp_path: Path, toys: Toys, done: Callable[..., str]) -> None:
     done("init", tmp_path / "store", "--base", toys.base)
     status = json.loads(done("status", tmp_path / "store", "--json"))
