@@ -26,7 +26,6 @@ _NAMES = {
     "export.one_shot": ("merge",),
     "routed": ("RoutedModel",),
     "errors": ("MergestreamError", "MergestreamWarning"),
-    "experts": ("task_vectors",),
     "checkpoints.hub": ("download",),
     "engine": ("Engine", "LocalEngine", "ENGINES"),
     "engine.ray": ("RayEngine",),
@@ -72,7 +71,6 @@ if TYPE_CHECKING:
     from mergestream.engine.ray import RayEngine as RayEngine
     from mergestream.errors import MergestreamError as MergestreamError
     from mergestream.errors import MergestreamWarning as MergestreamWarning
-    from mergestream.experts import task_vectors as task_vectors
     from mergestream.export.one_shot import merge as merge
     from mergestream.inputs.reading import Inputs as Inputs
     from mergestream.ledger.method import Ledger as Ledger

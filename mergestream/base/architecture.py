@@ -1,11 +1,15 @@
 """What transformers knows about a model: the module of each tensor, and which tensors are tied.
 
 The model is built on the meta device from ``config.json`` alone: no memory, no weights, no remote code, no network.
+Common architectures are known without transformers, which takes seconds to import: ``known_architectures.json`` lists
+the tensors of each class; ``tests/base/known_architectures.py`` writes it.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.checkpoints import TensorSpec, dtype_name
+from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.meta_model import build_on_meta, check_config_numbers, quiet_and_offline
 from mergestream.errors import MergestreamError
 from mergestream.escaping import one_line
@@ -20,6 +25,8 @@ from mergestream.files import read_json
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from mergestream.checkpoints import Checkpoint
 
 
 Kind = Literal["linear", "embedding", "other", "custom"]
@@ -36,7 +43,7 @@ class Slot:
     """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``)"""
     kind: Kind
     spec: TensorSpec | None = None
-    """None for computed buffers, which checkpoints do not hold, and in `mergestream.base.known`"""
+    """None for computed buffers, which checkpoints do not hold, and for classes that are known without transformers"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,44 @@ class Architecture:
     """The name in ``slots`` into which a stored name is loaded"""
     unknown: str = ""
     """Why the class is unknown; empty if there is no config"""
+
+
+def find_architecture(checkpoint: Checkpoint) -> Architecture:
+    """The architecture of a checkpoint: from the list if its class has all stored tensors, else from transformers."""
+    try:
+        config = model_config(checkpoint.directory)
+        name = config["architectures"][0]
+        known = _known_architectures()[name]
+    except (MergestreamError, LookupError, TypeError):  # transformers says what is wrong
+        return load_architecture(checkpoint.directory)
+    kinds = {pattern: kind.split(" ") for kind, patterns in known["slots"].items() for pattern in patterns}
+    prefix = f"{known['prefix']}."
+
+    def slot_of(name: str) -> str | None:
+        spellings = (name, prefix + name, name.removeprefix(prefix))
+        return next((spelling for spelling in spellings if pattern_of(spelling) in kinds), None)
+
+    is_tied = config.get("tie_word_embeddings", known["tied_by_default"])
+    ties = tuple(map(tuple, known["ties" if is_tied else "untied"]))
+    slots = {}
+    for slot in (*map(slot_of, checkpoint.tensors), *(slot for group in ties for slot in group)):
+        if slot is None:
+            return load_architecture(checkpoint.directory)
+        kind, module = kinds[pattern_of(slot)]
+        leaf = slot.rpartition(".")[2]
+        slots[slot] = Slot(module, module, kind) if leaf == "weight" else Slot(f"{leaf} of {module}", None, kind)
+    return Architecture(name, slots, ties, slot_of)
+
+
+def pattern_of(name: str) -> str:
+    """A tensor's name with ``#`` for the numbers of layers."""
+    return re.sub(r"\.\d+(?=\.)", ".#", name)
+
+
+@cache
+def _known_architectures() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(Path(__file__).with_name("known_architectures.json").read_text("utf-8"))
+    return content
 
 
 def load_architecture(directory: Path | None) -> Architecture:

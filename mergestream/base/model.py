@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, is_finite, ranges
-from mergestream.base.architecture import load_architecture
-from mergestream.base.known import find_architecture
+from mergestream.base.architecture import find_architecture, load_architecture
 from mergestream.base.names import are_adapter_names
 from mergestream.base.roles import Role, find_roles, model_names, tied_names
 from mergestream.checkpoints import DTYPES, FLOATS, Checkpoint, TensorInfo, TensorSpec

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,6 @@ from mergestream.checkpoints.reader import Source, open_located
 from mergestream.experts.adapters import Adapter, find_adapter, open_adapter
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mergestream.base.model import BaseModel
     from mergestream.experts.vector import TaskVector
     from mergestream.experts.vocabulary import Vocab
@@ -53,20 +50,3 @@ def make_task_vector(
         return AdapterVector(model, base, expert, ignore=ignore, vocab=vocab)
     expert, prefix = under_base_names(model, expert, ignore)
     return TaskVector(model, base, expert, partial=partial, ignore=ignore, prefix=prefix, vocab=vocab)
-
-
-def task_vectors(base: Source, experts: Sequence[ExpertSource]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield each tensor's name and the experts' Δ = θ − θ⁰ for it, flattened, under the base's names.
-
-    One tensor of all experts is in memory at a time.
-    """
-    from mergestream.base.model import BaseModel
-
-    with ExitStack() as files:
-        opened = files.enter_context(open_checkpoint(base))
-        model = BaseModel.examine(opened, measure=False)
-        found = [files.enter_context(closing(open_expert(expert))) for expert in experts]
-        vectors = [make_task_vector(model, opened, expert) for expert in found]
-        for name in model.merged:
-            numel = model.tensors[name].numel
-            yield name, [vector.elements(name)(0, numel) for vector in vectors]

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from mergestream.algebra.pieces import Elements, SquaredNorm, is_finite, ranges
-from mergestream.base.known import find_architecture
+from mergestream.base.architecture import find_architecture
 from mergestream.base.model import BaseModel, base_changed, unusable
 from mergestream.base.names import layer_of
 from mergestream.checkpoints import Checkpoint, torch_dtype

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mergestream.base
-from mergestream.base.architecture import load_architecture
-from mergestream.base.known import pattern_of
+from mergestream.base.architecture import load_architecture, pattern_of
 
 FILE = Path(mergestream.base.__file__).with_name("known_architectures.json")
 CLASSES = (
@@ -48,7 +47,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def describe(name: str, directory: Path) -> dict[str, Any]:
-    """Describe a class as `mergestream.base.known` reads it."""
+    """Describe a class as `mergestream.base.architecture` reads it."""
     import transformers
 
     model_class = getattr(transformers, name)

@@ -13,21 +13,12 @@ from torch import Tensor
 from mergestream import Average, Ledger, Store
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
+from tests import workshop
 from tests.conftest import RunCommand
 
 transformers = pytest.importorskip("transformers")
 
-TEXT = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 40,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+TEXT = {**workshop.TEXT, "num_key_value_heads": 1, "pad_token_id": 2}
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION |= {"image_size": 8, "patch_size": 4}
 IMAGE = torch.linspace(-1, 1, 3 * 8 * 8).reshape(1, 3, 8, 8)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from mergestream.base.architecture import load_architecture
-from mergestream.base.known import find_architecture
+from mergestream.base.architecture import find_architecture, load_architecture
 from mergestream.base.model import open_base
 from mergestream.base.roles import find_roles, model_names, tied_names
 from tests.base.known_architectures import CLASSES, FILE, SMALL, describe_all

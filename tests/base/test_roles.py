@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mergestream.base.architecture import load_architecture
-from mergestream.base.known import find_architecture
+from mergestream.base.architecture import find_architecture, load_architecture
 from mergestream.base.roles import TensorRole, find_roles, tied_names
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import UsageError

@@ -18,6 +18,7 @@ from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.single_file import open_lora_file
+from tests.workshop import TEXT
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
@@ -42,15 +43,6 @@ FLUX = {
     "joint_attention_dim": 8,
     "pooled_projection_dim": 8,
     "axes_dims_rope": (2, 2, 4),
-}
-TEXT = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 40,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
 }
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 CONVOLUTIONS = [*ATTENTION, "proj_in", "conv1", "conv2", "ff.net.0.proj"]
