@@ -65,23 +65,12 @@ Alpha = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
 
 
 class _Fields(AdapterConfig, total=False):
-    """The fields that are read, whatever the type of the adapter."""
-
-    target_parameters: list[str] | None
-    rank_pattern: dict[str, Rank] | None
-    alpha_pattern: dict[str, Alpha] | None
-
-
-class _LoraFields(_Fields, total=False):
-    """The fields of a LoRA that are read."""
+    """The fields that are read."""
 
     r: Rank
     lora_alpha: Alpha
-
-
-class _AdaLoraFields(AdapterConfig, total=False):
-    """The fields of an AdaLoRA that are read: its ``rank_pattern`` lists the directions of every parameter."""
-
+    rank_pattern: dict[str, Rank] | None
+    alpha_pattern: dict[str, Alpha] | None
     target_parameters: list[str] | None
 
 
@@ -156,9 +145,10 @@ def make_config(path: Path, fields: Mapping[str, Any]) -> LoraConfig:
     if init.startswith(_REPEATABLE_INITS):
         beyond.append(f"init_lora_weights={init}")
     reason = f"peft_type={kind}" if kind != "LORA" else min(beyond, key=_ELSEWHERE.__contains__, default="")
-    schemas: dict[Any, Any] = {"LORA": _LoraFields, "ADALORA": _AdaLoraFields}
+    # Other types have fields of these names with other values.
+    others = {"LORA": (), "ADALORA": ("r", "lora_alpha", "rank_pattern")}.get(str(kind), ("r", "lora_alpha"))
     try:
-        found = convert(fields, schemas.get(kind, _Fields))
+        found = convert({name: value for name, value in fields.items() if name not in others}, _Fields)
     except (ValueError, OverflowError) as error:
         raise MergestreamError(f"{path}: {error}; download or copy it again") from error
     return LoraConfig(
