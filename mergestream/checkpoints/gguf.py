@@ -74,8 +74,8 @@ class GgufFile(Shard):
                 self._parts.setdefault(name, []).append(stored)
         if missing := [name for name, _ in model.named_parameters() if name not in self._parts]:
             raise MergestreamError(
-                f"{path} has nothing for {counted(len(missing), 'tensor')} of {type(model).__name__} ({shorten_list(missing)}); "
-                f"{_REMEDY}"
+                f"{path} has nothing for {counted(len(missing), 'tensor')} of {type(model).__name__} "
+                f"({shorten_list(missing)}); {_REMEDY}"
             )
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in self._parts}
         self.tensors = {name: TensorInfo("F32", shape, path.name) for name, shape in shapes.items()}
