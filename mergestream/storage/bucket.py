@@ -66,9 +66,7 @@ class BucketStorage(Storage):
         return {key.removeprefix(start): file for key, file in self._listed.items() if key.startswith(start)}
 
     def _list(self) -> dict[str, StoredFile]:
-        import obstore
-
-        return self._describe(self._explained("", lambda: obstore.list(self._client, self.url.key or None).collect()))
+        return self._describe(self._explained("", lambda: self._client.list(self.url.key or None).collect()))
 
     def folders(self, folder: str) -> list[str]:
         return sorted({name.partition("/")[0] for name in self.files(folder) if "/" in name})
@@ -77,11 +75,9 @@ class BucketStorage(Storage):
         return self._head(name) if self._listed is None else self._listed.get(name)
 
     def _head(self, name: str) -> StoredFile | None:
-        import obstore
-
         def head() -> StoredFile | None:
             try:
-                return self._describe([obstore.head(self._client, self._key(name))])[name]
+                return self._describe([self._client.head(self._key(name))])[name]
             except FileNotFoundError:
                 return None
 
@@ -95,11 +91,9 @@ class BucketStorage(Storage):
         return found.read()
 
     def fetch(self, name: str) -> tuple[bytes, StoredFile] | None:
-        import obstore
-
         def get() -> tuple[bytes, StoredFile] | None:
             try:
-                answer = obstore.get(self._client, self._key(name))
+                answer = self._client.get(self._key(name))
             except FileNotFoundError:
                 return None
             (file,) = self._describe([answer.meta]).values()
@@ -115,13 +109,10 @@ class BucketStorage(Storage):
         return found
 
     def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
-        import obstore
-
         options: GetOptions = {"range": (begin, end)}
         if file.tag:
             options["if_match"] = file.tag
-        get = partial(obstore.get, self._client, self._key(file.key), options=options)
-        return self._explained(file.key, lambda: bytes(get().bytes()))
+        return self._explained(file.key, lambda: bytes(self._client.get(self._key(file.key), options=options).bytes()))
 
     def is_current(self, file: StoredFile | None) -> bool:
         self._listed = None
@@ -156,14 +147,11 @@ class BucketStorage(Storage):
 
     def put(self, name: str, path: Path) -> None:
         """Upload a file of any size; if one part of a large upload fails, all are removed."""
-        import obstore
-
-        upload = partial(obstore.put, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
-        self._explained(name, partial(upload, self._client, self._key(name), path), "written")
+        upload = partial(self._client.put, self._key(name), path, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
+        self._explained(name, upload, "written")
         self._listed = None
 
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
-        import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         known = {"e_tag": before.tag, "version": before.version} if before else {}
@@ -172,10 +160,10 @@ class BucketStorage(Storage):
 
         def put() -> tuple[str | None, str | None]:
             try:
-                done = obstore.put(self._client, key, data, mode=mode, attributes=mark, use_multipart=False)
+                done = self._client.put(key, data, mode=mode, attributes=mark, use_multipart=False)
                 return done["e_tag"], done["version"]
             except (AlreadyExistsError, PreconditionError):
-                there = obstore.get(self._client, key)
+                there = self._client.get(key)
                 if there.attributes.get(_MARK) != mark[_MARK]:
                     raise self._lost() from None
                 return there.meta["e_tag"], there.meta["version"]
@@ -203,7 +191,6 @@ class BucketStorage(Storage):
 
         It is asked to replace an object that never existed; a service that does so ignores the condition.
         """
-        import obstore
         from obstore.exceptions import GenericError, NotSupportedError, PreconditionError
 
         key = self._key(f"probe-{uuid4().hex}")
@@ -211,7 +198,7 @@ class BucketStorage(Storage):
 
         def has_conditions() -> bool:
             try:
-                obstore.put(self._client, key, b"", mode=never, use_multipart=False)
+                self._client.put(key, b"", mode=never, use_multipart=False)
             except (PreconditionError, FileNotFoundError):
                 return True
             except (NotSupportedError, NotImplementedError):
@@ -220,7 +207,7 @@ class BucketStorage(Storage):
                 if http_status(error) == _NOT_IMPLEMENTED:
                     return False
                 raise
-            obstore.delete(self._client, key)
+            self._client.delete(key)
             return False
 
         if not self._explained("", has_conditions, "written to"):
@@ -230,9 +217,7 @@ class BucketStorage(Storage):
             )
 
     def copy(self, name: str, to: str) -> None:
-        import obstore
-
-        self._explained(name, lambda: obstore.copy(self._client, self._key(name), self._key(to)), "copied")
+        self._explained(name, lambda: self._client.copy(self._key(name), self._key(to)), "copied")
         self._listed = None
 
     def save_to(self, name: str, path: Path) -> None:
@@ -243,12 +228,10 @@ class BucketStorage(Storage):
                 opened.write(file.read(begin, min(begin + _PART, file.size)))
 
     def delete(self, names: Iterable[str]) -> None:
-        import obstore
-
         deleted = set(names)
         keys = [self._key(name) for name in deleted]
         if keys:
-            self._explained("", lambda: obstore.delete(self._client, keys), "deleted from")
+            self._explained("", lambda: self._client.delete(keys), "deleted from")
             if self._listed is not None:
                 self._listed = {name: file for name, file in self._listed.items() if name not in deleted}
 

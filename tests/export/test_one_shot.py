@@ -164,7 +164,7 @@ def test_the_card_of_a_merge_does_not_depend_on_the_time(
     tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, time in (("one", "2026-01-01"), ("two", "2027-01-01")):
-        monkeypatch.setattr("mergestream.store.candidate.datetime", SimpleNamespace(now=lambda _, t=time: Clock(t)))
+        monkeypatch.setattr("mergestream.store.add.datetime", SimpleNamespace(now=lambda _, t=time: Clock(t)))
         mergestream.merge(toys.base, toys.experts[:2], tmp_path / name, OPCM())
     assert files(tmp_path / "one") == files(tmp_path / "two")
 

@@ -184,7 +184,7 @@ def test_an_expert_whose_name_is_no_directory_is_refused(
 ) -> None:
     """As a store by an older version may have."""
     base, adapters = llamas
-    monkeypatch.setattr("mergestream.store.candidate.free_name", lambda name, *_: name)
+    monkeypatch.setattr("mergestream.store.add.free_name", lambda name, *_: name)
     store = Store.create(tmp_path / "store", base, EXACT)
     store.add(adapters[0], name="legal/contracts")
     with pytest.raises(UsageError, match=r"legal/contracts cannot be the name of a directory.*expert:legal/contracts"):

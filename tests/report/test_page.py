@@ -313,7 +313,7 @@ def test_names_are_text_and_never_markup(
     name = """</script><img src=x onerror="document.title='hacked'">&amp;"""
     store = Store.create(tmp_path / "store", models / "base", OPCM())
     with monkeypatch.context() as patch:  # `add` refuses it, a store of somebody else may have it
-        patch.setattr("mergestream.store.candidate.free_name", lambda name, *_: name)
+        patch.setattr("mergestream.store.add.free_name", lambda name, *_: name)
         store.add(models / "cars", name)
     store.add(models / "pets")
     opened = Page(browser, tmp_path / "names.html", store)
