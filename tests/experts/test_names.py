@@ -129,7 +129,7 @@ def test_what_is_left_out_may_be_named_as_the_file_does() -> None:
 def test_an_error_names_the_tensor_as_the_file_does() -> None:
     expert = toy_expert(1)
     expert["half.weight"][0, 0] = float("nan")
-    with pytest.raises(MergestreamError, match=r"tensor bert\.half\.weight in memory holds NaN"):
+    with pytest.raises(MergestreamError, match=r"tensor bert\.half\.weight in the state dict holds NaN"):
         list(vector(put_before("bert.", expert)).pieces("half.weight"))
     expert["half.weight"] = torch.ones(6, 7)
     with pytest.raises(MergestreamError, match=r"tensor bert\.half\.weight .* --ignore half\.weight"):

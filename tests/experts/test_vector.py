@@ -96,7 +96,7 @@ def test_integers_of_the_expert_do_not_matter() -> None:
             {"a": torch.ones(1), "b": torch.ones(1)},
             r"has 2 tensors \(a, b\) that the base does not have.*--heads",
         ),
-        ({"layers.0.q.weight": torch.ones(8, 7)}, r"layers.0.q.weight in memory has shape \[8, 7\]"),
+        ({"layers.0.q.weight": torch.ones(8, 7)}, r"layers.0.q.weight in the state dict has shape \[8, 7\]"),
         ({"layers.0.q.weight": torch.ones(64)}, r"has shape \[64\], the base has \[8, 8\]"),
         ({"embed_tokens.weight": torch.ones(25, 8)}, "25 rows and the base has 24, and no tokenizer shows"),
         ({"layers.0.q.weight": torch.ones(8, 8, dtype=torch.int8)}, "is I8, the base has F32; convert it"),
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(change: Any, sente
 def test_nan_is_blamed_on_the_one_who_has_it() -> None:
     bad = toy_expert(1)
     bad["half.weight"][0, 0] = float("nan")
-    with pytest.raises(MergestreamError, match=r"half.weight in memory holds NaN"):
+    with pytest.raises(MergestreamError, match=r"half.weight in the state dict holds NaN"):
         list(vector(bad).pieces("half.weight"))
 
 

@@ -57,7 +57,7 @@ def test_the_rows_in_common_are_not_copied() -> None:
 
 def test_rows_that_an_expert_lacks_are_unchanged() -> None:
     base, expert = words(12), {name: tensor.bfloat16() for name, tensor in words(10, seed=1).items()}
-    with pytest.raises(MergestreamError, match=r"shared.weight in memory has 10 rows.*--vocab base to leave"):
+    with pytest.raises(MergestreamError, match=r"shared.weight in the state dict has 10 rows.*--vocab base to leave"):
         vector(expert)
     delta = vector(expert, "base").whole("shared.weight")
     torch.testing.assert_close(delta[:10], expert["shared.weight"].float() - base["shared.weight"][:10])
@@ -74,7 +74,7 @@ def test_new_rows_must_be_numbers() -> None:
     expert = words(15)
     expert["shared.weight"][13] = torch.nan
     found = vector(expert, "union")
-    with pytest.raises(MergestreamError, match=r"shared.weight in memory holds NaN or Inf"):
+    with pytest.raises(MergestreamError, match=r"shared.weight in the state dict holds NaN or Inf"):
         for name in found.heads:
             found.head(name)
 
