@@ -63,7 +63,7 @@ class TrackedStep:
         )
 
 
-def _send_wandb(target: str | None, step: TrackedStep) -> None:
+def _send_wandb(target: str, step: TrackedStep) -> None:
     """Log to the active run, or to the run of the store in ``target``, which is PROJECT or ENTITY/PROJECT.
 
     The run of a store is resumed by every command, and is finished when the process ends."""
@@ -71,7 +71,7 @@ def _send_wandb(target: str | None, step: TrackedStep) -> None:
 
     run = wandb.run
     if run is None:
-        entity, _, project = (target or "mergestream").rpartition("/")
+        entity, _, project = target.rpartition("/")
         settings = wandb.Settings(console="off")
         about: dict[str, Any] = {"id": step.run, "name": step.store, "config": step.config}
         run = wandb.init(entity=entity or None, project=project, resume="allow", settings=settings, **about)
@@ -79,13 +79,13 @@ def _send_wandb(target: str | None, step: TrackedStep) -> None:
     run.log({"step": step.number, "expert": step.expert, **step.scalars})
 
 
-def _send_mlflow(target: str | None, step: TrackedStep) -> None:
+def _send_mlflow(target: str, step: TrackedStep) -> None:
     """Log to the active run, or to the run of the store in the experiment ``target``, found by its tag."""
     import mlflow
 
     # MLflow allows fewer characters in the names of metrics than names of experts have.
     metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in step.scalars.items()}
-    with nullcontext() if mlflow.active_run() else _mlflow_run(target or "mergestream", step):
+    with nullcontext() if mlflow.active_run() else _mlflow_run(target, step):
         mlflow.log_metrics(metrics, step.number)
         mlflow.set_tag(f"step.{step.number}", step.expert)
 
@@ -105,19 +105,19 @@ def _mlflow_run(name: str, step: TrackedStep) -> Any:
     return run
 
 
-def _send_tensorboard(target: str | None, step: TrackedStep) -> None:
-    """Write to the log directory ``target``, by default ``runs/STORE``."""
+def _send_tensorboard(target: str, step: TrackedStep) -> None:
+    """Write to the log directory ``target``."""
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(target or str(Path("runs") / step.store)) as writer:
+    with SummaryWriter(target) as writer:
         writer.add_text("expert", step.expert, step.number)
         for name, value in step.scalars.items():
             writer.add_scalar(name, value, step.number)
 
 
-def _send_jsonl(target: str | None, step: TrackedStep) -> None:
+def _send_jsonl(target: str, step: TrackedStep) -> None:
     """Append a line of JSON to the file ``target``."""
-    path = Path(target or f"{step.store}.jsonl")
+    path = Path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     line = {"store": step.store, "step": step.number, "expert": step.expert, "time": step.added, **step.scalars}
     with path.open("a", encoding="utf-8") as file:
@@ -127,13 +127,13 @@ def _send_jsonl(target: str | None, step: TrackedStep) -> None:
 TRACKERS = {"wandb": _send_wandb, "mlflow": _send_mlflow, "tensorboard": _send_tensorboard, "jsonl": _send_jsonl}
 """All but the last need the library of the same name"""
 
-
-Tracker = tuple[str, str | None]
+Tracker = tuple[str, str]
 """The name of a tracker, and the project, experiment, directory or file that it writes to"""
 
 
 def parse_trackers(given: str | Sequence[str], store: Store) -> list[Tracker]:
     """Read each TRACKER[:TARGET]; refuses a wrong target, or a library that is not installed, before any work."""
+    defaults = {"jsonl": f"{store.storage.address}.jsonl", "tensorboard": f"runs/{Path(store.storage.address).name}"}
     found = []
     for text in [given] if isinstance(given, str) else given:
         name, colon, target = text.partition(":")
@@ -142,15 +142,14 @@ def parse_trackers(given: str | Sequence[str], store: Store) -> list[Tracker]:
                 f"--log {text} is not of the form TRACKER[:TARGET]{did_you_mean(name, TRACKERS)} "
                 f"(there are: {', '.join(TRACKERS)})"
             )
-        if name == "jsonl":
-            target = target or f"{store.storage.address}.jsonl"
-            if not target.endswith(".jsonl") or Path(target).is_dir():
-                raise UsageError(f"--log {text}: lines are appended to the file, so it must end in .jsonl")
-        elif find_spec(name) is None:
+        target = target or defaults.get(name, "mergestream")
+        if name == "jsonl" and (not target.endswith(".jsonl") or Path(target).is_dir()):
+            raise UsageError(f"--log {text}: lines are appended to the file, so it must end in .jsonl")
+        if name != "jsonl" and find_spec(name) is None:
             raise MergestreamError(f"--log {name} needs {name}: pip install 'mergestream[{name}]'")
-        if target and name in ("jsonl", "tensorboard"):
+        if name in defaults:
             store.refuse_output(target)
-        found.append((name, target or None))
+        found.append((name, target))
     return found
 
 

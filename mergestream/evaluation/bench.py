@@ -75,7 +75,11 @@ def run_bench(suite: Suite, plan: Plan, output: Path, on_progress: OnProgress, c
         raise UsageError("a benchmark needs at least one order")
     suite.prepare(lambda task, done, total: on_progress(f"expert {task}", done, total), plan.workers)
     _check_output(suite, output)
-    digests = _digests(suite, plan.workers, on_progress)
+    digests = {
+        "base": model_digest(suite.base()),
+        "experts": {task: model_digest(suite.expert(task)) for task in suite.tasks},
+        "test_data": {name: suite.evaluation_key(name) for name in (*suite.tasks, *suite.beside)},
+    }
     results = _recorded(suite, digests, output) or _measure_models(suite, digests, plan.workers, on_progress)
     settings = {
         "command": command,
@@ -96,21 +100,6 @@ def _check_output(suite: Suite, output: Path) -> None:
         )
         if is_store or directory in models:
             raise MergestreamError(f"{output} is inside {directory}, a model or a store; choose another place")
-
-
-def _digests(suite: Suite, workers: int, on_progress: OnProgress) -> dict[str, Any]:
-    """Return what decides the results: the digests of the base, the experts and the test data."""
-    models = [suite.base(), *map(suite.expert, suite.tasks)]
-    found = dict(_run_all(_digest, [(model,) for model in models], workers, "digests", on_progress))
-    return {
-        "base": found[suite.base()],
-        "experts": {task: found[suite.expert(task)] for task in suite.tasks},
-        "test_data": {name: suite.evaluation_key(name) for name in (*suite.tasks, *suite.beside)},
-    }
-
-
-def _digest(model: Path) -> tuple[Path, str]:
-    return model, model_digest(model)
 
 
 def _recorded(suite: Suite, digests: dict[str, Any], output: Path) -> Results | None:
@@ -135,8 +124,7 @@ def _measure_models(suite: Suite, digests: dict[str, Any], workers: int, on_prog
         fine_tuned={task: scored[task][1] for task in sorted(scored)},
         runs=[],
         beside=score(suite, suite.base(), suite.beside, digests["base"]),
-        model_bytes=_weight_bytes(suite.base()),
-        expert_bytes=sum(_weight_bytes(suite.expert(task)) for task in suite.tasks) // len(suite.tasks),
+        model_bytes=sum(file.stat().st_size for file in suite.base().glob("*.safetensors")),
         digests=digests,
     )
 
@@ -146,10 +134,6 @@ def _score_individual(suite: Suite, task: str, base: str, expert: str) -> tuple[
     models = ((suite.base(), base), (suite.expert(task), expert))
     of_base, of_expert = (score(suite, model, [task], digest)[task] for model, digest in models)
     return task, of_base, of_expert
-
-
-def _weight_bytes(model: Path) -> int:
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def _run_plan(suite: Suite, plan: Plan, results: Results, output: Path, on_progress: OnProgress) -> Results:

@@ -90,8 +90,6 @@ class Results:
     """Command, seeds, protocol, machine, versions"""
     beside: dict[str, float] = field(default_factory=dict)
     """The suite's other measures (such as perplexity) of the base"""
-    expert_bytes: int = 0
-    """Mean size of an expert; 0 in old results, where experts are as large as the base"""
     digests: dict[str, Any] = field(default_factory=dict)
     """Of the base, the experts and the test data: results of the same are not measured again; none in old results"""
 
@@ -141,8 +139,8 @@ class Results:
         path = directory / "results.json"
         try:
             content = json.loads(path.read_text("utf-8"))
-            content.pop("summary")
-            content.pop("cosines", None)  # of older versions
+            for key in ("summary", "cosines", "expert_bytes"):  # the last two are of older versions
+                content.pop(key, None)
             return Results(**{**content, "runs": [Run(**run) for run in content["runs"]]})
         except FileNotFoundError:
             raise MergestreamError(

@@ -97,19 +97,15 @@ def score(suite: Suite, model: Path, names: Sequence[str], digest: str = "") -> 
 
 
 def run_streams(suite: Suite, streams: Sequence[Stream], work: Path) -> dict[Outcome, Steps]:
-    """Run streams of one order that differ in the readout alone; ``work`` is a directory for what they need."""
+    """Run streams that differ in the readout alone: add the experts to one store, and score the models of all streams.
+
+    ``work`` is a directory for the store and the models.
+    """
     shutil.rmtree(work, ignore_errors=True)  # an earlier run was interrupted
     work.mkdir(parents=True)
-    steps = _merge(suite, streams, work)
-    shutil.rmtree(work, ignore_errors=True)
-    return {stream.outcome: steps for stream, steps in zip(streams, steps, strict=True)}
-
-
-def _merge(suite: Suite, streams: Sequence[Stream], work: Path) -> list[Steps]:
-    """Add the experts to one store, and score the model of every stream after each step."""
     method = streams[0].row.method()
     store = Store.create(work / "store", suite.base(), method, keep=0, engine=LocalEngine(1), progress=NoProgress())
-    steps: list[Steps] = [[] for _ in streams]
+    steps: dict[Outcome, Steps] = {stream.outcome: [] for stream in streams}
     for step, task in enumerate(streams[0].order):
         started = time.monotonic()
         store.add(suite.expert(task), name=task)
@@ -123,9 +119,11 @@ def _merge(suite: Suite, streams: Sequence[Stream], work: Path) -> list[Steps]:
             "state_bytes": sum(file.stat().st_size for file in (store.path / "steps").rglob("*") if file.is_file()),
             "absorb_seconds": round(seconds, 3),
         }
-        for stream, found in zip(streams, steps, strict=True):
+        for stream in streams:
             scores, exporting = _score_models(suite, stream, step, store)
-            found.append({"task": task, **split_scores(suite, scores), **recorded, "export_seconds": exporting})
+            found = {"task": task, **split_scores(suite, scores), **recorded, "export_seconds": exporting}
+            steps[stream.outcome].append(found)
+    shutil.rmtree(work, ignore_errors=True)
     return steps
 
 

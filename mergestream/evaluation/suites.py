@@ -112,10 +112,7 @@ class CustomSuite(Suite):
             check_command(self.evaluate)
 
     def limited(self, tasks: int | None = None, test_limit: int | None = None) -> Suite:
-        if test_limit is not None:
-            raise UsageError(
-                f"{self.source}: the suite {self.name} is scored on all its test data; leave --test-limit out"
-            )
+        super().limited(test_limit=test_limit)  # it is scored on all its test data
         if tasks is None:
             return self
         return replace(self, experts=dict(first_tasks(self.name, list(self.experts.items()), tasks)))
@@ -234,10 +231,8 @@ def _describe_error(error: Exception) -> str:
 
 def cache_directory() -> Path:
     """Return ``$MERGESTREAM_CACHE``, else ``mergestream`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    chosen = os.environ.get("MERGESTREAM_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergestream"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MERGESTREAM_CACHE") or Path(home) / "mergestream")
 
 
 def key_of(*parts: Any) -> str:

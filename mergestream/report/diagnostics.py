@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergestream.base.names import layer_of, natural
-from mergestream.errors import UsageError
 from mergestream.sizes import counted
 from mergestream.store.records import tensor_records
 
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
 
 HIGH_DAMAGE = 0.3
 """The merged model serves an expert badly above this; eight tasks of the project's suites have 0.08 to 0.24"""
-
-
-def fields_of(data: Any) -> dict[str, Any]:
-    """The fields of a dataclass, not copied: ``asdict`` copies every number of a matrix."""
-    return {field.name: getattr(data, field.name) for field in fields(data)}
 
 
 @dataclass(frozen=True)
@@ -73,8 +67,7 @@ class Survival:
 
 def similarity(store: Store) -> Interference:
     """Cosines of the task vectors in a ledger, and what else the experts do to each other."""
-    if not store.manifest.is_ledger:
-        raise UsageError(f"only a ledger knows the cosines of its experts, and this store uses {store.manifest.method}")
+    store.manifest.require_ledger("knows the cosines of its experts")
     with store.snapshot() as snapshot:
         found = snapshot.reading(store.engine).interference(store.engine, store.progress)
     assert found is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 from mergestream.merging.interference import Interference, pairs_of
-from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, fields_of, ledger_survival, survival
+from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, ledger_survival, survival
 from mergestream.report.scores import Scores, attached
 from mergestream.report.tables import format_number, short_name, short_names, shorten_findings
 from mergestream.report.verdict import next_step, verdict
@@ -87,16 +87,6 @@ class Facts:
     def history(self) -> tuple[Expert, ...]:
         return self.manifest.history
 
-    @property
-    def parameters(self) -> str:
-        """``alpha = 0.5, scaling = adaptive``"""
-        return ", ".join(f"{key} = {value}" for key, value in self.manifest.parameters.items())
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """The share of each expert's ‖Δ‖² that entered the state, or that its entry in a ledger holds now."""
-        return self.survival.total if self.interference else tuple(entry.kept for entry in self.history)
-
     @cached_property
     def names(self) -> list[str]:
         """The names of all experts as tables and sentences write them."""
@@ -139,7 +129,7 @@ class Facts:
             ),
             (
                 what.format(f"{share:.0%}", name)
-                for share, name in sorted(zip(self.shares, names, strict=True))
+                for share, name in sorted(zip(self.survival.total, names, strict=True))
                 if share < LOW_SHARE
             ),
             (
@@ -169,47 +159,40 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the same store gives the same report, to the byte."""
-        method, base, of_pairs = self.manifest.method, self.manifest.base, {}
-        if found := self.interference:
+        base, found, of_pairs, ledger = self.manifest.base, self.interference, {}, None
+        if found:
             conflicts = [asdict(conflict) for conflict in self.conflicts]
             of_pairs = {"conflicts": conflicts, "similarity": {"experts": found.experts, "cosines": found.cosines}}
+            ledger = {"room_for": self.manifest.sharing, "held": self.survival.total}
+            ledger |= {key: getattr(found, key) for key in _INTERFERENCE_KEYS}
         return {
             "mergestream": __version__,
             "store": self.store,
-            "method": {"name": method, "parameters": self.manifest.parameters},
+            "method": {"name": self.manifest.method, "parameters": self.manifest.parameters},
             "base": {"source": base.source, "digest": base.digest},
             "experts": [self._expert_json(number, entry) for number, entry in enumerate(self.history, 1)],
             "verdict": verdict(self),
             "next_step": asdict(next_step(self)),
             "findings": self.findings(),
             **of_pairs,
-            "layers": fields_of(self.survival.by_layer()),
-            "survival": fields_of(self.survival),
-            "scores": self.scores and {**fields_of(self.scores), "ACC": self.scores.acc, "BWT": self.scores.bwt},
+            "layers": asdict(self.survival.by_layer()),
+            "survival": asdict(self.survival),
+            "scores": self.scores and {**asdict(self.scores), "ACC": self.scores.acc, "BWT": self.scores.bwt},
             "tensors": [
                 {"name": name, **{key: getattr(tensor, key) for key in _TENSOR_KEYS}}
                 for name, tensor in base.tensors.items()
             ],
-            "ledger": self.interference
-            and {
-                "room_for": self.manifest.sharing,
-                "held": self.shares,
-                **{key: getattr(self.interference, key) for key in _INTERFERENCE_KEYS},
-            },
+            "ledger": ledger,
         }
 
     def _expert_json(self, number: int, entry: Expert) -> dict[str, Any]:
-        left_out = {"fates", *(_STATE_KEYS if self.interference else ())}
-        outcome: dict[str, Any] = {
-            "lambda": entry.lambda_ if math.isfinite(entry.lambda_) else None,
-            "sqrt_t": math.sqrt(number),
-        }
+        found = {"step": number, **asdict(entry)}
+        fates = found.pop("fates")
         if self.interference:
-            outcome = {"held": self.shares[number - 1], "damage": self.interference.damage[number - 1]}
-        return {
-            "step": number,
-            **{key: value for key, value in asdict(entry).items() if key not in left_out},
-            **outcome,
-            "relative_norm": self.relative_norm(number),
-            "tensors": dict(entry.fates),
-        }
+            for key in _STATE_KEYS:
+                del found[key]
+            found |= {"held": self.survival.total[number - 1], "damage": self.interference.damage[number - 1]}
+        else:
+            inverse = entry.lambda_ if math.isfinite(entry.lambda_) else None
+            found |= {"lambda": inverse, "sqrt_t": math.sqrt(number)}
+        return {**found, "relative_norm": self.relative_norm(number), "tensors": fates}

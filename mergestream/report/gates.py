@@ -88,20 +88,16 @@ class Gatekeeper:
 
     @classmethod
     def of(
-        cls,
-        gates: Sequence[str],
-        command: str | None,
-        manifest: Manifest | None = None,
-        timeout: float | None = None,
+        cls, gates: Sequence[str], command: str | None, manifest: Manifest, timeout: float | None = None
     ) -> Gatekeeper:
         """Read the gates; raises before any work is done if the store cannot have one of them."""
         parsed = tuple(Gate.parse(text) for text in gates)
         for gate in parsed:
-            if manifest and manifest.is_ledger and gate.quantity in NOT_IN_LEDGERS:
+            if manifest.is_ledger and gate.quantity in NOT_IN_LEDGERS:
                 raise UsageError(
                     f"a ledger has no {gate.quantity} before it is exported; gate on damage or held instead"
                 )
-            if manifest and not manifest.is_ledger and gate.quantity in LEDGER_ONLY:
+            if not manifest.is_ledger and gate.quantity in LEDGER_ONLY:
                 raise UsageError(
                     f"only a ledger has {gate.quantity}, and this store uses {manifest.method}; gate on kept instead"
                 )
@@ -117,41 +113,36 @@ class Gatekeeper:
 
     def review(self, candidate: Candidate) -> Expert:
         """Check a step against all gates, the score last; returns its entry with the values that passed."""
-        expert = candidate.expert
-        numbers = [gate for gate in self.gates if gate.quantity != "score"]
-        passed = check(numbers, self._measure(candidate), expert.source) if numbers else []
-        if self.command is None:
-            return replace(expert, gates=passed)
-        evaluation = _evaluate_candidate(candidate, self.command, self.timeout)
-        scored = [gate for gate in self.gates if gate.quantity == "score"]
-        passed += check(scored, {"score": evaluation["score"]}, expert.source)
+        expert, evaluation = candidate.expert, None
+        passed = check(self.gates, self._measure(candidate), expert.source)
+        if self.command is not None:
+            evaluation = _evaluate_candidate(candidate, self.command, self.timeout)
+            passed += check(self.gates, {"score": evaluation["score"]}, expert.source)
         return replace(expert, gates=passed, evaluation=evaluation)
 
     def _measure(self, candidate: Candidate) -> dict[str, float | None]:
         """All quantities except the score; the expensive ones only if a gate needs them."""
-        expert, store, history = candidate.expert, candidate.store, candidate.store.history
-        found: dict[str, float | None] = dict.fromkeys(QUANTITIES)
-        found |= {"kept": expert.kept, "norm": expert.norm, "distance": expert.distance}
-        found |= {"scale": expert.scale, "lambda": expert.lambda_}
-        if history:
-            mean = history[-1].mean_norm
+        expert, store = candidate.expert, candidate.store
+        found = {"kept": expert.kept, "norm": expert.norm, "distance": expert.distance}
+        found |= {"scale": expert.scale, "lambda": expert.lambda_, "relative_norm": None}
+        if store.history:
+            mean = candidate.mean_norm_before
             found["relative_norm"] = expert.norm / mean if mean else math.nan
         if self.asks_for(*LEDGER_ONLY):
             with candidate.snapshot() as snapshot:
-                if self.asks_for("held"):
-                    found["held"] = ledger_survival(snapshot).total[-1]
+                found["held"] = ledger_survival(snapshot).total[-1]
                 if self.asks_for("damage", "max_cosine"):
                     among = snapshot.reading(store.engine).interference(store.engine, store.progress)
                     assert among is not None
                     found["damage"] = max((value for value in among.damage if value is not None), default=None)
                     cosines = [value for value in among.cosines[-1][:-1] if value is not None]
-                    found["max_cosine"] = max(cosines, default=math.nan) if history else None
+                    found["max_cosine"] = max(cosines, default=math.nan) if store.history else None
         return found
 
 
 def check(gates: Sequence[Gate], values: Mapping[str, float | None], source: str) -> list[PassedGate]:
-    """Each gate with its value, for the history; raises if one fails."""
-    failed = []
+    """The gates on these quantities, each with its value, for the history; raises if one fails."""
+    gates, failed = [gate for gate in gates if gate.quantity in values], []
     for gate in gates:
         value = values[gate.quantity]
         if not gate.holds(value):

@@ -122,7 +122,7 @@ class Scores:
     @property
     def bwt(self) -> float | None:
         """BWT: the mean change of the tasks since their experts were added; below 0 they are forgotten."""
-        return backward_transfer(self.matrix) if len(self.matrix) > 1 else None
+        return backward_transfer(self.matrix)
 
 
 def attach(store: Store, scores: Scores) -> None:

@@ -87,36 +87,42 @@ def _against_experts(scores: Scores) -> Section:
 
 
 def _experts(facts: Facts) -> Section:
-    found, method = facts.interference, facts.manifest.method
-    own: tuple[str, ...] = ("held", "damage", "overlaps most with", "most similar")
-    if not found:
-        own = ("kept", displayed_scale(method, 1)[0], "‖merged − base‖")
-    rows = []
-    for i, entry in enumerate(facts.history):
-        if found:
-            companions = [_companion(facts, matrix[i], i) for matrix in (found.overlap, found.cosines)]
-            cells = [number_cell(found.damage[i]), *companions]
-        else:
-            cells = [number_cell(value, ".4g") for value in (displayed_scale(method, entry.scale)[1], entry.distance)]
-        rows.append(
-            [
-                Cell(facts.names[i], sort=entry.name, title=entry.source),
-                Cell(str(i + 1), sort=i + 1),
-                Cell(entry.added.replace("T", " ").replace("+00:00", ""), sort=entry.added),
-                number_cell(entry.norm, ".4g"),
-                Cell(f"{facts.shares[i]:.1%}", sort=facts.shares[i], bar=facts.shares[i]),
-                *cells,
-                Cell(_describe_gates(entry), sort=len(entry.gates)),
-            ]
-        )
-    headings = ("expert", "step", "added", "‖Δ‖", *own, "gates")
-    return Section("experts", "Experts, in the order they were added", table=Table(headings, rows))
+    history, found = facts.history, facts.interference
+    shares = [Cell(f"{share:.1%}", sort=share, bar=share) for share in facts.survival.total]
+    columns = {
+        "expert": [
+            Cell(name, sort=entry.name, title=entry.source) for name, entry in zip(facts.names, history, strict=True)
+        ],
+        "step": [Cell(str(step), sort=step) for step in range(1, len(history) + 1)],
+        "added": [Cell(entry.added[:19].replace("T", " "), sort=entry.added) for entry in history],
+        "‖Δ‖": [number_cell(entry.norm, ".4g") for entry in history],
+    }
+    if found:
+        columns |= {
+            "held": shares,
+            "damage": [number_cell(damage) for damage in found.damage],
+            "overlaps most with": _companions(facts, found.overlap),
+            "most similar": _companions(facts, found.cosines),
+        }
+    else:
+        scales = [displayed_scale(facts.manifest.method, entry.scale) for entry in history]
+        columns |= {
+            "kept": shares,
+            scales[0][0]: [number_cell(scale, ".4g") for _, scale in scales],
+            "‖merged − base‖": [number_cell(entry.distance, ".4g") for entry in history],
+        }
+    columns["gates"] = [Cell(_describe_gates(entry), sort=len(entry.gates)) for entry in history]
+    table = Table(tuple(columns), list(zip(*columns.values(), strict=True)))
+    return Section("experts", "Experts, in the order they were added", table=table)
 
 
-def _companion(facts: Facts, row: Sequence[float | None], own: int) -> Cell:
-    """The other expert with the largest value in a row, and the value."""
-    found = largest_other(row, own)
-    return Cell(facts.names[found[1]], format_number(found[0]), sort=found[0]) if found else Cell("–", sort="")
+def _companions(facts: Facts, matrix: Sequence[Sequence[float | None]]) -> list[Cell]:
+    """For each expert, the other one with the largest value in a matrix, and the value."""
+    largest = [largest_other(row, expert) for expert, row in enumerate(matrix)]
+    return [
+        Cell(facts.names[found[1]], format_number(found[0]), sort=found[0]) if found else Cell("–", sort="")
+        for found in largest
+    ]
 
 
 def _describe_gates(entry: Expert) -> str:
@@ -170,7 +176,7 @@ def _by_layer(
 
 def _shares_by_layer(facts: Facts) -> Table:
     layers = facts.survival.by_layer()
-    return _by_layer(facts, layers.parts, facts.shares, layers.kept, ".1%", most=1.0)
+    return _by_layer(facts, layers.parts, facts.survival.total, layers.kept, ".1%", most=1.0)
 
 
 def _pairs(facts: Facts, quantity: str, values: Sequence[Sequence[float | None]]) -> Table:

@@ -63,8 +63,8 @@ def shaded_table(
     extent = (max([0.05, *values]) if most is None else most) - least
 
     def cell(name: str, column: str, value: float | None) -> Cell:
-        is_shaded = value is not None and name != column and extent > 0
-        return number_cell(value, form, (value - least) / extent if is_shaded and value is not None else None)
+        shade = None if value is None or name == column or extent <= 0 else (value - least) / extent
+        return number_cell(value, form, shade)
 
     cells = [
         [Cell(name), *(cell(name, *pair) for pair in zip(columns, row, strict=True))] for name, row in rows.items()

@@ -11,7 +11,6 @@ from mergestream.report.tables import format_range, short_name
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
-    from mergestream.merging.interference import Interference
     from mergestream.report.facts import Facts
     from mergestream.report.scores import Scores
 
@@ -29,14 +28,6 @@ class NextStep:
     command: str
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The experts that a merged model serves badly, the worst first, and a sentence about the worst."""
-
-    experts: list[str]
-    sentence: str
-
-
 def verdict(facts: Facts) -> str:
     """What was merged, how good it is as far as is known, and the largest problem."""
     if not facts.history:
@@ -47,9 +38,9 @@ def verdict(facts: Facts) -> str:
     else:
         if last := facts.history[-1].evaluation:
             sentences.append(f"The model scored {last['score']:g} after the last expert.")
-        sentences.append(_describe_ledger(facts, facts.interference) if facts.interference else _describe_state(facts))
+        sentences.append(_describe_shares(facts))
     if problem := find_problem(facts):
-        sentences.append(problem.sentence)
+        sentences.append(problem[1])
     elif not facts.findings():
         sentences.append("There are no findings.")
     return " ".join(sentences)
@@ -64,7 +55,7 @@ def next_step(facts: Facts) -> NextStep:
         unknown = facts.interference and facts.manifest.adapters and not facts.scores
         advice = "Merge the adapters, and score the model before you use it." if unknown else "Merge the experts."
         return _advise(advice, "export", facts.store, "merged")
-    worst = problem.experts
+    worst, _ = problem
     names = " and ".join(map(short_name, worst))
     if facts.interference and len(worst) <= MAX_LEFT_OUT and 2 * len(worst) <= len(facts.history):
         left_out = ("--without", ",".join(worst))
@@ -79,23 +70,26 @@ def next_step(facts: Facts) -> NextStep:
     return _advise(advice, "init", f"{facts.store}-ledger", "--base", facts.manifest.base.source)
 
 
-def find_problem(facts: Facts) -> Problem | None:
-    """By the scores if all steps have some, else by the predicted damage, else by opposed task vectors."""
+def find_problem(facts: Facts) -> tuple[list[str], str] | None:
+    """The experts that the merged model serves badly, the worst first, and a sentence about the worst.
+
+    By the scores if all steps have some, else by the predicted damage, else by opposed task vectors.
+    """
     if facts.scores:
         tasks = zip(facts.scores.compared(), facts.history, strict=False)
         found = sorted(((task, entry) for task, entry in tasks if task.lost > LOST), key=lambda pair: -pair[0].lost)
         if found:
             worst = found[0][0]
             sentence = f"{short_name(worst.task)} lost most: {worst.merged:.3g}, its expert has {worst.expert:.3g}."
-            return Problem([entry.name for _, entry in found], sentence)
+            return [entry.name for _, entry in found], sentence
         if facts.scores.has_experts and len(facts.scores.matrix) == len(facts.history):
             return None
     if not facts.manifest.adapters and (damaged := facts.damaged()):
         damage, most = damaged[0]
         sentence = f"The model would serve {facts.names[most]} worst (predicted damage {damage:.2f})."
-        return Problem([facts.history[i].name for _, i in damaged], sentence)
+        return [facts.history[i].name for _, i in damaged], sentence
     if facts.conflicts:
-        return Problem([facts.conflicts[0].other], str(facts.conflicts[0]))
+        return [facts.conflicts[0].other], str(facts.conflicts[0])
     return None
 
 
@@ -119,14 +113,13 @@ def _describe_scores(facts: Facts, scores: Scores) -> str:
     return f"{share} (mean {scores.metric} {merged:.3g}, experts {experts:.3g}{of_base})."
 
 
-def _describe_ledger(facts: Facts, found: Interference) -> str:
-    held = f"The ledger holds {format_range(facts.shares, '.0%')} of each."
+def _describe_shares(facts: Facts) -> str:
+    share = format_range(facts.survival.total, ".0%")
+    if facts.interference is None:
+        return f"{share} of each entered the merged state."
+    held = f"The ledger holds {share} of each."
     if facts.manifest.adapters:
         return f"{held} Only scores show how good a merge of adapters is."
-    known = [value for value in found.damage if value is not None]
+    known = [value for value in facts.interference.damage if value is not None]
     damage = f" Predicted damage: {format_range(known, '.2f')} (0 is none, 1 is the base)." if known else ""
     return held + damage
-
-
-def _describe_state(facts: Facts) -> str:
-    return f"{format_range(facts.shares, '.0%')} of each entered the merged state."

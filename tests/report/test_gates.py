@@ -150,9 +150,9 @@ def test_an_evaluation_that_fails_leaves_the_store_unchanged(
         ([], "python 'score.py {model}", "is not a command line"),
     ],
 )
-def test_mistakes_show_before_any_work(gates: list[str], command: str | None, message: str) -> None:
+def test_mistakes_show_before_any_work(scored: Store, gates: list[str], command: str | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Gatekeeper.of(gates, command)
+        Gatekeeper.of(gates, command, scored.manifest)
 
 
 def test_the_command_sees_no_shell(tmp_path: Path) -> None:

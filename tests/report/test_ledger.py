@@ -118,7 +118,7 @@ def mean(values: list[float]) -> float:
 def test_held_is_the_share_of_the_leading_directions(ledger: Store, models: Path) -> None:
     found = Facts.of(ledger)
     assert found.survival.experts == EXPERTS and found.manifest.sharing == 8
-    for name, held, entry in zip(EXPERTS, found.shares, ledger.history, strict=True):
+    for name, held, entry in zip(EXPERTS, found.survival.total, ledger.history, strict=True):
         assert held == pytest.approx(plain_held(deltas(models, name)), rel=1e-5)
         assert held == pytest.approx(entry.kept, rel=1e-5)
 
@@ -181,7 +181,7 @@ def test_what_experts_have_not_moved_is_not_compared(tmp_path: Path, models: Pat
     store = Store.create(tmp_path / "store", models / "base", Ledger())
     store.add(tmp_path / "up"), store.add(tmp_path / "bias")
     found, facts = interference(store), Facts.of(store)
-    assert found.damage[1] is None and found.overlap[0][1] is None and facts.shares[1] == 1
+    assert found.damage[1] is None and found.overlap[0][1] is None and facts.survival.total[1] == 1
     assert found.of_pair(0, 1) == {}
     assert "Predicted damage" in render_html(facts)
     json.dumps(facts.to_json(), allow_nan=False)
@@ -229,7 +229,7 @@ def test_gates_on_damage_and_held_are_recorded_with_their_values(pair: Store, mo
     assert found.interference
     assert [gate["gate"] for gate in entry.gates] == ["damage<=0.3", "held>=0.1"]
     assert entry.gates[0]["value"] == pytest.approx(max(known(found.interference.damage)))
-    assert entry.gates[1]["value"] == found.shares[-1]
+    assert entry.gates[1]["value"] == found.survival.total[-1]
 
 
 def test_an_expert_that_would_do_too_much_damage_is_not_added(
@@ -279,15 +279,15 @@ def test_the_page_has_the_sections_of_a_ledger_and_none_of_a_state(ledger: Store
 def test_json_and_markdown_have_the_same_facts(ledger: Store, done: Callable[..., str]) -> None:
     found, facts = interference(ledger), Facts.of(ledger)
     data = json.loads(done("report", ledger.path, "--format", "json"))
-    assert data["ledger"]["held"] == list(facts.shares) and data["ledger"]["damage"] == list(found.damage)
+    assert data["ledger"]["held"] == list(facts.survival.total) and data["ledger"]["damage"] == list(found.damage)
     assert data["ledger"]["overlap"] == [list(row) for row in found.overlap]
-    assert data["experts"][1]["held"] == facts.shares[1] and data["experts"][1]["damage"] == found.damage[1]
+    assert data["experts"][1]["held"] == facts.survival.total[1] and data["experts"][1]["damage"] == found.damage[1]
     assert not {"lambda", "sqrt_t", "distance"} & data["experts"][0].keys()
     assert data["survival"]["kept"] == [list(row) for row in facts.survival.kept]
     text = done("report", ledger.path, "--format", "md")
     for heading in ("## Share held", "## Predicted damage", "## Overlap of inputs"):
         assert heading in text
-    assert f"| {facts.shares[1]:.1%} | {found.damage[1]:.3f} |" in text and "λ" not in text
+    assert f"| {facts.survival.total[1]:.1%} | {found.damage[1]:.3f} |" in text and "λ" not in text
 
 
 def test_other_stores_have_no_facts_of_a_ledger(scored: Store) -> None:
@@ -308,7 +308,7 @@ def test_tables_have_the_numbers(ledger: Store) -> None:
     assert damage[1][1].sort == found.layer_damage[0][0]
     overlap = tables["overlap"].rows
     assert overlap[0][2].sort == found.overlap[0][1] and overlap[0][1].shade is None
-    assert tables["held"].rows[0][2].sort == Facts.of(ledger).shares[1]
+    assert tables["held"].rows[0][2].sort == Facts.of(ledger).survival.total[1]
 
 
 def test_findings_name_who_is_served_badly_and_who_collides(tmp_path: Path, models: Path) -> None:
@@ -323,7 +323,7 @@ def test_findings_name_who_is_served_badly_and_who_collides(tmp_path: Path, mode
     sentences = facts.findings()
     assert f"The merged model would serve cars badly (predicted damage {damage:.2f})." in sentences
     assert "cars and opposite respond to the same inputs (overlap 1.00)." in sentences
-    assert f"The ledger holds only {facts.shares[1]:.0%} of digits." in sentences
+    assert f"The ledger holds only {facts.survival.total[1]:.0%} of digits." in sentences
 
 
 def test_the_model_card_of_a_ledger_shows_no_scale(ledger: Store, tmp_path: Path) -> None:
