@@ -226,7 +226,7 @@ class AdapterPlan:
             notes.append(shortfall)
         if ignored := [name for name in whole if not name.endswith((".weight", ".bias"))]:
             notes.append(f"PEFT ignores {shorten_list(ignored)}, which RoutedModel applies")
-        if with_tokens := [expert.name for expert in experts if snapshot.tokens(expert)]:
+        if with_tokens := [expert.name for expert in experts if snapshot.records[expert.name].tokens]:
             names = ", ".join(with_tokens)
             notes.append(f"an adapter cannot hold the new tokens of {names}; export with --format full for them")
         notes = notes if layout == "peft" else []

@@ -18,7 +18,6 @@ from mergestream.experts.adapters.adapter import PREFIX
 from mergestream.experts.adapters.config import CONFIG_NAME, AdapterConfig
 from mergestream.experts.adapters.single_file import COMPONENT
 from mergestream.sizes import shorten_list
-from mergestream.store.records import read_record
 
 if TYPE_CHECKING:
     from mergestream.export.adapter import AdaptedModule
@@ -65,11 +64,9 @@ def saved_modules(paths: Collection[str], whole: Collection[str]) -> set[str]:
 
 def common_fields(snapshot: Snapshot, experts: Sequence[Expert]) -> tuple[AdapterConfig, list[str]]:
     """The base and the task that the experts' own configurations agree on, and a note if they have different tasks."""
-    records = {entry.name: read_record(snapshot.storage, entry).adapter for entry in experts}
-    adapters = {name: config for name, config in records.items() if config is not None}
-    of_other_base = {entry.name for entry in experts if entry.options.get("allow_other_base")}
-    of_base = [config for name, config in adapters.items() if name not in of_other_base]
-    base, configs = snapshot.manifest.base, list(adapters.values())
+    adapters = [(entry, config) for entry in experts if (config := snapshot.records[entry.name].adapter)]
+    of_base = [config for entry, config in adapters if not entry.options.get("allow_other_base")]
+    base, configs = snapshot.manifest.base, [config for _, config in adapters]
     fields: AdapterConfig = {
         "task_type": _agreed(configs, "task_type"),
         "auto_mapping": _agreed(configs, "auto_mapping"),

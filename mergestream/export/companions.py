@@ -122,7 +122,7 @@ def find_givers(snapshot: Snapshot, reading: Reading, choice: ReadoutChoice) -> 
     found: dict[str, Settings] = {}
     for entry in snapshot.manifest.history if name is None else [snapshot.manifest.expert(name)]:
         if name is not None or reading.weights is None or reading.weights.get(entry.name):
-            found[entry.name] = snapshot.settings[entry.name]
+            found[entry.name] = snapshot.records[entry.name].settings
     if choice.files_from and not found[choice.files_from]:
         raise UsageError(f"--files-from {name}: the store has no such files of this expert; add it again to keep them")
     return Givers(found, alone=name is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,10 @@ from mergestream.export.directory import Output, ReadoutChoice
 from mergestream.export.places import refuse_overlap
 from mergestream.export.source import ExpertTokens, Source, StateSource, VocabularySource, select_tokens
 from mergestream.progress import Progress
-from mergestream.store import transaction
 from mergestream.store.manifest import Manifest
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.store import Store
+from mergestream.store.transaction import open_snapshot
 
 
 class Target(NamedTuple):
@@ -38,17 +39,7 @@ class Target(NamedTuple):
 def exporting(store: Store, output: Output) -> Iterator[tuple[Snapshot, Target]]:
     """A snapshot of the store, and a draft that replaces the output at the end of the block."""
     refuse_overlap(output.path, *store.sources)
-
-    def open_snapshot() -> Snapshot:
-        snapshot = transaction.open_snapshot(store, None)
-        try:
-            _ = snapshot.settings, snapshot.inputs  # read now: a writer may remove these files later
-        except BaseException:
-            snapshot.close()
-            raise
-        return snapshot
-
-    with store.retried(open_snapshot) as snapshot, output.draft() as draft:
+    with store.retried(partial(open_snapshot, store, None, whole=True)) as snapshot, output.draft() as draft:
         yield snapshot, Target(draft, output, store.engine, store.progress)
 
 

@@ -311,7 +311,7 @@ def select_tokens(
     experts: dict[str, ExpertTokens] = {}
     left_out: list[str] = []
     for entry in snapshot.manifest.history:
-        tokens = snapshot.tokens(entry)
+        tokens = snapshot.records[entry.name].tokens
         if not tokens or (entry.name not in weights and entry.name != task):
             continue
         if entry.name == task or is_alone or entry.options.get("vocab") == "grow":

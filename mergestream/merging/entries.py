@@ -219,16 +219,16 @@ class EntriesReading(Reading):
 
     def shortfall(self, everyone: Reading) -> str | None:
         assert isinstance(everyone, EntriesReading)
-        found, budget = [], everyone._budget_for_adapters()
+        found, is_known = [], True
         for expert in self.experts:
             energies = self.energies[expert.name] if expert.is_adapter else {}
             if short := {name: _share([one]) for name, one in energies.items() if _share([one]) < ENOUGH}:
                 worst = min(short, key=short.__getitem__)
                 found.append(f"{expert.name} ({short[worst]:.1%} of {worst})")
-                if any(energies[name].known < ENOUGH * energies[name].whole for name in short):
-                    budget = LARGEST_BUDGET  # its rank is not known, or is full
+                is_known &= all(energies[name].known >= ENOUGH * energies[name].whole for name in short)
         if not found:
             return None
+        budget = everyone._budget_for_adapters() if is_known else LARGEST_BUDGET  # a rank is not known, or is full
         named = ", ".join(found[:MAX_NAMED]) + (f" and {len(found) - MAX_NAMED} more" if found[MAX_NAMED:] else "")
         remedy = f"a new store made with --set budget={budget:g} avoids that"
         if budget > LARGEST_BUDGET:

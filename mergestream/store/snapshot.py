@@ -13,15 +13,13 @@ from mergestream.progress import Progress
 from mergestream.schema import invalid_file
 from mergestream.storage import Storage
 from mergestream.store.manifest import Expert, Manifest
-from mergestream.store.records import Task, open_task, read_record
+from mergestream.store.records import Record, Task, open_task, read_record
 from mergestream.store.steps import StepReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mergestream.checkpoints.settings import Settings
     from mergestream.engine import Engine
-    from mergestream.experts.vocabulary import Token
     from mergestream.ledger.selection import Selection
     from mergestream.merging.memory import KeptExpert
     from mergestream.merging.reading import Reading
@@ -104,9 +102,9 @@ class Snapshot:
         return {number: reader for number, reader in known.items() if reader}
 
     @cached_property
-    def settings(self) -> dict[str, Settings]:
-        """By expert: its chat template, special tokens and generation settings."""
-        return {entry.name: read_record(self.storage, entry).settings for entry in self.manifest.history}
+    def records(self) -> dict[str, Record]:
+        """By expert: its settings, its tokens, its heads and its adapter's configuration."""
+        return {entry.name: read_record(self.storage, entry) for entry in self.manifest.history}
 
     @property
     def kept(self) -> list[KeptExpert]:
@@ -152,7 +150,7 @@ class Snapshot:
     def tasks(self) -> list[str]:
         """The experts with heads of their own."""
         history = [entry for entry in self.manifest.history if entry.fates.get("head")]
-        return [entry.name for entry in history if read_record(self.storage, entry).heads]
+        return [entry.name for entry in history if self.records[entry.name].heads]
 
     def open_task(self, name: str) -> Task:
         """The heads that were kept for one expert."""
@@ -167,9 +165,3 @@ class Snapshot:
         from mergestream.store.inputs import InputsReader
 
         return InputsReader(self.storage, expert.inputs) if expert.inputs else None
-
-    def tokens(self, expert: Expert) -> list[Token]:
-        """The tokens whose rows were kept for an expert, in their order."""
-        if expert.options.get("vocab") not in ("union", "grow"):
-            return []
-        return read_record(self.storage, expert).tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from mergestream.errors import MergestreamError
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 _FOLDER = re.compile(r"\d{4,}(-[0-9a-f]+)?")
 
 
-def open_snapshot(store: Store, step: int | None) -> Snapshot:
-    """The store after a step (None: the last one), by the manifest that was read; it must be kept."""
+def open_snapshot(store: Store, step: int | None, *, whole: bool = False) -> Snapshot:
+    """The store after a step (None: the last one), by the manifest that was read; it must be kept.
+
+    A ``whole`` snapshot has everything that an export reads, even if a writer removes it later.
+    """
     manifest = store.manifest
     number = manifest.step if step is None else step
     if not manifest.history:
@@ -33,7 +36,12 @@ def open_snapshot(store: Store, step: int | None) -> Snapshot:
         raise MergestreamError(f"{store.storage} has taken {taken}, there is no step {number}")
     if number < manifest.step and not has_files(store, manifest.at(number)):
         raise MergestreamError(f"{store.storage} no longer keeps step {number}; {keep_more(store)}")
-    return Snapshot.open(store.storage, manifest.at(number))
+    with ExitStack() as files:
+        snapshot = files.enter_context(Snapshot.open(store.storage, manifest.at(number)))
+        if whole:
+            _ = snapshot.records, snapshot.inputs  # both are cached
+        files.pop_all()
+    return snapshot
 
 
 def keep_more(store: Store) -> str:
