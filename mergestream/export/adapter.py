@@ -23,11 +23,9 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.adapters.adapter import PREFIX
 from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.export.adapter_config import (
-    LORA_FILE,
-    PEFT_FILE,
+    STEMS,
     Server,
     adapter_config,
-    change_layout,
     common_fields,
     is_for_vllm,
     layout_names,
@@ -35,8 +33,8 @@ from mergestream.export.adapter_config import (
     serving_notes,
     vllm_rank,
 )
-from mergestream.export.card import CardFacts, model_card
-from mergestream.export.directory import Output, ReadoutChoice
+from mergestream.export.card import model_card
+from mergestream.export.directory import DEFAULT_CHOICE, Output, ReadoutChoice
 from mergestream.export.model import Target, cast_spec, exporting
 from mergestream.files import write_json
 from mergestream.ledger.selection import ONE_EXPERT, Selection
@@ -136,7 +134,7 @@ def write_adapters(
     plans: Mapping[str, AdapterPlan],
     target: Target,
     form: Mapping[str, Any],
-    choice: ReadoutChoice | None = None,
+    choice: ReadoutChoice = DEFAULT_CHOICE,
 ) -> dict[str, Energy]:
     """Write adapters to folders of the draft, by name (``""`` is the draft itself), and their common recipe."""
     draft, output, _, progress = target
@@ -158,7 +156,7 @@ def write_adapters(
                     f"{name or output.path.name}: left out, because vLLM may refuse them: "
                     f"{shorten_list(plan.left_out)}, with {share:.3%} of the energy; --format full has everything"
                 )
-            with open_checkpoint(draft / name / (PEFT_FILE if plan.layout == "peft" else LORA_FILE)) as written:
+            with open_checkpoint(draft / name / f"{STEMS[plan.layout]}.safetensors") as written:
                 digests[name] = combined_digest({key: tensor_digest(written.read(key)) for key in written.tensors})
     digest = digests[""] if "" in digests else combined_digest(digests)
     manifest = next(iter(plans.values())).snapshot.manifest
@@ -244,18 +242,19 @@ class AdapterPlan:
         reading, tensors, dtype = self.reading, self.reading.model.tensors, FLOATS[target.output.dtype or "float32"]
         paths = {module.path for module in self.modules.values()}
         keys = {parameter: _whole_key(parameter, paths) for parameter in self.whole}
-        layout = {
+        specs = {
             module.key(factor): TensorSpec(dtype, shape)
             for module in self.modules.values()
             for factor, shape in module.factor_shapes.items()
         }
-        layout |= {keys[parameter]: cast_spec(tensors[name], dtype) for parameter, name in self.whole.items()}
-        renamed = layout_names(self.layout, reading.model, layout) if self.layout != "peft" else {}
+        specs |= {keys[parameter]: cast_spec(tensors[name], dtype) for parameter, name in self.whole.items()}
+        names = layout_names(self.layout, reading.model, specs)
+        layout = {names[key]: spec for key, spec in specs.items()}
 
         def write(name: str) -> Energy:
             if name in self.whole:
                 for start, piece in reading.pieces(self.whole[name], base, self.scale, dtype):
-                    writer.write_piece(keys[name], start, piece)
+                    writer.write_piece(names[keys[name]], start, piece)
                 return Energy(0.0, 0.0)
             if name in self.left_out:
                 lost = self.scale**2 * reading.direction_norm2(self.left_out[name])
@@ -267,7 +266,7 @@ class AdapterPlan:
                 padded = torch.zeros(module.factor_shapes[factor], dtype=torch_dtype(dtype))
                 matrix = padded.flatten(1)  # a view; beyond the numerical rank it stays zero
                 matrix[: data.shape[0], : data.shape[1]] = cast(data, dtype, name)
-                writer.write(module.key(factor), padded)
+                writer.write(names[module.key(factor)], padded)
             return Energy(squared_norm(value), lost)
 
         costs = {name: tensors[name].numel for name in self.modules}
@@ -277,14 +276,13 @@ class AdapterPlan:
             base: Checkpoint = ConfigOnlyBase(reading.model.source, None, tensors)
             if self.whole:
                 base = stack.enter_context(self.snapshot.manifest.open_base())
-            writer = SafetensorsWriter(directory, layout, prefix="adapter_model", max_shard_size=2**62)
+            writer = SafetensorsWriter(directory, layout, prefix=STEMS[self.layout], max_shard_size=2**62)
             stack.enter_context(writer)
             for _, energy in target.engine.run(costs, write, self._memory()):
                 energies.append(energy)
                 advance(1)
-        write_json(directory / CONFIG_NAME, self.config)
-        if renamed:
-            change_layout(directory, renamed)
+        if self.layout == "peft":
+            write_json(directory / CONFIG_NAME, self.config)
         total, lost, left_out = (
             math.fsum(getattr(energy, part) for energy in energies) for part in ("total", "lost", "left_out")
         )
@@ -294,9 +292,10 @@ class AdapterPlan:
         """Write the card of the adapter."""
         manifest = self.snapshot.manifest
         distance = math.sqrt(energy.total + self.scale**2 * math.fsum(self.reading.norm2.values()))
-        facts = CardFacts(manifest, self.scale, distance, target.output.command, None, self.reading)
         library = "peft" if self.layout == "peft" else "diffusers"
-        (directory / CARD).write_text(model_card(facts, library), encoding="utf-8")
+        command, reading = target.output.command, self.reading
+        card = model_card(manifest, self.scale, distance, command=command, reading=reading, library=library)
+        (directory / CARD).write_text(card, encoding="utf-8")
 
     def _memory(self) -> dict[str, int]:
         """Peak bytes of each module and parameter; a merged matrix without factors is decomposed."""

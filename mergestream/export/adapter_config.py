@@ -6,16 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mergestream.base.model import BaseModel
-from mergestream.checkpoints import SafetensorsWriter, open_checkpoint
 from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.location import hub_name, locate_here
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts.adapters.adapter import PREFIX
-from mergestream.experts.adapters.config import CONFIG_NAME, AdapterConfig
+from mergestream.experts.adapters.config import AdapterConfig
 from mergestream.experts.adapters.single_file import COMPONENT
 from mergestream.sizes import shorten_list
 
@@ -28,8 +26,8 @@ Server = Literal["vllm"]
 VLLM_RANKS, VLLM_DEFAULT_RANK = (8, 16, 32, 64, 128, 256, 320, 512), 16
 """The values of vLLM's --max-lora-rank (besides 1), and its default"""
 
-
-PEFT_FILE, LORA_FILE = "adapter_model.safetensors", "pytorch_lora_weights.safetensors"
+STEMS = {"peft": "adapter_model", "diffusers": "pytorch_lora_weights", "kohya": "pytorch_lora_weights"}
+"""The name of the file with the tensors, by layout"""
 _KOHYA = {"unet": "lora_unet", "text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
 _FACTOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 
@@ -142,11 +140,11 @@ def serving_notes(config: Mapping[str, Any], others: Collection[str] = ()) -> It
         yield f"its rank is {max(ranks)}: start vLLM with --max-lora-rank {vllm_rank(max(ranks))}"
 
 
-# --- the layouts of diffusers and of kohya's scripts (A1111, ComfyUI): other names, and one file ---------------
-
-
 def layout_names(layout: str, model: BaseModel, keys: Iterable[str]) -> dict[str, str]:
-    """The names in another layout for PEFT's ``keys``; raises UsageError if it has none."""
+    """The names in a layout for PEFT's ``keys``: ``peft``, ``diffusers``, or ``kohya`` for kohya's scripts, A1111 and
+    ComfyUI. There is no alpha beside them, so the scaling is 1 for all programs."""
+    if layout == "peft":
+        return {key: key for key in keys}
     directory = locate_here(model.source)
     config = model_config(directory)
     architecture = str(config.get("_class_name") or config.get("architectures"))
@@ -173,14 +171,3 @@ def layout_names(layout: str, model: BaseModel, keys: Iterable[str]) -> dict[str
         else:
             found[key] = f"{component}.{path}.lora_{side}.weight"
     return found
-
-
-def change_layout(directory: Path, names: Mapping[str, str]) -> None:
-    """Replace PEFT's files by one file with other names; without an alpha in it, the scaling is 1 for all programs."""
-    with open_checkpoint(directory / PEFT_FILE) as written:
-        layout = {new: written.tensors[key] for key, new in names.items()}
-        with SafetensorsWriter(directory, layout, prefix=Path(LORA_FILE).stem, max_shard_size=2**62) as writer:
-            for key, new in names.items():
-                writer.write(new, written.read(key))
-    for name in (PEFT_FILE, CONFIG_NAME):
-        (directory / name).unlink()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,52 +24,54 @@ MAX_COMMAND = 100_000
 """Characters of a command, which should be copied whole: it may name hundreds of experts"""
 
 
-@dataclass(frozen=True)
-class CardFacts:
-    """The content of a model card."""
+def model_card(
+    manifest: Manifest,
+    scale: float,
+    distance: float,
+    *,
+    command: str | None = None,
+    task: str | None = None,
+    reading: Reading | None = None,
+    base_is_merged: bool = False,
+    settings: str = "",
+    library: str = "transformers",
+    hub_id: str | None = None,
+) -> str:
+    """A README.md with metadata for the hub: the library that loads the model, and the base's id if it is there.
 
-    manifest: Manifest
-    scale: float
-    """merged = θ⁰ + scale · direction"""
-    distance: float
-    """‖merged − θ⁰‖"""
-    command: str | None = None
-    task: str | None = None
-    reading: Reading | None = None
-    """How the model was read out of a store"""
-    base_is_merged: bool = False
-    """Whether the base is one of the merged models, so that the merge has no base in the usual sense"""
-    settings: str = ""
-    """Where the chat template, special tokens and generation settings are from, if not all from the base"""
-
-
-def model_card(facts: CardFacts, library: str = "transformers", hub_id: str | None = None) -> str:
-    """A README.md with metadata for the hub: the library that loads the model, and the base's id if it is there."""
-    manifest, reading = facts.manifest, facts.reading
+    ``distance`` is ‖merged − θ⁰‖. A model from a store has a ``reading``. With ``base_is_merged`` the base is one of
+    the merged models, so that the merge has no base in the usual sense. ``settings`` says in Markdown where the chat
+    template, special tokens and generation settings are from, if not all from the base.
+    """
     weights, readout = (reading.weights, reading.readout_name) if reading else (None, "plain")
     count = len(manifest.history if weights is None else weights)
-    origins = [hub_id, *(hub_name(entry.source) for entry in manifest.history if facts.base_is_merged)]
+    origins = [hub_id, *(hub_name(entry.source) for entry in manifest.history if base_is_merged)]
     ids = [f"- {json.dumps(name)}" for name in dict.fromkeys(filter(None, origins))]
     origin = ["base_model:", *ids, "base_model_relation: merge"] if ids else []
     base = code(public_name(manifest.base.source, manifest.base.given))
     parameters = markdown_text(", ".join(f"{key} = {value}" for key, value in manifest.parameters.items())) or "none"
-    name, value = displayed_scale(manifest.method, facts.scale)
-    inverse = f" = 1/{name}, {name} = {value:.6g}" if value != facts.scale else ""
-    lines = [
-        *("---", f"library_name: {library}", "tags:", "- merge", "- mergestream", *origin, "---"),
-        *("", f"# {counted(count, 'model')} merged with {markdown_text(manifest.method)}"),
-        *("", f"Merged one by one by mergestream {__version__}, without data or training.", ""),
-        f"* Base: none; config, tokenizer and θ⁰ are those of {base}" if facts.base_is_merged else f"* Base: {base}",
+    name, value = displayed_scale(manifest.method, scale)
+    inverse = f" = 1/{name}, {name} = {value:.6g}" if value != scale else ""
+    return card_text(
+        [f"library_name: {library}", "tags:", "- merge", "- mergestream", *origin],
+        f"{counted(count, 'model')} merged with {markdown_text(manifest.method)}",
+        f"Merged one by one by mergestream {__version__}, without data or training.",
+        "",
+        f"* Base: none; config, tokenizer and θ⁰ are those of {base}" if base_is_merged else f"* Base: {base}",
         f"* Method: {code(manifest.method)}; parameters: {parameters}",
         *([f"* Readout: {code(readout)}"] if readout != "plain" else []),
-        f"* Scale {facts.scale:.6g}{inverse}; distance to the base ‖merged − θ⁰‖ = {facts.distance:.6g}",
-        *([f"* Head: from {code(facts.task)}"] if facts.task else []),
-        *([f"* Settings: {facts.settings}"] if facts.settings else []),
+        f"* Scale {scale:.6g}{inverse}; distance to the base ‖merged − θ⁰‖ = {distance:.6g}",
+        *([f"* Head: from {code(task)}"] if task else []),
+        *([f"* Settings: {settings}"] if settings else []),
         *history_section(manifest, weights),
-        *(["", "Made with:", "", f"    {one_line(facts.command, MAX_COMMAND)}"] if facts.command else []),
-        "",
-    ]
-    return "\n".join(lines)
+        command=command,
+    )
+
+
+def card_text(metadata: Sequence[str], title: str, *lines: str, command: str | None = None) -> str:
+    """A README.md: YAML for the hub, the lines, and the command that made it."""
+    made_with = ["", "Made with:", "", f"    {one_line(command, MAX_COMMAND)}"] if command else []
+    return "\n".join(["---", *metadata, "---", "", f"# {title}", "", *lines, *made_with, ""])
 
 
 def history_section(manifest: Manifest, weights: Mapping[str, float] | None = None) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +14,8 @@ from mergestream.checkpoints.settings import FILES, PARTS, TEMPLATE, TOKENS_MAP,
 from mergestream.checkpoints.tokenizer import read_tokenizer
 from mergestream.errors import UsageError
 from mergestream.escaping import code
-from mergestream.experts.vocabulary import Token
 from mergestream.export.directory import ReadoutChoice
-from mergestream.export.source import ExpertTokens, VocabularySource
+from mergestream.export.source import VocabularySource
 from mergestream.files import read_json
 from mergestream.merging.reading import Reading
 from mergestream.progress import Progress
@@ -25,9 +24,8 @@ from mergestream.store.snapshot import Snapshot
 
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 BASE = "base"
-_OF_WEIGHTS = {
-    *("architectures", "dtype", "model_type", "quantization_config", "tie_word_embeddings", "torch_dtype"),
-    "vocab_size",
+_OF_WEIGHTS = _DTYPE_KEYS | {
+    *("architectures", "model_type", "quantization_config", "tie_word_embeddings", "vocab_size")
 }
 """Keys of ``config.json`` that belong to the weights that are written"""
 _OF_CALLS = ("_", "output_", "return_")
@@ -40,12 +38,12 @@ def write_companions(
     base: Checkpoint,
     dtype: str | None,
     extended: VocabularySource | None = None,
+    task: str = "",
     config: Mapping[str, Any] | None = None,
-    own_tokens: Sequence[Token] = (),
 ) -> None:
     """Copy the base's config, tokenizer and other small files, and adapt them to the weights.
 
-    ``config`` is the config of the expert whose head is in the model, ``own_tokens`` are the tokens it adds.
+    ``task`` is the expert whose head is in the model, and ``config`` is its config.
     """
     # The modules of a sentence encoder do not fit a classifier.
     left_out = {MODULES, *module_folders(base.directory)} if base.directory and has_other_class(base, config) else set()
@@ -56,7 +54,7 @@ def write_companions(
             shutil.copyfile(file, draft / relative)
     path = draft / "config.json"
     ours = read_json(path) if path.is_file() else {}
-    fitted = fit_config(ours if config is None else config, ours, extended, own_tokens)
+    fitted = fit_config(ours if config is None else config, ours, extended, task)
     if config is not None:
         fitted = {key: value for key, value in fitted.items() if key not in _DTYPE_KEYS}
     fitted |= {key: dtype or ours[key] for key in sorted(_DTYPE_KEYS & ours.keys())}
@@ -72,10 +70,7 @@ def has_other_class(base: Checkpoint, config: Mapping[str, Any] | None) -> bool:
 
 
 def fit_config(
-    config: Mapping[str, Any],
-    ours: Mapping[str, Any],
-    extended: VocabularySource | None,
-    own_tokens: Sequence[Token],
+    config: Mapping[str, Any], ours: Mapping[str, Any], extended: VocabularySource | None, expert: str
 ) -> dict[str, Any]:
     """A config with the vocabulary size and the token ids of the written tables; ``ours`` is the base's.
 
@@ -85,7 +80,7 @@ def fit_config(
     size = ours.get("vocab_size")
     if extended and size == extended.base_size:
         size = extended.size
-    new_ids = {token.id: extended.rows[token.content] for token in own_tokens} if extended else {}
+    new_ids = extended.new_ids(expert) if extended else {}
 
     def new_id(key: str, old: Any) -> Any:
         if not isinstance(old, int):
@@ -96,7 +91,7 @@ def fit_config(
     fitted = dict(config)
     for key, value in config.items():
         if isinstance(value, Mapping) and isinstance(ours.get(key), Mapping):
-            fitted[key] = fit_config(value, ours[key], extended, own_tokens)
+            fitted[key] = fit_config(value, ours[key], extended, expert)
         elif key == "vocab_size" and size is not None:
             fitted[key] = size
         elif key.endswith("_token_id"):
@@ -131,21 +126,19 @@ def find_givers(snapshot: Snapshot, reading: Reading, choice: ReadoutChoice) -> 
 def take_settings(
     draft: Path,
     givers: Givers,
-    tokens: Mapping[str, ExpertTokens],
     extended: VocabularySource | None,
     progress: Progress,
     parts: Collection[Part] = PARTS,
 ) -> str:
     """Replace settings of the base in the files of a draft, and note those for which the base's are kept.
 
-    ``tokens`` are new tokens in the model, by expert. Returns Markdown for the card; empty if all files are the base's
-    and no expert has others.
+    Returns Markdown for the card; empty if all files are the base's and no expert has others.
     """
     taken, differing, unknown = dict[str, None](), dict[str, None](), dict[str, None]()  # sets with an order
     ours, tokenizer = read_settings(draft), read_tokenizer(draft)
     known = tokenizer.ids if tokenizer else {}
     for part in parts:
-        base, theirs = ours.get(part, {}), _contents(part, ours, givers, tokens, extended)
+        base, theirs = ours.get(part, {}), _contents(part, ours, givers, extended)
         is_whole = givers.alone or part == "generation"  # then a key that is missing has its default
         changes: dict[str, Any] = {}
         keys = {key for content in theirs for key in content} | (base.keys() if is_whole and theirs else set())
@@ -176,13 +169,7 @@ def take_settings(
     return "; ".join(f"{origin} {', '.join(map(code, keys))}" for origin, keys in origins.items() if keys)
 
 
-def _contents(
-    part: Part,
-    ours: Settings,
-    givers: Givers,
-    tokens: Mapping[str, ExpertTokens],
-    extended: VocabularySource | None,
-) -> list[dict[str, Any]]:
+def _contents(part: Part, ours: Settings, givers: Givers, extended: VocabularySource | None) -> list[dict[str, Any]]:
     """One file of each expert that has it, with the ids of tokens in the model that is written."""
     theirs = {name: settings[part] for name, settings in givers.settings.items() if part in settings}
     if part not in ("generation", "config"):
@@ -191,7 +178,7 @@ def _contents(
     text = config.get("text_config")
     sized = {**(text if isinstance(text, dict) else {}), **config, **ours.get(part, {})}
     return [
-        fit_config(content, sized, extended, tokens[name].tokens if name in tokens else ())
+        fit_config(content, sized, extended, name)
         for name, content in theirs.items()
         if part == "generation" or content.get("model_type") == config.get("model_type")
     ]

@@ -35,6 +35,9 @@ class ReadoutChoice(Selection):
     """The expert whose chat template, special tokens and generation settings are written, or ``base``"""
 
 
+DEFAULT_CHOICE = ReadoutChoice()
+
+
 @dataclass(frozen=True)
 class Output:
     """A directory, or a folder in a bucket, that an export writes; readers never see a part of it as complete."""
@@ -95,7 +98,7 @@ class Output:
         manifest: Manifest,
         form: Mapping[str, Any],
         result: str,
-        choice: ReadoutChoice | None = None,
+        choice: ReadoutChoice = DEFAULT_CHOICE,
         made_by: str = "store",
     ) -> None:
         """Write the marker, which identifies an export and holds its recipe: what it was made from.
@@ -125,6 +128,6 @@ class Output:
             ],
             "form": {**defaults, **form},
             "result": result,
-            "readout": asdict(choice or ReadoutChoice()),
+            "readout": asdict(choice),
         }
         (draft / MARKER).write_text(to_json(recipe), encoding="utf-8")

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mergestream.checkpoints import FLOATS, SafetensorsWriter, TensorSpec, torch_dtype
 from mergestream.checkpoints.layout import CARD, DIFFUSERS_STEM
 from mergestream.checkpoints.settings import PARTS
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine
-from mergestream.export.card import CardFacts, hub_id, library_of, model_card
+from mergestream.export.card import hub_id, library_of, model_card
 from mergestream.export.companions import Givers, find_givers, has_other_class, take_settings, write_companions
-from mergestream.export.directory import Output, ReadoutChoice
+from mergestream.export.directory import DEFAULT_CHOICE, Output, ReadoutChoice
 from mergestream.export.places import refuse_overlap
-from mergestream.export.source import ExpertTokens, Source, StateSource, VocabularySource, select_tokens
+from mergestream.export.source import Source, StateSource, VocabularySource, select_tokens
 from mergestream.progress import Progress
 from mergestream.store.manifest import Manifest
 from mergestream.store.snapshot import Snapshot
@@ -55,73 +56,72 @@ def with_head(snapshot: Snapshot, target: Target, choice: ReadoutChoice) -> Read
     return choice
 
 
-def write_model(snapshot: Snapshot, target: Target, choice: ReadoutChoice | None = None) -> None:
+def write_model(snapshot: Snapshot, target: Target, choice: ReadoutChoice = DEFAULT_CHOICE) -> None:
     """Write merged = θ⁰ + scale · direction, as a store remembers it."""
-    choice, progress = choice or ReadoutChoice(), target.progress
-    with ExitStack() as stack:
+    progress, task = target.progress, None
+    with ExitStack() as files:
         reading = snapshot.reading(target.engine, choice, progress)
         givers = find_givers(snapshot, reading, choice)
-        base = stack.enter_context(snapshot.manifest.open_base())
-        task = snapshot.open_task(choice.task) if choice.task is not None else None
-        if task:
-            stack.enter_context(task.heads)
+        base = files.enter_context(snapshot.manifest.open_base())
+        if choice.task is not None:
+            task = snapshot.open_task(choice.task)
+            files.enter_context(task.heads)
             if task.config is None:
                 progress.note(f"{choice.task} has no config.json, so the base's is written: its labels may differ")
         if shortfall := snapshot.shortfall(reading):
             progress.note(shortfall)
         source = StateSource(reading, base, reading.scale(choice.scale, target.engine), task)
-        tokens = select_tokens(snapshot, reading, choice.task, stack, progress)
-        write_merged(source, target, tokens, givers, lambda: snapshot.manifest, choice)
+        tokens = select_tokens(snapshot, reading, choice.task, files, progress)
+        extended = VocabularySource(source, tokens) if tokens else None
+        digest = write_tensors(source, extended, target)
+        write_files(source, extended, target, digest, snapshot.manifest, givers, choice)
 
 
-def write_merged(
+def write_files(
     source: Source,
+    extended: VocabularySource | None,
     target: Target,
-    tokens: Mapping[str, ExpertTokens],
+    digest: str,
+    manifest: Manifest,
     givers: Givers,
-    make_manifest: Callable[[], Manifest],
-    choice: ReadoutChoice | None = None,
-    **facts: Any,
+    choice: ReadoutChoice = DEFAULT_CHOICE,
+    *,
+    base_is_merged: bool = False,
 ) -> None:
-    """Write weights, companions, settings, card and recipe, in this order.
+    """Write what belongs beside the weights: companions, settings, card and recipe, in this order.
 
-    ``tokens`` are new tokens in the model, by expert. The manifest is made when all tensors were read; ``facts`` are
-    further fields of `CardFacts`.
+    ``extended`` is the source with new tokens, if there are any, and ``digest`` that of the written tensors.
     """
     draft, output, _, progress = target
-    choice, base = choice or ReadoutChoice(), source.base
-    extended = VocabularySource(source, list(tokens.values()), base) if tokens else None
-    digest = write_tensors(extended or source, target)
-    manifest = make_manifest()
-    config = source.task.config if source.task else None
-    own_tokens = tokens[choice.task].tokens if choice.task and choice.task in tokens else ()
-    write_companions(draft, base, output.dtype, extended, config, own_tokens)
+    base, config = source.base, source.task.config if source.task else None
+    write_companions(draft, base, output.dtype, extended, choice.task or "", config)
     parts = PARTS if config is None else [part for part in PARTS if part != "config"]
-    settings = take_settings(draft, givers, tokens, extended, progress, parts)
-    card = CardFacts(
+    card = model_card(
         manifest,
         source.scale,
-        source.distance,
-        output.command,
-        choice.task,
-        settings=settings,
-        **{"reading": source.reading, **facts},
+        abs(source.scale) * math.sqrt(math.fsum(source.norm2.values())),
+        command=output.command,
+        task=choice.task,
+        reading=source.reading,
+        base_is_merged=base_is_merged,
+        settings=take_settings(draft, givers, extended, progress, parts),
+        library="transformers" if has_other_class(base, config) else library_of(base),
+        hub_id=hub_id(base),
     )
-    library = "transformers" if has_other_class(base, config) else library_of(base)
-    (draft / CARD).write_text(model_card(card, library, hub_id(base)), encoding="utf-8")
+    (draft / CARD).write_text(card, encoding="utf-8")
     made_by = "store" if source.reading else "merge"
     output.mark(draft, manifest, {"max_shard_size": output.max_shard_size}, digest, choice, made_by)
 
 
-def write_tensors(source: Source | VocabularySource, target: Target) -> str:
+def write_tensors(source: Source, extended: VocabularySource | None, target: Target) -> str:
     """Stream every tensor to disk, several at a time, and flush them; returns the digest of all tensors."""
     draft, output, engine, progress = target
-    dtype = FLOATS.get(output.dtype or "")
-    layout = {name: cast_spec(spec, dtype) for name, spec in source.layout.items()}
+    dtype, written = FLOATS.get(output.dtype or ""), extended or source
+    layout = {name: cast_spec(spec, dtype) for name, spec in written.layout.items()}
 
     def write(name: str) -> str:
         hasher = TensorHasher(torch_dtype(layout[name].dtype), layout[name].shape)
-        for start, piece in source.pieces(name, layout[name].dtype):
+        for start, piece in written.pieces(name, layout[name].dtype):
             writer.write_piece(name, start, piece)
             hasher.update(piece)
         return hasher.hexdigest()
@@ -133,7 +133,7 @@ def write_tensors(source: Source | VocabularySource, target: Target) -> str:
         SafetensorsWriter(draft, layout, prefix=stem, max_shard_size=output.max_shard_size) as writer,
         progress.task(f"writing {output.path.name}", sum(costs.values())) as advance,
     ):
-        for name, digests[name] in engine.run(costs, write, source.memory):
+        for name, digests[name] in engine.run(costs, write, written.memory):
             advance(costs[name])
     return combined_digest(digests)
 

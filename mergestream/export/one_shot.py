@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from mergestream.experts.vector import TaskVector
 from mergestream.experts.vocabulary import Vocab
 from mergestream.export.companions import Givers
 from mergestream.export.directory import Output
-from mergestream.export.model import Target, write_merged, write_model
+from mergestream.export.model import Target, write_files, write_model, write_tensors
 from mergestream.export.places import refuse_overlap
-from mergestream.export.source import ExpertsSource, ExpertTokens
+from mergestream.export.source import ExpertsSource, ExpertTokens, VocabularySource
 from mergestream.merging.carry import Carry, can_carry
 from mergestream.merging.thresholds import find_thresholds
 from mergestream.methods import as_method
@@ -123,49 +123,58 @@ def _merge_in_one_pass(
         progress.note(note)
     step = Carry(method, list(vectors.values()), list(vectors), target.engine.device)
     source = ExpertsSource(step, base, find_thresholds(method, step.vectors, step.counts, None, target.engine))
-
-    def make_manifest() -> Manifest:
-        """The manifest that a store of these experts would have; refuses those that a store would refuse."""
-        for vector in vectors.values():
-            origin = check_base(vector, vector.norm2)
-            if origin.is_other and not options["allow_other_base"]:
-                raise MergestreamError(f"{origin.note}; pass --allow-other-base to merge it anyway")
-            if origin.note:
-                progress.note(origin.note)
-        history: list[Expert] = []
-        for given, name, totals in zip(experts, vectors, source.totals(), strict=True):
-            found, digest = vectors[name].expert.source, combined_digest(vectors[name].digests)
-            same = next((old.name for old in history if old.digest == digest), None)
-            if totals.norm == 0 and not (base_is_merged and found == base.source):
-                same = "the base"
-            if same is not None and not options["allow_duplicate"]:
-                raise MergestreamError(f"{found} is the same model as {same}; pass --allow-duplicate to merge it again")
-            history.append(
-                Expert(
-                    name=name,
-                    number=len(history) + 1,
-                    source=found,
-                    given=str(given),
-                    digest=digest,
-                    added="",
-                    seconds=0.0,
-                    distance=totals.distance,
-                    rank=0,
-                    state="",
-                    record="",
-                    fates={},
-                    options=options,
-                    **{key: value for key, value in vars(totals).items() if key != "t"},
-                )
-            )
-        tensors = {
-            name: dataclasses.replace(tensor, digest=source.base_digests[tensor.tied_to or name])
-            for name, tensor in model.tensors.items()
-        }
-        measured = dataclasses.replace(model, tensors=tensors)
-        return Manifest(method.name, method.parameters, measured, keep=0, history=tuple(history))
-
     tokens = {name: ExpertTokens(one.tokens, one.expert) for name, one in vectors.items() if one.tokens}
     givers = Givers({name: read_settings(one.expert.directory) for name, one in vectors.items()})
+    extended = VocabularySource(source, tokens) if tokens else None
+    digest = write_tensors(source, extended, target)
+    for vector in vectors.values():
+        origin = check_base(vector, vector.norm2)
+        if origin.is_other and not options["allow_other_base"]:
+            raise MergestreamError(f"{origin.note}; pass --allow-other-base to merge it anyway")
+        if origin.note:
+            progress.note(origin.note)
+    manifest = _make_manifest(source, vectors, experts, options, base_is_merged)
     is_merged = base_is_merged and any(one.expert.source == base.source for one in vectors.values())
-    write_merged(source, target, tokens, givers, make_manifest, base_is_merged=is_merged)
+    write_files(source, extended, target, digest, manifest, givers, base_is_merged=is_merged)
+
+
+def _make_manifest(
+    source: ExpertsSource,
+    vectors: Mapping[str, TaskVector],
+    experts: Sequence[str | Path],
+    options: Options,
+    base_is_merged: bool,
+) -> Manifest:
+    """The manifest that a store of these experts would have, once all tensors were read; refuses duplicates."""
+    history: list[Expert] = []
+    for given, name, totals in zip(experts, vectors, source.totals(), strict=True):
+        found, digest = vectors[name].expert.source, combined_digest(vectors[name].digests)
+        same = next((old.name for old in history if old.digest == digest), None)
+        if totals.norm == 0 and not (base_is_merged and found == source.base.source):
+            same = "the base"
+        if same is not None and not options["allow_duplicate"]:
+            raise MergestreamError(f"{found} is the same model as {same}; pass --allow-duplicate to merge it again")
+        history.append(
+            Expert(
+                name=name,
+                number=len(history) + 1,
+                source=found,
+                given=str(given),
+                digest=digest,
+                added="",
+                seconds=0.0,
+                distance=totals.distance,
+                rank=0,
+                state="",
+                record="",
+                fates={},
+                options=options,
+                **{key: value for key, value in vars(totals).items() if key != "t"},
+            )
+        )
+    tensors = {
+        name: dataclasses.replace(tensor, digest=source.base_digests[tensor.tied_to or name])
+        for name, tensor in source.model.tensors.items()
+    }
+    method, measured = source.step.method, dataclasses.replace(source.model, tensors=tensors)
+    return Manifest(method.name, method.parameters, measured, keep=0, history=tuple(history))

@@ -28,11 +28,11 @@ from mergestream.checkpoints.location import locate_here, public_name
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import tensor_digest
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.escaping import code, markdown_text, one_line
+from mergestream.escaping import code, markdown_text
 from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.export.adapter import AdapterPlan, Energy, plan_experts, write_adapters
 from mergestream.export.adapter_config import Server
-from mergestream.export.card import MAX_COMMAND, history_section
+from mergestream.export.card import card_text, history_section
 from mergestream.export.companions import find_givers, take_settings, write_companions
 from mergestream.export.directory import Output, ReadoutChoice
 from mergestream.export.model import Target, exporting
@@ -100,7 +100,7 @@ def export_routed(
         save_router(target.draft / ROUTER, experts, None if missing else found)
         if with_base:
             _write_base(manifest, target)
-            take_settings(target.draft / BASE, find_givers(snapshot, reading, choice), {}, None, target.progress)
+            take_settings(target.draft / BASE, find_givers(snapshot, reading, choice), None, target.progress)
         _write_card(manifest, target, experts, missing, reading.readout_name)
     return RoutedExport(energies, experts, missing)
 
@@ -227,10 +227,9 @@ def _write_card(
             "The router is a linear discriminant of the base's pooled features, made of a few inputs of each expert. "
             "Where it is less confident than on most of those, the merged adapter answers."
         )
-    command = target.output.command
-    lines = [
-        *("---", "library_name: peft", "tags:", "- merge", "- mergestream", "---"),
-        *("", f"# {len(experts)} experts behind a router", ""),
+    text = card_text(
+        ["library_name: peft", "tags:", "- merge", "- mergestream"],
+        f"{len(experts)} experts behind a router",
         "Each input is answered by the expert that it looks like, from one copy of the base:",
         *("", "```python", "from mergestream import RoutedModel", "", 'model = RoutedModel.from_pretrained("OUT")'),
         *("model.generate(**inputs)", "```", ""),
@@ -239,10 +238,9 @@ def _write_card(
         f"* Merged adapter in `{MERGED}`: readout {code(readout)}",
         *("", routing),
         *history_section(manifest, dict.fromkeys(experts, 1.0)),
-        *(["", "Made with:", "", f"    {one_line(command, MAX_COMMAND)}"] if command else []),
-        "",
-    ]
-    (target.draft / CARD).write_text("\n".join(lines), encoding="utf-8")
+        command=target.output.command,
+    )
+    (target.draft / CARD).write_text(text, encoding="utf-8")
 
 
 def base_of(directory: Path) -> str | Path:

@@ -89,9 +89,9 @@ class StateSource:
         return self.reading.pieces(stored, self.base, self.scale, dtype)
 
     @property
-    def distance(self) -> float:
-        """‖merged − θ⁰‖, after all tensors were read."""
-        return abs(self.scale) * math.sqrt(math.fsum(self.reading.norm2.values()))
+    def norm2(self) -> Mapping[str, float]:
+        """‖direction‖² of the tensors that were read."""
+        return self.reading.norm2
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class ExpertsSource:
     thresholds: Thresholds
     kept2: ResultsByTensor[list[float | None]] = field(default_factory=ResultsByTensor)
     """‖kept‖² of each expert by tensor; None where all of Δ is kept"""
-    direction2: ResultsByTensor[float] = field(default_factory=ResultsByTensor)
+    norm2: ResultsByTensor[float] = field(default_factory=ResultsByTensor)
     """‖direction‖² by tensor"""
     base_digests: ResultsByTensor[str] = field(default_factory=ResultsByTensor)
     task: ClassVar[None] = None
@@ -146,7 +146,7 @@ class ExpertsSource:
                 kept.append(kept2)
                 merged = moved_by(base.at(start, start + direction.numel()), direction, self.scale)
                 yield start, cast(merged, dtype, name)
-        self.base_digests[name], self.direction2[name] = base.digest(), norm.total()
+        self.base_digests[name], self.norm2[name] = base.digest(), norm.total()
         self.kept2[name] = [_sum(parts) for parts in zip(*kept, strict=True)] or [None] * len(self.step.vectors)
 
     def totals(self) -> list[Totals]:
@@ -160,11 +160,6 @@ class ExpertsSource:
                     outcomes.append(Outcome(norm2, norm2 if kept2 is None else kept2, None, None))
             found.append(total(self.step.method, t, found[-1].mean_norm if found else 0.0, outcomes))
         return found
-
-    @property
-    def distance(self) -> float:
-        """‖merged − θ⁰‖, after all tensors were read."""
-        return abs(self.scale) * math.sqrt(math.fsum(self.direction2.values()))
 
 
 Source = StateSource | ExpertsSource
@@ -182,36 +177,41 @@ class ExpertTokens(NamedTuple):
 class VocabularySource:
     """A source whose embedding tables also have the tokens of experts.
 
-    New rows are in the order in which experts were added; the row of a token of several experts is their mean.
+    New rows are in the order of the experts; the row of a token of several experts is their mean.
     """
 
     source: Source
-    experts: Sequence[ExpertTokens]
-    base: Checkpoint
+    experts: Mapping[str, ExpertTokens]
+    """By name, in the order in which they were added"""
 
     @cached_property
     def tokens(self) -> dict[str, Token]:
         """The new tokens by their text, each as its first expert has it."""
         tokens: dict[str, Token] = {}
-        for expert in self.experts:
+        for expert in self.experts.values():
             for token in expert.tokens:
                 tokens.setdefault(token.content, token)
         return tokens
+
+    def new_ids(self, expert: str) -> dict[int, int]:
+        """The rows of the tokens that an expert adds, by their ids in that expert."""
+        tokens = self.experts[expert].tokens if expert in self.experts else ()
+        return {token.id: self.rows[token.content] for token in tokens}
 
     @cached_property
     def tables(self) -> dict[str, str]:
         """Every tensor with a row per token, with the name that its new rows are kept under."""
         ties, layout = self.source.model.ties, self.source.layout
-        kept = {key for expert in self.experts for key in expert.kept.tensors}
+        kept = {key for expert in self.experts.values() for key in expert.kept.tensors}
         found = {name: f"{ROWS}{ties.get(stored, stored)}" for name, stored in self.source.names.items()}
         tables = {name: key for name, key in found.items() if key in kept}
-        for tokens, rows, _ in self.experts:
+        for tokens, rows, _ in self.experts.values():
             for name, key in tables.items():
                 width = layout[name].numel // max(rows_of(layout[name].shape), 1)
                 if key in rows.tensors and rows.tensors[key].shape != (len(tokens), width):
                     raise invalid_file(Path(rows.source), f"{key} is not as wide as {name} of the base")
         if not tables:
-            raise invalid_file(Path(self.experts[0].kept.source), "it has no rows for its tokens")
+            raise invalid_file(Path(next(iter(self.experts.values())).kept.source), "it has no rows for its tokens")
         return tables
 
     @cached_property
@@ -230,10 +230,11 @@ class VocabularySource:
         end = self.base_size
         named = [content for content, token in self.tokens.items() if token.added is not None]
         if named:
-            tokenizer = read_tokenizer(self.base.directory)
+            base = self.source.base
+            tokenizer = read_tokenizer(base.directory)
             if tokenizer is None or not tokenizer.ids.keys().isdisjoint(named):
                 raise MergestreamError(
-                    f"{self.base.source}: the tokenizer of the base has changed since {named[0]} was added; restore it"
+                    f"{base.source}: the tokenizer of the base has changed since {named[0]} was added; restore it"
                 )
             end = tokenizer.end
         rows = {content: end + number for number, content in enumerate(named)}
@@ -282,7 +283,7 @@ class VocabularySource:
         order = {content: number for number, content in enumerate(self.rows)}
         total = torch.zeros(len(order), width, dtype=torch.float64)
         weights = torch.zeros(len(order), 1, dtype=torch.float64)
-        for tokens, kept, weight in self.experts:
+        for tokens, kept, weight in self.experts.values():
             if key in kept.tensors:
                 places = [order[token.content] for token in tokens]
                 total[places] += weight * kept.read(key).reshape(len(tokens), width).double()

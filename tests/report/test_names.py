@@ -57,7 +57,7 @@ def test_the_card_shows_names_and_obeys_none(hostile: Store, tmp_path: Path, cap
 
 def test_the_card_names_no_base_that_is_none(hostile: Store, tmp_path: Path, models: Path) -> None:
     """The front matter is YAML, and the hub reads it."""
-    from mergestream.export.card import CardFacts, hub_id, model_card
+    from mergestream.export.card import hub_id, model_card
 
     class Base:
         source, directory = str(tmp_path), tmp_path
@@ -67,10 +67,9 @@ def test_the_card_names_no_base_that_is_none(hostile: Store, tmp_path: Path, mod
         assert hub_id(Base()) == found  # type: ignore[arg-type]
     base = dataclasses.replace(hostile.manifest.base, given="b`a\nse")
     manifest = dataclasses.replace(hostile.manifest, base=base, method="m", parameters={"x\n": "# y"}, history=())
-    facts = CardFacts(manifest, 1.0, 1.0)
-    front = model_card(facts, hub_id="org/model").split("---\n")[1]
+    front = model_card(manifest, 1.0, 1.0, hub_id="org/model").split("---\n")[1]
     assert 'base_model:\n- "org/model"\n' in front
-    assert_harmless(model_card(facts), heads=1)
+    assert_harmless(model_card(manifest, 1.0, 1.0), heads=1)
 
 
 def test_markdown_shows_names_and_obeys_none(hostile: Store) -> None:
