@@ -41,8 +41,6 @@ _UNSUPPORTED_KEYS = {
 }
 STACKS = "layers of models can be stacked by mergekit only; here, slices must cover all layers of the same models"
 _Finite = Annotated[float, Meta(ge=-1e150, le=1e150)]
-_MODELS_OWN = {"weight", "density"}
-"""Parameters that each model may have; the others are for all models"""
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,16 @@ class Recipe:
     """How many layers its slices cover; None for a recipe without slices"""
 
 
-class _Parameters(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, rename={"lambda_": "lambda"}):
+class _Weight(Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters that each model may have."""
+
     weight: _Finite | None = None
     density: Annotated[float, Meta(gt=0, le=1)] | None = None
+
+
+class _Parameters(_Weight, frozen=True, forbid_unknown_fields=True, rename={"lambda_": "lambda"}):
+    """The parameters for all models."""
+
     normalize: bool | None = None
     rescale: bool | None = None
     lambda_: _Finite = 1.0
@@ -82,7 +87,7 @@ class _Parameters(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 class _Model(Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(min_length=1)]
-    parameters: _Parameters = _Parameters()
+    parameters: _Weight = _Weight()
     layer_range: tuple[int, int] | None = None
 
 
@@ -162,20 +167,12 @@ def _validate(content: Any) -> _File:
     name = found.merge_method
     if name not in PARAMETERS:
         raise UsageError(f"merges by {name}{did_you_mean(name, PARAMETERS)} (supported: {', '.join(PARAMETERS)})")
-    given = _given(found.parameters)
-    for model in _models(found)[0]:
-        given |= (own := _given(model.parameters))
-        if misplaced := own - _MODELS_OWN:
-            raise UsageError(f"has {min(misplaced)} in the parameters of {model.model}; it is for all models")
-    if unknown := given.difference(PARAMETERS[name]):
-        raise UsageError(f"has the parameter {min(unknown)}, which {name} does not take")
+    for parameters in (found.parameters, *(model.parameters for model in _models(found)[0])):
+        default = asdict(_Parameters())
+        given = {key.rstrip("_") for key, value in asdict(parameters).items() if value != default[key]}
+        if unknown := given.difference(PARAMETERS[name]):
+            raise UsageError(f"has the parameter {min(unknown)}, which {name} does not take")
     return found
-
-
-def _given(parameters: _Parameters) -> set[str]:
-    """The names of the parameters that are not at their defaults."""
-    default = asdict(_Parameters())
-    return {key.rstrip("_") for key, value in asdict(parameters).items() if value != default[key]}
 
 
 def _models(content: _File) -> tuple[list[_Model], int | None]:
@@ -194,7 +191,7 @@ def _models(content: _File) -> tuple[list[_Model], int | None]:
 
 def _make_recipe(content: _File, seed: int) -> Recipe:
     name, shared = content.merge_method, content.parameters
-    (listed, layers), models = _models(content), dict[str, _Parameters]()
+    (listed, layers), models = _models(content), dict[str, _Weight]()
     for entry in listed:
         if entry.model in models:
             raise UsageError(f"lists {entry.model} twice")
@@ -207,7 +204,7 @@ def _make_recipe(content: _File, seed: int) -> Recipe:
     if not models:
         raise UsageError("merges nothing into its base; list other models under models")
     if name == "slerp" or (name == "linear" and (own_of_base is not None or content.base_model is not None)):
-        models = {base: own_of_base or _Parameters(), **models}
+        models = {base: own_of_base or _Weight(), **models}
     inputs = []
     for model, own in models.items():
         weight = shared.weight if own.weight is None else own.weight

@@ -162,9 +162,10 @@ def write_report(results: Results, output: Path) -> list[str]:
     """Write tables and a figure; returns the names of the files."""
     from mergestream.evaluation.tables import accuracy_over_tasks, per_task_table, save, table1
 
-    files = [*table1(results).write(output, "table1"), *per_task_table(results).write(output, "per-task")]
-    figure = accuracy_over_tasks(results)
-    return [*files, *(save(figure, output, "accuracy-over-tasks") if figure else ())]
+    files = [table1(results).write(output, "table1"), per_task_table(results).write(output, "per-task")]
+    if figure := accuracy_over_tasks(results):
+        files.append(save(figure, output, "accuracy-over-tasks"))
+    return files
 
 
 def _run_all(

@@ -121,12 +121,13 @@ class Results:
         return Spread.of([self.measures[measure](run) for run in self.methods.get(method, ())])
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return mean and standard deviation of every measure, by method."""
-        table: dict[str, dict[str, Any]] = {}
-        for method in self.methods:
-            spreads = {name: self.spread(method, name) for name in self.measures}
-            table[method] = {name: asdict(spread) if spread else None for name, spread in spreads.items()}
-        return table
+        """Return mean and standard deviation of every measure, by method; None for what was not measured."""
+
+        def spread(method: str, measure: str) -> dict[str, Any] | None:
+            found = self.spread(method, measure)
+            return asdict(found) if found else None
+
+        return {method: {measure: spread(method, measure) for measure in self.measures} for method in self.methods}
 
     def save(self, directory: Path) -> None:
         """Write ``results.json``."""

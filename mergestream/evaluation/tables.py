@@ -38,11 +38,10 @@ class Table:
         header = [markdown_text(cell) for cell in self.header]
         return "\n".join([markdown_text(self.caption, MAX_SENTENCE), "", *markdown_table(header, rows), ""])
 
-    def write(self, directory: Path, name: str) -> list[str]:
-        """Write ``name.md``; returns its name."""
-        directory.mkdir(parents=True, exist_ok=True)
+    def write(self, directory: Path, name: str) -> str:
+        """Write ``name.md``; returns the name of the file."""
         write_text(directory / f"{name}.md", self.markdown())
-        return [f"{name}.md"]
+        return f"{name}.md"
 
 
 def percent(spread: Spread | None) -> str:
@@ -110,13 +109,12 @@ def per_task_table(results: Results) -> Table:
     return Table(caption, ("Model", *results.tasks, "mean"), rows, best)
 
 
-def save(figure: Figure, directory: Path, name: str) -> list[str]:
-    """Write ``name.png`` and return its name; the same results give the same bytes."""
-    directory.mkdir(parents=True, exist_ok=True)
+def save(figure: Figure, directory: Path, name: str) -> str:
+    """Write ``name.png`` and return the name of the file; the same results give the same bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of characters that no font has
         figure.savefig(directory / f"{name}.png", dpi=150)
-    return [f"{name}.png"]
+    return f"{name}.png"
 
 
 def label(text: str) -> str:

@@ -28,8 +28,6 @@ FORGOTTEN = 0.05
 """Tasks are being forgotten when they have lost more than this share of the mean score"""
 LOW_SHARE = 0.5
 """An expert is hardly merged when a smaller share of it entered the state, or is held by its entry in a ledger"""
-HIGH_OVERLAP = 0.5
-"""Two experts respond to the same inputs above this; similar alphabets have 0.45"""
 MAX_LAYERS = 3
 """Layers that are named for each conflict"""
 _STATE_KEYS = ("scale", "direction_norm", "distance", "rank")
@@ -120,7 +118,6 @@ class Facts:
         names, relative = self.names, [self.relative_norm(number) for number in range(1, len(self.history) + 1)]
         what = "The ledger holds only {} of {}." if self.interference else "Only {} of {} entered the merged state."
         cosines = pairs_of(self.interference.cosines) if self.interference else ()
-        overlaps = pairs_of(self.interference.overlap) if self.interference else ()
         kinds: list[Iterable[str]] = [
             (
                 f"{name} is {times:.1f} times as large as the other experts on average."
@@ -141,11 +138,6 @@ class Facts:
             (
                 f"The merged model would serve {names[i]} badly (predicted damage {damage:.2f})."
                 for damage, i in self.damaged()
-            ),
-            (
-                f"{names[one]} and {names[other]} respond to the same inputs (overlap {value:.2f})."
-                for value, one, other in sorted(overlaps, reverse=True)
-                if value > HIGH_OVERLAP
             ),
         ]
         found = [sentence for kind in kinds for sentence in shorten_findings(kind)]

@@ -111,9 +111,11 @@ def _experts(facts: Facts) -> Section:
             scales[0][0]: [number_cell(scale, ".4g") for _, scale in scales],
             "‖merged − base‖": [number_cell(entry.distance, ".4g") for entry in history],
         }
+    caption = f"‖Δ‖ is the norm of the task vector, {'held' if found else 'kept'} the share of ‖Δ‖² that "
+    caption += "the ledger holds." if found else "entered the merged state."
     columns["gates"] = [Cell(_describe_gates(entry), sort=len(entry.gates)) for entry in history]
     table = Table(tuple(columns), list(zip(*columns.values(), strict=True)))
-    return Section("experts", "Experts, in the order they were added", table=table)
+    return Section("experts", "Experts, in the order they were added", caption, table=table)
 
 
 def _companions(facts: Facts, matrix: Sequence[Sequence[float | None]]) -> list[Cell]:
@@ -166,7 +168,7 @@ def _by_layer(
     totals: Sequence[float | None],
     values: Sequence[Sequence[float | None]],
     form: str,
-    most: float | None = None,
+    most: float = 1.0,
 ) -> Table:
     """Layer × expert, the totals of all layers first; ``values`` are expert × layer."""
     rows = {"all layers": totals[_LAST]} if totals else {}
@@ -176,7 +178,7 @@ def _by_layer(
 
 def _shares_by_layer(facts: Facts) -> Table:
     layers = facts.survival.by_layer()
-    return _by_layer(facts, layers.parts, facts.survival.total, layers.kept, ".1%", most=1.0)
+    return _by_layer(facts, layers.parts, facts.survival.total, layers.kept, ".1%")
 
 
 def _pairs(facts: Facts, quantity: str, values: Sequence[Sequence[float | None]]) -> Table:
@@ -190,12 +192,12 @@ def _state_sections(facts: Facts) -> Iterator[Section]:
     caption = f"The share of each task vector's squared norm that entered the merged state.{_limit(facts)}"
     yield Section("survival", "Share kept, by layer", caption, table=_shares_by_layer(facts))
     layers = facts.survival.by_layer()
-    if any(rank is not None for row in layers.protected for rank in row):
+    if ranks := [rank for row in layers.protected for rank in row if rank is not None]:
         caption = (
             "q is the number of leading directions of the merged state that a new expert may not change. For a layer "
             f"it is the mean over its linear weights. The first expert meets an empty state.{_limit(facts)}"
         )
-        table = _by_layer(facts, layers.parts, (), layers.protected, ".1f")
+        table = _by_layer(facts, layers.parts, (), layers.protected, ".1f", max(ranks))
         yield Section("protected", "Protected rank", caption, table=table)
 
 
@@ -224,6 +226,6 @@ def _ledger_sections(facts: Facts, found: Interference) -> Iterator[Section]:
     if len(facts.history) > 1:
         caption = (
             "How much two experts respond to the same inputs, from 0 to 1, on average over the linear weights. "
-            "They may do the same to these inputs: only the predicted damage says what is lost."
+            "This does harm only where they change these inputs differently: the predicted damage says how much."
         )
         yield Section("overlap", "Overlap of inputs", caption + limit, table=_pairs(facts, "overlap", found.overlap))

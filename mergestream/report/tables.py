@@ -48,23 +48,17 @@ def shaded_table(
     rows: Mapping[str, Sequence[float | None]],
     form: str = ".3f",
     least: float = 0.0,
-    most: float | None = None,
+    most: float = 1.0,
 ) -> Table:
-    """A matrix with shades from ``least`` to ``most``, by default the largest value of a row and another column.
+    """A matrix with shades from ``least`` to ``most``.
 
     Cells whose row and column have the same name are not shaded: an expert is most like itself.
     """
-    values = [
-        abs(value)
-        for name, row in rows.items()
-        for column, value in zip(columns, row, strict=True)
-        if value is not None and name != column
-    ]
-    extent = (max([0.05, *values]) if most is None else most) - least
 
     def cell(name: str, column: str, value: float | None) -> Cell:
-        shade = None if value is None or name == column or extent <= 0 else (value - least) / extent
-        return number_cell(value, form, shade)
+        if value is None or name == column or most <= least:
+            return number_cell(value, form)
+        return number_cell(value, form, min((value - least) / (most - least), 1.0))
 
     cells = [
         [Cell(name), *(cell(name, *pair) for pair in zip(columns, row, strict=True))] for name, row in rows.items()

@@ -43,13 +43,13 @@ RANKS = (1.0, 0.6, 0.8)
 
 
 def make_models(
-    count: int = 4, dtype: torch.dtype = torch.float32, shapes: Mapping[str, tuple[int, ...]] = SHAPES, seed: int = 0
+    count: int = 4, dtype: torch.dtype = torch.float32, shapes: Mapping[str, tuple[int, ...]] = SHAPES
 ) -> list[StateDict]:
     """Return a base and ``count`` experts whose task vectors differ in norm, spectrum and rank.
 
     If all of them were alike, a formula that drops a norm, a weight or a power of σ would pass its test.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def normal(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -73,9 +73,9 @@ def make_models(
     return [{name: x.to(dtype) for name, x in model.items()} for model in models]
 
 
-def make_odd_models(count: int = 3) -> list[StateDict]:
-    """Return models with other dtypes, stacked experts, a scalar, an empty tensor and integers."""
-    models = make_models(count)
+def make_odd_models() -> list[StateDict]:
+    """Return a base and three experts with other dtypes, stacked experts, a scalar, an empty tensor and integers."""
+    models = make_models(3)
     for number, model in enumerate(models):
         generator = torch.Generator().manual_seed(number)
         scale = 2.0**-number
@@ -175,10 +175,10 @@ def make_store(directory: Path, method: Method, base: Path, experts: Sequence[Pa
     return store
 
 
-def exported(store: Store, scale: str | float | None = None, **selection: Any) -> StateDict:
-    """Export the merged model next to the store and load it."""
+def exported(store: Store, **options: Any) -> StateDict:
+    """Export the merged model next to the store and load it; ``options`` are those of `Store.export`."""
     out = store.path.with_name(f"{store.path.name}-exported")
-    return load_model(store.export(out, scale=scale, overwrite=True, **selection))
+    return load_model(store.export(out, overwrite=True, **options))
 
 
 def files(directory: Path) -> dict[str, bytes]:

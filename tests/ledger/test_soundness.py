@@ -125,7 +125,7 @@ def test_what_the_ledger_writes_is_sound(dtype: str, svd: str, decay: float, tmp
 
 
 def test_what_the_ledger_writes_of_odd_tensors_is_sound(tmp_path: Path) -> None:
-    paths = save_models(tmp_path, make_odd_models(3))
+    paths = save_models(tmp_path, make_odd_models())
     make_store(tmp_path / "store", Ledger(), paths[0], paths[1:]).verify()
 
 
