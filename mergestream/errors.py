@@ -16,17 +16,37 @@ def known_as(directory: Path, address: str) -> None:
     _ADDRESSES[str(directory)] = address
 
 
-_FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
+_FLAG = re.compile(r"mergestream init|--format \w+|--[a-z]+(?:-[a-z]+)*")
+_SWITCHES = ("partial", "allow-duplicate", "allow-other-base", "overwrite", "balance", "private")
+_LISTS = ("heads", "ignore", "linear", "not-linear", "only", "without")
+_VALUES = ("vocab", "name", "method", "evaluate", "evaluate-timeout", "log", "engine")
+_AT_EXPORT = ("readout", "task", "files-from", "rank", "layout", "dtype")
+_OF_ENGINE = ("workers", "max-memory", "device")
 _IN_PYTHON = {
-    **{
-        flag: f"{flag.replace('-', '_')}=True"
-        for flag in ("partial", "allow-duplicate", "allow-other-base", "overwrite")
-    },
-    **{flag: f"{flag}=[…]" for flag in ("heads", "ignore", "only", "without")},
-    **{flag: f"{flag}=…" for flag in ("vocab", "name", "readout", "task", "rank", "dtype")},
-    **{"base": "store.relocate(…)", "max-memory": "LocalEngine(max_memory=…)", "workers": "LocalEngine(workers=…)"},
+    **{f"--{flag}": f"{flag}=True" for flag in _SWITCHES},
+    **{f"--{flag}": f"{flag}=[…]" for flag in _LISTS},
+    **{f"--{flag}": f"{flag}=…" for flag in (*_VALUES, *_AT_EXPORT)},
+    **{f"--{flag}": f"LocalEngine({flag}=…)" for flag in _OF_ENGINE},
+    "--for": "server=…",
+    "--weight": "weights={…}",
+    "--set": "method=Ledger(budget=…)",
+    "--base": "store.relocate(…)",
+    "--format full": "store.export(…)",
+    "--format lora": "store.export_adapter(…)",
+    "--format loras": "store.export_adapters(…)",
+    "--format routed": "store.export_routed(…)",
+    "mergestream init": "Store.create(…)",
 }
-"""What flags of the command line are in Python"""
+"""What flags and commands of the command line are in Python"""
+
+
+def in_python(message: str) -> str:
+    """Name the Python arguments for the flags in a message: ``In Python: partial=True``; empty if there are none."""
+    found = _FLAG.findall(message)
+    if "mergestream init" in found:
+        found = ["mergestream init"]  # its flags are arguments of `Store.create`
+    named = dict.fromkeys(_IN_PYTHON[flag].replace("-", "_") for flag in found if flag in _IN_PYTHON)
+    return f"In Python: {', '.join(named)}" if named else ""
 
 
 class MergestreamError(Exception):
@@ -40,9 +60,8 @@ class MergestreamError(Exception):
         for directory, address in _ADDRESSES.items():
             message = message.replace(directory, address)
         super().__init__(message)
-        named = dict.fromkeys(_IN_PYTHON[flag] for flag in _FLAG.findall(message) if flag in _IN_PYTHON)
-        if named and hasattr(self, "add_note"):  # not in Python 3.10
-            self.add_note(f"In Python: {', '.join(named)}")
+        if (named := in_python(message)) and hasattr(self, "add_note"):  # not in Python 3.10
+            self.add_note(named)
 
     @property
     def sentences(self) -> Sequence[str]:

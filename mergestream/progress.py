@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mergestream.errors import MergestreamWarning
+from mergestream.errors import MergestreamWarning, in_python
 from mergestream.escaping import MAX_SENTENCE, one_line
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class Progress:
 
     def note(self, message: str) -> None:
         """Show one sentence to the user."""
-        warnings.warn(message, MergestreamWarning, stacklevel=2)
+        named = in_python(message)
+        warnings.warn(f"{message} ({named})" if named else message, MergestreamWarning, stacklevel=2)
 
 
 class NoProgress(Progress):
@@ -77,7 +78,7 @@ class TerminalProgress(Progress):
 
     @contextmanager
     def task(self, description: str, total: int) -> Iterator[Advance]:
-        if not self._console.is_terminal:
+        if not sys.stderr.isatty():  # rich takes a while to import
             yield lambda amount: None
             return
         with _make_bars(self._console) as bars:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,10 @@ from torch import nn
 
 import mergestream
 from mergestream import Merger, Store
-from mergestream.errors import UsageError
+from mergestream.errors import MergestreamError, MergestreamWarning, UsageError, in_python
+from mergestream.progress import Progress
+
+PACKAGE = Path(mergestream.__file__).parent
 
 
 def small(seed: int = 0) -> nn.Module:
@@ -115,7 +122,57 @@ def test_everything_says_what_it_is_on_one_short_line(tmp_path: Path, store: Sto
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
-def test_a_traceback_names_python_arguments_beside_flags() -> None:
+def test_a_traceback_names_python_arguments_beside_flags(tmp_path: Path, store: Store, base: nn.Module) -> None:
     error = UsageError("it lacks 2 tensors; pass --partial; --heads 'classifier.*' keeps them, --frobnicate does not")
     assert "".join(traceback.format_exception_only(error)).endswith("\nIn Python: partial=True, heads=[…]\n")
     assert not hasattr(UsageError("there is no --frobnicate"), "__notes__")
+    store.add(tuned(base, 1), name="legal")
+    calls: dict[str, Callable[[], object]] = {
+        "store.export(…)": lambda: store.export_adapter(tmp_path / "adapter"),
+        "rank=…": lambda: store.export_adapter(tmp_path / "adapter"),
+        "Store.create(…)": lambda: Store(tmp_path / "missing"),
+        "evaluate=…": lambda: store.add(tuned(base, 2), gates=["score>=1"]),
+        "allow_duplicate=True": lambda: store.add(tuned(base, 1)),
+        "partial=True": lambda: store.add({"0.weight": torch.zeros(8, 6)}),
+        "ignore=[…]": lambda: store.add({**tuned(base, 2).state_dict(), "0.bias": torch.zeros(3)}),
+        "name=…": lambda: store.add(tuned(base, 2), name="legal"),
+    }
+    for argument, call in calls.items():
+        with pytest.raises(MergestreamError) as raised:
+            call()
+        assert argument in raised.value.__notes__[0].removeprefix("In Python: ").split(", ")
+
+
+def test_every_flag_in_a_sentence_has_a_name_in_python() -> None:
+    of_the_command_line = {"--push", "--seed", "--format"}
+    of_other_programs = {"--merge", "--safe", "--local-dir", "--max-lora-rank"}
+    sources = [path for path in PACKAGE.rglob("*.py") if not {"cli", "evaluation"} & set(path.parts)]
+    words = " ".join(text for path in sources for text in sentences(ast.parse(path.read_text("utf-8"))))
+    words = words.replace("--format ", "--format=")
+    flags = set(re.findall(r"--[a-z]+(?:=\w+|(?:-[a-z]+)*)", words)) - of_the_command_line - of_other_programs
+    assert len(flags) > 25
+    functions = (Store.create, Store.add, Store.export, Store.export_adapter, mergestream.merge, Store.push)
+    arguments = {name for function in functions for name in signature(function).parameters}
+    for flag in flags:
+        named = in_python(flag.replace("=", " ")).removeprefix("In Python: ")
+        call = re.fullmatch(r"(?:(store|Store)\.)?(\w+)\((?:(\w+)=)?…\)", named)
+        if call is None:
+            assert named.partition("=")[0] in arguments, flag
+        elif call[1]:
+            assert callable(getattr(Store, call[2]))
+        else:
+            assert call[3] in signature(getattr(mergestream, call[2])).parameters
+
+
+def sentences(tree: ast.AST) -> Iterator[str]:
+    """The texts of a module without its docstrings."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            yield from sentences(node)
+
+
+def test_a_warning_names_python_arguments() -> None:
+    with pytest.warns(MergestreamWarning, match=r"choose .* \(In Python: rank=…\)$"):
+        Progress().note("choose one with --rank K")

@@ -201,6 +201,8 @@ class AdapterPlan:
         With ``any_parameter`` it may hold parameters that PEFT ignores, and only `RoutedModel` applies. The notes are
         about servers of PEFT's layout.
         """
+        weights, history = reading.weights, snapshot.manifest.history
+        experts = [entry for entry in history if weights is None or entry.name in weights]
         modules, whole = _classify(reading, rank, server, any_parameter)
         others = {name: one.path for name, one in modules.items() if not is_for_vllm(one, reading.model)}
         left_out: dict[str, str] = {}
@@ -210,13 +212,12 @@ class AdapterPlan:
             left_out |= {f"{path}.weight": name for name, path in others.items()}
             modules = {name: module for name, module in modules.items() if name not in others}
             if not modules:
-                raise MergestreamError("vLLM takes no part of this adapter; export with --format full")
+                names = shorten_list([entry.name for entry in experts])
+                raise MergestreamError(f"vLLM takes no part of the adapter of {names}; export with --format full")
             whole, others = {}, {}
         uniform = vllm_rank(max(module.rank for module in modules.values())) if server else rank
         if uniform is not None:
             modules = {name: replace(module, rank=uniform) for name, module in modules.items()}
-        weights, history = reading.weights, snapshot.manifest.history
-        experts = [entry for entry in history if weights is None or entry.name in weights]
         fields, notes = common_fields(snapshot, experts)
         config = adapter_config(list(modules.values()), whole, fields)
         notes += serving_notes(config, list(others.values()))

@@ -107,6 +107,8 @@ class Givers(NamedTuple):
 
     settings: Mapping[str, Settings]
     alone: bool = False
+    advice: str = ""
+    """What to do where they differ"""
 
 
 def find_givers(snapshot: Snapshot, reading: Reading, choice: ReadoutChoice) -> Givers:
@@ -120,7 +122,8 @@ def find_givers(snapshot: Snapshot, reading: Reading, choice: ReadoutChoice) -> 
             found[entry.name] = snapshot.records[entry.name].settings
     if choice.files_from and not found[choice.files_from]:
         raise UsageError(f"--files-from {name}: the store has no such files of this expert; add it again to keep them")
-    return Givers(found, alone=name is not None)
+    advice = "; export --files-from NAME takes those of one expert"
+    return Givers(found, alone=name is not None, advice=advice)
 
 
 def take_settings(
@@ -157,8 +160,7 @@ def take_settings(
             _write(draft, part, changes)
     if differing:
         progress.note(
-            f"the experts have different settings ({shorten_list(differing)}), so the base's are kept; "
-            "export --files-from NAME takes those of one expert"
+            f"the experts have different settings ({shorten_list(differing)}), so the base's are kept{givers.advice}"
         )
     if unknown:
         progress.note(

@@ -153,7 +153,9 @@ def test_what_vllm_cannot_take_at_all_is_an_error(workshop: Workshop, mergestrea
     base = workshop.base(llama)
     store = Store.create(workshop.directory / "store", base, Average())
     store.add(workshop.adapter(base, r=2, target_modules=["embed_tokens"]))
-    with pytest.raises(MergestreamError, match="vLLM takes no part of this adapter; export with --format full"):
+    with pytest.raises(
+        MergestreamError, match="vLLM takes no part of the adapter of adapter; export with --format full"
+    ):
         store.export_adapter(workshop.directory / "out", server="vllm")
     found = mergestream("export", store.path, workshop.directory / "out", "--for", "vllm")
     assert found.code == 2 and "--for is for adapters: add --format lora" in found.err

@@ -200,6 +200,9 @@ def test_a_merge_without_a_store_takes_them_too(base: Path, tmp_path: Path) -> N
     for method in ("average", "opcm"):
         merge(base, experts, tmp_path / method, method)
         check_chat(tmp_path / method)
+    other = save_expert(base, tmp_path / "other", 3, temperature=0.9)
+    with pytest.warns(MergestreamWarning, match="different settings .* so the base's are kept$"):
+        merge(base, [*experts, other], tmp_path / "out", "average")
 
 
 # --- what the store keeps
