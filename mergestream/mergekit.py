@@ -41,6 +41,8 @@ _UNSUPPORTED_KEYS = {
 }
 STACKS = "layers of models can be stacked by mergekit only; here, slices must cover all layers of the same models"
 _Finite = Annotated[float, Meta(ge=-1e150, le=1e150)]
+_Name = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\ud800-\udfff]+\Z")]
+"""Of a model: what a path or a hub id can be"""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class _Parameters(_Weight, frozen=True, forbid_unknown_fields=True, rename={"lam
 
 
 class _Model(Struct, frozen=True, forbid_unknown_fields=True):
-    model: Annotated[str, Meta(min_length=1)]
+    model: _Name
     parameters: _Weight = _Weight()
     layer_range: tuple[int, int] | None = None
 
@@ -101,7 +103,7 @@ class _Tokenizer(Struct, frozen=True, forbid_unknown_fields=True):
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
     merge_method: str
-    base_model: str | None = None
+    base_model: _Name | None = None
     models: list[_Model] | None = None
     slices: list[_Slice] | None = None
     parameters: _Parameters = _Parameters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -272,6 +273,11 @@ def test_an_endless_file_and_a_pipe_are_read_up_to_the_bound(tmp_path: Path) -> 
 def test_a_name_that_no_file_can_have_is_refused(path: Path) -> None:
     with pytest.raises(UsageError, match=r"recipe\.yaml names a model that cannot be opened: File name too long"):
         read(path, recipe(base_model="x" * 500))
+    for name in ("a\0b", "a\nb", "\ud800", ""):
+        for content in (recipe(base_model=name), recipe(models=[{"model": name}])):
+            path.write_text(json.dumps(content))
+            with pytest.raises(UsageError, match=r"Expected `str` matching regex .* - at `\$\.(base_)?model"):
+                read_recipe(path)
 
 
 def test_a_missing_file_is_named(path: Path) -> None:

@@ -1,15 +1,14 @@
-"""What every entry of a ledger must be, checked when it is read: a store may come from somebody else."""
+"""What an entry of a ledger, or a moment of inputs, must be; checked when it is read, as it may be somebody else's."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mergestream.algebra.pieces import is_finite
+from mergestream.algebra.pieces import LARGEST_NORM
 
 ROUNDING = 1e-4
 """Of sums of squares, which are taken of float32 numbers"""
@@ -20,23 +19,21 @@ UNEVEN = 1 / 64
 def find_fault(slots: Mapping[str, Tensor], *, thorough: bool = False) -> str | None:
     """What is wrong with an entry of one tensor, or with those of its slots that were read; None where nothing is.
 
-    The directions of an entry must have norm 1; with ``thorough`` they must be orthogonal to each other, too.
+    All numbers are finite, as `CheckedTensors` makes sure. Directions must have norm 1; with ``thorough`` they must be
+    orthogonal to each other, too. A moment has eigenvalues as ``sigma``, eigenvectors as ``right``, and a ``rest``.
     """
-    if "delta" in slots and not is_finite(slots["delta"]):
-        return "it holds NaN or Inf"
     if "sigma" not in slots:
         return None
     sigma = slots["sigma"].numpy()  # with less overhead than torch: there are many small tensors
-    if not ((sigma >= 0) & (sigma < math.inf)).all():
-        return "its singular values must be finite and not negative"
+    if not ((sigma >= 0) & (sigma <= LARGEST_NORM)).all():
+        return f"its singular values must be between 0 and {LARGEST_NORM:g}"
     if (sigma[..., 1:] > sigma[..., :-1] * (1 + ROUNDING)).any():
         return "its singular values must be in descending order"
-    if "norm2" in slots:
-        norm2 = slots["norm2"].numpy()
-        if not ((norm2 >= 0) & (norm2 < math.inf)).all():
-            return "its squared norm must be finite and not negative"
-        if bool((slots["sigma"].square().sum(-1) > slots["norm2"] * (1 + ROUNDING)).any()):
-            return "its singular values have a larger norm than the whole"
+    for slot in ("norm2", "rest"):
+        if slot in slots and not ((slots[slot] >= 0) & (slots[slot] <= LARGEST_NORM**2)).all():
+            return f"its {slot} must be between 0 and {LARGEST_NORM**2:g}"
+    if "norm2" in slots and bool((slots["sigma"].square().sum(-1) > slots["norm2"] * (1 + ROUNDING)).any()):
+        return "its singular values have a larger norm than the whole"
     for side in ("left", "right"):
         if side in slots:
             rows = slots[side]

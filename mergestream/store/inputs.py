@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
@@ -21,7 +23,8 @@ from mergestream.inputs.statistics import InputStatistics, measure_statistics
 from mergestream.ledger.method import FEWEST
 from mergestream.ledger.moment import Moment
 from mergestream.ledger.routing import FeatureStatistics
-from mergestream.schema import Count, damaged, invalid_file, parse, validate
+from mergestream.ledger.soundness import find_fault
+from mergestream.schema import BACKUP, Count, damaged, parse, validate
 from mergestream.storage import Storage, read_text
 from mergestream.store.manifest import InputsEntry, Manifest
 from mergestream.store.tensors import CheckedTensors
@@ -29,12 +32,15 @@ from mergestream.store.tensors import CheckedTensors
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mergestream.base.model import BaseModel
     from mergestream.store.add import Candidate
     from mergestream.store.store import Store
 
 INDEX, STEM = "inputs.json", "moments"
+_PARTS = ("values", "vectors", "rest")
 FEATURES = "features"
 """The name of the moment of the features; all others are named after a weight"""
+_MEASURE_AGAIN = f"measure them again with mergestream calibrate, or {BACKUP}"
 
 
 class _Index(TypedDict):
@@ -88,7 +94,7 @@ def _directions(manifest: Manifest, weights: Sequence[str], cut: int) -> dict[st
 
 def shorten_inputs(store: Store, manifest: Manifest, entry: InputsEntry, folder: str, cut: int) -> str:
     """Write the statistics with moments cut like entries for so many experts; returns the digest of their index."""
-    with closing(InputsReader(store.storage, entry)) as reader:
+    with closing(InputsReader(store.storage, entry, manifest.base)) as reader:
         found = reader.statistics()
         kept = _directions(manifest, list(found.layers.shared), cut)
         longest: dict[str, int] = {}
@@ -123,17 +129,34 @@ def write_inputs(storage: Storage, folder: str, found: InputStatistics) -> str:
 
 
 class InputsReader:
-    """The statistics of one expert's inputs."""
+    """The statistics of one expert's inputs, held to what they must be: a store may come from somebody else."""
 
-    def __init__(self, storage: Storage, entry: InputsEntry) -> None:
+    def __init__(self, storage: Storage, entry: InputsEntry, base: BaseModel) -> None:
         """``entry`` is what the manifest says of them."""
         folder = f"inputs/{entry.folder}"
         self._where = f"{storage}/{folder}/{INDEX}"
         text = read_text(storage, f"{folder}/{INDEX}")
         if text_digest(text) != entry.record:
-            raise damaged(self._where, "its digest does not match the manifest")
+            raise damaged(self._where, "its digest does not match the manifest", _MEASURE_AGAIN)
         self.index = validate(parse(text, self._where), _Index, self._where)
-        self._tensors = CheckedTensors(storage, folder, STEM, self.index["digests"])
+        self._stored = [*dict.fromkeys(self.index["shared"].values()), *([FEATURES] if self.index["features"] else [])]
+        self._tensors = CheckedTensors(storage, folder, STEM, self.index["digests"], _MEASURE_AGAIN)
+        if misfit := self._find_misfit(base):
+            self.close()
+            raise damaged(self._where, misfit, _MEASURE_AGAIN)
+
+    def _find_misfit(self, base: BaseModel) -> str | None:
+        """What is missing, unknown, or of another width than the inputs that it is of; by the headers alone."""
+        found, features = self._tensors.tensors, ["mean"] if self.index["features"] else []
+        expected = {*features, *(f"{part}:{name}" for name in self._stored for part in _PARTS)}
+        if differing := expected ^ found.keys():
+            return f"{min(differing)} is {'missing' if min(differing) in expected else 'unknown'}"
+        widths = [(name, FEATURES, found[name].shape) for name in features]
+        for weight, stored in self.index["shared"].items():
+            shape = base.tensors[weight].shape if weight in base.tensors else ()
+            widths.append((weight, stored, shape[:1] if weight in base.conv1d else shape[1:]))
+        misfits = (name for name, stored, width in widths if found[f"vectors:{stored}"].shape[1:] != width)
+        return next((f"the moment for {name} does not have the width of its input" for name in misfits), None)
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +170,9 @@ class InputsReader:
     def features(self) -> FeatureStatistics | None:
         """The features of the base on the same inputs, if there are any."""
         count = self.index["features"]
-        return FeatureStatistics(count, self._tensors.read("mean"), self._moment(FEATURES)) if count else None
+        if not count:
+            return None
+        return FeatureStatistics(count, self._tensors.read("mean").double(), self._moment(FEATURES))
 
     def statistics(self) -> InputStatistics:
         """Everything at once."""
@@ -155,18 +180,22 @@ class InputsReader:
         moments = {name: self._moment(name) for name in dict.fromkeys(shared.values())}
         return InputStatistics(LayerMoments(shared, moments), self.features(), self.index["count"])
 
-    def _moment(self, name: str) -> Moment:
-        keys = [f"{part}:{name}" for part in ("values", "vectors", "rest")]
-        if missing := [key for key in keys if key not in self._tensors.tensors]:
-            raise invalid_file(self._where, f"{missing[0]} is missing")
-        values, vectors, rest = self._tensors.read_all(keys).values()
-        if vectors.ndim != 2 or values.shape != vectors.shape[:1] or rest.numel() != 1 or values.dtype != torch.float64:
-            raise invalid_file(self._where, f"{keys[1]} does not fit {keys[0]}")
+    def _moment(self, name: str, *, thorough: bool = False) -> Moment:
+        values, vectors, rest = self._tensors.read_all([f"{part}:{name}" for part in _PARTS]).values()
+        fits = vectors.ndim == 2 and values.shape == vectors.shape[:1] and rest.shape == ()
+        if not fits or not (values.dtype == rest.dtype == torch.float64 and vectors.is_floating_point()):
+            fault: str | None = "its tensors do not fit each other"
+        else:  # the matrix is symmetric and positive semidefinite: its eigenvalues are its singular values
+            fault = find_fault({"sigma": values, "right": vectors, "rest": rest}, thorough=thorough)
+        if fault:
+            raise damaged(self._where, f"the moment of {name} cannot be right: {fault}", _MEASURE_AGAIN)
         return Moment(values, vectors, float(rest))
 
-    def verify(self, engine: Engine) -> Iterator[int]:
-        """Read all tensors; yields the bytes of each."""
-        return self._tensors.verify(engine)
+    def verify(self, engine: Engine) -> None:
+        """Read and check everything; directions must be orthogonal, too."""
+        sizes = {name: self._tensors.tensors[f"vectors:{name}"].nbytes for name in self._stored}
+        deque(engine.run(sizes, partial(self._moment, thorough=True)), maxlen=0)
+        self.features()
 
     def close(self) -> None:
         self._tensors.close()

@@ -148,8 +148,8 @@ def verify_files(store: Store, with_base: bool) -> None:
             with task.heads:
                 deque(task.heads.verify(store.engine), maxlen=0)
         if entry.inputs:
-            with closing(InputsReader(store.storage, entry.inputs)) as inputs:
-                deque(inputs.verify(store.engine), maxlen=0)
+            with closing(InputsReader(store.storage, entry.inputs, manifest.base)) as inputs:
+                inputs.verify(store.engine)
 
 
 def relocate_base(store: Store, base: str | Path) -> None:

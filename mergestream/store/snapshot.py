@@ -164,4 +164,4 @@ class Snapshot:
         """The statistics of an expert's inputs, if it has any; close them after use."""
         from mergestream.store.inputs import InputsReader
 
-        return InputsReader(self.storage, expert.inputs) if expert.inputs else None
+        return InputsReader(self.storage, expert.inputs, self.manifest.base) if expert.inputs else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mergestream.algebra.pieces import is_finite
 from mergestream.checkpoints.checkpoint import FileCheckpoint, Shard
 from mergestream.checkpoints.safetensors import SafetensorsFile, SafetensorsObject
 from mergestream.digest import tensor_digest
@@ -64,14 +65,15 @@ class CheckedTensors(FileCheckpoint):
         return self.read_all([name])[name]
 
     def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Several tensors, each checked against its digest."""
+        """Several tensors, each checked against its digest, and finite: a store may come from somebody else."""
         tensors = {}
         for name in names:
             tensors[name] = self._owner[name].read(name)
         for name, tensor in tensors.items():
-            if tensor_digest(tensor) != self._digests[name]:
-                file = f"{self._folder}/{self.tensors[name].file}"
-                raise damaged(file, f"the digest of {name} does not match", self._remedy)
+            matches = tensor_digest(tensor) == self._digests[name]
+            if not matches or not is_finite(tensor):
+                reason = f"{name} holds NaN or Inf" if matches else f"the digest of {name} does not match"
+                raise damaged(f"{self._folder}/{self.tensors[name].file}", reason, self._remedy)
         return tensors
 
     def verify(self, engine: Engine) -> Iterator[int]:

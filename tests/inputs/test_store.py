@@ -70,7 +70,7 @@ def test_what_is_stored_is_what_was_measured(store: Store, base: Path, tmp_path:
     assert read(store, "two") is None
     entry = store.history[0].inputs
     assert entry is not None
-    with closing(InputsReader(store.storage, entry)) as reader:
+    with closing(InputsReader(store.storage, entry, store.manifest.base)) as reader:
         value = reader.moment("bert.encoder.layer.0.attention.self.value.weight")
         assert value is not None
         assert value.trace == pytest.approx(
