@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mergestream.algebra.lowrank import dense
+from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.experts.adapters import BoundAdapter, open_adapter
 
@@ -98,8 +99,8 @@ def edit_config(adapter: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def bind(adapter: Path, base: Path, **options: Any) -> BoundAdapter:
-    return open_adapter(adapter).bind(open_checkpoint(base).tensors, **options)
+def bind(adapter: Path, base: Path) -> BoundAdapter:
+    return BoundAdapter(open_adapter(adapter), BaseModel.examine(open_checkpoint(base), measure=False))
 
 
 def task_vector(bound: BoundAdapter, base: Path) -> dict[str, Tensor]:
@@ -108,14 +109,14 @@ def task_vector(bound: BoundAdapter, base: Path) -> dict[str, Tensor]:
     vector = {}
     for name in theta.tensors:
         if name in bound.whole:
-            vector[name] = bound.finite(bound.whole[name]).double() - theta.read(name)
+            vector[name] = bound.read(name).double() - theta.read(name)
         else:
             vector[name] = dense(bound.delta(name, torch.float64))
     return vector
 
 
-def assert_equals_peft(workshop: Workshop, base: Path, adapter: Path, **options: Any) -> BoundAdapter:
-    bound = bind(adapter, base, **options)
+def assert_equals_peft(workshop: Workshop, base: Path, adapter: Path) -> BoundAdapter:
+    bound = bind(adapter, base)
     ours, theta = task_vector(bound, base), open_checkpoint(base)
     merged = open_checkpoint(workshop.merged(base, adapter))
     assert merged.tensors.keys() == theta.tensors.keys()

@@ -121,18 +121,20 @@ def load_architecture(directory: Path | None) -> Architecture:
 
 def _build(directory: Path, transformers: Any) -> Any:
     raw = read_json(directory / "config.json")
-    model_class: Any = getattr(transformers, (raw.get("architectures") or [""])[0], None)
-    is_known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    if is_known:
-        config_class = model_class.config_class
-    else:
-        config_class = transformers.CONFIG_MAPPING[raw["model_type"]]
-        model_class = transformers.MODEL_MAPPING[config_class]
+    model_class = find_model_class(raw, transformers)
     check_config_numbers(raw)
-    config = config_class.from_pretrained(directory, local_files_only=True)
+    config = model_class.config_class.from_pretrained(directory, local_files_only=True)
     if getattr(config, "use_pretrained_backbone", False):
         config.use_pretrained_backbone = False  # would download the backbone's weights
     return build_on_meta(lambda: model_class(config))
+
+
+def find_model_class(config: Mapping[str, Any], transformers: Any) -> Any:
+    """The class that a ``config.json`` names, or the class without a head for its ``model_type``."""
+    named: Any = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+        return named
+    return transformers.MODEL_MAPPING[transformers.CONFIG_MAPPING[config["model_type"]]]
 
 
 def _describe(model: Any) -> Architecture:

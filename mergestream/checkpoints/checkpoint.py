@@ -173,7 +173,7 @@ class RenamedCheckpoint(Checkpoint):
         return self._checkpoint.read(self._stored[name])
 
     def stored_name(self, name: str) -> str:
-        return self._stored.get(name, name)
+        return self._checkpoint.stored_name(self._stored.get(name, name))
 
     def close(self) -> None:
         self._checkpoint.close()

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from mergestream.base.model import match_names
 from mergestream.checkpoints import WEIGHT_SUFFIXES
-from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.location import Location, locate_here, without_revision
 from mergestream.checkpoints.reader import open_located
 from mergestream.digest import tensor_digest
@@ -95,16 +94,12 @@ def _find_difference(here: Path, named: str, vector: AdapterVector) -> str | Non
     """
     model, base = vector.model, vector.base
     try:
-        if model_config(here).get("quantization_config"):
-            return None
         with open_located(Location(here, named)) as opened:
             found = match_names(opened, model.tensors)
             for name, theirs in found.tensors.items():
                 ours = model.tensors.get(name)
                 if ours is not None and ours.shape != theirs.shape:
                     return f"{name} has the shape {list(theirs.shape)} there and {list(ours.shape)} here"
-            if not (model.measured or base.has_weights):
-                return None
             comparable = [
                 (tensor.numel, name)
                 for name, tensor in model.tensors.items()

@@ -95,10 +95,18 @@ def _find_prefix(model: BaseModel, expert: Mapping[str, Shape], source: str) -> 
     """
     merged = {name: model.tensors[name].shape for name in model.merged}
     spelled = {stored: spelling for spelling, stored in model.spellings.items()}
-    in_class = {spelled.get(name, name): shape for name, shape in merged.items()}
-    for ours in (merged, in_class) if spelled else (merged,):
-        if found := _fit_prefix(ours, expert):
-            return _only_one(found, ours, source)
+    for base in (merged, {spelled.get(name, name): shape for name, shape in merged.items()}):
+        found = _fit_prefix(base, expert)
+        if len(found) > 1:
+            name = next(name for name, shape in base.items() if len(shape) > 1)
+            rivals = sorted(prefix.theirs + name.removeprefix(prefix.ours) for prefix in found)
+            glob = find_globs(rivals[-1:], rivals[:-1])[0]
+            raise MergestreamError(
+                f"{source} has the base's tensors more than once ({' and '.join(rivals)} for {name}); leave out all "
+                f"but one of them, for example with --ignore '{glob}'"
+            )
+        if found:
+            return found[0]
     part = _fit_prefix(expert, merged) if len(expert) >= _FEWEST else []
     return Prefix(ours=part[0].theirs) if len(part) == 1 and not part[0].ours else Prefix()
 
@@ -113,36 +121,15 @@ def _fit_prefix(base: Mapping[str, Shape], expert: Mapping[str, Shape]) -> list[
 
     if not expert or not matrices or share(Prefix()) >= NEARLY_ALL:
         return [Prefix()]
-    shares = {prefix: share(prefix) for prefix in _suggest_prefixes(matrices, expert)}
+    anchors = list(matrices)[:: len(matrices) // _ANCHORS or 1]
+    alike = ((name, anchor) for anchor in anchors for name, shape in expert.items() if shape == matrices[anchor])
+    shares: dict[Prefix, float] = {}
+    for theirs, ours in {pair for names in alike if (pair := _split_common_end(*names))}:
+        wrapper = next((p for p in reversed(_parents(theirs)) if all(name.startswith(p) for name in expert)), "")
+        prefix = Prefix(theirs, ours, wrapper)
+        shares[prefix] = share(prefix)
     fitting = [prefix for prefix, found in shares.items() if found >= NEARLY_ALL]
     return [prefix for prefix in fitting if shares[prefix] == 1] or fitting
-
-
-def _only_one(prefixes: Sequence[Prefix], base: Mapping[str, Shape], source: str) -> Prefix:
-    if len(prefixes) > 1:
-        name = next(name for name, shape in base.items() if len(shape) > 1)
-        rivals = sorted(prefix.theirs + name.removeprefix(prefix.ours) for prefix in prefixes)
-        glob = find_globs(rivals[-1:], rivals[:-1])[0]
-        raise MergestreamError(
-            f"{source} has the base's tensors more than once ({' and '.join(rivals)} for {name}); leave out all but "
-            f"one of them, for example with --ignore '{glob}'"
-        )
-    return prefixes[0]
-
-
-def _suggest_prefixes(base: Mapping[str, Shape], expert: Mapping[str, Shape]) -> set[Prefix]:
-    anchors = list(base)[:: len(base) // _ANCHORS or 1]
-    pairs = {
-        pair
-        for anchor in anchors
-        for name, shape in expert.items()
-        if shape == base[anchor] and (pair := _split_common_end(name, anchor))
-    }
-    prefixes = set()
-    for theirs, ours in pairs:
-        wrapper = next((p for p in reversed(_parents(theirs)) if all(name.startswith(p) for name in expert)), "")
-        prefixes.add(Prefix(theirs, ours, wrapper))
-    return prefixes
 
 
 def _split_common_end(theirs: str, ours: str) -> tuple[str, str] | None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from mergestream.checkpoints import Checkpoint, TensorInfo, dtype_name, torch_dtype
+from mergestream.checkpoints.checkpoint import RenamedCheckpoint
 from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.tokenizer import read_tokenizer, same_tokenizer
 from mergestream.digest import json_digest
@@ -47,14 +47,6 @@ class Token:
     """The flags of an added token; None if there is no tokenizer"""
 
 
-class FittedExpert(NamedTuple):
-    """An expert with the base's vocabulary, the new tokens that are kept, and notes for the user."""
-
-    expert: Checkpoint
-    tokens: tuple[Token, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True)
 class RowMap:
     """Which rows of base and expert belong to the same token."""
@@ -78,7 +70,7 @@ class RowMap:
         return list(self.place) == list(range(self.ours))
 
 
-class FittedCheckpoint(Checkpoint):
+class FittedCheckpoint(RenamedCheckpoint):
     """A checkpoint whose vocabulary tables have the base's rows; new rows are separate tensors.
 
     If the rows in common are the first ones, a table is a view of what is stored.
@@ -88,42 +80,37 @@ class FittedCheckpoint(Checkpoint):
         self, expert: Checkpoint, base: Checkpoint, tables: Mapping[str, str], rows: RowMap, tokens: Sequence[Token]
     ) -> None:
         """``tables`` maps the expert's tables to the base's."""
-        self._expert, self._base, self._tables, self._rows = expert, base, tables, rows
+        self._base, self._tables, self._rows = base, tables, rows
         self._ids = [token.id for token in tokens]
         self._new: dict[str, str] = {}
         """The tensors with new rows, and the tables that hold them"""
         for name, table in tables.items() if tokens else ():
             self._new.setdefault(f"{ROWS}{table}", name)
-        self.source, self.directory, self.note = expert.source, expert.directory, expert.note
-        self.copies = expert.copies + (0 if rows.is_prefix else 2)
-        tensors = dict(expert.tensors)
-        for name in tables:
-            info = expert.tensors[name]
-            tensors[name] = TensorInfo(self._dtype(name), with_rows(info.shape, rows.ours), info.file)
+        super().__init__(expert, {name: name for name in expert.tensors} | self._new)
+        tensors = dict(self.tensors)
+        for name, table in tables.items():
+            info, dtype = expert.tensors[name], expert.tensors[name].dtype
+            if table in base.tensors and not rows.is_prefix:  # rows come from both
+                import torch
+
+                both = torch_dtype(dtype), torch_dtype(base.tensors[table].dtype)
+                dtype = dtype_name(torch.promote_types(*both))
+            tensors[name] = TensorInfo(dtype, with_rows(info.shape, rows.ours), info.file)
         for key, name in self._new.items():
             info = expert.tensors[name]
             tensors[key] = TensorInfo(info.dtype, (len(tokens), info.numel // rows.theirs), info.file)
-        self.tensors = MappingProxyType(tensors)
+        self.tensors = tensors
+        self.copies += 0 if rows.is_prefix else 2
         self.aliases = expert.aliases
         if expert.fingerprint is not None:  # it does not cover the tokenizer's files
             self.fingerprint = json_digest([expert.fingerprint, rows.place, [asdict(token) for token in tokens]])
 
-    def _dtype(self, name: str) -> str:
-        """The dtype of a table, which can hold the rows of both if rows come from both."""
-        dtype, ours = self._expert.tensors[name].dtype, self._base.tensors.get(self._tables[name])
-        if ours is None or self._rows.is_prefix:
-            return dtype
-        import torch
-
-        return dtype_name(torch.promote_types(torch_dtype(dtype), torch_dtype(ours.dtype)))
-
     def read(self, name: str) -> Tensor:
-        stored = self._new.get(name, name)
-        tensor = self._expert.read(stored)
-        if stored not in self._tables:
+        tensor = super().read(name)
+        if name not in self._tables and name not in self._new:
             return tensor
         rows = tensor.reshape(self._rows.theirs, -1)
-        found = rows[self._ids] if name in self._new else self._read_common(stored, rows)
+        found = rows[self._ids] if name in self._new else self._read_common(name, rows)
         return found.reshape(self.tensors[name].shape)
 
     def _read_common(self, name: str, rows: Tensor) -> Tensor:
@@ -141,17 +128,14 @@ class FittedCheckpoint(Checkpoint):
             found[missing] = 0
         return found
 
-    def stored_name(self, name: str) -> str:
-        return self._expert.stored_name(self._new.get(name, name))
-
-    def close(self) -> None:
-        self._expert.close()
-
 
 def fit_vocabulary(
     model: BaseModel, base: Checkpoint, expert: Checkpoint, vocab: Vocab | None, ignore: Sequence[str]
-) -> FittedExpert:
-    """Fit an expert to the base's vocabulary; refuse new tokens unless ``vocab`` says what to do with them."""
+) -> tuple[Checkpoint, tuple[Token, ...], tuple[str, ...]]:
+    """Fit an expert to the base's vocabulary; refuse new tokens unless ``vocab`` says what to do with them.
+
+    Returns the expert with the base's rows, the new tokens that are kept, and notes for the user.
+    """
     if vocab is not None and vocab not in VOCABS:
         raise UsageError(f"--vocab {vocab} is not one of {', '.join(VOCABS)}")
     ours = _vocabulary_size(model, base)
@@ -159,13 +143,13 @@ def fit_vocabulary(
     theirs = next((rows_of(expert.tensors[name].shape) for name in tables), 0)
     rows = _match_rows(base, expert, ours, theirs) if ours and theirs else None
     if rows is None:
-        return FittedExpert(expert)
+        return expert, (), ()
     if vocab is None and theirs == ours and not rows.moved:
         note = (
             f"{expert.source} has {list_tokens(rows.new)} in rows that are padding or other tokens in the base; they "
             "are merged row by row. Pass --vocab base, union or grow to merge by token."
         )
-        return FittedExpert(expert, notes=(note,) if rows.new else ())
+        return expert, (), (note,) if rows.new else ()
     if vocab is None and (rows.new or rows.moved or not rows.named):
         raise _refuse_tokens(expert, rows, next(iter(tables)))
     heads = {name: name for name in expert.tensors if name not in model.tensors and model.is_head(name)}
@@ -174,7 +158,7 @@ def fit_vocabulary(
     if tokens:
         without_rows = set(_find_tables(model, base, ours, ()).values()) - set(tables.values())
         _check_new_tokens(expert, rows, vocab, [name for name in without_rows if model.tensors[name].merges])
-    return FittedExpert(FittedCheckpoint(expert, base, tables, rows, tokens), tokens, _make_notes(expert, rows, vocab))
+    return FittedCheckpoint(expert, base, tables, rows, tokens), tokens, _make_notes(expert, rows, vocab)
 
 
 # --- which tensors have a row for every token ---------------------------------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream.algebra.lowrank import dense
+from mergestream.base.architecture import find_model_class
 from mergestream.checkpoints import Checkpoint
 from mergestream.checkpoints.meta_model import check_config_numbers, quiet_and_offline
 from mergestream.engine import Engine
@@ -46,7 +47,7 @@ def read_weights(checkpoint: Checkpoint, adapter: BoundAdapter | None = None, wr
         for name in adapter.terms:
             change = dense(adapter.delta(name, torch.promote_types(weights[name].dtype, torch.float32)))
             weights[name] = (weights[name] + change).to(weights[name].dtype)
-        for name in weights.keys() & (adapter.whole.keys() | adapter.merged.keys()):
+        for name in weights.keys() & adapter.tensors.keys() - adapter.terms.keys():
             weights[name] = adapter.read(name).to(weights[name].dtype)
     return weights
 
@@ -66,10 +67,8 @@ def load_model(
             )
         raw = read_json(directory / "config.json")
         check_config_numbers(raw)
-        model_class: Any = getattr(transformers, (raw.get("architectures") or [""])[0], None)
         config: Any = transformers.AutoConfig.from_pretrained(directory, **LOCAL)
-        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-            model_class = transformers.MODEL_MAPPING[type(config)]
+        model_class = find_model_class(raw, transformers)
         # Another implementation of attention may be one that is downloaded.
         attention = attention if getattr(model_class, f"_supports_{attention}", False) else "eager"
         options = {"attn_implementation": attention, "output_loading_info": True}

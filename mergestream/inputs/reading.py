@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergestream.checkpoints import open_checkpoint
 from mergestream.checkpoints.location import system_errors_explained
 from mergestream.errors import MergestreamError, UsageError, first_line
 from mergestream.escaping import one_line
@@ -261,12 +262,8 @@ def _npz(path: Path, count: int) -> Iterator[Sample]:
 
 
 def _safetensors(path: Path, count: int) -> Iterator[Sample]:
-    from safetensors import safe_open
-
-    with explained(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys() if name not in LABELS}  # noqa: SIM118
-        found = {name: part[:count] if part.get_shape() else file.get_tensor(name) for name, part in slices.items()}
-    return _rows(path, found, count)
+    with open_checkpoint(path) as file:
+        return _rows(path, {name: file.read(name) for name in file.tensors if name not in LABELS}, count)
 
 
 def _rows(path: Path, arrays: Mapping[str, Any], count: int) -> Iterator[Sample]:

@@ -202,15 +202,12 @@ def _single_rows(arguments: Mapping[str, Any]) -> Iterator[Arguments]:
         return
     for row in range(len(mask)):
         single = {name: value[row : row + 1] for name, value in arguments.items()}
-        for mask_name in ("attention_mask", "decoder_attention_mask"):
-            if mask_name not in single or single[mask_name].ndim != 2:
-                continue
-            of_decoder, shape = mask_name.startswith("decoder_"), single[mask_name].shape
-            used = single[mask_name][0].bool()
-            for name, value in single.items():
-                is_tokens = value.ndim == 2 or name.endswith("inputs_embeds")
-                if is_tokens and value.shape[:2] == shape and name.startswith("decoder_") == of_decoder:
-                    single[name] = value[:, used]
+        used = {of_decoder: single.get("decoder_attention_mask" if of_decoder else "attention_mask") for of_decoder in (False, True)}
+        for name, value in single.items():
+            mask = used[name.startswith("decoder_")]
+            is_tokens = value.ndim == 2 or name.endswith("inputs_embeds")
+            if is_tokens and mask is not None and mask.shape == value.shape[:2]:
+                single[name] = value[:, mask[0].bool()]
         yield single
 
 

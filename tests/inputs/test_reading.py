@@ -136,7 +136,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("torn.parquet", b"PAR1 torn", r"torn.parquet cannot be read"),
     ("labels.parquet", lambda path: write_parquet(path, label=[1, 2]), r"labels.parquet has only label; a column must"),
     ("torn.npz", b"PK torn", r"torn.npz cannot be read"),
-    ("torn.safetensors", b"\xff" * 20, r"torn.safetensors cannot be read"),
+    ("torn.safetensors", b"\xff" * 20, r"torn.safetensors is no safetensors file"),
     (
         "objects.npz",
         lambda path: write_arrays(path, x=numpy.array([{}, {}])),

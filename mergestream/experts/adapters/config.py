@@ -18,10 +18,12 @@ from mergestream.files import read_json
 CONFIG_NAME = "adapter_config.json"
 WAY_OUT = "merge the adapter into its model with PEFT's merge_and_unload, then add the checkpoint"
 
-_PROMPTS = (
-    "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE",
-)  # fmt: skip
-_UNMERGEABLE = ("LILY", "POLY", "SHADOW", "XLORA")
+_UNMERGEABLE = {
+    "trains tokens or prefixes instead of weights, so there is nothing to merge": (
+        "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE",
+    ),
+    "changes the weights by the input, so it cannot be merged": ("LILY", "POLY", "SHADOW", "XLORA"),
+}  # fmt: skip
 
 # Initialisations that change the base's weights, so that the factors are not relative to the base any more: those that
 # PEFT computes again from the base, and those that need data or settings which the adapter does not hold.
@@ -124,15 +126,10 @@ def read_config(directory: Path) -> LoraConfig:
 
 def make_config(path: Path, fields: Mapping[str, Any]) -> LoraConfig:
     """Check the fields of a configuration that was read from a file."""
-    if (kind := fields.get("peft_type")) in _PROMPTS:
-        raise MergestreamError(
-            f"{path}: peft_type={kind} trains tokens or prefixes instead of weights, so there is nothing to merge; "
-            "serve it with PEFT"
-        )
-    if kind in _UNMERGEABLE:
-        raise MergestreamError(
-            f"{path}: peft_type={kind} changes the weights by the input, so it cannot be merged; serve it with PEFT"
-        )
+    kind = fields.get("peft_type")
+    for why, kinds in _UNMERGEABLE.items():
+        if kind in kinds:
+            raise MergestreamError(f"{path}: peft_type={kind} {why}; serve it with PEFT")
     for name in _IMPOSSIBLE:
         if value := fields.get(name):
             raise MergestreamError(f"{path}: {name}={str(value)[:40]} cannot be honoured; serve it with PEFT")

@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from mergestream.base.model import BaseTensor
+    from mergestream.base.model import BaseModel, BaseTensor
+    from mergestream.experts.adapters.adapter import Adapter
 
 COPIES = 6
 """Copies of a weight in memory while PEFT merges it"""
@@ -85,19 +85,13 @@ def bind_module(
     return Module(keys, found, tuple(leaf for leaf in found if has_bias or leaf != "bias"))
 
 
-@dataclass(frozen=True)
 class PeftMerger:
     """Merges the modules of one adapter into a base."""
 
-    config: LoraConfig
-    weights: Checkpoint
-    modules: Mapping[str, Module]
-    shared: tuple[str, ...]
-    """Tensors that belong to all modules, such as VeRA's projections"""
-    base: Checkpoint
-    tensors: Mapping[str, BaseTensor]
-    input_first: frozenset[str]
-    """Weights that are stored as input × output"""
+    def __init__(self, adapter: Adapter, modules: Mapping[str, Module], model: BaseModel, base: Checkpoint) -> None:
+        self.config, self.weights, self.shared = adapter.config, adapter.weights, adapter.shared
+        self.modules, self.base = modules, base
+        self.tensors, self.input_first = model.tensors, model.input_first
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor of the base with the adapter merged into it; tied modules are merged one after the other."""

@@ -20,7 +20,7 @@ from mergestream.checkpoints.layout import model_config
 from mergestream.checkpoints.location import locate_here
 from mergestream.checkpoints.reader import MemoryCheckpoint
 from mergestream.errors import MergestreamError, first_line
-from mergestream.experts.adapters.adapter import PREFIX, Adapter, make_adapter
+from mergestream.experts.adapters.adapter import PREFIX, Adapter, BoundAdapter, make_adapter
 from mergestream.experts.adapters.config import LoraConfig, make_config
 from mergestream.sizes import shorten_list
 
@@ -68,7 +68,7 @@ def open_lora_file(file: Checkpoint, model: BaseModel, directory: Path | None) -
         try:
             config = make_config(Path(file.source), own) if own else _config_of_factors(file.source, tensors)
             adapter = make_adapter(file.source, file.directory, config, weights)
-            adapter.bind_to(model)
+            BoundAdapter(adapter, model)
         except MergestreamError as error:
             refusal = error
         else:

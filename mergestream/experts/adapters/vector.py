@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mergestream.algebra.lowrank import LowRank, squared_norm
-from mergestream.algebra.pieces import Elements, SquaredNorm, ranges
+from mergestream.algebra.pieces import Elements, ranges
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters.adapter import Adapter
+from mergestream.experts.adapters.adapter import Adapter, BoundAdapter
 from mergestream.experts.vector import BasePieces, TaskVector
 from mergestream.experts.vocabulary import Vocab
 
@@ -32,7 +31,7 @@ class AdapterVector(TaskVector):
         ignore: Sequence[str] = (),
         vocab: Vocab | None = None,
     ) -> None:
-        self.adapter = adapter.bind_to(model, base)
+        self.adapter = BoundAdapter(adapter, model, base)
         terms = self.adapter.terms
         super().__init__(model, base, self.adapter, partial=True, ignore=ignore, vocab=vocab, in_factors=terms)
         self.prefix, self.notes = self.adapter.prefix, adapter.notes + self.notes
@@ -42,13 +41,13 @@ class AdapterVector(TaskVector):
     def rank(self, name: str) -> int | None:
         if name not in self._stored:
             return 0
-        return None if name in self.adapter.whole or name in self.adapter.merged else self.adapter.rank(name)
+        return self.adapter.rank(name) if name in self._in_factors else None
 
     def factors(self, name: str) -> LowRank:
         tensor = self.model.tensors[name]
         dtype = torch_dtype(tensor.state_dtype)
         delta = LowRank.zeros(tensor.shape, dtype)
-        if name in self._stored:
+        if name in self._in_factors:
             self._check_copy(name)
             self.digests[name] = self._digest(name)
             delta = self.adapter.delta(name, dtype)
@@ -62,16 +61,9 @@ class AdapterVector(TaskVector):
         if name not in self._in_factors:
             yield from super().pieces(name, base)
             return
-        elements, norm = self.factors(name).elements(), SquaredNorm()
+        elements = self.factors(name).elements()
         for start, stop in ranges(self.model.tensors[name].numel):
-            delta = elements(start, stop)
-            norm.add(delta)
-            if not norm.finite:
-                raise self.adapter.too_large(name)
-            yield start, delta
-        self.norm2[name] = norm.total()
-        if not math.isfinite(self.norm2[name]):
-            raise self.adapter.too_large(name)
+            yield start, elements(start, stop)
 
     def _digest(self, name: str) -> str:
         """Digest of the stored factors, their scaling and their orientation."""
@@ -84,7 +76,7 @@ class AdapterVector(TaskVector):
         return text_digest("\n".join(lines))
 
     def _check_copy(self, name: str) -> None:
-        """Check that an embedding that PEFT saved with its factors is the base's own."""
+        """Check that an embedding that PEFT saved beside its factors is the base's own."""
         import torch
 
         key = self.adapter.unchanged.get(name)
@@ -93,5 +85,6 @@ class AdapterVector(TaskVector):
         ours, theirs = self.base.read(name), self.adapter.weights.read(key)
         if not torch.equal(theirs.to(ours.dtype), ours):
             raise MergestreamError(
-                f"{self.adapter.adapter.file}: {key} is not {name} of the base: the adapter was made for another model"
+                f"{self.adapter.weights.source}: {key} is not {name} of the base: the adapter was made for another "
+                "model"
             )

@@ -15,7 +15,7 @@ from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
 from mergestream.experts import make_task_vector, open_expert
-from mergestream.experts.adapters import open_adapter
+from mergestream.experts.adapters import BoundAdapter, open_adapter
 from mergestream.experts.adapters.peft_merge import COPIES
 from mergestream.inputs.loading import read_weights
 from tests.workshop import TEXT, Workshop, clip, edit_config, gpt2, llama
@@ -183,7 +183,7 @@ def test_an_expert_to_run_has_the_merged_weights(workshop: Workshop) -> None:
     base = workshop.base(llama)
     adapter = workshop.adapter(base, kind="LOKR", **MODULES)
     theta = open_checkpoint(base)
-    bound = open_adapter(adapter).bind_to(BaseModel.examine(theta), theta)
+    bound = BoundAdapter(open_adapter(adapter), BaseModel.examine(theta), theta)
     merged = open_checkpoint(workshop.merged(base, adapter))
     for name, weight in read_weights(theta, bound).items():
         assert torch.equal(weight, merged.read(name))
