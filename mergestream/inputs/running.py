@@ -92,31 +92,21 @@ class Runner:
         elif "messages" in value:
             yield self._conversation(value["messages"])
         else:
-            options = {"truncation": True, "max_length": self._most_tokens, "return_tensors": "pt"}
-            prompt = self._accepted(
-                self._tokenizer(value.get("text", value.get("prompt")), value.get("text_pair"), **options)
-            )
+            text = value.get("text", value.get("prompt"))
+            prompt = self._accepted(self._tokenizer(text, value.get("text_pair"), **self._options))
             if "completion" not in value or not self._generates:
                 yield prompt, None
                 return
             if self._is_encoder_decoder:
-                answer = self._tokenizer(text_target=value["completion"], **options)["input_ids"]
+                answer = self._tokenizer(text_target=value["completion"], **self._options)
             else:
-                answer = self._tokenizer(value["completion"], add_special_tokens=False, **options)["input_ids"]
-            yield prompt, self._with_answer(prompt, answer)
+                answer = self._tokenizer(value["completion"], add_special_tokens=False, **self._options)
+            yield prompt, self._with_answer(prompt, answer["input_ids"])
 
     def _conversation(self, messages: list[Any]) -> tuple[Arguments, Arguments | None]:
         def template(part: list[Any], prompt: bool) -> Arguments:
-            encoded = self._tokenizer.apply_chat_template(
-                part,
-                add_generation_prompt=prompt,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                truncation=True,
-                max_length=self._most_tokens,
-            )
-            return self._accepted(encoded)
+            options = {"add_generation_prompt": prompt, "tokenize": True, "return_dict": True, **self._options}
+            return self._accepted(self._tokenizer.apply_chat_template(part, **options))
 
         if messages[-1]["role"] != "assistant" or len(messages) == 1:
             return template(messages, True), None
@@ -158,34 +148,32 @@ class Runner:
         return getattr(self._processor, "tokenizer", self._processor)
 
     @cached_property
-    def _config(self) -> Any:
-        return self.model.config
-
-    @cached_property
     def _generates(self) -> bool:
         return bool(self.model.can_generate())  # type: ignore[operator]
 
     @cached_property
     def _is_encoder_decoder(self) -> bool:
-        return bool(self._config.is_encoder_decoder)
+        return bool(self.model.config.is_encoder_decoder)  # type: ignore[union-attr]
 
     @cached_property
     def _start_token(self) -> int:
-        for config in (getattr(self.model, "generation_config", None), self._config):
-            if (start := getattr(config, "decoder_start_token_id", None)) is not None:
-                return int(start)
-        return int(self._config.pad_token_id or 0)
+        """The token before an answer of an encoder-decoder."""
+        config: Any = self.model.config
+        starts = [getattr(part, "decoder_start_token_id", None) for part in (self.model.generation_config, config)]
+        return int(next(token for token in (*starts, config.pad_token_id, 0) if token is not None))
 
     @cached_property
-    def _most_tokens(self) -> int:
-        """How many tokens of a text the model takes, with room for an answer."""
-        config = self._config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None) or MAX_TOKENS
+    def _options(self) -> dict[str, Any]:
+        """How a tokenizer is called: a text is cut to what the model takes, with room for an answer."""
+        config: Any = self.model.config
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or MAX_TOKENS
         for path, module in self.model.named_modules():
             if path.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
                 positions -= module.padding_idx + 1  # like RoBERTa, which counts from there
-        most = min(MAX_TOKENS, positions, self._tokenizer.model_max_length)
-        return max(1, most - self.new_tokens) if self._generates and not self._is_encoder_decoder else int(most)
+        most = int(min(MAX_TOKENS, positions, self._tokenizer.model_max_length))
+        if self._generates and not self._is_encoder_decoder:
+            most = max(1, most - self.new_tokens)
+        return {"truncation": True, "max_length": most, "return_tensors": "pt"}
 
     def _accepted(self, arguments: Mapping[str, Any]) -> Arguments:
         """The arguments that the model takes; a tokenizer may give more."""
@@ -202,24 +190,21 @@ def _single_rows(arguments: Mapping[str, Any]) -> Iterator[Arguments]:
         return
     for row in range(len(mask)):
         single = {name: value[row : row + 1] for name, value in arguments.items()}
-        used = {of_decoder: single.get("decoder_attention_mask" if of_decoder else "attention_mask") for of_decoder in (False, True)}
+        masks = {of_decoder: single.get(f"{'decoder_' * of_decoder}attention_mask") for of_decoder in (False, True)}
         for name, value in single.items():
-            mask = used[name.startswith("decoder_")]
+            used = masks[name.startswith("decoder_")]
             is_tokens = value.ndim == 2 or name.endswith("inputs_embeds")
-            if is_tokens and mask is not None and mask.shape == value.shape[:2]:
-                single[name] = value[:, mask[0].bool()]
+            if is_tokens and used is not None and used.shape == value.shape[:2]:
+                single[name] = value[:, used[0].bool()]
         yield single
 
 
 def _pooled(output: Any, is_vision: bool) -> Tensor | None:
     """One row of features per input; None where the output has no hidden state."""
     if not isinstance(output, Tensor):
-        pooled, states = getattr(output, "pooler_output", None), getattr(output, "hidden_states", None)
-        hidden = getattr(output, "encoder_last_hidden_state", None)
-        if hidden is None:
-            hidden = getattr(output, "last_hidden_state", None)
-        if hidden is None and states:
-            hidden = states[-1]
+        pooled, states = getattr(output, "pooler_output", None), getattr(output, "hidden_states", None) or [None]
+        known = [getattr(output, f"{part}last_hidden_state", None) for part in ("encoder_", "")]
+        hidden = next((state for state in (*known, states[-1]) if state is not None), None)
         output = pooled if pooled is not None and (is_vision or hidden is None) else hidden
     if not isinstance(output, Tensor) or not output.is_floating_point():
         return None
