@@ -61,8 +61,8 @@ def _distances(vector: TaskVector, norms2: Mapping[str, float]) -> Iterator[floa
 
 def _check_adapter(vector: AdapterVector) -> BaseCheck:
     adapter, base = vector.adapter.adapter, vector.model.source
-    named = adapter.config.base
-    if named is None:
+    named = adapter.config.fields.base_model_name_or_path
+    if not named:
         return BaseCheck(note=f"{adapter.source} does not say which model it was made for; its shapes fit the base")
     here, ours = locate_here(named), locate_here(base)
     same_name = without_revision(named).lower() == without_revision(base).lower()

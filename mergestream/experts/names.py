@@ -84,6 +84,9 @@ def under_base_names(model: BaseModel, expert: Checkpoint, ignore: Sequence[str]
                 "them out with --ignore"
             )
         stored[new] = name
+    for alias, name in model.ties.items():  # the expert may store a tied tensor by its other name only
+        if alias in stored and name not in stored and stored[alias] not in ignored:
+            stored[name] = stored.pop(alias)
     is_same = all(new == name for new, name in stored.items())
     return (expert if is_same else RenamedCheckpoint(expert, stored)), prefix
 

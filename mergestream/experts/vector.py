@@ -93,15 +93,6 @@ class TaskVector:
         """Digests of the expert's tensors that were read to the end"""
         self.norm2 = ResultsByTensor[float]()
         """‖Δ‖² of these tensors"""
-        self._aliases: dict[str, list[str]] = {name: [] for name in model.tensors}
-        for alias, name in model.ties.items():
-            self._aliases[name].append(alias)
-        self._stored: dict[str, str] = {}
-        """The tensors that are read, and their names in the expert, which may be that of a tied tensor"""
-        for name, aliases in self._aliases.items():
-            found = next((alias for alias in (name, *aliases) if alias in self.expert.tensors), None)
-            if found and self.actions[name] not in ("unchanged", "ignored"):
-                self._stored[name] = found
 
     @property
     def copies(self) -> int:
@@ -123,10 +114,10 @@ class TaskVector:
         """
         import torch
 
-        if name not in self._stored:
+        if self.actions[name] != "merged":
             dtype = torch_dtype(self.model.tensors[name].state_dtype)
             return lambda start, stop: torch.zeros(stop - start, dtype=dtype)
-        base, expert = base or self.base_elements(name), self.expert.read(self._stored[name]).reshape(-1)
+        base, expert = base or self.base_elements(name), self.expert.read(name).reshape(-1)
         return lambda start, stop: _subtract(expert[start:stop], base(start, stop))
 
     def base_elements(self, name: str) -> Elements:
@@ -147,14 +138,12 @@ class TaskVector:
         import torch
 
         tensor, norm = self.model.tensors[name], SquaredNorm()
-        dtype = torch_dtype(tensor.state_dtype)
-        if name not in self._stored:
+        if self.actions[name] != "merged":
             for start, stop in ranges(tensor.numel):
-                yield start, torch.zeros(stop - start, dtype=dtype)
+                yield start, torch.zeros(stop - start, dtype=torch_dtype(tensor.state_dtype))
             self.norm2[name] = 0.0
             return
-        base = base or BasePieces(self.base.read(name), dtype)
-        expert = self.expert.read(self._stored[name])
+        base, expert = base or self.base_pieces(name), self.expert.read(name)
         hasher = TensorHasher(expert.dtype, expert.shape)
         expert = expert.reshape(-1)
         for start, stop in ranges(tensor.numel):
@@ -194,18 +183,17 @@ class TaskVector:
 
     def _check_ties(self, name: str) -> None:
         """Refuse an expert that stores different values for tensors that are tied in the base."""
-        stored = self._stored[name]
-        for alias in self._aliases[name]:
-            present = alias in self.expert.tensors and self.actions.get(alias) == "tied" and alias != stored
-            if present and tensor_digest(self.expert.read(alias)) != self.digests[name]:
+        for alias in self.expert.tensors.keys() & self.model.ties.keys():
+            is_tied = self.model.ties[alias] == name and self.actions[alias] == "tied"
+            if is_tied and tensor_digest(self.expert.read(alias)) != self.digests[name]:
                 raise MergestreamError(
-                    f"{self.expert.source} has different values for {stored} and {alias}, which are tied in the base; "
+                    f"{self.expert.source} has different values for {name} and {alias}, which are tied in the base; "
                     f"tie them again, or leave one out with --ignore {alias}"
                 )
 
     def _unusable(self, name: str) -> MergestreamError:
         bad_base = self.base.has_weights and not is_finite(self.base.read(name))
-        return unusable(name, self.base) if bad_base else unusable(self._stored[name], self.expert)
+        return unusable(name, self.base if bad_base else self.expert)
 
 
 def _subtract(expert: Tensor, base: Tensor) -> Tensor:
@@ -219,8 +207,7 @@ def _subtract(expert: Tensor, base: Tensor) -> Tensor:
 
 def find_absent(model: BaseModel, expert: Checkpoint) -> tuple[list[str], str]:
     """The merged tensors that the expert lacks because its class does not have them, and the name of the class."""
-    stored = {model.ties.get(name, name) for name in expert.tensors}
-    missing = [name for name in model.merged if name not in stored]
+    missing = [name for name in model.merged if name not in expert.tensors]
     if not missing or len(missing) == len(model.merged):
         return [], ""
     architecture = find_architecture(expert)
@@ -231,9 +218,7 @@ def plan_tensors(
     model: BaseModel, expert: Checkpoint, *, partial: bool, ignore: Sequence[str], absent: Sequence[str] = ()
 ) -> dict[str, TensorAction]:
     """Decide what happens to every tensor of base and expert; an error says what does not fit."""
-    ignored = _match_ignored(model, expert, ignore)
-    ties = model.ties
-    stored = {*expert.tensors, *(ties[name] for name in expert.tensors if name in ties)}
+    ignored, ties = _match_ignored(model, expert, ignore), model.ties
     actions: dict[str, TensorAction] = {}
     missing, extra = [], []
     for name, tensor in model.tensors.items():
@@ -241,7 +226,7 @@ def plan_tensors(
             actions[name] = "ignored"
         elif tensor.role in ("tied", "copied", "head"):
             actions[name] = tensor.role
-        elif name in stored:
+        elif name in expert.tensors:
             actions[name] = "merged"
         elif partial or name in absent:
             actions[name] = "unchanged"

@@ -163,7 +163,7 @@ class BoundAdapter(Checkpoint):
                 f"has the shape {list(shape)}: {reason}"
             )
         if plain and transposed:  # a square shape does not show how the weight is stored
-            transposed = target in self.model.conv1d or config.fan_in_fan_out
+            transposed = target in self.model.conv1d or bool(config.fields.fan_in_fan_out)
         return Term(factors, config.scaling(module), rank, transposed)
 
     def read(self, name: str) -> Tensor:

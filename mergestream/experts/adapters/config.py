@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from msgspec import Meta, convert
+from msgspec import Meta, Struct, convert
 
 from mergestream.digest import json_digest
 from mergestream.errors import MergestreamError
@@ -66,14 +66,18 @@ Rank = Annotated[int, Meta(ge=1, le=2**53)]
 Alpha = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
 
 
-class _Fields(AdapterConfig, total=False):
-    """The fields that are read."""
+class LoraFields(Struct):
+    """The fields that say which weights the factors change, and by how much."""
 
-    r: Rank
-    lora_alpha: Alpha
-    rank_pattern: dict[str, Rank] | None
-    alpha_pattern: dict[str, Alpha] | None
-    target_parameters: list[str] | None
+    base_model_name_or_path: str | None = None
+    target_parameters: list[str] | None = None
+    """Parameters that are adapted and are no module's ``weight``"""
+    r: Rank = 8
+    lora_alpha: Alpha = 8.0
+    rank_pattern: dict[str, Rank] | None = None
+    alpha_pattern: dict[str, Alpha] | None = None
+    use_rslora: bool | None = None
+    fan_in_fan_out: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -87,21 +91,15 @@ class LoraConfig:
     """What makes it more than s·B·A, so that PEFT must merge it: ``use_dora``, ``peft_type=LOHA``; empty for a LoRA"""
     peft_fields: Mapping[str, Any]
     """The fields that PEFT gets then"""
-    target_parameters: tuple[str, ...]
-    """Parameters that are adapted and are no module's ``weight``"""
-    base: str | None
-    r: int
-    alpha: float
-    rslora: bool
+    fields: LoraFields
+    inherited: AdapterConfig
     rank_pattern: PatternTable | Mapping[str, float]
     alpha_pattern: PatternTable | Mapping[str, float]
-    fan_in_fan_out: bool
-    inherited: AdapterConfig
     digest: str
 
     def parameters_of(self, module: str) -> list[str]:
         """The parameters of a module that are adapted and are not its ``weight`` (``target_parameters``)."""
-        paths = [path.rpartition(".") for path in self.target_parameters]
+        paths = [path.rpartition(".") for path in self.fields.target_parameters or ()]
         return [leaf for parent, _, leaf in paths if f".{module}".endswith(f".{parent}")]
 
     def is_merged_by_peft(self, module: str) -> bool:
@@ -110,12 +108,12 @@ class LoraConfig:
 
     def rank(self, module: str) -> int:
         """The rank of a module's factors."""
-        return int(self.rank_pattern.get(module, self.r))
+        return int(self.rank_pattern.get(module, self.fields.r))
 
     def scaling(self, module: str) -> float:
         """s in W + s·B·A: lora_alpha/r, or lora_alpha/√r with ``use_rslora``."""
-        alpha, rank = self.alpha_pattern.get(module, self.alpha), self.rank(module)
-        return float(alpha / (math.sqrt(rank) if self.rslora else rank))
+        alpha, rank = self.alpha_pattern.get(module, self.fields.lora_alpha), self.rank(module)
+        return float(alpha / (math.sqrt(rank) if self.fields.use_rslora else rank))
 
 
 def read_config(directory: Path) -> LoraConfig:
@@ -145,7 +143,8 @@ def make_config(path: Path, fields: Mapping[str, Any]) -> LoraConfig:
     # Other types have fields of these names with other values.
     others = {"LORA": (), "ADALORA": ("r", "lora_alpha", "rank_pattern")}.get(str(kind), ("r", "lora_alpha"))
     try:
-        found = convert({name: value for name, value in fields.items() if name not in others}, _Fields)
+        found = convert({name: value for name, value in fields.items() if name not in others}, LoraFields)
+        inherited = convert(fields, AdapterConfig)
     except (ValueError, OverflowError) as error:
         raise MergestreamError(f"{path}: {error}; download or copy it again") from error
     return LoraConfig(
@@ -153,15 +152,10 @@ def make_config(path: Path, fields: Mapping[str, Any]) -> LoraConfig:
         str(kind),
         reason,
         {name: value for name, value in fields.items() if name not in _NOT_FOR_PEFT},
-        tuple(found.get("target_parameters") or ()),
-        found.get("base_model_name_or_path") or None,
-        found.get("r", 8),
-        found.get("lora_alpha", 8.0),
-        bool(fields.get("use_rslora")),
-        _make_table(path, "rank_pattern", found.get("rank_pattern")),
-        _make_table(path, "alpha_pattern", found.get("alpha_pattern")),
-        bool(fields.get("fan_in_fan_out")),
-        convert(fields, AdapterConfig),
+        found,
+        inherited,
+        _make_table(path, "rank_pattern", found.rank_pattern),
+        _make_table(path, "alpha_pattern", found.alpha_pattern),
         json_digest(fields),
     )
 

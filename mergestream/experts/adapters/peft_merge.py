@@ -201,7 +201,7 @@ class PeftMerger:
             shapes = self.weights.tensors
             fields["feedforward_modules"] = [path for path, one in built.items() if shapes[one.keys[0]].shape[0] == 1]
         if any(config.parameters_of(path) for path in built):  # PEFT sorts them, and wraps one after the other
-            fields |= {"target_parameters": list(config.target_parameters), "target_modules": []}
+            fields |= {"target_parameters": list(config.fields.target_parameters or ()), "target_modules": []}
         else:
             fields["target_modules"] = list(built)
         return _peft(config).mapping.PEFT_TYPE_TO_CONFIG_MAPPING[config.kind](**fields, inference_mode=True)

@@ -36,10 +36,10 @@ class AdapterVector(TaskVector):
         super().__init__(model, base, self.adapter, partial=True, ignore=ignore, vocab=vocab, in_factors=terms)
         self.prefix, self.notes = self.adapter.prefix, adapter.notes + self.notes
         self.adapter_config = adapter.config.inherited
-        self._in_factors = terms.keys() & self._stored.keys()
+        self._in_factors = {name for name in terms if self.actions[name] == "merged"}
 
     def rank(self, name: str) -> int | None:
-        if name not in self._stored:
+        if self.actions[name] != "merged":
             return 0
         return self.adapter.rank(name) if name in self._in_factors else None
 

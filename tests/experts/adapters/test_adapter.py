@@ -65,7 +65,7 @@ def test_conv1d_is_transposed_whatever_the_flag_says(workshop: Any, flag: bool) 
 def test_square_conv1d_alone_is_told_by_the_model_or_the_flag(workshop: Any) -> None:
     base = workshop.base(gpt2)
     adapter = workshop.adapter(base, r=3, target_modules=r".*attn\.c_proj")
-    assert open_adapter(adapter).config.fan_in_fan_out  # PEFT corrects the flag
+    assert open_adapter(adapter).config.fields.fan_in_fan_out  # PEFT corrects the flag
     assert_equals_peft(workshop, base, adapter)
     edit_config(adapter, fan_in_fan_out=False)
     assert_equals_peft(workshop, base, adapter)
