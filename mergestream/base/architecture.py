@@ -155,10 +155,9 @@ def _make_slot(module: nn.Module, leaf: str, spec: TensorSpec | None) -> Slot:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    kind: Kind = "other" if type(module).__module__.startswith("torch.") else "custom"
-    name = type(module).__name__
-    if type(module).__module__.startswith("torch.nn"):
-        name = f"torch.nn.{name}"
+    is_torch = type(module).__module__.startswith("torch.")
+    kind: Kind = "other" if is_torch else "custom"
+    name = f"torch.nn.{type(module).__name__}" if is_torch else type(module).__name__
     if leaf != "weight":
         return Slot(f"{leaf} of {name}", None, kind, spec)
     if isinstance(module, nn.Linear | Conv1D):

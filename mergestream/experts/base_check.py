@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,28 +35,21 @@ def check_base(vector: TaskVector, norms2: Mapping[str, float]) -> BaseCheck:
     """Check the base of an expert; ``norms2`` holds ‖Δ‖² of every merged tensor."""
     if isinstance(vector, AdapterVector):
         return _check_adapter(vector)
-    closest = math.inf
-    for distance in _distances(vector, norms2):
-        if distance <= OTHER_BASE:
+    tensors, closest = vector.model.tensors, math.inf
+    matrices = [name for name in norms2 if vector.actions[name] == "merged" and len(tensors[name].shape) >= 2]
+    for name in sorted(matrices, key=lambda name: tensors[name].numel):  # one close matrix ends the search
+        norm = tensors[name].norm if vector.model.measured else float(vector.base.read(name).double().norm())
+        if norm:
+            closest = min(closest, math.sqrt(norms2[name]) / norm)
+        if closest <= OTHER_BASE:
             return BaseCheck()
-        closest = min(closest, distance)
-    if math.isinf(closest):  # no matrix to compare
+    if math.isinf(closest):  # there is no matrix to compare
         return BaseCheck()
     return BaseCheck(
         True,
         f"{vector.expert.source} was probably not fine-tuned from this base: even its closest matrix differs from the "
         f"base by {closest:.2f} times the base's norm",
     )
-
-
-def _distances(vector: TaskVector, norms2: Mapping[str, float]) -> Iterator[float]:
-    """‖Δ‖/‖θ⁰‖ of each matrix; small matrices first, because one close matrix ends the search."""
-    tensors = vector.model.tensors
-    matrices = [name for name in norms2 if vector.actions[name] == "merged" and len(tensors[name].shape) >= 2]
-    for name in sorted(matrices, key=lambda name: tensors[name].numel):
-        norm = tensors[name].norm if vector.model.measured else float(vector.base.read(name).double().norm())
-        if norm:
-            yield math.sqrt(norms2[name]) / norm
 
 
 def _check_adapter(vector: AdapterVector) -> BaseCheck:
@@ -70,15 +63,12 @@ def _check_adapter(vector: AdapterVector) -> BaseCheck:
     if same_name or is_called_alike or (here is not None and here == ours):
         return BaseCheck()
     difference = _find_difference(here, named, vector) if here else None
-    if difference is None:
-        return BaseCheck(
-            note=f"{adapter.source} was made for {named}, which cannot be compared with the base {base}; its shapes fit"
-        )
+    if difference == "":
+        return BaseCheck()
+    made_for = f"{adapter.source} was made for {named}, which"
     if difference:
-        return BaseCheck(
-            True, f"{adapter.source} was made for {named}, which is not the base of this store: {difference}"
-        )
-    return BaseCheck()
+        return BaseCheck(True, f"{made_for} is not the base of this store: {difference}")
+    return BaseCheck(note=f"{made_for} cannot be compared with the base {base}; its shapes fit")
 
 
 def last_part(source: str) -> str:
@@ -96,15 +86,13 @@ def _find_difference(here: Path, named: str, vector: AdapterVector) -> str | Non
     try:
         with open_located(Location(here, named)) as opened:
             found = match_names(opened, model.tensors)
-            for name, theirs in found.tensors.items():
-                ours = model.tensors.get(name)
-                if ours is not None and ours.shape != theirs.shape:
+            comparable = []
+            for name in sorted(found.tensors.keys() & model.tensors.keys()):
+                theirs, ours = found.tensors[name], model.tensors[name]
+                if ours.shape != theirs.shape:
                     return f"{name} has the shape {list(theirs.shape)} there and {list(ours.shape)} here"
-            comparable = [
-                (tensor.numel, name)
-                for name, tensor in model.tensors.items()
-                if tensor.role == "linear" and name in found.tensors and found.tensors[name].dtype == tensor.dtype
-            ]
+                if ours.role == "linear" and ours.dtype == theirs.dtype:
+                    comparable.append((ours.numel, name))
             for _, name in sorted(comparable)[:_SAMPLE]:
                 if tensor_digest(found.read(name)) != (model.tensors[name].digest or tensor_digest(base.read(name))):
                     return f"{name} has other values there"
