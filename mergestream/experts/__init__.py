@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.checkpoints.location import locate
 from mergestream.checkpoints.reader import Source, open_located
-from mergestream.experts.adapters import Adapter, find_adapter, open_adapter
+from mergestream.experts.adapters import Adapter, BoundAdapter, find_adapter, open_adapter
 
 if TYPE_CHECKING:
     from mergestream.base.model import BaseModel
@@ -40,13 +40,12 @@ def make_task_vector(
     """The expert's difference from the base, under the base's names; headers are checked, no weight is read."""
     from mergestream.base.names import are_adapter_names
     from mergestream.experts.adapters.single_file import open_lora_file
-    from mergestream.experts.adapters.vector import AdapterVector
     from mergestream.experts.names import under_base_names
     from mergestream.experts.vector import TaskVector
 
     if isinstance(expert, Checkpoint) and are_adapter_names(expert.tensors):
         expert = open_lora_file(expert, model, base.directory)
     if isinstance(expert, Adapter):
-        return AdapterVector(model, base, expert, ignore=ignore, vocab=vocab)
+        return TaskVector(model, base, BoundAdapter(expert, model, base), partial=True, ignore=ignore, vocab=vocab)
     expert, prefix = under_base_names(model, expert, ignore)
     return TaskVector(model, base, expert, partial=partial, ignore=ignore, prefix=prefix, vocab=vocab)

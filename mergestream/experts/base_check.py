@@ -13,7 +13,7 @@ from mergestream.checkpoints.location import Location, locate_here, without_revi
 from mergestream.checkpoints.reader import open_located
 from mergestream.digest import tensor_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters.vector import AdapterVector
+from mergestream.experts.adapters import BoundAdapter
 from mergestream.experts.vector import TaskVector
 
 OTHER_BASE = 0.7
@@ -33,8 +33,8 @@ class BaseCheck(NamedTuple):
 
 def check_base(vector: TaskVector, norms2: Mapping[str, float]) -> BaseCheck:
     """Check the base of an expert; ``norms2`` holds ‖Δ‖² of every merged tensor."""
-    if isinstance(vector, AdapterVector):
-        return _check_adapter(vector)
+    if vector.adapter:
+        return _check_adapter(vector.adapter, vector)
     tensors, closest = vector.model.tensors, math.inf
     matrices = [name for name in norms2 if vector.actions[name] == "merged" and len(tensors[name].shape) >= 2]
     for name in sorted(matrices, key=lambda name: tensors[name].numel):  # one close matrix ends the search
@@ -52,8 +52,8 @@ def check_base(vector: TaskVector, norms2: Mapping[str, float]) -> BaseCheck:
     )
 
 
-def _check_adapter(vector: AdapterVector) -> BaseCheck:
-    adapter, base = vector.adapter.adapter, vector.model.source
+def _check_adapter(adapter: BoundAdapter, vector: TaskVector) -> BaseCheck:
+    base = vector.model.source
     named = adapter.config.fields.base_model_name_or_path
     if not named:
         return BaseCheck(note=f"{adapter.source} does not say which model it was made for; its shapes fit the base")
@@ -77,7 +77,7 @@ def last_part(source: str) -> str:
     return path.stem if path.suffix in WEIGHT_SUFFIXES else path.name
 
 
-def _find_difference(here: Path, named: str, vector: AdapterVector) -> str | None:
+def _find_difference(here: Path, named: str, vector: TaskVector) -> str | None:
     """How a local model differs from the base, by all shapes and a sample of the weights.
 
     Empty if it does not; None if that is unknown, because its weights are missing, quantised or of another dtype.

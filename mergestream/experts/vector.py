@@ -16,6 +16,7 @@ from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.engine import ResultsByTensor
 from mergestream.errors import MergestreamError
+from mergestream.experts.adapters import BoundAdapter
 from mergestream.experts.names import NEARLY_ALL, Prefix, find_globs
 from mergestream.experts.vocabulary import ROWS, FittedCheckpoint, Vocab, fit_vocabulary
 from mergestream.sizes import shorten_list
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.algebra.lowrank import LowRank
-    from mergestream.experts.adapters.config import AdapterConfig
 
 TensorAction = Literal["merged", "copied", "head", "tokens", "tied", "unchanged", "ignored"]
 """What happens to a tensor: ``unchanged`` ones are missing in the expert, ``tokens`` are rows that only it has."""
@@ -58,9 +58,6 @@ class BasePieces:
 class TaskVector:
     """The difference of one expert from the base, tensor by tensor."""
 
-    adapter_config: AdapterConfig | None = None
-    """The fields that a merged adapter inherits, if the expert is an adapter"""
-
     def __init__(
         self,
         model: BaseModel,
@@ -71,15 +68,18 @@ class TaskVector:
         ignore: Sequence[str] = (),
         prefix: Prefix | None = None,
         vocab: Vocab | None = None,
-        in_factors: Collection[str] = (),
     ) -> None:
-        """``expert`` has the base's names; ``prefix`` is how its own differ. ``in_factors`` are tensors of low rank."""
+        """``expert`` has the base's names; ``prefix`` is how its own differ."""
         self.model = model
         self.base = base
-        self.prefix = prefix or Prefix()
+        self.adapter = expert if isinstance(expert, BoundAdapter) else None
+        in_factors = self.adapter.terms if self.adapter else {}
         self.expert, self.tokens, notes = fit_vocabulary(model, base, expert, vocab, (*ignore, *in_factors))
         self.notes = ((f"{expert.source}: {prefix}",) if prefix else ()) + notes
         """Sentences for the user"""
+        self.prefix = prefix or Prefix()
+        if self.adapter:
+            self.prefix, self.notes = self.adapter.prefix, self.adapter.notes + self.notes
         self.absent, class_name = find_absent(model, self.expert)
         """Tensors of the base that the expert's class does not have"""
         if self.absent:
@@ -101,11 +101,23 @@ class TaskVector:
 
     def rank(self, name: str) -> int | None:
         """An upper bound of the rank of Δ if it is given in factors; None if it is dense."""
-        return None
+        if self.adapter and self.actions[name] != "merged":
+            return 0
+        return self.adapter.rank(name) if self.adapter and name in self.adapter.terms else None
 
     def factors(self, name: str) -> LowRank:
         """Δ in factors, if ``rank`` is not None."""
-        raise NotImplementedError
+        from mergestream.algebra.lowrank import LowRank, squared_norm
+
+        assert self.adapter is not None
+        tensor = self.model.tensors[name]
+        delta = LowRank.zeros(tensor.shape, torch_dtype(tensor.state_dtype))
+        if self.actions[name] == "merged":
+            self.adapter.check_copy(name, self.base)
+            self.digests[name] = self.adapter.digest(name)
+            delta = self.adapter.delta(name, delta.dtype)
+        self.norm2[name] = squared_norm(delta)
+        return delta
 
     def elements(self, name: str, base: Elements | None = None) -> Elements:
         """A function that returns any range of Δ in new memory, neither checked nor digested.
@@ -117,6 +129,8 @@ class TaskVector:
         if self.actions[name] != "merged":
             dtype = torch_dtype(self.model.tensors[name].state_dtype)
             return lambda start, stop: torch.zeros(stop - start, dtype=dtype)
+        if self.rank(name) is not None:
+            return self.factors(name).elements()
         base, expert = base or self.base_elements(name), self.expert.read(name).reshape(-1)
         return lambda start, stop: _subtract(expert[start:stop], base(start, stop))
 
@@ -142,6 +156,10 @@ class TaskVector:
             for start, stop in ranges(tensor.numel):
                 yield start, torch.zeros(stop - start, dtype=torch_dtype(tensor.state_dtype))
             self.norm2[name] = 0.0
+            return
+        if self.rank(name) is not None:
+            elements = self.factors(name).elements()
+            yield from ((start, elements(start, stop)) for start, stop in ranges(tensor.numel))
             return
         base, expert = base or self.base_pieces(name), self.expert.read(name)
         hasher = TensorHasher(expert.dtype, expert.shape)

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,18 +29,17 @@ if TYPE_CHECKING:
 NEW_TOKENS = 32
 COUNT, FEW, FEWEST = 64, 16, 2
 """How many samples are taken by default, below how many the user is warned, and how many are needed"""
-PAIRS = (
+TEXTS = (
     ("text", "text_pair"),
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
     ("question1", "question2"),
     ("question", "context"),
+    *(("text",), ("sentence",), ("prompt",), ("question",)),
 )
-TEXTS = ("text", "sentence", "prompt", "question")
+"""The fields of one text or of a pair; the first of these that a record has"""
 PICTURES = ("image", "img")
-FIELDS = tuple(
-    dict.fromkeys(["messages", "completion", *TEXTS, *PICTURES, *(field for pair in PAIRS for field in pair)])
-)
+FIELDS = {"messages", "completion", *PICTURES, *chain(*TEXTS)}
 """The fields of a record that are read"""
 _USABLE = "messages, prompt and completion, text, a pair such as sentence1 and sentence2, or image"
 LABELS = ("label", "labels", "target", "targets", "y")
@@ -129,17 +128,17 @@ def open_image(picture: Any) -> Any:
 def _open(path: Path, count: int) -> Iterator[Sample]:
     if path.is_dir():
         return _images(path, count)
-    kinds = {".parquet": _parquet, ".npz": _npz, ".safetensors": _safetensors}
-    if reader := kinds.get(path.suffix.lower()):
-        return reader(path, count)
-    return _json_lines(path) if path.suffix.lower() in (".jsonl", ".json", ".ndjson") else _text_lines(path)
+    suffix, kinds = path.suffix.lower(), {".parquet": _parquet, ".npz": _npz, ".safetensors": _safetensors}
+    if suffix in kinds:
+        return kinds[suffix](path, count)
+    return _lines(path, is_json=suffix in (".jsonl", ".json", ".ndjson"))
 
 
 # --- text ---------------------------------------------------------------------------------------------------
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """The lines that are not blank, each with its place."""
+def _lines(path: Path, *, is_json: bool) -> Iterator[Sample]:
+    """The lines that are not blank: text, or a JSON object each."""
     with path.open("rb") as file:
         for number in range(1, MAX_LINES):
             where = f"{path}, line {number}"
@@ -152,22 +151,12 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             except UnicodeDecodeError as error:
                 raise MergestreamError(f"{where} is not UTF-8 text; convert the file") from error
+            try:
+                record = json.loads(text) if is_json and text else {"text": text}
+            except (ValueError, RecursionError) as error:
+                raise MergestreamError(f"{where} is not a JSON object; write one object per line") from error
             if text:
-                yield text, where
-
-
-def _text_lines(path: Path) -> Iterator[Sample]:
-    for line, where in _lines(path):
-        yield Sample({"text": line}, where)
-
-
-def _json_lines(path: Path) -> Iterator[Sample]:
-    for line, where in _lines(path):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise MergestreamError(f"{where} is not a JSON object; write one object per line") from error
-        yield _of_record(record, where)
+                yield _of_record(record, where)
 
 
 def _parquet(path: Path, count: int) -> Iterator[Sample]:
@@ -196,10 +185,8 @@ def _of_record(record: Any, where: str) -> Sample:
         return Sample({"image": record[picture]}, where)
     elif prompt is not None and completion is not None:
         found = {"prompt": prompt, "completion": completion}
-    elif pair := next((pair for pair in PAIRS if pair[0] in record and pair[1] in record), None):
-        found = {"text": record[pair[0]], "text_pair": record[pair[1]]}
-    elif field := next((field for field in TEXTS if field in record), None):
-        found = {"text": record[field]}
+    elif fields := next((fields for fields in TEXTS if record.keys() >= set(fields)), None):
+        found = dict(zip(("text", "text_pair"), map(record.get, fields), strict=False))
     else:
         raise MergestreamError(f"{where} has no field to read ({_listed(record)}); it needs {_USABLE}")
     for field, value in found.items():

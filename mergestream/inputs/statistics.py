@@ -14,7 +14,6 @@ from mergestream.checkpoints import Checkpoint
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters import Adapter
-from mergestream.experts.adapters.vector import AdapterVector
 from mergestream.experts.vector import TaskVector
 from mergestream.inputs.loading import fill_module, load_model, load_processor, memory_beside, read_weights
 from mergestream.inputs.moments import LayerMoments, find_layers, measure_moments
@@ -57,25 +56,26 @@ def measure_statistics(
     """Run the expert, then its base. ``directions`` says how many are kept for each weight, by the base's names."""
     base = vector.base
     home = (expert.directory if isinstance(expert, Checkpoint) else None) or base.directory
-    if isinstance(vector, AdapterVector):
-        weights = read_weights(base, vector.adapter)
-    else:
-        assert isinstance(expert, Checkpoint)
+    if isinstance(expert, Checkpoint):
         weights = read_weights(expert, wrapper=vector.prefix.wrapper)
+    else:
+        weights = read_weights(base, vector.adapter)
     size = sum(value.nbytes for value in weights.values())
     memory = memory_beside(size, engine, expert.source)
 
-    def make_model(directory: Path | None, source: str, weights: Mapping[str, Tensor]) -> nn.Module:
+    def make_runner(source: str, weights: Mapping[str, Tensor], config: Path | None, *homes: Path | None) -> Runner:
         if how.model is not None:
-            return fill_module(how.model, weights, source, engine.device)
-        return load_model(directory, source, weights, engine.device)
+            model = fill_module(how.model, weights, source, engine.device)
+        else:
+            model = load_model(config, source, weights, engine.device)
+        return Runner(model, load_processor(*homes), how.call, how.tokens, engine.device)
 
-    model = make_model(home, expert.source, weights)
+    runner = make_runner(expert.source, weights, home, expert.directory, base.directory)
+    model = runner.model
     slot_of = _find_names(model)
     slots = {slot: name for name in directions if (slot := slot_of(vector.prefix.name_in_task(name)))}
     if not find_layers(model, slots):
         raise MergestreamError(f"no linear layer of {expert.source} has the name of a tensor of the base")
-    runner = Runner(model, load_processor(expert.directory, base.directory), how.call, how.tokens, engine.device)
     for sample in samples:
         runner.answer(sample)
     with progress.task("running the expert", size * len(samples)) as advance:
@@ -84,28 +84,19 @@ def measure_statistics(
             runner.run(sample)
             advance(size)
 
-        found = measure_moments(
-            model,
-            {slot: directions[name] for slot, name in slots.items()},
-            samples,
-            run,
-            memory=memory,
-            dtype=dtype,
-            device=engine.device,
-        )
+        kept = {slot: directions[name] for slot, name in slots.items()}
+        found = measure_moments(model, kept, samples, run, memory=memory, dtype=dtype, device=engine.device)
     layers = LayerMoments(
         {slots[slot]: slots[first] for slot, first in found.shared.items()},
         {slots[first]: moment for first, moment in found.moments.items()},
     )
     del weights, model, runner.model
-    processor = load_processor(base.directory, expert.directory)
-    _take_template(runner.processor, processor)
-    model = make_model(base.directory, base.source, read_weights(base))
-    runner = Runner(model, processor, how.call, how.tokens, engine.device)
+    of_base = make_runner(base.source, read_weights(base), base.directory, base.directory, expert.directory)
+    _take_template(runner.processor, of_base.processor)
     rows = []
     with progress.task("running the base", size * len(samples)) as advance:
         for sample in samples:
-            rows.append(runner.features(sample))
+            rows.append(of_base.features(sample))
             advance(size)
     return InputStatistics(layers, _features(rows), len(samples))
 

@@ -21,7 +21,6 @@ from mergestream.errors import EngineError, MergestreamError, StoreBusyError, Us
 from mergestream.escaping import MAX_SENTENCE, one_line
 from mergestream.experts import ExpertSource, make_task_vector, open_expert
 from mergestream.experts.adapters import Adapter
-from mergestream.experts.adapters.vector import AdapterVector
 from mergestream.experts.base_check import BaseCheck, check_base, last_part
 from mergestream.inputs.reading import Inputs, Source
 from mergestream.merging.step import Outcome, StateWriter, Step, Totals, total
@@ -316,7 +315,7 @@ def open_candidate(
             measure_direction=measure_distance,
         )
         candidate = Candidate(store, expert, opened, vector, name, options, step)
-        if isinstance(vector, AdapterVector) and not method.factored:
+        if vector.adapter and not method.factored:
             candidate.note(f"{method.name} needs dense tensors: the adapter is multiplied out, tensor by tensor")
         for sentence in vector.notes:
             candidate.note(sentence)

@@ -93,7 +93,7 @@ def write_record(storage: Storage, folder: str, candidate: Candidate) -> str:
         record = Record(
             heads={name: vector.digests[name] for name in vector.heads},
             config=config,
-            adapter=vector.adapter_config,
+            adapter=vector.adapter.config.inherited if vector.adapter else None,
             prefix=vector.prefix,
             absent=vector.absent,
             tokens=list(vector.tokens),

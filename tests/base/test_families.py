@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mergestream import Average, Ledger, Store
+from mergestream import EMA, LAWA, OPCM, TIES, Average, Ledger, MagMax, Store, TaskArithmetic
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
+from mergestream.methods.base import Method
+from mergestream.testing import merged_in_memory
 from tests import workshop
 from tests.conftest import RunCommand
 
@@ -170,3 +172,24 @@ def test_stacks_of_experts_are_counted_as_matrices(tmp_path: Path, make: Model, 
     assert len(model.input_first) == (4 if make is gpt_oss else 0)
     created = mergestream("init", tmp_path / "store", "--base", place)
     assert f"{len(linear)} linear ({model.matrices} matrices)" in created.out
+
+
+BY_MATRIX = [OPCM(), OPCM(projection="paper"), Ledger(budget=4, entries="float32", svd="exact")]
+BY_ELEMENT = [Average(), TaskArithmetic(), EMA(), LAWA(), MagMax(), TIES(), TIES(mode="streaming")]
+
+
+@pytest.mark.parametrize("method", [*BY_MATRIX, *BY_ELEMENT], ids=str)
+def test_a_stack_is_merged_like_its_matrices(method: Method) -> None:
+    torch.manual_seed(0)
+    base = qwen3_moe().double()
+    models = [base, *(fine_tuned(base, lambda: qwen3_moe().double(), seed) for seed in range(3))]
+    stacks, single = [dict(model.state_dict()) for model in models], []
+    for model in stacks:
+        single.append({name: tensor for name, tensor in model.items() if tensor.ndim < 3})
+        for name in model.keys() - single[-1].keys():
+            single[-1] |= {f"{name}.{number}.weight": matrix for number, matrix in enumerate(model[name])}
+    found, expected = (merged_in_memory(method, models[0], models[1:]) for models in (stacks, single))
+    for name, tensor in found.items():
+        if tensor.ndim == 3:
+            matrices = [expected[f"{name}.{number}.weight"] for number in range(len(tensor))]
+            torch.testing.assert_close(tensor, torch.stack(matrices), rtol=1e-7, atol=1e-9)

@@ -13,7 +13,7 @@ from mergestream.algebra.pieces import is_finite, squared_norm
 from mergestream.checkpoints import Checkpoint, TensorInfo, torch_dtype
 from mergestream.checkpoints.location import Location
 from mergestream.checkpoints.reader import open_located
-from mergestream.digest import text_digest
+from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, LoraConfig, read_config
 from mergestream.experts.adapters.peft_merge import COPIES, PeftMerger, bind_module, key_pattern
@@ -90,7 +90,7 @@ class BoundAdapter(Checkpoint):
 
         ``base`` is needed only to read what PEFT merges.
         """
-        self.adapter, self.model, self.weights = adapter, model, adapter.weights
+        self.config, self.weights, self.notes, self.model = adapter.config, adapter.weights, adapter.notes, model
         self.source, self.directory = adapter.source, adapter.directory
         self.fingerprint = text_digest(f"{self.weights.fingerprint} {adapter.config.digest}")
         names = {f"{module}.weight": module for module in adapter.factors}
@@ -101,7 +101,7 @@ class BoundAdapter(Checkpoint):
         matched: dict[str, str] = {}
         self.terms: dict[str, list[Term]] = {}
         """Tensors that change by s·B·A; tied modules may each have a term"""
-        for module in adapter.factors:
+        for module, factors in adapter.factors.items():
             target = translate(f"{module}.weight")
             if target is None:
                 raise MergestreamError(
@@ -109,7 +109,7 @@ class BoundAdapter(Checkpoint):
                     "it was made for another model"
                 )
             matched[f"{module}.weight"] = target
-            self.terms.setdefault(target, []).append(self._make_term(module, target))
+            self.terms.setdefault(target, []).append(self._make_term(module, factors, target))
         modules = {name: bind_module(adapter.config, name, keys, translate) for name, keys in adapter.merged.items()}
         for name, module_in_base in modules.items():
             matched |= {f"{name}.{leaf}": target for leaf, target in module_in_base.parameters.items()}
@@ -142,15 +142,14 @@ class BoundAdapter(Checkpoint):
         self.prefix = prefix_between(matched or in_base)
         self._merger = PeftMerger(adapter, modules, model, base) if base else None
 
-    def _make_term(self, module: str, target: str) -> Term:
+    def _make_term(self, module: str, factors: Factors, target: str) -> Term:
         """Check a module's factors; (B·A)ᵀ is added if that has the shape of the base's tensor."""
-        factors, config, shape = self.adapter.factors[module], self.adapter.config, self.model.tensors[target].shape
-        rank = config.rank(module)
+        rank, shape = self.config.rank(module), self.model.tensors[target].shape
         a, b = self.weights.tensors[factors.a].shape, self.weights.tensors[factors.b].shape
         if len(a) < 2 or len(a) != len(b) or not a[0] == b[1] == rank or set(b[2:]) - {1}:
             raise MergestreamError(
                 f"{self.weights.source}: {factors.a} of shape {list(a)} and {factors.b} of shape {list(b)} are no "
-                f"factors of rank {rank}, which {config.path.name} gives for {module}; {_AGAIN}"
+                f"factors of rank {rank}, which {self.config.path.name} gives for {module}; {_AGAIN}"
             )
         product = (b[0], *a[1:])
         plain = product == shape and not factors.is_embedding
@@ -163,8 +162,8 @@ class BoundAdapter(Checkpoint):
                 f"has the shape {list(shape)}: {reason}"
             )
         if plain and transposed:  # a square shape does not show how the weight is stored
-            transposed = target in self.model.conv1d or bool(config.fields.fan_in_fan_out)
-        return Term(factors, config.scaling(module), rank, transposed)
+            transposed = target in self.model.conv1d or bool(self.config.fields.fan_in_fan_out)
+        return Term(factors, self.config.scaling(module), rank, transposed)
 
     def read(self, name: str) -> Tensor:
         """Read a tensor that was saved in full, or that PEFT has merged."""
@@ -201,9 +200,30 @@ class BoundAdapter(Checkpoint):
             if math.sqrt(squared_norm(delta.core)) <= torch.finfo(dtype).max:
                 return delta
         raise MergestreamError(
-            f"{self.weights.source}: the factors of {name}, scaled by lora_alpha in {self.adapter.config.path.name}, "
+            f"{self.weights.source}: the factors of {name}, scaled by lora_alpha in {self.config.path.name}, "
             "are too large to be merged; repair or replace the adapter"
         )
+
+    def digest(self, name: str) -> str:
+        """Digest of a tensor's stored factors, their scaling and their orientation."""
+        lines = [
+            f"{term.scaling} {term.transposed} {tensor_digest(self.weights.read(key))}"
+            for term in self.terms[name]
+            for key in (term.factors.a, term.factors.b)
+        ]
+        return text_digest("\n".join(lines))
+
+    def check_copy(self, name: str, base: Checkpoint) -> None:
+        """Check that an embedding that PEFT saved beside its factors is the base's own."""
+        import torch
+
+        key = self.unchanged.get(name)
+        if key and base.has_weights:
+            ours = base.read(name)
+            if not torch.equal(self.weights.read(key).to(ours.dtype), ours):
+                raise MergestreamError(
+                    f"{self.weights.source}: {key} is not {name} of the base: the adapter was made for another model"
+                )
 
     def _read_finite(self, key: str) -> Tensor:
         """Read a tensor of the adapter's file; NaN and Inf are refused."""

@@ -39,7 +39,12 @@ _LOCK = threading.Lock()  # PEFT draws random numbers, which `torch.manual_seed`
 
 def key_pattern(config: LoraConfig) -> re.Pattern[str]:
     """The pattern of the names of an adapter's tensors: the module, then the name in PEFT's layer."""
-    mapping = _peft(config).mapping
+    try:
+        mapping = import_module("peft").mapping
+    except ImportError as error:
+        raise MergestreamError(
+            f"{config.path}: to merge {config.reason}, mergestream needs PEFT: pip install 'mergestream[peft]'"
+        ) from error
     if config.kind not in mapping.PEFT_TYPE_TO_PREFIX_MAPPING:
         raise MergestreamError(f"{config.path}: the installed PEFT does not know peft_type={config.kind}; update it")
     if config.kind in _WHOLE_MODEL:
@@ -116,7 +121,7 @@ class PeftMerger:
         rows = next((key for key in module.keys if ".token_adapter." in key), None)
         if rows and len(module.keys) == 1:
             return {"weight": self._replace_rows(path, before["weight"], state[rows])}
-        peft, root, built = _peft(self.config), torch.nn.Module(), {path: module}
+        peft, root, built = import_module("peft"), torch.nn.Module(), {path: module}
         if self.shared or "save_projection" in self.config.peft_fields:
             # Shared tensors have the sizes of the largest module: build one module of each shape, without memory.
             for other, same in self.modules.items():
@@ -204,7 +209,7 @@ class PeftMerger:
             fields |= {"target_parameters": list(config.fields.target_parameters or ()), "target_modules": []}
         else:
             fields["target_modules"] = list(built)
-        return _peft(config).mapping.PEFT_TYPE_TO_CONFIG_MAPPING[config.kind](**fields, inference_mode=True)
+        return import_module("peft").mapping.PEFT_TYPE_TO_CONFIG_MAPPING[config.kind](**fields, inference_mode=True)
 
 
 def _make_module(tensor: BaseTensor, values: Mapping[str, Tensor]) -> nn.Module:
@@ -256,13 +261,4 @@ def _explained(file: str, path: str) -> Iterator[None]:
         reason = f"{type(error).__name__}: {one_line(str(error), 200)}"
         raise MergestreamError(
             f"{file}: PEFT cannot merge its change of {path} ({reason}); serve the adapter with PEFT, or repair it"
-        ) from error
-
-
-def _peft(config: LoraConfig) -> Any:
-    try:
-        return import_module("peft")
-    except ImportError as error:
-        raise MergestreamError(
-            f"{config.path}: to merge {config.reason}, mergestream needs PEFT: pip install 'mergestream[peft]'"
         ) from error

@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
+from mergestream.experts import make_task_vector
 from mergestream.experts.adapters import open_adapter
 from mergestream.experts.names import make_translator
 from tests.workshop import assert_equals_peft, bind, clip, clip_vision, edit_config, gpt2, llama
@@ -262,6 +264,19 @@ def test_factors_and_whole_tensor_together_are_refused(workshop: Any) -> None:
     damaged(adapter, lambda state: state.update({name: torch.ones(16, 16)}))
     with pytest.raises(MergestreamError, match="both factors and a full tensor"):
         bind(adapter, base)
+
+
+def test_a_saved_copy_of_another_embedding_is_refused(workshop: Any) -> None:
+    """PEFT saves the base's embedding beside its factors."""
+    base = workshop.base(llama)
+    adapter = workshop.adapter(base, target_modules=["embed_tokens"])
+    name = "model.embed_tokens.weight"
+    with open_checkpoint(base) as theta:
+        model = BaseModel.examine(theta, measure=False)
+        assert make_task_vector(model, theta, open_adapter(adapter)).factors(name).any()
+        damaged(adapter, lambda state: next(t for key, t in state.items() if "base_layer" in key).add_(1))
+        with pytest.raises(MergestreamError, match=rf"base_layer\.weight is not {name} of the base: the adapter was"):
+            make_task_vector(model, theta, open_adapter(adapter)).factors(name)
 
 
 def test_config_is_never_a_place_for_code(workshop: Any) -> None:

@@ -41,6 +41,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "MISS": {**MODULES, "r": 4},
     "LN_TUNING": {"target_modules": ["norm", "input_layernorm"]},
     "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [1, 5]},
+    "C3A": {**MODULES, "block_size": 8},
+    "ROAD": {**MODULES, "group_size": 8},
+    "SHIRA": {**MODULES, "r": 2},
+    "WAVEFT": {**MODULES, "n_frequency": 20},
+    **dict.fromkeys(["ADAMSS", "DEFT", "DELORA", "GLORA", "GRALORA", "HIRA", "OSF", "PEANUT", "SUPERTUNING"], MODULES),
 }
 LORAS: dict[str, dict[str, Any]] = {
     "DoRA": {**MODULES, **PATTERNS, "use_dora": True, "use_rslora": True},
@@ -55,6 +60,7 @@ OTHERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "DoRA of Conv1D": (gpt2, "LORA", {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
     "biases of Conv1D": (gpt2, "LORA", {"target_modules": ["c_attn", "c_proj"], "lora_bias": True}),
     "IA3 of Conv1D": (gpt2, "IA3", {"target_modules": ["c_attn", "mlp.c_proj"], "feedforward_modules": ["mlp.c_proj"]}),
+    "BEFT": (clip, "BEFT", {"target_modules": ["v_proj", "fc1"]}),
     "IA3 with biases": (clip, "IA3", {"target_modules": ["q_proj", "fc1"], "feedforward_modules": []}),
     "DoRA of convolutions": (
         clip,
@@ -64,6 +70,11 @@ OTHERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "LoHa of convolutions": (clip, "LOHA", {"target_modules": ["q_proj", "patch_embedding"]}),
     "LoKr of convolutions": (clip, "LOKR", {"target_modules": ["q_proj", "patch_embedding"]}),
 }
+IN_FLOAT32: list[dict[str, Any]] = [
+    {"init_lora_weights": "pissa"},
+    {"init_lora_weights": "olora"},
+    {"kind": "PSOFT", "r": 4},
+]
 CASES = {
     **{name: (llama, name, fields) for name, fields in KINDS.items()},
     **{name: (llama, "LORA", fields) for name, fields in LORAS.items()},
@@ -106,6 +117,29 @@ def assert_as_peft(workshop: Workshop, base: Path, adapter: Path, tolerance: flo
     assert moved
 
 
+PROMPTS = [
+    "PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "ADAPTION_PROMPT",
+    "CPT",
+    "CARTRIDGE",
+    "MULTITASK_PROMPT_TUNING",
+]
+BY_INPUT = ["LILY", "POLY", "SHADOW", "XLORA"]
+WHOLE_MODEL = ["FROD", "TINYLORA", "UNILORA"]
+
+
+def test_every_type_of_peft_is_merged_or_refused_by_name() -> None:
+    merged = {kind for _, kind, _ in CASES.values()} | {"PSOFT"}
+    assert {str(kind.value) for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING} == {
+        *merged,
+        *PROMPTS,
+        *BY_INPUT,
+        *WHOLE_MODEL,
+    }
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_merged_as_peft_does(workshop: Workshop, case: Any) -> None:
     make, kind, fields = case
@@ -129,6 +163,23 @@ def test_stacks_of_experts(workshop: Workshop, make: Any, parameters: list[str])
         torch.testing.assert_close(delta, merged[name] - theta.read(name), rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("make", [mixtral, gpt_oss])
+def test_adapters_of_stacks_through_a_store(workshop: Workshop, make: Any) -> None:
+    torch.manual_seed(0)
+    base = workshop.directory / "base"
+    make().save_pretrained(base, save_original_format=False)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    store = Store.create(workshop.directory / "store", base, Ledger(budget=8, entries="float32"))
+    for seed, name in enumerate(("one", "two"), 1):
+        store.add(workshop.adapter(base, name, seed, r=2, target_modules=["q_proj"], target_parameters=targets))
+    again = workshop.load(store.export(workshop.directory / "again", readout="expert:two")).eval()
+    peft_model = peft.PeftModel.from_pretrained(workshop.load(base), workshop.directory / "two").eval()
+    ids = torch.tensor([[3, 7, 5]])
+    with torch.no_grad():
+        expected, found, before = (model(ids).logits for model in (peft_model, again, workshop.load(base).eval()))
+    assert float((found - expected).norm()) < 1e-4 * float((expected - before).norm())
+
+
 def test_a_base_with_single_experts_needs_a_copy_with_stacks(workshop: Workshop) -> None:
     fused = workshop.directory / "fused"
     mixtral().save_pretrained(fused, save_original_format=False)
@@ -137,13 +188,12 @@ def test_a_base_with_single_experts_needs_a_copy_with_stacks(workshop: Workshop)
         changes(workshop.base(mixtral, "single"), adapter)
 
 
-@pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_initialisations_that_change_the_base_are_repeated(workshop: Workshop, start: str) -> None:
+@pytest.mark.parametrize("fields", IN_FLOAT32, ids=str)
+def test_initialisations_that_change_the_base_are_repeated(workshop: Workshop, fields: dict[str, Any]) -> None:
     torch.manual_seed(0)
     base = workshop.directory / "base"
     llama().save_pretrained(base)
-    adapter = workshop.adapter(base, init_lora_weights=start, **MODULES)
-    assert_as_peft(workshop, base, adapter, 1e-6)
+    assert_as_peft(workshop, base, workshop.adapter(base, **fields, **MODULES), 1e-6)
 
 
 def test_through_a_store(tmp_path: Path, workshop: Workshop) -> None:
@@ -189,7 +239,7 @@ def test_an_expert_to_run_has_the_merged_weights(workshop: Workshop) -> None:
         assert torch.equal(weight, merged.read(name))
 
 
-@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE"])
+@pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_are_refused_by_name(workshop: Workshop, kind: str) -> None:
     adapter = workshop.adapter(workshop.base(llama), **MODULES)
     edit_config(adapter, peft_type=kind)
@@ -200,8 +250,8 @@ def test_prompts_are_refused_by_name(workshop: Workshop, kind: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"peft_type": "POLY"}, "peft_type=POLY changes the weights by the input, so it cannot be merged"),
-        ({"peft_type": "UNILORA"}, "peft_type=UNILORA cannot be merged one by one; merge the adapter"),
+        *(({"peft_type": kind}, f"peft_type={kind} changes the weights by the input, so it") for kind in BY_INPUT),
+        *(({"peft_type": kind}, f"peft_type={kind} cannot be merged one by one; merge") for kind in WHOLE_MODEL),
         ({"peft_type": "NEXT_YEAR"}, "the installed PEFT does not know peft_type=NEXT_YEAR; update it"),
         ({"peft_type": "LOHA", "r": 1 << 20}, "r=1048576 is too large"),
         ({"peft_type": "LOHA", "magic": [1]}, "magic=.* does not know it"),

@@ -106,7 +106,7 @@ def weights_after_add(base: Path, expert: Path) -> dict[str, Tensor]:
     store = Store.create(base.parent / "store", base, method="task_arithmetic")
     store.add(expert)
     store.export(base.parent / "merged", scale=1)
-    file = "diffusion_pytorch_model.safetensors" if base.name != "text_encoder" else "model.safetensors"
+    file = "model.safetensors" if base.name.startswith("text_encoder") else "diffusion_pytorch_model.safetensors"
     ours, theta = load_file(base.parent / "merged" / file), load_file(base / file)
     return {name: ours[name].double() - theta[name].double() for name in theta}
 
@@ -175,6 +175,20 @@ def test_the_text_encoder_takes_its_part_of_a_file(layout: str, tmp_path: Path) 
     assert_changes(found, dense(tensors, lambda _: 1.0))
 
 
+@pytest.mark.parametrize(("encoder", "prefix"), [("text_encoder", "lora_te1_"), ("text_encoder_2", "lora_te2_")])
+def test_each_text_encoder_of_sdxl_takes_its_part_of_a_file(encoder: str, prefix: str, tmp_path: Path) -> None:
+    made = make_base(tmp_path, "text_encoder")
+    parts = [factors(made, seed, target_modules=["q_proj", "fc1"])[0] for seed in (1, 2)]
+    parts = [{f"text_model.{name.removeprefix('text_model.')}": t for name, t in part.items()} for part in parts]
+    both = {"lora_te1_": parts[0], "lora_te2_": parts[1]}
+    written = [in_kohya(part, start, lambda _: 6.0) for start, part in both.items()]
+    save_file(written[0] | written[1], tmp_path / "xl.safetensors")
+    base = made.rename(tmp_path / encoder) if encoder != made.name else made
+    with pytest.warns(MergestreamWarning, match="are left out, because the base is the " + encoder):
+        found = weights_after_add(base, tmp_path / "xl.safetensors")
+    assert_changes(found, dense(both[prefix], lambda _: 2.0))
+
+
 def test_the_configuration_of_the_base_is_enough(tmp_path: Path) -> None:
     base = make_base(tmp_path)
     store = Store.create(tmp_path / "store", base, config_only=True)
@@ -213,6 +227,8 @@ def test_flux(layout: str, tmp_path: Path) -> None:
         ("lora_mid.weight", "LoCon with a Tucker decomposition"),
         ("dora_scale", "DoRA"),
         ("oft_blocks", "OFT"),
+        ("on_input", "IA³"),
+        ("a1.weight", "GLoRA"),
         ("diff", "full differences"),
     ],
 )
