@@ -1,29 +1,26 @@
-"""`RoutedModel`: serve all experts of a store from one copy of the base; each input is answered by the expert that it
-looks like.
+"""`RoutedModel`: one copy of the base, an adapter per expert, and a router that chooses the adapter of each input.
 
-It loads what ``export --format routed`` has written, by transformers and PEFT, without remote code.
+It loads what ``export --format routed`` has written, by transformers, without remote code.
 """
 
 from __future__ import annotations
 
-import re
-import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cached_property
+from contextlib import ExitStack, closing, contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 from mergestream.checkpoints import open_checkpoint
 from mergestream.checkpoints.layout import MARKER
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters.adapter import PREFIX
-from mergestream.experts.adapters.config import CONFIG_NAME
+from mergestream.experts.adapters import open_adapter
 from mergestream.export.routed import EXPERTS, MERGED, ROUTER, base_of, read_router
 from mergestream.files import read_json
 from mergestream.inputs.loading import load_model, load_processor, read_weights
@@ -162,15 +159,14 @@ class RoutedModel:
 
         ``routes`` are those of `route`, if they are known already.
         """
-        parts = self._run(self._adapters.model.generate, arguments, routes)
-        if len(parts) > 1 and not all(isinstance(output, Tensor) for _, output in parts):
-            raise MergestreamError("return_dict_in_generate needs inputs of one expert: call generate for each route")
-        if len(parts) == 1:
-            whole: Tensor = parts[0][1]
+        rows, outputs = self._run(self._adapters.model.generate, arguments, routes)
+        if len(outputs) == 1:
+            whole: Tensor = outputs[0]
             return whole
-        longest = max(output.shape[1] for _, output in parts)
-        found = [pad(output, (0, longest - output.shape[1]), value=self._padding) for _, output in parts]
-        return _in_order([rows for rows, _ in parts], found)
+        if not all(isinstance(output, Tensor) for output in outputs):
+            raise MergestreamError("return_dict_in_generate needs inputs of one expert: call generate for each route")
+        longest = max(output.shape[1] for output in outputs)
+        return _in_order(rows, [pad(output, (0, longest - output.shape[1]), value=self._padding) for output in outputs])
 
     def forward(self, *, routes: Sequence[Route] | None = None, **arguments: Any) -> Any:
         """The model's output, in the order of the inputs, without gradients.
@@ -178,23 +174,20 @@ class RoutedModel:
         If several adapters answer, it has only what is one row per input: no loss and no cache.
         """
         with torch.no_grad():
-            parts = self._run(self._adapters.model, arguments, routes)
-        rows, outputs = zip(*parts, strict=True)
+            rows, outputs = self._run(self._adapters.model, arguments, routes)
         return outputs[0] if len(outputs) == 1 else _joined(rows, outputs)
 
     __call__ = forward
 
     def _run(
         self, call: Any, arguments: Mapping[str, Any], routes: Sequence[Route] | None
-    ) -> list[tuple[list[int], Any]]:
-        """Call the model once for each adapter; returns the rows of the batch and their output."""
-        main = arguments.get(self._adapters.model.main_input_name)
-        tensors = [value for value in (main, *arguments.values()) if isinstance(value, Tensor) and value.ndim]
+    ) -> tuple[list[list[int]], list[Any]]:
+        """Call the model once for each adapter; returns for each call the rows of the batch and their output."""
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
         if not tensors:
             raise MergestreamError("there is no tensor among the arguments; pass them by name, as to the model itself")
-        count = len(tensors[0])
-        batch = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
-        batch = {name: value for name, value in batch.items() if len(value) == count}
+        count = len(tensors.get(self._adapters.model.main_input_name, next(iter(tensors.values()))))
+        batch = {name: value for name, value in tensors.items() if len(value) == count}
         if routes is None:
             routes = self.route({name: value for name, value in batch.items() if name != "labels"})
         if len(routes) != count:
@@ -202,12 +195,12 @@ class RoutedModel:
         groups: dict[str, list[int]] = {}
         for row, route in enumerate(routes):
             groups.setdefault(route.adapter, []).append(row)
-        parts = []
+        outputs = []
         for adapter, rows in groups.items():
             with self._adapters.active(adapter):
                 part = {name: value[rows].to(self._runner.device) for name, value in batch.items()}
-                parts.append((rows, call(**{**arguments, **part})))
-        return parts
+                outputs.append(call(**{**arguments, **part}))
+        return list(groups.values()), outputs
 
     @property
     def _padding(self) -> int:
@@ -219,99 +212,72 @@ class RoutedModel:
 class Adapters:
     """A model of transformers with LoRA adapters, one of which is active at a time, or none.
 
-    PEFT holds the factors. Parameters that an adapter has whole (biases, norms) are exchanged here, because PEFT
-    takes no more than one adapter with biases.
+    Hooks add x·(B·A)ᵀ to the outputs of layers. Parameters that an adapter holds whole (biases, norms) are exchanged.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._peft: Any = None
-        self._slots: dict[str, str] = {}
-        """PEFT's names of the adapters with factors: it takes no dots"""
+        self._factors: dict[str, dict[nn.Module, tuple[Tensor, Tensor]]] = {}
+        """By adapter and layer: A and B"""
         self._whole: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
-        paths = {module: path for path, module in model.named_modules()}
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        is_tied = head is not None and head.weight is embedding.weight
-        self._tied = (paths[embedding], paths[head]) if is_tied else None
+        self._layers: dict[Any, list[nn.Module]] = defaultdict(list)
+        """By weight: the layers that use it, such as an embedding and the head that is tied to it"""
+        for layer in model.modules():
+            self._layers[getattr(layer, "weight", None)].append(layer)
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter from its directory."""
-        with explained(f"PEFT cannot load {directory}"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from peft import LoraConfig, PeftModel, set_peft_model_state_dict
-
-            with open_checkpoint(directory / "adapter_model.safetensors") as opened:
-                tensors = {key: opened.read(key) for key in opened.tensors}
-            if factors := {key: value for key, value in tensors.items() if ".lora_" in key}:
-                slot = self._slots[name] = f"adapter_{len(self._slots)}"
-                config: Any = LoraConfig(**read_json(directory / CONFIG_NAME))
-                config.bias, config.modules_to_save, config.task_type = "none", None, None
-                factors |= self._of_tied_head(factors, config)
-                if self._peft is None:
-                    self._peft = PeftModel(self.model, config, slot)
-                else:
-                    self._peft.add_adapter(slot, config)
-                loaded: Any = set_peft_model_state_dict(self._peft, factors, slot)
-                if unknown := loaded.unexpected_keys:
-                    raise ValueError(f"the base has no {unknown[0]}")
-            parameters = {
-                parameter_name.replace(BASE_LAYER, "."): parameter
-                for parameter_name, parameter in self.model.named_parameters(remove_duplicate=False)
-            }
-            self._whole[name] = []
-            for key in tensors.keys() - factors.keys():
-                parameter = parameters[key.removeprefix(PREFIX).replace(BASE_LAYER, ".")]
-                if parameter.shape != tensors[key].shape:
-                    raise ValueError(f"the base has another shape of {key}")
-                self._whole[name].append((parameter, tensors[key].to(parameter)))
-
-    def _of_tied_head(self, factors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """The factors of an embedding once more, for a head that is tied to it: PEFT adapts each module on its own."""
-        if self._tied is None:
-            return {}
-        embedding, head = self._tied
-        down, up = (factors.get(f"{PREFIX}{embedding}.lora_embedding_{factor}") for factor in "AB")
-        if down is None or up is None:
-            return {}
-        config.target_modules = {*config.target_modules, head}
-        for pattern in (config.rank_pattern, config.alpha_pattern):
-            pattern[f"^{re.escape(head)}"] = len(down)
-        return {f"{PREFIX}{head}.lora_A.weight": up.T, f"{PREFIX}{head}.lora_B.weight": down.T}
+        factors, whole = self._factors.setdefault(name, {}), self._whole.setdefault(name, [])
+        adapter = open_adapter(directory)
+        with closing(adapter), explained(f"{directory} does not fit the base"):
+            for path, keys in adapter.factors.items():
+                weight = self.model.get_submodule(path).weight
+                placed = weight.device, torch.promote_types(weight.dtype, torch.float32)
+                a, b = (adapter.weights.read(key).to(*placed) for key in (keys.a, keys.b))
+                b *= adapter.config.scaling(path)
+                if weight.shape not in ((len(b), *a.shape[1:]), (a.shape[1], len(b))):
+                    raise ValueError(f"{path}.weight has another shape there")
+                for layer in self._layers[weight]:
+                    is_turned = isinstance(layer, nn.Embedding) != keys.is_embedding
+                    factors[layer] = (b.T, a.T) if is_turned else (a, b)
+            for path, key in adapter.whole.items():
+                parameter, value = self.model.get_parameter(path), adapter.weights.read(key)
+                if parameter.shape != value.shape:
+                    raise ValueError(f"{path} has another shape there")
+                whole.append((parameter, value.to(parameter)))
 
     @contextmanager
     def active(self, name: str | None) -> Iterator[None]:
         """Use one adapter, or the base alone, for a block."""
-        exchanged = self._whole.get(name or "", [])
-        before = [parameter.data for parameter, _ in exchanged]
-        for parameter, value in exchanged:
-            parameter.data = value
-        try:
-            if slot := self._slots.get(name or ""):
-                self._peft.set_adapter(slot)
-                yield
-            else:
-                with self._peft.disable_adapter() if self._peft else nullcontext():
-                    yield
-        finally:
-            for (parameter, _), value in zip(exchanged, before, strict=True):
+        with ExitStack() as undo:
+            for layer, (a, b) in self._factors.get(name or "", {}).items():
+                undo.callback(layer.register_forward_hook(partial(_add_change, a, b)).remove)
+            for parameter, value in self._whole.get(name or "", []):
+                undo.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = value
+            yield
 
     def directions(self, names: Sequence[str]) -> dict[nn.Module, list[Tensor]]:
         """The linear layers that all of these adapters change, with their input directions, one per row."""
-        slots = [self._slots.get(name) for name in names]
-        found: dict[nn.Module, list[Tensor]] = {}
-        for module in self.model.modules():
-            factors = getattr(module, "lora_A", {})
-            if None in slots or not all(slot in factors for slot in slots):
-                continue
-            weights = [factors[slot].weight for slot in slots]
-            if all(weight.ndim == 2 for weight in weights):  # a convolution has more
-                found[module] = [_unit_rows(weight) for weight in weights]
-        return found
+        first, *others = (self._factors[name] for name in names)
+        common = [layer for layer in first if all(layer in factors for factors in others)]
+        return {
+            layer: [_unit_rows(factors[layer][0]) for factors in (first, *others)]
+            for layer in common
+            if not isinstance(layer, nn.Embedding) and first[layer][0].ndim == 2  # a convolution has more
+        }
 
 
-BASE_LAYER = ".base_layer."
-"""PEFT's name for what an adapter is added to"""
+def _add_change(a: Tensor, b: Tensor, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """The output of a layer whose weight has changed by B·A."""
+    (x,) = inputs
+    if isinstance(layer, nn.Embedding):
+        change = embedding(x, a.T) @ b.T * getattr(layer, "embed_scale", 1)
+    elif a.ndim == 2:
+        change = x.to(a.dtype) @ a.T @ b.T
+    else:
+        change = layer._conv_forward(x.to(a.dtype), (b.flatten(1) @ a.flatten(1)).view_as(layer.weight), None)
+    return output + change.to(output.dtype)
 
 
 def _locate(directory: str | Path) -> Path:

@@ -237,9 +237,9 @@ def expert_for(base: Path, tokens: Any, given: Sequence[str], place: Path) -> Pa
 # --- full fine-tunes
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "vit"])
+@pytest.mark.parametrize("family", ["bert", "gemma", "gpt2", "t5", "vit"])
 def test_full_fine_tunes_with_biases_and_norms(tmp_path: Path, family: str) -> None:
-    """PEFT takes no two adapters with biases, so they are exchanged beside it."""
+    """Also with heads and encoders tied to an embedding, which Gemma scales, and with convolutions."""
     base = save_with_companions(getattr(families, family)(), tmp_path / "base")
     store = Store.create(tmp_path / "store", base, EXACT, progress=NoProgress())
     for seed, name in enumerate(("one", "two.0")):
@@ -251,6 +251,8 @@ def test_full_fine_tunes_with_biases_and_norms(tmp_path: Path, family: str) -> N
         given = {"pixel_values": torch.randn(3, 3, 8, 8, dtype=torch.float64)}
     else:
         given = {"input_ids": torch.randint(2, 12, (3, 5))}
+    if family == "t5":
+        given["decoder_input_ids"] = torch.randint(2, 12, (3, 4))
     routes = [Route(name, 1.0, name) for name in ("two.0", "one", "two.0")]
     found = routed(**given, routes=routes).logits
     assert len(routed.route(given)) == 3
@@ -284,7 +286,7 @@ def test_what_cannot_be_routed(tmp_path: Path, home: Path) -> None:
         store.export_routed(out, only=["cats"])
     summed = Store.create(tmp_path / "sum", home / "base", TaskArithmetic(), progress=NoProgress())
     summed.add(home / "cats")
-    with pytest.raises(UsageError, match=r"task_arithmetic keeps one state.*--method ledger"):
+    with pytest.raises(UsageError, match=r"only a ledger keeps single experts.*task_arithmetic.*--method ledger"):
         summed.export_routed(out)
     assert not out.exists()
 
@@ -342,7 +344,14 @@ def test_loading_what_is_not_there(tmp_path: Path, home: Path) -> None:
     with pytest.raises(MergestreamError, match="elsewhere"):
         RoutedModel.from_pretrained(tmp_path / "out", base=tmp_path / "elsewhere")
     (tmp_path / "out" / "experts" / "cats" / "adapter_config.json").write_text('{"layers_pattern": "x", "r": "y"}')
-    with pytest.raises(MergestreamError, match=r"PEFT cannot load .*/experts/cats"):
+    with pytest.raises(MergestreamError, match=r"experts/cats/adapter_config\.json"):
+        RoutedModel.from_pretrained(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "experts" / "cats")
+    narrow = save_with_companions(speaking.llama(rows=13), tmp_path / "narrow")
+    Workshop(tmp_path / "out" / "experts").adapter(narrow, "cats", target_modules=["q_proj"])
+    with pytest.raises(
+        MergestreamError, match=r"experts/cats does not fit the base: .*q_proj\.weight has another shape"
+    ):
         RoutedModel.from_pretrained(tmp_path / "out")
 
 

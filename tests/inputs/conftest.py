@@ -53,6 +53,13 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def gemma() -> Any:
+    config = transformers.Gemma3TextConfig(
+        **SMALL, vocab_size=13, num_key_value_heads=1, head_dim=8, bos_token_id=1, eos_token_id=1
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
 def vit() -> Any:
     return transformers.ViTForImageClassification(transformers.ViTConfig(**SMALL, image_size=8, patch_size=4))
 
