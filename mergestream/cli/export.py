@@ -139,10 +139,8 @@ def _export_adapters(store: Store, options: Export) -> dict[str, Any]:
 
 
 def _export_routed(store: Store, options: Export, selection: dict[str, Any]) -> dict[str, Any]:
-    from mergestream.export.routed import export_routed
-
-    others = {**selection, "store": store, "scale": options.scale, "command": command_line()}
-    written = export_routed(**arguments_of(export_routed, options, **others))
+    others = {**selection, "scale": options.scale, "command": command_line()}
+    written = store.export_routed(**arguments_of(store.export_routed, options, **others))
     lost = {name: energy.lost_share for name, energy in written.energies.items()}
     by = "their input directions" if written.without_inputs else "inputs"
     say(f"{options.out}: {counted(len(written.experts), 'expert')}, routed by {by}: {', '.join(written.experts)}")

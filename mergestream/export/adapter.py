@@ -89,51 +89,59 @@ class Energy:
     def lost_share(self) -> float:
         return self.lost / self.total if self.total else 0.0
 
+    @property
+    def left_out_share(self) -> float:
+        return self.left_out / self.total if self.total else 0.0
 
-def export_merged_adapter(
-    store: Store,
-    output: Output,
-    choice: ReadoutChoice,
-    rank: int | None = None,
-    server: Server | None = None,
-    layout: str = "peft",
-) -> Energy:
-    """Write scale · direction as factors, exactly or truncated to ``rank``; returns what is cut off or left out.
 
-    Dense linear weights have no small exact rank, so they need ``rank``. Other dense tensors (biases, norms) are
-    written whole, or left out if the ``server`` refuses them.
+@dataclass(frozen=True)
+class AdapterForm:
+    """How adapters are written."""
+
+    rank: int | None = None
+    """The rank of all modules, cut or padded with zeros; None keeps each module's own"""
+    server: Server | None = None
+    """The server whose ranks are used, and for which the parameters that it refuses are left out"""
+    layout: str = "peft"
+    """``peft``, ``diffusers`` or ``kohya``"""
+    any_parameter: bool = False
+    """Whether parameters may be written that PEFT ignores, and that only `RoutedModel` applies"""
+
+
+def export_merged_adapter(store: Store, output: Output, choice: ReadoutChoice, form: AdapterForm) -> Energy:
+    """Write scale · direction as factors, exactly or truncated; returns what is cut off or left out.
+
+    Dense linear weights have no small exact rank, so they need one. Other dense tensors (biases, norms) are written
+    whole, or left out if the server refuses them.
     """
     with exporting(store, output) as (snapshot, target):
         reading = snapshot.reading(target.engine, choice, target.progress)
-        scale = reading.scale(choice.scale, target.engine)
-        plan = AdapterPlan.of(snapshot, reading, rank, server, layout, scale=scale)
-        return write_adapters({"": plan}, target, {"format": "lora", "rank": rank, "layout": layout}, choice)[""]
+        plan = AdapterPlan.of(snapshot, reading, form, reading.scale(choice.scale, target.engine))
+        recipe = {"format": "lora", "rank": form.rank, "layout": form.layout}
+        return write_adapters({"": plan}, target, recipe, choice)[""]
 
 
-def export_expert_adapters(
-    store: Store, output: Output, rank: int | None = None, server: Server | None = None, layout: str = "peft"
-) -> dict[str, Energy]:
+def export_expert_adapters(store: Store, output: Output, form: AdapterForm) -> dict[str, Energy]:
     """Write every expert of a ledger as an adapter, each to a directory of its name."""
     with exporting(store, output) as (snapshot, target):
-        names, how = snapshot.manifest.names, {"rank": rank, "server": server, "layout": layout}
-        plans = plan_experts(snapshot, target.engine, names, **how)
-        return write_adapters(plans, target, {"format": "loras", "rank": rank, "layout": layout})
+        plans = plan_experts(snapshot, target.engine, snapshot.manifest.names, form)
+        return write_adapters(plans, target, {"format": "loras", "rank": form.rank, "layout": form.layout})
 
 
-def plan_experts(snapshot: Snapshot, engine: Engine, names: Sequence[str], **how: Any) -> dict[str, AdapterPlan]:
-    """Plan an adapter of each of these experts of a ledger; ``how`` as in `AdapterPlan.of`."""
+def plan_experts(snapshot: Snapshot, engine: Engine, names: Sequence[str], form: AdapterForm) -> dict[str, AdapterPlan]:
+    """Plan an adapter of each of these experts of a ledger."""
     plans = {}
     for name in names:
         if name in (".", "..") or Path(name).name != name:
             raise UsageError(f"{name} cannot be the name of a directory; export it alone, with --readout expert:{name}")
-        plans[name] = AdapterPlan.of(snapshot, snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}")), **how)
+        plans[name] = AdapterPlan.of(snapshot, snapshot.reading(engine, Selection(f"{ONE_EXPERT}{name}")), form)
     return plans
 
 
 def write_adapters(
     plans: Mapping[str, AdapterPlan],
     target: Target,
-    form: Mapping[str, Any],
+    recipe: Mapping[str, Any],
     choice: ReadoutChoice = DEFAULT_CHOICE,
 ) -> dict[str, Energy]:
     """Write adapters to folders of the draft, by name (``""`` is the draft itself), and their common recipe."""
@@ -145,123 +153,102 @@ def write_adapters(
     for note, names in names_by_note.items():  # each note once, with the adapters that it is about
         progress.note(f"{', '.join(names)}: {note}")
     energies, digests = {}, {}
-    with progress.task(f"writing {output.path.name}", sum(plan.size for plan in plans.values())) as advance:
+    with progress.task(f"writing {output.path.name}", sum(len(plan.jobs) for plan in plans.values())) as advance:
         for name, plan in plans.items():
-            (draft / name).mkdir(parents=True, exist_ok=True)
-            energies[name] = plan.write(draft / name, target, advance)
-            plan.write_card(draft / name, target, energies[name])
+            energy = energies[name] = plan.write(draft / name, target, advance)
             if plan.left_out:
-                share = energies[name].left_out / energies[name].total if energies[name].total else 0.0
                 progress.note(
                     f"{name or output.path.name}: left out, because vLLM may refuse them: "
-                    f"{shorten_list(plan.left_out)}, with {share:.3%} of the energy; --format full has everything"
+                    f"{shorten_list(plan.left_out.values())}, with {energy.left_out_share:.3%} of the energy; --format "
+                    "full has everything"
                 )
-            with open_checkpoint(draft / name / f"{STEMS[plan.layout]}.safetensors") as written:
+            with open_checkpoint(draft / name / f"{STEMS[plan.form.layout]}.safetensors") as written:
                 digests[name] = combined_digest({key: tensor_digest(written.read(key)) for key in written.tensors})
     digest = digests[""] if "" in digests else combined_digest(digests)
-    manifest = next(iter(plans.values())).snapshot.manifest
-    output.mark(draft, manifest, form, digest, choice)
+    output.mark(draft, next(iter(plans.values())).snapshot.manifest, recipe, digest, choice)
     return energies
 
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What an adapter will contain."""
+    """What an adapter will contain: scale · direction."""
 
     snapshot: Snapshot
     reading: Reading
+    form: AdapterForm
+    scale: float
     modules: dict[str, AdaptedModule]
     """The modules with factors, by the name of their tensor"""
     whole: dict[str, str]
-    """Parameters that are written whole, with the name of their tensor"""
+    """By name of a tensor: the parameter that is written whole"""
+    left_out: dict[str, str]
+    """By name of a tensor: the parameter that is not written, because the server refuses it"""
     config: dict[str, Any]
     notes: list[str]
-    scale: float
-    cut: int | None
-    """The largest rank that is kept; factors of less are padded with zeros to the rank of the module"""
-    left_out: dict[str, str]
-    """Parameters that are not written because the server refuses them, with the name of their tensor"""
-    layout: str
-    """``peft``, ``diffusers`` or ``kohya``"""
+    """Sentences for the user"""
 
     @classmethod
-    def of(
-        cls,
-        snapshot: Snapshot,
-        reading: Reading,
-        rank: int | None,
-        server: Server | None = None,
-        layout: str = "peft",
-        *,
-        scale: float = 1.0,
-        any_parameter: bool = False,
-    ) -> AdapterPlan:
-        """Plan the adapter of scale · direction: all factors of ``rank``, or of a rank and kind that a server takes.
-
-        With ``any_parameter`` it may hold parameters that PEFT ignores, and only `RoutedModel` applies. The notes are
-        about servers of PEFT's layout.
-        """
-        weights, history = reading.weights, snapshot.manifest.history
-        experts = [entry for entry in history if weights is None or entry.name in weights]
-        modules, whole = _classify(reading, rank, server, any_parameter)
-        others = {name: one.path for name, one in modules.items() if not is_for_vllm(one, reading.model)}
+    def of(cls, snapshot: Snapshot, reading: Reading, form: AdapterForm, scale: float = 1.0) -> AdapterPlan:
+        """Plan the adapter of what is read; refuses what an adapter, or the server, cannot hold."""
+        weights = reading.weights
+        experts = [entry for entry in snapshot.manifest.history if weights is None or entry.name in weights]
+        modules, whole = _classify(reading, form)
+        others = {name: module.path for name, module in modules.items() if not is_for_vllm(module, reading.model)}
         left_out: dict[str, str] = {}
-        if server:
+        if form.server:
             merged = set(reading.model.merged)
-            left_out = {parameter: name for parameter, name in whole.items() if name in merged}
-            left_out |= {f"{path}.weight": name for name, path in others.items()}
+            left_out = {name: parameter for name, parameter in whole.items() if name in merged}
+            left_out |= {name: f"{path}.weight" for name, path in others.items()}
             modules = {name: module for name, module in modules.items() if name not in others}
             if not modules:
                 names = shorten_list([entry.name for entry in experts])
                 raise MergestreamError(f"vLLM takes no part of the adapter of {names}; export with --format full")
             whole, others = {}, {}
-        uniform = vllm_rank(max(module.rank for module in modules.values())) if server else rank
+        uniform = vllm_rank(max(module.rank for module in modules.values())) if form.server else form.rank
         if uniform is not None:
             modules = {name: replace(module, rank=uniform) for name, module in modules.items()}
         fields, notes = common_fields(snapshot, experts)
-        config = adapter_config(list(modules.values()), whole, fields)
+        config = adapter_config(list(modules.values()), whole.values(), fields)
         notes += serving_notes(config, list(others.values()))
         if shortfall := snapshot.shortfall(reading):
             notes.append(shortfall)
-        if ignored := [name for name in whole if not name.endswith((".weight", ".bias"))]:
+        if ignored := [name for name in whole.values() if not name.endswith((".weight", ".bias"))]:
             notes.append(f"PEFT ignores {shorten_list(ignored)}, which RoutedModel applies")
         if with_tokens := [expert.name for expert in experts if snapshot.records[expert.name].tokens]:
             names = ", ".join(with_tokens)
             notes.append(f"an adapter cannot hold the new tokens of {names}; export with --format full for them")
-        notes = notes if layout == "peft" else []
-        return cls(snapshot, reading, modules, whole, config, notes, scale, rank, left_out, layout)
+        if form.layout != "peft":
+            notes = []  # they are about servers of PEFT's layout
+        return cls(snapshot, reading, form, scale, modules, whole, left_out, config, notes)
 
     @property
-    def size(self) -> int:
-        return len(self.modules) + len(self.whole) + len(self.left_out)
+    def jobs(self) -> list[str]:
+        """The names of the tensors that are read."""
+        return [*self.modules, *self.whole, *self.left_out]
 
     def write(self, directory: Path, target: Target, advance: Callable[[int], None]) -> Energy:
-        """Write the tensors and the config.
+        """Write the tensors, the config and the card.
 
         The scaling is 1 everywhere (lora_alpha = r), so that B·A is what is added to a weight.
         """
         reading, tensors, dtype = self.reading, self.reading.model.tensors, FLOATS[target.output.dtype or "float32"]
         paths = {module.path for module in self.modules.values()}
-        keys = {parameter: _whole_key(parameter, paths) for parameter in self.whole}
-        specs = {
-            module.key(factor): TensorSpec(dtype, shape)
-            for module in self.modules.values()
-            for factor, shape in module.factor_shapes.items()
-        }
-        specs |= {keys[parameter]: cast_spec(tensors[name], dtype) for parameter, name in self.whole.items()}
-        names = layout_names(self.layout, reading.model, specs)
-        layout = {names[key]: spec for key, spec in specs.items()}
+        keys = {name: _whole_key(parameter, paths) for name, parameter in self.whole.items()}
+        specs = {keys[name]: cast_spec(tensors[name], dtype) for name in self.whole}
+        for module in self.modules.values():
+            specs |= {module.key(factor): TensorSpec(dtype, shape) for factor, shape in module.factor_shapes.items()}
+        names = layout_names(self.form.layout, reading.model, specs)
 
         def write(name: str) -> Energy:
             if name in self.whole:
-                for start, piece in reading.pieces(self.whole[name], base, self.scale, dtype):
+                for start, piece in reading.pieces(name, base, self.scale, dtype):
                     writer.write_piece(names[keys[name]], start, piece)
                 return Energy(0.0, 0.0)
             if name in self.left_out:
-                lost = self.scale**2 * reading.direction_norm2(self.left_out[name])
+                lost = self.scale**2 * reading.direction_norm2(name)
                 return Energy(lost, lost, lost)
             module, value = self.modules[name], _factors(reading, name) * self.scale
-            left, right, lost = value.factors(self.cut)
+            left, right, lost = value.factors(self.form.rank)
             factors = {"A": right, "B": left} if module.kind == "linear" else {"A": left.T, "B": right.T}
             for factor, data in factors.items():
                 padded = torch.zeros(module.factor_shapes[factor], dtype=torch_dtype(dtype))
@@ -270,46 +257,43 @@ class AdapterPlan:
                 writer.write(names[module.key(factor)], padded)
             return Energy(squared_norm(value), lost)
 
-        costs = {name: tensors[name].numel for name in self.modules}
-        costs |= {parameter: tensors[name].numel for parameter, name in (self.whole | self.left_out).items()}
-        energies = []
+        directory.mkdir(parents=True, exist_ok=True)
+        layout, energies = {names[key]: spec for key, spec in specs.items()}, []
         with ExitStack() as stack:
             base: Checkpoint = ConfigOnlyBase(reading.model.source, None, tensors)
             if self.whole:
                 base = stack.enter_context(self.snapshot.manifest.open_base())
-            writer = SafetensorsWriter(directory, layout, prefix=STEMS[self.layout], max_shard_size=2**62)
+            writer = SafetensorsWriter(directory, layout, prefix=STEMS[self.form.layout], max_shard_size=2**62)
             stack.enter_context(writer)
-            for _, energy in target.engine.run(costs, write, self._memory()):
+            costs = {name: tensors[name].numel for name in self.jobs}
+            for _, energy in target.engine.run(costs, write, {name: self._memory(name) for name in self.jobs}):
                 energies.append(energy)
                 advance(1)
-        if self.layout == "peft":
+        if self.form.layout == "peft":
             write_json(directory / CONFIG_NAME, self.config)
         total, lost, left_out = (
             math.fsum(getattr(energy, part) for energy in energies) for part in ("total", "lost", "left_out")
         )
+        card = model_card(
+            self.snapshot.manifest,
+            self.scale,
+            distance=math.sqrt(total + self.scale**2 * math.fsum(reading.norm2.values())),
+            command=target.output.command,
+            reading=reading,
+            library="peft" if self.form.layout == "peft" else "diffusers",
+        )
+        (directory / CARD).write_text(card, encoding="utf-8")
         return Energy(total, lost, left_out, reading.least_held)
 
-    def write_card(self, directory: Path, target: Target, energy: Energy) -> None:
-        """Write the card of the adapter."""
-        manifest = self.snapshot.manifest
-        distance = math.sqrt(energy.total + self.scale**2 * math.fsum(self.reading.norm2.values()))
-        library = "peft" if self.layout == "peft" else "diffusers"
-        command, reading = target.output.command, self.reading
-        card = model_card(manifest, self.scale, distance, command=command, reading=reading, library=library)
-        (directory / CARD).write_text(card, encoding="utf-8")
-
-    def _memory(self) -> dict[str, int]:
-        """Peak bytes of each module and parameter; a merged matrix without factors is decomposed."""
-        memory = self.reading.memory
-        for name, module in self.modules.items():
-            if self.reading.rank_bound(name) is None:
-                memory[name] = max(memory[name], WORKSPACE * torch.float32.itemsize * math.prod(module.shape))
-        return memory | {parameter: memory[name] for parameter, name in (self.whole | self.left_out).items()}
+    def _memory(self, name: str) -> int:
+        """Peak bytes of a tensor; a merged matrix without factors is decomposed."""
+        memory = self.reading.memory[name]
+        if name in self.modules and self.reading.rank_bound(name) is None:
+            return max(memory, WORKSPACE * torch.float32.itemsize * self.reading.model.tensors[name].numel)
+        return memory
 
 
-def _classify(
-    reading: Reading, rank: int | None, server: Server | None, any_parameter: bool
-) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
+def _classify(reading: Reading, form: AdapterForm) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
     """The modules that get factors, and the parameters that are written whole, as in `AdapterPlan`."""
     model = reading.model
     spelling = {stored: name for name, stored in model.spellings.items()}
@@ -323,33 +307,32 @@ def _classify(
         if bound is None and reading.is_zero(name):
             continue
         if not has_factors:
-            if leaf not in ("weight", "bias") and (tensor.role == "linear" or not any_parameter):
+            if leaf not in ("weight", "bias") and (tensor.role == "linear" or not form.any_parameter):
                 raise MergestreamError(f"{name} has changed, and an adapter cannot hold it; export with --format full")
-            whole[parameter] = name
+            whole[name] = parameter
             continue
         largest = min(matrix_shape(tensor.shape)) if bound is None else bound
-        chosen = largest if rank is None else min(largest, rank)
         kind: Kind = "embedding" if tensor.role == "embedding" else "conv1d" if name in model.conv1d else "linear"
-        module = AdaptedModule(path, kind, chosen, tensor.shape)
-        if bound is None and rank is None and (server is None or is_for_vllm(module, model)):
+        module = AdaptedModule(path, kind, min(largest, form.rank or largest), tensor.shape)
+        if bound is None and form.rank is None and (form.server is None or is_for_vllm(module, model)):
             raise MergestreamError(
                 f"the state of {name} is dense, so it has no small exact rank; choose one with --rank K, or export "
                 "with --format full"
             )
         if largest:
             modules[name] = module
-    saved = saved_modules({module.path for module in modules.values()}, whole)
+    saved = saved_modules({module.path for module in modules.values()}, whole.values())
     for name in model.tensors:  # PEFT needs every parameter of a module that it saves whole
         parameter = spelling.get(name, name)
         if parameter.rpartition(".")[0] in saved:
-            whole[parameter] = name
+            whole[name] = parameter
     return modules, whole
 
 
-def _whole_key(name: str, paths: set[str]) -> str:
+def _whole_key(parameter: str, paths: set[str]) -> str:
     """PEFT's name of a parameter: modules with factors are wrapped."""
-    path, _, leaf = name.rpartition(".")
-    return f"{PREFIX}{path}.base_layer.{leaf}" if path in paths else PREFIX + name
+    path, _, leaf = parameter.rpartition(".")
+    return f"{PREFIX}{path}.base_layer.{leaf}" if path in paths else PREFIX + parameter
 
 
 def _can_have_factors(tensor: BaseTensor, leaf: str) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -25,13 +24,11 @@ from mergestream.base.model import BaseModel, base_changed
 from mergestream.checkpoints import SafetensorsWriter
 from mergestream.checkpoints.layout import CARD
 from mergestream.checkpoints.location import locate_here, public_name
-from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.digest import tensor_digest
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import code, markdown_text
 from mergestream.experts.adapters.config import CONFIG_NAME
-from mergestream.export.adapter import AdapterPlan, Energy, plan_experts, write_adapters
-from mergestream.export.adapter_config import Server
+from mergestream.export.adapter import AdapterForm, AdapterPlan, Energy, plan_experts, write_adapters
 from mergestream.export.card import card_text, history_section
 from mergestream.export.companions import find_givers, take_settings, write_companions
 from mergestream.export.directory import Output, ReadoutChoice
@@ -64,20 +61,9 @@ class RoutedExport:
 
 
 def export_routed(
-    store: Store,
-    out: str | Path,
-    *,
-    rank: int | None = None,
-    server: Server | None = None,
-    dtype: str | None = None,
-    max_shard_size: int = DEFAULT_SHARD_SIZE,
-    with_base: bool = False,
-    overwrite: bool = False,
-    command: str | None = None,
-    **merged: Any,
+    store: Store, output: Output, choice: ReadoutChoice, form: AdapterForm, with_base: bool
 ) -> RoutedExport:
-    """Write a directory for `RoutedModel`; ``merged`` are the fields of `ReadoutChoice`, for the merged adapter."""
-    output, choice = Output(Path(out), dtype, max_shard_size, overwrite, command), ReadoutChoice(**merged)
+    """Write a directory for `RoutedModel`; the merged adapter is read out by ``choice``, which selects the experts."""
     with exporting(store, output) as (snapshot, target):
         manifest = snapshot.manifest
         manifest.require_ledger("keeps single experts to route to")
@@ -85,8 +71,7 @@ def export_routed(
         experts = tuple(sorted(reading.weights or ()))
         _check_experts(snapshot, experts)
         _check_base(manifest.base)
-        how: dict[str, Any] = {"rank": rank, "server": server, "any_parameter": True}
-        plans = plan_experts(snapshot, target.engine, experts, **how)
+        plans = plan_experts(snapshot, target.engine, experts, form)
         readers = {name: snapshot.inputs.get(manifest.expert(name).number) for name in experts}
         found = {name: features for name, reader in readers.items() if reader and (features := reader.features())}
         missing = tuple(name for name in experts if name not in found)
@@ -94,9 +79,9 @@ def export_routed(
             _check_common_layer(list(plans.values()))
             target.progress.note(f"{NO_INPUTS}; to route by inputs, run mergestream calibrate for {', '.join(missing)}")
         plans = {f"{EXPERTS}/{name}": plan for name, plan in plans.items()}
-        scale = reading.scale(choice.scale, target.engine)
-        plans[MERGED] = AdapterPlan.of(snapshot, reading, scale=scale, **how)
-        energies = write_adapters(plans, target, {"format": "routed", "rank": rank, "with_base": with_base}, choice)
+        plans[MERGED] = AdapterPlan.of(snapshot, reading, form, reading.scale(choice.scale, target.engine))
+        recipe = {"format": "routed", "rank": form.rank, "with_base": with_base}
+        energies = write_adapters(plans, target, recipe, choice)
         save_router(target.draft / ROUTER, experts, None if missing else found)
         if with_base:
             _write_base(manifest, target)

@@ -300,12 +300,12 @@ class Store:
     ) -> Energy:
         """Write the merged task vector as a PEFT adapter, exactly or in one ``rank``; returns what was cut off, or was
         left out because the ``server`` (``vllm``) refuses it. ``layout``: ``peft``, ``diffusers`` or ``kohya``."""
-        from mergestream.export.adapter import export_merged_adapter
+        from mergestream.export.adapter import AdapterForm, export_merged_adapter
         from mergestream.export.directory import Output, ReadoutChoice
 
         choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
-        return export_merged_adapter(self, output, choice, rank, server, layout)
+        return export_merged_adapter(self, output, choice, AdapterForm(rank, server, layout))
 
     def export_adapters(
         self,
@@ -319,20 +319,36 @@ class Store:
         command: str | None = None,
     ) -> dict[str, Energy]:
         """Write every expert of a ledger as a PEFT adapter of the base, in a directory of its own below ``out``."""
-        from mergestream.export.adapter import export_expert_adapters
+        from mergestream.export.adapter import AdapterForm, export_expert_adapters
         from mergestream.export.directory import Output
 
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
-        return export_expert_adapters(self, output, rank, server, layout)
+        return export_expert_adapters(self, output, AdapterForm(rank, server, layout))
 
-    def export_routed(self, out: str | Path, **options: Any) -> RoutedExport:
+    def export_routed(
+        self,
+        out: str | Path,
+        *,
+        rank: int | None = None,
+        server: Server | None = None,
+        dtype: str | None = None,
+        max_shard_size: int = DEFAULT_SHARD_SIZE,
+        with_base: bool = False,
+        overwrite: bool = False,
+        command: str | None = None,
+        **merged: Any,
+    ) -> RoutedExport:
         """Write all experts of a ledger as PEFT adapters, a merged adapter, and a router: what `RoutedModel` loads.
 
-        The options are those of `export_adapter`, for the merged adapter; ``with_base`` adds a copy of the base.
+        ``with_base`` adds a copy of the base. All other options (``readout``, ``only``, …) are as in `export_adapter`.
         """
+        from mergestream.export.adapter import AdapterForm
+        from mergestream.export.directory import Output, ReadoutChoice
         from mergestream.export.routed import export_routed
 
-        return export_routed(self, out, **options)
+        output = Output(Path(out), dtype, max_shard_size, overwrite, command)
+        form = AdapterForm(rank, server, any_parameter=True)
+        return export_routed(self, output, ReadoutChoice(**merged), form, with_base)
 
     def push(self, address: str, *, private: bool = False) -> str:
         """Upload the store as it is now to ``hf://ORG/NAME``, in one commit; returns the repository's address."""
