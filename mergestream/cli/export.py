@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from mergestream.cli.options import (
     arguments_of,
     at_least,
     command_line,
+    names,
+    weight,
 )
 from mergestream.cli.printing import answer, say
 from mergestream.errors import MergestreamError, UsageError
@@ -20,8 +22,8 @@ from mergestream.escaping import shell_command
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
+    from mergestream.export.adapter import Energy
     from mergestream.store.store import Store
-
 
 EXACT = 1e-12
 """Share of the energy that an adapter may lose to rounding and still be called exact"""
@@ -74,9 +76,9 @@ class Export(WorkingStoreOptions, OutputOptions):
         "how to combine experts; ledger: agree (the default), tempered (the default for adapters), outputs, regress, "
         "tsv, iso, sum or expert:NAME; other methods: plain (the default) or iso",
     )
-    only: str | None = argument("--only A,B", "merge only these experts of a ledger")
-    without: str | None = argument("--without A,B", "leave these experts of a ledger out")
-    weight: list[str] = argument("--weight NAME=X", "weight of an expert of a ledger (1)")
+    only: tuple[str, ...] = argument("--only A,B", "merge only these experts of a ledger", type=names, default=())
+    without: tuple[str, ...] = argument("--without A,B", "leave these experts of a ledger out", type=names, default=())
+    weights: list[tuple[str, float]] = argument("--weight NAME=X", "weight of an expert of a ledger (1)", type=weight)
     balance: bool = argument("--balance", "choose weights that serve all experts of a ledger equally")
     scale: str | None = argument(
         "--scale X", "merged = base + X · readout: a number; adaptive, sqrt or mean where experts are summed"
@@ -84,106 +86,96 @@ class Export(WorkingStoreOptions, OutputOptions):
     push: str | None = argument("--push ORG/NAME", "upload the result to the Hugging Face hub")
     private: bool = argument("--private", "create a private repository")
 
-    @property
-    def selection(self) -> dict[str, Any]:
-        """Arguments of ``Store.export`` that choose a readout and experts."""
-        from mergestream.ledger.selection import parse_weights
-
-        only, without = (tuple(filter(None, (names or "").split(","))) for names in (self.only, self.without))
-        weights = parse_weights(self.weight)
-        return {"readout": self.readout, "only": only, "without": without, "weights": weights, "balance": self.balance}
-
     def run(self) -> None:
-        selection = self.selection
-        _check(self, selection)
+        _check(self)
         store = self.open_store()
-        if self.format == "routed":
-            result = _export_routed(store, self, selection)
-        elif self.format == "loras":
-            result = _export_adapters(store, self)
-        else:
-            result = _export(store, self, selection)
+        methods: dict[str, Callable[..., Any]] = {
+            "full": store.export,
+            "lora": store.export_adapter,
+            "loras": store.export_adapters,
+            "routed": store.export_routed,
+        }
+        export = methods[self.format]
+        written = export(**arguments_of(export, self, weights=dict(self.weights), command=command_line()))
+        facts, text = _describe(store, self, written)
+        result = {"out": self.out, "format": self.format, **facts}
         answer(result)
+        say(f"{self.out}: {text}")
         if self.push:
             result["pushed"] = _push(self)
             say(f"{self.out} pushed to {result['pushed']}")
 
 
-def _check(options: Export, selection: dict[str, Any]) -> None:
+def _check(options: Export) -> None:
     """Refuse options that contradict each other, and a missing login, before any work."""
-    if options.format == "full" and (options.rank is not None or options.server is not None):
-        raise UsageError(f"--{'for' if options.rank is None else 'rank'} is for adapters: add --format lora")
-    if options.layout != "peft" and (options.format not in ("lora", "loras") or options.server):
-        raise UsageError("--layout is for --format lora or loras, without --for")
-    if options.format != "full" and options.task is not None:
-        raise UsageError("--task is for full models: an adapter has no head of its own")
-    if options.format != "full" and options.files_from is not None:
-        raise UsageError("--files-from is for full models: an adapter is used with the files of its base")
-    if options.format == "loras" and (any(selection.values()) or options.scale is not None):
-        raise UsageError("--format loras writes every expert unchanged; use --format lora with --readout, --only, …")
-    if options.with_base and options.format != "routed":
-        raise UsageError("--with-base is for --format routed")
-    if options.private and not options.push:
-        raise UsageError("--private needs --push ORG/NAME")
+    form, is_adapter = options.format, options.format != "full"
+    chosen = options.readout or options.only or options.without or options.weights or options.balance or options.scale
+    refusals = [
+        (not is_adapter and options.rank, "--rank is for adapters: add --format lora"),
+        (not is_adapter and options.server, "--for is for adapters: add --format lora"),
+        (
+            options.layout != "peft" and (options.server or form not in ("lora", "loras")),
+            "--layout is for --format lora or loras, without --for",
+        ),
+        (is_adapter and options.task, "--task is for full models: an adapter has no head of its own"),
+        (is_adapter and options.files_from, "--files-from is for full models: an adapter has the files of its base"),
+        (
+            form == "loras" and chosen,
+            "--format loras writes every expert unchanged; use --format lora with --readout, --only, …",
+        ),
+        (form != "routed" and options.with_base, "--with-base is for --format routed"),
+        (options.private and not options.push, "--private needs --push ORG/NAME"),
+    ]
+    for is_met, sentence in refusals:
+        if is_met:
+            raise UsageError(sentence)
     if options.push:
         from mergestream.hub.transfer import check_login
 
         check_login(options.push)
 
 
-def _export_adapters(store: Store, options: Export) -> dict[str, Any]:
-    energies = store.export_adapters(**arguments_of(store.export_adapters, options, command=command_line()))
-    lost = {name: energy.lost_share for name, energy in energies.items()}
-    say(f"{options.out}: {counted(len(energies), 'adapter')}, {', '.join(energies)}")
-    return {"out": options.out, "format": options.format, "experts": list(energies), "lost": lost}
-
-
-def _export_routed(store: Store, options: Export, selection: dict[str, Any]) -> dict[str, Any]:
-    others = {**selection, "scale": options.scale, "command": command_line()}
-    written = store.export_routed(**arguments_of(store.export_routed, options, **others))
-    lost = {name: energy.lost_share for name, energy in written.energies.items()}
-    by = "their input directions" if written.without_inputs else "inputs"
-    say(f"{options.out}: {counted(len(written.experts), 'expert')}, routed by {by}: {', '.join(written.experts)}")
-    facts = {"experts": list(written.experts), "without_inputs": list(written.without_inputs), "lost": lost}
-    return {"out": options.out, "format": options.format, **facts}
-
-
-def _export(store: Store, options: Export, selection: dict[str, Any]) -> dict[str, Any]:
-    others = {**selection, "command": command_line()}
-    lost, loss_text = 0.0, ""
+def _describe(store: Store, options: Export, written: Any) -> tuple[dict[str, Any], str]:
+    """What was written, as JSON and as text."""
+    if options.format == "full":
+        facts, text = _describe_model(store, options)
+        return {**facts, "lost": 0.0}, text
     if options.format == "lora":
-        energy = store.export_adapter(**arguments_of(store.export_adapter, options, **others))
-        lost = energy.lost_share
-        loss_text = ", exactly" if lost < EXACT else f", {lost:.3%} of the energy left out"
-        if energy.held < WHOLE:
-            held_text = f"of entries that hold {energy.held:.1%} or more of each expert"
-            loss_text = f", {held_text}" if lost < EXACT else f"{loss_text} {held_text}"
-    else:
-        store.export(**arguments_of(store.export, options, **others))
-    method = store.manifest.method
-    readout, experts = _describe_readout(store, selection)
-    say(f"{options.out}: {_summary(readout, experts, method, options.balance)}{loss_text}")
-    chosen = {"readout": readout, "balance": options.balance, "experts": experts}
-    return {"out": options.out, "format": options.format, "method": method, **chosen, "lost": lost}
+        facts, text = _describe_model(store, options)
+        return {**facts, "lost": written.lost_share}, f"{text}, {_loss_text(written)}"
+    energies = written if options.format == "loras" else written.energies
+    lost = {name: energy.lost_share for name, energy in energies.items()}
+    if options.format == "loras":
+        return {"experts": list(lost), "lost": lost}, f"{counted(len(lost), 'adapter')}, {', '.join(lost)}"
+    experts, missing = written.experts, written.without_inputs
+    by = "their input directions" if missing else "inputs"
+    text = f"{counted(len(experts), 'expert')}, routed by {by}: {', '.join(experts)}"
+    return {"experts": list(experts), "without_inputs": list(missing), "lost": lost}, text
 
 
-def _describe_readout(store: Store, selection: dict[str, Any]) -> tuple[str, list[str]]:
-    """Find the name of the readout and the experts that it combined."""
+def _describe_model(store: Store, options: Export) -> tuple[dict[str, Any], str]:
+    """What was merged, as JSON and as text: ``3 experts merged by ledger, readout tsv``."""
     from mergestream.ledger.selection import Selection
 
-    chosen = Selection(**selection)
-    if not store.manifest.entries:
-        return chosen.of_state(store.method).name, store.manifest.names
-    readout, weights = chosen.of_entries(store.manifest.names, store.manifest.adapters)
-    return readout.name, list(weights)
-
-
-def _summary(readout: str, experts: Sequence[str], method: str, balanced: bool) -> str:
-    """Format the result: ``3 experts merged by ledger, readout tsv``."""
+    manifest, balance = store.manifest, options.balance
+    chosen = Selection(options.readout, options.only, options.without, dict(options.weights), balance)
+    if manifest.entries:
+        found, weights = chosen.of_entries(manifest.names, manifest.adapters)
+        readout, experts = found.name, list(weights)
+    else:
+        readout, experts = chosen.of_state(store.method).name, manifest.names
+    facts = {"method": manifest.method, "readout": readout, "balance": balance, "experts": experts}
     if readout == "expert":
-        return f"{', '.join(experts)} as stored in the {method}"
-    by = f", readout {readout}{', balanced' if balanced else ''}" if readout != "plain" else ""
-    return f"{counted(len(experts), 'expert')} merged by {method}{by}"
+        return facts, f"{', '.join(experts)} as stored in the {manifest.method}"
+    by = f", readout {readout}{', balanced' if balance else ''}" if readout != "plain" else ""
+    return facts, f"{counted(len(experts), 'expert')} merged by {manifest.method}{by}"
+
+
+def _loss_text(energy: Energy) -> str:
+    """What the merged adapter lacks: ``exactly`` if nothing."""
+    lost = "" if energy.lost_share < EXACT else f"{energy.lost_share:.3%} of the energy left out"
+    held = "" if energy.held >= WHOLE else f"of entries that hold {energy.held:.1%} or more of each expert"
+    return " ".join(filter(None, (lost, held))) or "exactly"
 
 
 def _push(options: Export) -> str:

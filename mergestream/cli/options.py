@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +56,11 @@ def add_arguments(parser: ArgumentParser, options: type[Any]) -> None:
 
 
 def arguments_of(function: Callable[..., Any], options: Any, **others: Any) -> dict[str, Any]:
-    """The arguments of a call: the options that are parameters of the function, by name, and ``others``."""
+    """The arguments of a call: those options, and ``others`` in place of options, that the function has."""
     from inspect import signature
 
     known = signature(function).parameters
-    return {**{name: value for name, value in vars(options).items() if name in known}, **others}
+    return {name: value for name, value in {**vars(options), **others}.items() if name in known}
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -85,10 +86,18 @@ def pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def engine_argument() -> Any:
-    """The ``--engine`` option."""
-    help = "where work runs: local (the default), ray (RAY_ADDRESS, else this machine) or ray://HOST:PORT"
-    return argument("--engine NAME", help, default="local")
+def weight(text: str) -> tuple[str, float]:
+    """An argument type: ``NAME=0.5``."""
+    name, _, number = text.rpartition("=")
+    with suppress(ValueError):
+        if name:
+            return name, float(number)
+    raise ArgumentTypeError(f"{text!r} is not of the form NAME=NUMBER")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """An argument type: ``A,B``."""
+    return tuple(filter(None, text.split(",")))
 
 
 def make_engine(named: str, **options: Any) -> Engine:
@@ -107,7 +116,11 @@ class RunningOptions:
     workers: int | None = argument("--workers N", "tensors in parallel (all cores)", type=at_least(1))
     max_memory: int | None = argument("--max-memory SIZE", "memory budget for tensors, such as 4GB", type=parse_size)
     device: str = argument("--device", "where arithmetic runs: cpu (the default), cuda or cuda:N", default="cpu")
-    engine: str = engine_argument()
+    engine: str = argument(
+        "--engine NAME",
+        "where work runs: local (the default), ray (RAY_ADDRESS, else this machine) or ray://HOST:PORT",
+        default="local",
+    )
     quiet: bool = argument("--quiet", "show no progress bars and no notes")
 
     def make_engine(self) -> Engine:

@@ -92,20 +92,6 @@ class Selection:
         return {one: 1.0}
 
 
-def parse_weights(given: Sequence[str]) -> dict[str, float]:
-    """Parse ``NAME=0.5`` options."""
-    weights = {}
-    for text in given:
-        name, equals, number = text.rpartition("=")
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            equals = ""
-        if not equals or not name:
-            raise UsageError(f"--weight {text} is not of the form NAME=NUMBER")
-    return weights
-
-
 def _check_known(chosen: Sequence[str] | Mapping[str, float], names: Sequence[str], option: str) -> None:
     for name in chosen:
         if name not in names:

@@ -329,26 +329,31 @@ class Store:
         self,
         out: str | Path,
         *,
+        readout: str | None = None,
+        only: Sequence[str] = (),
+        without: Sequence[str] = (),
+        weights: Mapping[str, float] | None = None,
+        balance: bool = False,
         rank: int | None = None,
         server: Server | None = None,
+        scale: str | float | None = None,
         dtype: str | None = None,
         max_shard_size: int = DEFAULT_SHARD_SIZE,
         with_base: bool = False,
         overwrite: bool = False,
         command: str | None = None,
-        **merged: Any,
     ) -> RoutedExport:
         """Write all experts of a ledger as PEFT adapters, a merged adapter, and a router: what `RoutedModel` loads.
 
-        ``with_base`` adds a copy of the base. All other options (``readout``, ``only``, …) are as in `export_adapter`.
+        ``with_base`` adds a copy of the base; the other options are those of `export_adapter`.
         """
         from mergestream.export.adapter import AdapterForm
         from mergestream.export.directory import Output, ReadoutChoice
         from mergestream.export.routed import export_routed
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
-        form = AdapterForm(rank, server, any_parameter=True)
-        return export_routed(self, output, ReadoutChoice(**merged), form, with_base)
+        choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
+        return export_routed(self, output, choice, AdapterForm(rank, server, any_parameter=True), with_base)
 
     def push(self, address: str, *, private: bool = False) -> str:
         """Upload the store as it is now to ``hf://ORG/NAME``, in one commit; returns the repository's address."""
