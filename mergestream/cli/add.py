@@ -62,7 +62,15 @@ class Add(WorkingStoreOptions, GatedOptions, InputsOptions):
 
             check_experts(**arguments_of(check_experts, self, store=store, experts=experts))
         for name, expert in experts:
-            result = _inspect(store, expert, self) if self.dry_run else _add(store, expert, name, self)
+            if self.dry_run:
+                inspection = store.inspect(**arguments_of(store.inspect, self, expert=expert))
+                print_inspection(inspection)
+                result = inspection.to_json()
+            else:
+                options = arguments_of(store.add, self, expert=expert, name=name, inputs=self.make_inputs())
+                entry = store.add(**options)
+                print_step(store, entry)
+                result = entry_json(entry)
             results.append(with_notes(result))
 
 
@@ -72,18 +80,6 @@ def split_name(word: str) -> tuple[str | None, str]:
     if not equals or "/" in name or Path(word).exists():
         return None, word
     return name, path
-
-
-def _inspect(store: Store, expert: str, options: Add) -> dict[str, Any]:
-    inspection = store.inspect(**arguments_of(store.inspect, options, expert=expert))
-    print_inspection(inspection)
-    return inspection.to_json()
-
-
-def _add(store: Store, expert: str, name: str | None, options: Add) -> dict[str, Any]:
-    entry = store.add(**arguments_of(store.add, options, expert=expert, name=name, inputs=options.make_inputs()))
-    print_step(store, entry)
-    return entry_json(entry)
 
 
 def print_step(store: Store, entry: Expert) -> None:
@@ -142,15 +138,15 @@ def _print_interference(found: Interference) -> None:
     new = len(found.experts) - 1
     rows = []
     for number in sorted(range(new + 1), key=lambda expert: -(found.damage[expert] or 0)):
-        worst = list(found.of_pair(new, number).items())[:LAYERS_PER_EXPERT] if number != new else []
-        pair = (found.cosines[new][number], found.overlap[new][number]) if number != new else (None, None)
-        where = ", ".join(f"{layer} {value:.2f}" for layer, value in worst)
-        rows.append((found.experts[number], *map(_share_text, (found.damage[number], *pair)), where or "-"))
+        cosine = overlap = None
+        where = "-"
+        if number != new:
+            cosine, overlap = found.cosines[new][number], found.overlap[new][number]
+            worst = list(found.of_pair(new, number).items())[:LAYERS_PER_EXPERT]
+            where = ", ".join(f"{layer} {value:.2f}" for layer, value in worst) or "-"
+        shares = ("-" if value is None else f"{value:.3f}" for value in (found.damage[number], cosine, overlap))
+        rows.append((found.experts[number], *shares, where))
     print_table(("expert", "damage", "cosine", "overlap", "most in"), rows, most=MOST_ROWS)
-
-
-def _share_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _print_linear_weights(inspection: Inspection) -> None:

@@ -32,8 +32,8 @@ class Methods:
         from mergestream.methods import METHODS
 
         names = [self.name] if self.name else [*METHODS, *READOUTS]
-        methods = [describe_method(name) for name in METHODS if name in names]
-        readouts = [describe_readout(name) for name in READOUTS if name in names]
+        methods = [describe(METHODS, name) for name in METHODS if name in names]
+        readouts = [describe(READOUTS, name) for name in READOUTS if name in names]
         if not (methods or readouts):
             suggestion = did_you_mean(names[0], [*METHODS, *READOUTS])
             raise UsageError(f"there is no method or readout {self.name}{suggestion}")
@@ -46,38 +46,28 @@ class Methods:
             _print_item(item)
 
 
-def describe_method(name: str) -> dict[str, Any]:
-    """Describe a method: origin, summary, parameters, and whether the order of experts matters."""
-    from mergestream.methods import METHODS
+def describe(kind: Registry[Any], name: str) -> dict[str, Any]:
+    """Describe a method or a readout: its origin, its summary and what only methods, or readouts, have.
 
-    found, method = _describe(METHODS, name)
-    if method is None:
-        return {**found, "commutative": None, "parameters": []}
-    parameters = [
-        {"name": item.name, "default": item.default, "help": item.metadata.get("help", "")}
-        | {"choices": list(item.metadata.get("choices", ()))}
-        for item in fields(method)
-    ]
-    return {**found, "commutative": method().commutative, "parameters": parameters}
-
-
-def describe_readout(name: str) -> dict[str, Any]:
-    """Describe a readout: origin, summary, and whether it reads the entries of a ledger."""
-    from mergestream.ledger.readouts import READOUTS
+    A plug-in that cannot be loaded has its error as summary, so that it does not hide the others.
+    """
     from mergestream.ledger.readouts.base import EntriesReadout
+    from mergestream.methods.base import Method
 
-    found, readout = _describe(READOUTS, name)
-    return {**found, "of_ledgers": readout is not None and issubclass(readout, EntriesReadout)}
-
-
-def _describe(registry: Registry[Any], name: str) -> tuple[dict[str, Any], Any]:
-    """A plug-in and what all kinds have; None for one that cannot be loaded, which must not hide the others."""
-    found = {"name": name, "origin": registry.origin(name)}
+    found = {"name": name, "origin": kind.origin(name)}
     try:
-        item = registry[name]
+        item = kind[name]
     except UsageError as error:
-        return {**found, "summary": str(error)}, None
-    return {**found, "summary": (getdoc(item) or "").partition("\n")[0]}, item
+        return {**found, "summary": str(error)}
+    found["summary"] = (getdoc(item) or "").partition("\n")[0]
+    if not issubclass(item, Method):
+        return {**found, "of_ledgers": issubclass(item, EntriesReadout)}
+    parameters = [
+        {"name": field.name, "default": field.default, "help": field.metadata.get("help", "")}
+        | {"choices": list(field.metadata.get("choices", ()))}
+        for field in fields(item)
+    ]
+    return {**found, "commutative": item().commutative, "parameters": parameters}
 
 
 def _print_item(item: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ def parse(words: Sequence[str]) -> Any:
     return load(values.pop("command"))(**values)
 
 
-def wants_json(words: Sequence[str]) -> bool:
+def wants_json(words: Iterable[str]) -> bool:
     """Check for ``--json`` or an abbreviation of it before parsing, because parse errors are reported as JSON too."""
     return any(len(word) > 2 and "--json".startswith(word) for word in _options_part(words))
 

@@ -13,7 +13,6 @@ from mergestream.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from mergestream.store import Expert
-    from mergestream.store.manifest import Manifest
     from mergestream.store.store import Store
 
 RENAMED = {"added": "time", "fates": "tensors"}
@@ -72,11 +71,15 @@ class Status(StoreOptions):
         say(f"tensors: {counts_text(status['counts'], status['matrices'])}")
         if manifest.history:
             last = manifest.history[-1]
-            say(_ledger_text(manifest, status["ledger"]) if status["ledger"] else _scale_text(manifest.method, last))
+            say(_ledger_text(status) if status["ledger"] else _scale_text(manifest.method, last))
             say(f"last: {last.name} ({last.added})")
         if self.tensors:
             say()
-            _print_tensors(manifest)
+            keys = ("name", "role", "rule", "dtype")
+            rows = (
+                [*(one[key] for key in keys), "×".join(map(str, one["shape"])) or "scalar"] for one in status["tensors"]
+            )
+            print_table(("tensor", "role", "rule", "dtype", "shape"), rows, left=4)
 
 
 def _scale_text(method: str, last: Expert) -> str:
@@ -87,23 +90,12 @@ def _scale_text(method: str, last: Expert) -> str:
     return f"{name} {value:.6g}   mean ‖Δ‖ {last.mean_norm:.6g}{distance}"
 
 
-def _ledger_text(manifest: Manifest, ledger: Mapping[str, Any]) -> str:
+def _ledger_text(status: Mapping[str, Any]) -> str:
+    ledger = status["ledger"]
     inputs = f"inputs {format_size(ledger['inputs_bytes'])}   " if ledger["inputs_bytes"] else ""
     return (
-        f"{counted(manifest.step, 'expert')} in {counted(ledger['room_for'], 'slot')}   "
-        f"mean ‖Δ‖ {manifest.history[-1].mean_norm:.6g}   "
+        f"{counted(status['step'], 'expert')} in {counted(ledger['room_for'], 'slot')}   mean ‖Δ‖ {status['n']:.6g}   "
         f"entries {format_size(ledger['bytes'])}   {inputs}budget {ledger['budget']:g}"
-    )
-
-
-def _print_tensors(manifest: Manifest) -> None:
-    print_table(
-        ("tensor", "role", "rule", "dtype", "shape"),
-        (
-            (name, tensor.role, tensor.rule, tensor.dtype, "×".join(map(str, tensor.shape)) or "scalar")
-            for name, tensor in manifest.base.tensors.items()
-        ),
-        left=4,
     )
 
 
@@ -161,28 +153,29 @@ class Log(StoreOptions):
 
     def run(self) -> None:
         store = self.open_store()
-        held = _held_shares(store)
-        removed = store.manifest.removed
-        listed = [entry_json(entry, held.get(entry.name)) for entry in store.history]
-        answer([*listed, *({**entry_json(removal.expert), "removed": removal.time} for removal in removed)])
-        if not store.history:
-            say(f"{store.storage} has no experts yet; add one with: mergestream add {store.storage} EXPERT")
+        manifest, history, held = store.manifest, store.history, dict[str, float]()
+        if manifest.entries:
+            survival = store.survival()
+            held = dict(zip(survival.experts, survival.total, strict=True))
+        listed = [entry_json(entry, held.get(entry.name)) for entry in history]
+        answer([*listed, *({**entry_json(removal.expert), "removed": removal.time} for removal in manifest.removed)])
+        if history:
+            _print_experts(manifest.method, history, held)
         else:
-            _print_experts(store.manifest.method, store.history, held)
-        _print_notes(store.history)
-        for removal in removed:
+            say(f"{store.storage} has no experts yet; add one with: mergestream add {store.storage} EXPERT")
+        for entry in history:
+            if entry.evaluation:
+                from mergestream.report.scores import describe_evaluation
+
+                say(f"score after {entry.name}: {describe_evaluation(entry.evaluation)}")
+            for note in entry.notes:
+                say(f"note on {entry.name}: {note}")
+        for removal in manifest.removed:
             say(f"removed: {removal.expert.name} ({removal.time}), added {removal.expert.added}")
 
 
-def _held_shares(store: Store) -> dict[str, float]:
-    """Measure the share of each expert that a ledger holds now; empty for other methods."""
-    if not store.manifest.entries:
-        return {}
-    survival = store.survival()
-    return dict(zip(survival.experts, survival.total, strict=True))
-
-
 def _print_experts(method: str, history: Sequence[Expert], held: Mapping[str, float]) -> None:
+    """Print a table of the experts; ``held`` is the share of each that a ledger holds now."""
     from mergestream.methods.scale import displayed_scale
 
     scale_name, _ = displayed_scale(method, 1.0)
@@ -193,16 +186,6 @@ def _print_experts(method: str, history: Sequence[Expert], held: Mapping[str, fl
         others = (entry.cut,) if held else (f"{scale:.4g}", entry.rank or "-")
         rows.append((entry.name, entry.added, entry.digest[:12], number, f"{entry.norm:.4g}", f"{share:.1%}", *others))
     print_table(("expert", "added", "digest", "step", "‖Δ‖", *last), rows, left=3)
-
-
-def _print_notes(history: Sequence[Expert]) -> None:
-    from mergestream.report.scores import describe_evaluation
-
-    for entry in history:
-        if entry.evaluation:
-            say(f"score after {entry.name}: {describe_evaluation(entry.evaluation)}")
-        for note in entry.notes:
-            say(f"note on {entry.name}: {note}")
 
 
 def entry_json(entry: Expert, held: float | None = None) -> dict[str, Any]:

@@ -106,7 +106,12 @@ class Output:
         ``form`` is the format of the files, and ``result`` the digest of the written tensors. ``made_by`` is ``store``
         if experts were added one by one, and ``merge`` if each tensor was merged in one pass over all experts.
         """
-        base, defaults = manifest.base, {"format": "full", "rank": None, "dtype": self.dtype, "max_shard_size": None}
+        base = manifest.base
+        experts = [
+            {key: getattr(entry, key) for key in ("name", "digest", "options", "cut")}
+            | {"source": public_name(entry.source, entry.given)}
+            for entry in manifest.history
+        ]
         recipe = {
             "mergestream": __version__,
             "command": self.command,
@@ -119,14 +124,8 @@ class Output:
             },
             "method": manifest.method,
             "parameters": manifest.parameters,
-            "experts": [
-                {
-                    **{key: getattr(entry, key) for key in ("name", "digest", "options", "cut")},
-                    "source": public_name(entry.source, entry.given),
-                }
-                for entry in manifest.history
-            ],
-            "form": {**defaults, **form},
+            "experts": experts,
+            "form": {"format": "full", "rank": None, "dtype": self.dtype, "max_shard_size": None, **form},
             "result": result,
             "readout": asdict(choice),
         }

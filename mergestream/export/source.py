@@ -1,5 +1,4 @@
-"""Sources of merged tensors: what a store remembers, or experts that are merged in one pass; with or without tokens
-that experts have added."""
+"""Sources of merged tensors: a store, or experts that are merged in one pass; with or without new tokens."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ class StateSource:
 
 @dataclass(frozen=True)
 class ExpertsSource:
-    """Merges each tensor of all experts in one pass: every file is read once, and no state is kept."""
+    """Merges each tensor of all experts in one pass: every file is read once, and nothing is stored."""
 
     step: Carry
     base: Checkpoint
@@ -127,7 +126,7 @@ class ExpertsSource:
 
     @cached_property
     def scale(self) -> float:
-        """The method's scale, which depends on no norm: such methods pass through a temporary store instead."""
+        """The method's scale; methods whose scale depends on norms pass through a temporary store instead."""
         return scale_value(self.step.method.scale_rule, self.step.counts[-1], math.nan, lambda: math.nan)
 
     def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
@@ -252,31 +251,25 @@ class VocabularySource:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Peak bytes per tensor: the rows after the base's last token, and the new rows in float64 twice."""
+        """Peak bytes per tensor: also the whole table, and the new rows in float64 twice."""
         memory = dict(self.source.memory)
         for name in self.tables:
-            width, tail = self.layout[name].numel // self.size, self.size - min(self.rows.values())
-            memory[name] = memory.get(name, 0) + 8 * width * (tail + 2 * len(self.rows))
+            table = self.layout[name]
+            memory[name] = memory.get(name, 0) + 8 * table.numel + 16 * len(self.rows) * table.numel // self.size
         return memory
 
     def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
-        """Consecutive pieces of a tensor; a table ends with one piece that holds every new row."""
+        """Consecutive pieces of a tensor; a table is one piece."""
         if name not in self.tables:
             yield from self.source.pieces(name, dtype)
             return
         numel = self.layout[name].numel
-        width, first_row = numel // self.size, min(self.rows.values())
-        edge = first_row * width
-        tail = torch.zeros(numel - edge, dtype=torch_dtype(dtype))
+        table = torch.zeros(numel, dtype=torch_dtype(dtype))
         for start, piece in self.source.pieces(name, dtype):
-            before = min(max(edge - start, 0), piece.numel())
-            if before:
-                yield start, piece[:before]
-            behind = max(start - edge, 0)
-            tail[behind : behind + piece.numel() - before] = piece[before:]
-        places = torch.tensor(list(self.rows.values())) - first_row
-        tail.view(-1, width)[places] = cast(self._new_rows(self.tables[name], width), dtype, name)
-        yield edge, tail
+            table[start : start + piece.numel()] = piece
+        width = numel // self.size
+        table.view(-1, width)[list(self.rows.values())] = cast(self._new_rows(self.tables[name], width), dtype, name)
+        yield 0, table
 
     def _new_rows(self, key: str, width: int) -> Tensor:
         """The weighted mean of the experts that have each token."""

@@ -9,7 +9,7 @@ from inspect import getdoc
 
 import pytest
 
-from mergestream.cli.methods import describe_method, describe_readout
+from mergestream.cli.methods import describe
 from mergestream.ledger.readouts import READOUTS
 from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.methods import METHODS
@@ -18,7 +18,7 @@ from tests.conftest import RunCommand
 
 def test_methods_are_described_as_they_are() -> None:
     for name in METHODS:
-        described, method = describe_method(name), METHODS[name]
+        described, method = describe(METHODS, name), METHODS[name]
         assert described["name"] == name and described["origin"] == METHODS.origin(name)
         assert described["summary"] and described["summary"] == (getdoc(method) or "").partition("\n")[0]
         assert described["commutative"] == method().commutative
@@ -35,7 +35,7 @@ def test_methods_are_described_as_they_are() -> None:
 
 def test_readouts_are_described_as_they_are() -> None:
     for name in READOUTS:
-        described, readout = describe_readout(name), READOUTS[name]
+        described, readout = describe(READOUTS, name), READOUTS[name]
         assert described["summary"] and described["summary"] == (getdoc(readout) or "").partition("\n")[0]
         assert described["of_ledgers"] == issubclass(readout, EntriesReadout)
 
