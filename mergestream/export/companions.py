@@ -58,7 +58,8 @@ def write_companions(
     if config is not None:
         fitted = {key: value for key, value in fitted.items() if key not in _DTYPE_KEYS}
     fitted |= {key: dtype or ours[key] for key in sorted(_DTYPE_KEYS & ours.keys())}
-    _replace(path, ours, fitted)
+    if fitted != ours:
+        path.write_text(json.dumps(fitted, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if extended:
         extended.extend_tokenizer(draft)
 
@@ -227,14 +228,6 @@ def _write(draft: Path, part: Part, changes: Mapping[str, Any]) -> None:
 def _change(path: Path, changes: Mapping[str, Any]) -> None:
     """Change keys of a JSON file; None removes a key."""
     before = read_json(path) if path.is_file() else {}
-    _replace(
-        path,
-        before,
-        {key: value for key, value in (before | changes).items() if key not in changes or value is not None},
-    )
-
-
-def _replace(path: Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Replace a JSON file, but keep its bytes if nothing changes."""
+    after = {key: value for key, value in {**before, **changes}.items() if key not in changes or value is not None}
     if after != before:
         path.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
