@@ -41,7 +41,7 @@ NAMES = {
     "ledger@agree+balance": "ledger, `agree --balance`",
     "ledger@tempered+balance": "ledger, `tempered --balance`",
 }
-"""Rows of the tables, in order"""
+"""Rows of the tables, in order; ``+balance`` was an option of version 0.2"""
 READ_BACK = "ledger@expert"
 CURVES = {"ledger": "ledger (agree)", "opcm": "OPCM", "average": "average", "ties:mode=streaming:scale=1.0": "TIES"}
 SUITES = ("vision", "text", "vision-lora", "text-lora", "text-base", "language", "language-tiny")

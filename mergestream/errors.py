@@ -17,7 +17,7 @@ def known_as(directory: Path, address: str) -> None:
 
 
 _FLAG = re.compile(r"mergestream init|--format \w+|--[a-z]+(?:-[a-z]+)*")
-_SWITCHES = ("partial", "allow-duplicate", "allow-other-base", "overwrite", "balance", "private")
+_SWITCHES = ("partial", "allow-duplicate", "allow-other-base", "overwrite", "private")
 _LISTS = ("heads", "ignore", "linear", "not-linear", "only", "without")
 _VALUES = ("vocab", "name", "method", "evaluate", "evaluate-timeout", "log", "engine")
 _AT_EXPORT = ("readout", "task", "files-from", "rank", "layout", "dtype")

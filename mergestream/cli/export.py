@@ -79,7 +79,6 @@ class Export(WorkingStoreOptions, OutputOptions):
     only: tuple[str, ...] = argument("--only A,B", "merge only these experts of a ledger", type=names, default=())
     without: tuple[str, ...] = argument("--without A,B", "leave these experts of a ledger out", type=names, default=())
     weights: list[tuple[str, float]] = argument("--weight NAME=X", "weight of an expert of a ledger (1)", type=weight)
-    balance: bool = argument("--balance", "choose weights that serve all experts of a ledger equally")
     scale: str | None = argument(
         "--scale X", "merged = base + X · readout: a number; adaptive, sqrt or mean where experts are summed"
     )
@@ -157,17 +156,17 @@ def _describe_model(store: Store, options: Export) -> tuple[dict[str, Any], str]
     """What was merged, as JSON and as text: ``3 experts merged by ledger, readout tsv``."""
     from mergestream.ledger.selection import Selection
 
-    manifest, balance = store.manifest, options.balance
-    chosen = Selection(options.readout, options.only, options.without, dict(options.weights), balance)
+    manifest = store.manifest
+    chosen = Selection(options.readout, options.only, options.without, dict(options.weights))
     if manifest.entries:
         found, weights = chosen.of_entries(manifest.names, manifest.adapters)
         readout, experts = found.name, list(weights)
     else:
         readout, experts = chosen.of_state(store.method).name, manifest.names
-    facts = {"method": manifest.method, "readout": readout, "balance": balance, "experts": experts}
+    facts = {"method": manifest.method, "readout": readout, "experts": experts}
     if readout == "expert":
         return facts, f"{', '.join(experts)} as stored in the {manifest.method}"
-    by = f", readout {readout}{', balanced' if balance else ''}" if readout != "plain" else ""
+    by = f", readout {readout}" if readout != "plain" else ""
     return facts, f"{counted(len(experts), 'expert')} merged by {manifest.method}{by}"
 
 

@@ -35,7 +35,6 @@ DEFAULT_ROWS = (
 
 READ_BACK = "expert"
 """Readout of a row that scores each task with its own expert, as the ledger returns it"""
-_BALANCED = "+balance"
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,7 @@ class Row:
 
     def selection(self, task: str) -> dict[str, Any]:
         """Return the options of `Store.export` for the model that is scored on a task."""
-        readout = self.readout.removesuffix(_BALANCED)
-        chosen = f"expert:{task}" if readout == READ_BACK else readout
-        return {"readout": chosen or None, "balance": self.readout.endswith(_BALANCED)}
+        return {"readout": f"expert:{task}" if self.readout == READ_BACK else self.readout or None}
 
     def method(self) -> Method:
         """Make the method."""

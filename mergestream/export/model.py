@@ -60,7 +60,7 @@ def write_model(snapshot: Snapshot, target: Target, choice: ReadoutChoice = DEFA
     """Write merged = θ⁰ + scale · direction, as a store remembers it."""
     progress, task = target.progress, None
     with ExitStack() as files:
-        reading = snapshot.reading(target.engine, choice, progress)
+        reading = snapshot.reading(target.engine, choice)
         givers = find_givers(snapshot, reading, choice)
         base = files.enter_context(snapshot.manifest.open_base())
         if choice.task is not None:

@@ -26,7 +26,6 @@ class Selection:
     without: Sequence[str] = ()
     weights: Mapping[str, float] = field(default_factory=dict)
     """By expert; 1 for those that are not named"""
-    balance: bool = False
 
     @property
     def one_expert(self) -> str | None:
@@ -36,7 +35,7 @@ class Selection:
 
     def of_state(self, method: Method) -> StateReadout:
         """The readout of a state that has absorbed all experts."""
-        if self.only or self.without or self.weights or self.balance or (self.readout or "").startswith(ONE_EXPERT):
+        if self.only or self.without or self.weights or (self.readout or "").startswith(ONE_EXPERT):
             raise UsageError(
                 f"{method.name} keeps one state for all experts, so they cannot be selected; a store made with "
                 "--method ledger can"
@@ -85,10 +84,8 @@ class Selection:
         if not one:
             raise UsageError(f"say which expert is meant: {ONE_EXPERT}NAME (there are: {', '.join(names)})")
         _check_known([one], names, ONE_EXPERT)
-        if self.only or self.without or self.weights or self.balance:
-            raise UsageError(
-                f"{self.readout} is one expert: --only, --without, --weight and --balance do not go with it"
-            )
+        if self.only or self.without or self.weights:
+            raise UsageError(f"{self.readout} is one expert: --only, --without and --weight do not go with it")
         return {one: 1.0}
 
 

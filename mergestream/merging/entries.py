@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from mergestream.progress import Progress
 if TYPE_CHECKING:
     from mergestream.merging.interference import Interference
 
-BALANCING_ROUNDS = 3
 ENOUGH = 0.95
 """An adapter is cut too short when its entry holds a smaller share of ‖Δ‖² of any tensor: its rank is small, so all
 of it should fit"""
@@ -265,33 +263,13 @@ class EntriesReading(Reading):
         """The predicted damage in one matrix, by the number of the expert."""
         return span.damage(self.readout.coefficients(span))
 
-    def damage(self, engine: Engine, advance: Callable[[int], None] = lambda done: None) -> dict[str, float]:
+    def damage(self, engine: Engine) -> dict[str, float]:
         """The predicted damage of each expert, as the mean over all linear weights, by name.
 
-        An expert that has changed no linear weight is left out. ``advance`` is called with the elements done.
+        An expert that has changed no linear weight is left out.
         """
-        found = []
-        for name, matrices in self.measured(engine, self.matrix_damage):
-            found += matrices
-            advance(self.linear[name])
+        found = [damage for _, matrices in self.measured(engine, self.matrix_damage) for damage in matrices]
         return {self.experts[number].name: damage for number, damage in mean_by_key(found).items()}
-
-    def balanced(self, engine: Engine, progress: Progress) -> EntriesReading:
-        """The same with weights that even out the damage of all experts: c_i ← c_i · damage_i / mean."""
-        reading = self
-        for number in range(1, BALANCING_ROUNDS + 1):
-            label = f"balancing, round {number} of {BALANCING_ROUNDS}"
-            with progress.task(label, sum(self.linear.values())) as advance:
-                damage = reading.damage(engine, advance)
-            mean = math.fsum(damage.values()) / max(len(damage), 1)
-            if not mean:
-                break
-            experts = [
-                dataclasses.replace(expert, weight=expert.weight * damage.get(expert.name, mean) / mean)
-                for expert in reading.experts
-            ]
-            reading = dataclasses.replace(reading, experts=experts)
-        return reading
 
 
 def _share(energies: Collection[TensorEnergy]) -> float:

@@ -17,7 +17,6 @@ from mergestream.merging.entries import EntriesReading, WeightedExpert
 from mergestream.merging.plan import InputFiles, StepFiles
 from mergestream.merging.reading import Reading, StateReading
 from mergestream.methods.base import Method
-from mergestream.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ def read_out(
     kept: Sequence[KeptExpert],
     selection: Selection,
     engine: Engine,
-    progress: Progress | None = None,
 ) -> Reading:
     """The merged model of these experts, as the user has selected it."""
     last = kept[-1]
@@ -66,5 +64,4 @@ def read_out(
         for expert in kept
         if expert.name in weights and expert.files is not None
     ]
-    reading = EntriesReading(model, method, chosen, experts, engine.device)
-    return reading.balanced(engine, progress or Progress()) if selection.balance else reading
+    return EntriesReading(model, method, chosen, experts, engine.device)

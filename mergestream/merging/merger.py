@@ -161,7 +161,6 @@ class Merger:
         only: Sequence[str] = (),
         without: Sequence[str] = (),
         weights: Mapping[str, float] | None = None,
-        balance: bool = False,
     ) -> dict[str, Tensor]:
         """The merged model, in the base's dtypes; tied tensors stay one tensor.
 
@@ -170,7 +169,7 @@ class Merger:
         """
         if not self.history:
             return {name: self._base.read(name) for name in self._model.tensors}
-        engine, reading = self._engine, self._reading(Selection(readout, only, without, weights or {}, balance))
+        engine, reading = self._engine, self._reading(Selection(readout, only, without, weights or {}))
         factor = reading.scale(scale, engine)
 
         def merge(name: str) -> Tensor:
@@ -190,4 +189,4 @@ class Merger:
             KeptExpert(name, totals.norm, totals.mean_norm, totals.direction_norm, totals.t, False, state)
             for name, totals, state in zip(self.names, self.history, states, strict=True)
         ]
-        return read_out(self._model, self.method, kept, selection, self._engine, self._progress)
+        return read_out(self._model, self.method, kept, selection, self._engine)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.files import allow_open_files
-from mergestream.progress import Progress
 from mergestream.schema import invalid_file
 from mergestream.storage import Storage
 from mergestream.store.manifest import Expert, Manifest
@@ -125,13 +124,13 @@ class Snapshot:
             for entry in self.manifest.history
         ]
 
-    def reading(self, engine: Engine, selection: Selection | None = None, progress: Progress | None = None) -> Reading:
+    def reading(self, engine: Engine, selection: Selection | None = None) -> Reading:
         """The merged model of all experts, or of those that were selected."""
         from mergestream.ledger.selection import Selection
         from mergestream.merging.memory import read_out
 
         chosen = selection or Selection()
-        return read_out(self.manifest.base, self.method, self.kept, chosen, engine, progress)
+        return read_out(self.manifest.base, self.method, self.kept, chosen, engine)
 
     def held(self) -> dict[str, dict[str, float]]:
         """By expert and tensor: the share of ‖Δ‖² that the expert's entry holds now; empty where none are kept."""

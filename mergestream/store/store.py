@@ -253,7 +253,6 @@ class Store:
         only: Sequence[str] = (),
         without: Sequence[str] = (),
         weights: Mapping[str, float] | None = None,
-        balance: bool = False,
         scale: str | float | None = None,
         dtype: str | None = None,
         task: str | None = None,
@@ -266,7 +265,7 @@ class Store:
 
         ``readout`` is ``agree`` (the default for a ledger), ``tempered`` (the default where an adapter is merged),
         ``outputs``, ``regress``, ``tsv``, ``iso``, ``sum`` or ``expert:NAME``; for other methods ``plain`` or ``iso``.
-        Experts of a ledger can be selected (``only``, ``without``), weighted (``weights``) and balanced (``balance``).
+        Experts of a ledger can be selected (``only``, ``without``) and weighted (``weights``).
         ``scale`` is a number, or ``adaptive``, ``sqrt`` or ``mean`` where the readout adds up. ``task`` names the
         expert whose head replaces the base's (with ``expert:NAME`` that expert, if it has one), and ``files_from`` the
         expert, or ``base``, with the chat template, special tokens and generation settings. ``command`` goes into the
@@ -276,7 +275,7 @@ class Store:
         from mergestream.export.model import exporting, with_head, write_model
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
-        choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale, task, files_from)
+        choice = ReadoutChoice(readout, only, without, weights or {}, scale, task, files_from)
         with exporting(self, output) as (snapshot, target):
             write_model(snapshot, target, with_head(snapshot, target, choice))
         return output.path
@@ -289,7 +288,6 @@ class Store:
         only: Sequence[str] = (),
         without: Sequence[str] = (),
         weights: Mapping[str, float] | None = None,
-        balance: bool = False,
         rank: int | None = None,
         server: Server | None = None,
         layout: str = "peft",
@@ -303,7 +301,7 @@ class Store:
         from mergestream.export.adapter import AdapterForm, export_merged_adapter
         from mergestream.export.directory import Output, ReadoutChoice
 
-        choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
+        choice = ReadoutChoice(readout, only, without, weights or {}, scale)
         output = Output(Path(out), dtype, overwrite=overwrite, command=command)
         return export_merged_adapter(self, output, choice, AdapterForm(rank, server, layout))
 

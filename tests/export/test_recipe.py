@@ -44,7 +44,7 @@ def test_a_ledger(tmp_path: Path, here: Path, done: Callable[..., str]) -> None:
     assert [one["name"], one["source"], two["name"], two["source"]] == ["expert-1", "expert-1", "two", "./expert-2"]
     assert [one["digest"], two["digest"]] == [entry.digest for entry in manifest.history]
     assert one["options"]["ignore"] == ["temperature"] and one["cut"] == manifest.history[0].cut > 0
-    chosen = {"readout": "tsv", "only": [], "without": ["expert-1"], "weights": {"two": 0.5}, "balance": False}
+    chosen = {"readout": "tsv", "only": [], "without": ["expert-1"], "weights": {"two": 0.5}}
     assert recipe["readout"] == {**chosen, "scale": None, "task": None, "files_from": None}
     form = {"format": "full", "rank": None, "dtype": "float32", "max_shard_size": 5 * 10**9}
     assert recipe["form"] == form

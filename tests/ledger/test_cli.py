@@ -66,7 +66,6 @@ def test_experts_are_chosen_and_weighted(done: Callable[..., str], ledger: Path,
     assert "# 2 models merged with ledger" in card
     absent = [line for line in card.splitlines() if "left out of this model" in line]
     assert [line.split(" | ")[1] for line in absent] == ["expert-2", "expert-4"]
-    done("export", ledger, tmp_path / "balanced", "--balance")
     done("export", ledger, tmp_path / "scaled", "--scale", "0.5")
 
 
@@ -107,7 +106,7 @@ def test_only_a_ledger_can_remove_an_expert(done: Callable[..., str], sums: Path
         ([f"--weight=expert-{n}=0" for n in (1, 2, 3, 4)], "no expert is left"),
         (["--without", "expert-1,expert-2,expert-3,expert-4"], "no expert is left"),
         (["--only", "expert-1", "--without", "expert-2"], "exclude each other"),
-        (["--readout", "expert:expert-1", "--balance"], "is one expert"),
+        (["--readout", "expert:expert-1", "--weight=expert-1=2"], "is one expert"),
         (["--scale", "adaptive"], "agree does not add up"),
         (["--format", "loras", "--readout", "sum"], "--format loras writes every expert"),
         (["--task", "expert-1", "--format", "loras"], "--task is for full models"),
@@ -129,7 +128,6 @@ def test_what_cannot_be_asked_of_a_ledger(
         (["--readout", "agree"], "average cannot be read out by agree; it can by plain or iso"),
         (["--readout", "expert:expert-1"], "average keeps one state for all experts"),
         (["--only", "expert-1"], "average keeps one state for all experts"),
-        (["--balance"], "--method ledger can"),
         (["--format", "loras"], "average keeps one state for all experts"),
     ],
 )

@@ -149,23 +149,6 @@ def test_an_expert_comes_back_with_all_that_its_entry_holds() -> None:
             torch.testing.assert_close(back[name] - models[0][name], expected[name], rtol=1e-9, atol=1e-12)
 
 
-def test_balancing_serves_the_worst_served_better() -> None:
-    """An expert that is small beside the others is heard again."""
-    base, *experts = make_models(3, torch.float64)
-    models = [base, *experts[:2], {name: base[name] + 0.2 * (experts[2][name] - base[name]) for name in base}]
-    merger = ledger_of(models, [1, 2, 3], Ledger(budget=8, entries="float32"))
-
-    def damages(**selection: Any) -> Any:
-        from mergestream.ledger.selection import Selection
-
-        reading = merger._reading(Selection(**selection))
-        return list(reading.damage(merger._engine).values())
-
-    plain, balanced = damages(), damages(balance=True)
-    assert max(balanced) < max(plain)
-    assert max(balanced) - min(balanced) < max(plain) - min(plain)
-
-
 @every_readout
 def test_damage_is_what_the_definition_says(readout: Any) -> None:
     base, *experts = models = make_models(3, torch.float64)
