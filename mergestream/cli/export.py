@@ -108,7 +108,7 @@ class Export(WorkingStoreOptions, OutputOptions):
 def _check(options: Export) -> None:
     """Refuse options that contradict each other, and a missing login, before any work."""
     form, is_adapter = options.format, options.format != "full"
-    chosen = options.readout or options.only or options.without or options.weights or options.balance or options.scale
+    chosen = options.readout or options.only or options.without or options.weights or options.scale
     refusals = [
         (not is_adapter and options.rank, "--rank is for adapters: add --format lora"),
         (not is_adapter and options.server, "--for is for adapters: add --format lora"),

@@ -115,7 +115,7 @@ def export_merged_adapter(store: Store, output: Output, choice: ReadoutChoice, f
     whole, or left out if the server refuses them.
     """
     with exporting(store, output) as (snapshot, target):
-        reading = snapshot.reading(target.engine, choice, target.progress)
+        reading = snapshot.reading(target.engine, choice)
         plan = AdapterPlan.of(snapshot, reading, form, reading.scale(choice.scale, target.engine))
         recipe = {"format": "lora", "rank": form.rank, "layout": form.layout}
         return write_adapters({"": plan}, target, recipe, choice)[""]

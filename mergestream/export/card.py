@@ -43,7 +43,7 @@ def model_card(
     the merged models, so that the merge has no base in the usual sense. ``settings`` says in Markdown where the chat
     template, special tokens and generation settings are from, if not all from the base.
     """
-    weights, readout = (reading.weights, reading.readout_name) if reading else (None, "plain")
+    weights, readout = (reading.weights, reading.readout.name) if reading else (None, "plain")
     count = len(manifest.history if weights is None else weights)
     origins = [hub_id, *(hub_name(entry.source) for entry in manifest.history if base_is_merged)]
     ids = [f"- {json.dumps(name)}" for name in dict.fromkeys(filter(None, origins))]

@@ -67,7 +67,7 @@ def export_routed(
     with exporting(store, output) as (snapshot, target):
         manifest = snapshot.manifest
         manifest.require_ledger("keeps single experts to route to")
-        reading = snapshot.reading(target.engine, choice, target.progress)
+        reading = snapshot.reading(target.engine, choice)
         experts = tuple(sorted(reading.weights or ()))
         _check_experts(snapshot, experts)
         _check_base(manifest.base)
@@ -86,7 +86,7 @@ def export_routed(
         if with_base:
             _write_base(manifest, target)
             take_settings(target.draft / BASE, find_givers(snapshot, reading, choice), None, target.progress)
-        _write_card(manifest, target, experts, missing, reading.readout_name)
+        _write_card(manifest, target, experts, missing, reading.readout.name)
     return RoutedExport(energies, experts, missing)
 
 

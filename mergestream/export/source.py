@@ -301,7 +301,7 @@ def select_tokens(
     """
     every_expert = dict.fromkeys(snapshot.manifest.names, 1.0)
     weights = {name: weight for name, weight in (reading.weights or every_expert).items() if weight}
-    is_alone = reading.readout_name == "expert"
+    is_alone = reading.readout.name == "expert"
     experts: dict[str, ExpertTokens] = {}
     left_out: list[str] = []
     for entry in snapshot.manifest.history:

@@ -195,13 +195,13 @@ class Ledger(Method):
         return kept2, dense(merge_entries(Agree(), entries, contexts[-1], device=device))
 
 
-def cut_entry(slots: Mapping[str, Tensor], kept: int) -> dict[str, Tensor]:
-    """An entry with at most so many directions: a prefix of what it has. A tensor that is kept whole stays whole."""
-    lengths = {"left": -2, "sigma": -1, "right": -2}
-    return {
-        slot: value.narrow(lengths[slot], 0, min(kept, value.shape[lengths[slot]])) if slot in lengths else value
-        for slot, value in slots.items()
-    }
+def cut_entry(slots: Mapping[str, Value], kept: int | None = None) -> dict[str, Tensor]:
+    """An entry with at most ``kept`` directions: a prefix of what it has. A tensor that is kept whole stays whole."""
+    entry, lengths = {slot: dense(value) for slot, value in slots.items()}, {"left": -2, "sigma": -1, "right": -2}
+    for slot, dimension in lengths.items():
+        if slot in entry and kept is not None:
+            entry[slot] = entry[slot].narrow(dimension, 0, min(kept, entry[slot].shape[dimension]))
+    return entry
 
 
 def _first_rows(x: Tensor, count: int) -> Tensor:

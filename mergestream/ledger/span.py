@@ -10,7 +10,6 @@ the layer may answer to more of them than the experts do: M = U Y with any Y (κ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -49,15 +48,6 @@ class Entry:
     def inputs(self) -> Moment | None:
         """The moment, unless all inputs were zero: then it says nothing of the inputs."""
         return self.moment if self.moment and self.moment.trace else None
-
-    @property
-    def held(self) -> float:
-        """The share of ‖Δ‖² that the entry holds; 1 where the tensor is kept whole, or was not changed."""
-        if "sigma" not in self.slots:
-            return 1.0
-        energy = math.fsum(self.slots["norm2"].reshape(-1).tolist())
-        held = math.fsum(self.slots["sigma"].square().reshape(-1).tolist())
-        return min(held / energy, 1.0) if energy else 1.0  # an SVD of full rank may round to more
 
 
 def in_order(entries: Sequence[Entry]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Read a merged model out of the entries of a ledger."""
+"""Read a merged model out of the entries of a ledger; `read_out` decides between a ledger and an accumulator."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mergestream.algebra.lowrank import LowRank, Value
 from mergestream.algebra.pieces import Elements
+from mergestream.base.model import BaseModel
 from mergestream.engine import Engine
 from mergestream.errors import UsageError
 from mergestream.ledger.merge import merge_entries
 from mergestream.ledger.method import Ledger, cut_entry
 from mergestream.ledger.readouts.base import EntriesReadout
+from mergestream.ledger.selection import Selection
 from mergestream.ledger.span import ENERGIES, Entry, Span
-from mergestream.merging.plan import InputFiles, StepFiles, streamed_memory
-from mergestream.merging.reading import Reading
+from mergestream.merging.plan import KeptExpert, streamed_memory
+from mergestream.merging.reading import Reading, StateReading
 from mergestream.merging.step import overflow_explained
+from mergestream.methods.base import Method
 from mergestream.methods.scale import NAMED, Scale, parse_scale, scale_value
 from mergestream.progress import Progress
 
@@ -34,47 +37,22 @@ MAX_NAMED = 3
 Measured = TypeVar("Measured")
 
 
-@dataclass(frozen=True)
-class WeightedExpert:
-    """An expert that is merged: its weight, for how many experts it was written, its norm, its entry and its inputs."""
-
-    name: str
-    weight: float
-    cut: int
-    norm: float
-    files: StepFiles
-    is_adapter: bool = False
-    inputs: InputFiles | None = None
-
-
 class TensorEnergy(NamedTuple):
-    """Of one tensor of an entry: the squared norm that is read, that of all its singular values, and ‖Δ‖²."""
+    """The squared norm of one tensor of an entry: what is read, all known singular values, and ‖Δ‖²."""
 
     held: float
     known: float
     whole: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EntriesReading(Reading):
     """The entries of the selected experts, and the readout that merges them."""
 
     method: Ledger
     readout: EntriesReadout
-    experts: Sequence[WeightedExpert]
-    device: str = "cpu"
-
-    @property
-    def t(self) -> int:
-        return len(self.experts)
-
-    @property
-    def readout_name(self) -> str:
-        return self.readout.name
-
-    @property
-    def weights(self) -> dict[str, float]:
-        return {expert.name: expert.weight for expert in self.experts}
+    experts: Sequence[KeptExpert]
+    weights: Mapping[str, float]
 
     @cached_property
     def lengths(self) -> dict[str, list[tuple[int, int]]]:
@@ -128,16 +106,16 @@ class EntriesReading(Reading):
         cut = max(len(self.experts), *(expert.cut for expert in self.experts))
         with_inputs = (measured or self.readout.uses_inputs) and name in self.linear
         for expert in self.experts:
-            slots = cut_entry(expert.files.entry(name), self.directions.get(name, 0))
+            slots = cut_entry(expert.files.read(name), self.directions.get(name, 0))
             moment = expert.inputs.moment(name) if expert.inputs and with_inputs else None
             if moment and self.method.is_cut(context):
                 moment = moment.cut(self.method.share(context, cut))
-            found.append(Entry(slots, expert.weight, moment, expert.is_adapter))
+            found.append(Entry(slots, self.weights[expert.name], moment, expert.is_adapter))
         return found
 
     def elements(self, name: str) -> Elements | None:
         direction = merge_entries(self.readout, self.entries(name), self.contexts[name], device=self.device)
-        if isinstance(direction, LowRank):
+        if isinstance(direction, LowRank):  # no expert has changed the tensor
             return None
         whole = direction.reshape(-1)
         return lambda start, stop: whole[start:stop]
@@ -147,13 +125,14 @@ class EntriesReading(Reading):
         return merge_entries(self.readout, self.entries(name), context, in_factors=True, device=self.device)
 
     def rank_bound(self, name: str) -> int | None:
-        entries, context = [entry for entry in self.entries(name) if entry.slots], self.contexts[name]
-        if not entries:
+        found, context = [expert.files.shapes(name) for expert in self.experts], self.contexts[name]
+        changed, (count, *shape) = [slots for slots in found if slots], context.matrices
+        if not changed:
             return 0
-        count, *shape = context.matrices
-        if len(context.shape) < 2 or count or ("delta" in entries[0].slots and not context.linear):
+        if len(context.shape) < 2 or count or ("delta" in changed[0] and not context.linear):
             return None
-        return min(min(shape), sum(len(entry.slots.get("sigma", range(min(shape)))) for entry in entries))
+        ranks = [min(self.directions[name], *slots["sigma"]) if "sigma" in slots else min(shape) for slots in changed]
+        return min(*shape, sum(ranks))
 
     def is_zero(self, name: str) -> bool:
         return not any(
@@ -188,13 +167,10 @@ class EntriesReading(Reading):
         return sizes
 
     def held(self) -> dict[str, dict[str, float]]:
-        """The share of ‖Δ‖² that each entry holds as it is read now; reads little more than the singular values."""
+        """The share of ‖Δ‖² that each entry holds as it is read now; 1 where a tensor is kept whole or not changed."""
         return {
-            expert.name: {
-                name: Entry(cut_entry(expert.files.entry(name, ENERGIES), self.directions.get(name, 0))).held
-                for name in self.model.merged
-            }
-            for expert in self.experts
+            expert: {name: _share([found[name]]) if name in found else 1.0 for name in self.model.merged}
+            for expert, found in self.energies.items()
         }
 
     @cached_property
@@ -204,7 +180,7 @@ class EntriesReading(Reading):
         for expert in self.experts:
             found[expert.name] = {}
             for name, kept in self.directions.items():
-                if slots := expert.files.entry(name, ENERGIES):
+                if slots := cut_entry(expert.files.read(name, ENERGIES)):
                     squares, whole = slots["sigma"].square(), float(slots["norm2"].sum())
                     held, known = float(squares[..., :kept].sum()), float(squares.sum())
                     found[expert.name][name] = TensorEnergy(min(held, whole), min(known, whole), whole)
@@ -285,3 +261,35 @@ def mean_by_key(found: Sequence[Mapping[int, float]]) -> dict[int, float]:
         for key, value in one.items():
             values.setdefault(key, []).append(value)
     return {key: math.fsum(known) / len(known) for key, known in values.items()}
+
+
+def read_out(
+    model: BaseModel, method: Method, t: int, kept: Sequence[KeptExpert], selection: Selection, device: str = "cpu"
+) -> Reading:
+    """The merged model of t experts, as the user has selected it; ``kept`` is what is needed to read it.
+
+    An accumulator keeps one state that has absorbed all experts. A ledger keeps one entry per expert.
+    """
+    if not isinstance(method, Ledger):
+        last, readout = kept[-1], selection.of_state(method)
+        return StateReading(
+            model=model,
+            t=t,
+            readout=readout,
+            device=device,
+            method=method,
+            state=last.files,
+            mean_norm=last.mean_norm,
+            direction_norm=last.direction_norm,
+        )
+    adapters = [expert.name for expert in kept if expert.is_adapter]
+    chosen, weights = selection.of_entries([expert.name for expert in kept], adapters)
+    return EntriesReading(
+        model=model,
+        t=len(weights),
+        readout=chosen,
+        device=device,
+        method=method,
+        experts=[expert for expert in kept if expert.name in weights],
+        weights=weights,
+    )

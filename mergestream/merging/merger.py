@@ -16,7 +16,8 @@ from mergestream.engine import Engine, LocalEngine
 from mergestream.errors import UsageError
 from mergestream.experts import make_task_vector
 from mergestream.ledger.selection import Selection
-from mergestream.merging.memory import KeptExpert, read_out
+from mergestream.merging.entries import read_out
+from mergestream.merging.plan import KeptExpert
 from mergestream.merging.reading import Reading
 from mergestream.merging.step import Step, Totals, total
 from mergestream.methods import as_method, method_text
@@ -47,11 +48,8 @@ class MemoryState(dict[tuple[str, str], Tensor]):
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         return {slot: tuple(self[slot, name].shape) for slot in self._slots.get(name, ())}
 
-    def entry(self, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        return {slot: self[slot, name] for slot in self._slots[name] if only is None or slot in only}
-
     def read(self, name: str, only: Collection[str] | None = None) -> State:
-        return {**self.entry(name, only)}
+        return {slot: self[slot, name] for slot in self._slots[name] if only is None or slot in only}
 
     def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
         self[slot, name].view(-1)[start : start + piece.numel()] = piece
@@ -184,9 +182,9 @@ class Merger:
         return {name: merged[tensor.tied_to or name] for name, tensor in self._model.tensors.items()}
 
     def _reading(self, selection: Selection) -> Reading:
-        states = [*[None] * (len(self.history) - len(self._states)), *self._states]
+        first = len(self.history) - len(self._states)
         kept = [
             KeptExpert(name, totals.norm, totals.mean_norm, totals.direction_norm, totals.t, False, state)
-            for name, totals, state in zip(self.names, self.history, states, strict=True)
+            for name, totals, state in zip(self.names[first:], self.history[first:], self._states, strict=True)
         ]
-        return read_out(self._model, self.method, kept, selection, self._engine)
+        return read_out(self._model, self.method, len(self.history), kept, selection, self._engine.device)

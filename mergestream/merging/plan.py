@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from mergestream.algebra.lowrank import FactorBounds
 from mergestream.algebra.pieces import PIECE
@@ -29,7 +28,8 @@ class StepFiles(Protocol):
         """Bytes that reading the slots of a tensor takes; 0 where they are views of a file."""
 
     def read(self, name: str, only: Collection[str] | None = None) -> State:
-        """The slots of a tensor's state, dense or in factors: all, or ``only`` some."""
+        """The slots of a tensor, all or ``only`` some: dense, or in factors. An entry has none where its expert has not
+        changed the tensor."""
 
     def ranks(self, name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of every slot; None where the slots are dense."""
@@ -37,15 +37,28 @@ class StepFiles(Protocol):
     def shapes(self, name: str) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the slots of a tensor."""
 
-    def entry(self, name: str, only: Collection[str] | None = None) -> Mapping[str, Tensor]:
-        """The slots of a tensor in an entry, all or ``only`` some; none where the expert has not changed it."""
-
 
 class InputFiles(Protocol):
     """Reads what is known of the inputs of one expert."""
 
     def moment(self, weight: str) -> Moment | None:
         """The second moment of the inputs of a linear weight; None where it is not known."""
+
+
+@dataclass(frozen=True)
+class KeptExpert:
+    """What a store or a `Merger` keeps of an expert, with the scalars after its step."""
+
+    name: str
+    norm: float
+    mean_norm: float
+    direction_norm: float | None
+    cut: int
+    """For how many experts its entry was written"""
+    is_adapter: bool
+    files: StepFiles
+    """The expert's entry, or the state after it"""
+    inputs: InputFiles | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.engine import Engine, ResultsByTensor
 from mergestream.errors import MergestreamError
 from mergestream.experts.vector import BasePieces
-from mergestream.ledger.readouts.base import Plain, StateReadout
+from mergestream.ledger.readouts.base import Plain, Readout, StateReadout
 from mergestream.merging.plan import StepFiles, peak_memory, streamed_memory, tensor_context
 from mergestream.merging.step import OVERFLOWS, overflow_error, overflow_explained
 from mergestream.methods.base import Context, Method, State
@@ -30,28 +30,19 @@ if TYPE_CHECKING:
     from mergestream.merging.interference import Interference
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reading(ABC):
-    """A merged model that can be read out: the interface of states and entries."""
+    """A merged model that can be read out: the interface of accumulators and ledgers."""
 
     model: BaseModel
-    norm2: ResultsByTensor[float] = field(default_factory=ResultsByTensor, kw_only=True)
+    t: int
+    """How many experts are merged"""
+    readout: Readout
+    weights: Mapping[str, float] | None = None
+    """The weight of every merged expert by name; None where one state has absorbed all"""
+    device: str = "cpu"
+    norm2: ResultsByTensor[float] = field(default_factory=ResultsByTensor)
     """‖direction‖² of the tensors that have been read out completely"""
-
-    @property
-    @abstractmethod
-    def t(self) -> int:
-        """How many experts are merged."""
-
-    @property
-    @abstractmethod
-    def readout_name(self) -> str:
-        """The name of the readout."""
-
-    @property
-    def weights(self) -> Mapping[str, float] | None:
-        """The weight of every merged expert by name; None where one state has absorbed all."""
-        return None
 
     @abstractmethod
     def elements(self, name: str) -> Elements | None:
@@ -155,26 +146,16 @@ class Reading(ABC):
         return norm.total()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateReading(Reading):
     """The state of an accumulator after t experts."""
 
     method: Method
-    count: int
     state: StepFiles
     mean_norm: float
-    direction_norm: float | None = None
+    direction_norm: float | None
     """‖direction‖ of the method itself, where it was measured"""
-    device: str = "cpu"
-    readout: StateReadout = field(default_factory=Plain)
-
-    @property
-    def t(self) -> int:
-        return self.count
-
-    @property
-    def readout_name(self) -> str:
-        return self.readout.name
+    readout: StateReadout
 
     def elements(self, name: str) -> Elements | None:
         context = self.contexts[name]
@@ -184,7 +165,7 @@ class StateReading(Reading):
                 return direction.elements() if direction.any() else None
             whole = direction.reshape(-1)
             return lambda start, stop: whole[start:stop]
-        flat = {slot: value.reshape(-1) for slot, value in self.state.entry(name).items()}
+        flat = {slot: dense(value).reshape(-1) for slot, value in self.state.read(name).items()}
 
         def between(start: int, stop: int) -> Tensor:
             cut: State = {slot: value[start:stop].to(self.device) for slot, value in flat.items()}
@@ -193,10 +174,10 @@ class StateReading(Reading):
         return between
 
     def direction(self, name: str) -> Value:
-        context = self.contexts[name]
-        if name in self._ranks:
-            return self._apply_readout(self.method.direction(self.state.read(name), context), context)
-        state: State = {slot: value.to(self.device) for slot, value in self.state.entry(name).items()}
+        context, state = self.contexts[name], self.state.read(name)
+        for slot, value in state.items():
+            if isinstance(value, Tensor):  # factors are small, and stay on the CPU
+                state[slot] = value.to(self.device)
         direction = self._apply_readout(self.method.direction(state, context), context)
         return direction.cpu() if isinstance(direction, Tensor) else direction
 

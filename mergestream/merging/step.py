@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mergestream.algebra.lowrank import LowRank, Value, squared_norm
+from mergestream.algebra.lowrank import LowRank, dense, squared_norm
 from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, exact_sum, is_finite
 from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.engine import Engine
@@ -211,31 +211,44 @@ class Step:
         """Absorb one tensor and hand its new state to the writer."""
         plan, thresholds = self.plans[name], found(name)[0]
         context = dataclasses.replace(plan.context, thresholds=thresholds) if thresholds else plan.context
+        state = self.state.read(name) if self.state is not None else None
         with overflow_explained(name):
-            if plan.bounds:
-                return self._absorb_factors(plan, context, writer)
-            if not plan.is_whole:
-                return self._absorb_pieces(plan, context, writer)
-            state, direction2 = self._state_before(name), None
-            delta = self.vector.factors(name) if plan.in_factors else self.vector.whole(name)
-            if state is not None:
-                state = {slot: _dense(value).to(self.device) for slot, value in state.items()}
-            delta = delta.to(self.device) if isinstance(delta, Tensor) else delta  # factors are small
-            if self.method.needs_base:
-                context = with_base(context, self.vector, self.device)
-            absorbed = self.method.absorb(state, delta, context)
-            kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
-            if self.measures_direction:
-                direction2 = squared_norm(_dense(self.method.direction(absorbed.state, context)))
-            digests = {}
-            for slot, value in self._checked(absorbed, plan).items():
-                digests[slot] = tensor_digest(value)
-                writer.write(slot, name, 0, value.reshape(-1))
-            return self._outcome(name, absorbed, kept2, direction2, digests)
+            if plan.is_whole or plan.bounds:
+                return self._absorb_whole(plan, context, state, writer)
+            return self._absorb_pieces(plan, context, state, writer)
 
-    def _absorb_pieces(self, plan: TensorPlan, context: Context, writer: StateWriter) -> Outcome:
-        name, state = context.tensor, self._state_before(context.tensor)
-        flat = {slot: _dense(value).reshape(-1) for slot, value in state.items()} if state is not None else None
+    def _absorb_whole(self, plan: TensorPlan, context: Context, state: State | None, writer: StateWriter) -> Outcome:
+        """Absorb a tensor in one piece; Δ and state may be in factors, which are small and stay on the CPU."""
+        name, direction2 = context.tensor, None
+        delta = self.vector.factors(name) if plan.in_factors else self.vector.whole(name)
+        if plan.bounds is None:
+            if state is not None:
+                state = {slot: dense(value).to(self.device) for slot, value in state.items()}
+            delta = delta.to(self.device) if isinstance(delta, Tensor) else delta
+        if self.method.needs_base:
+            context = with_base(context, self.vector, self.device)
+        absorbed = self.method.absorb(state, delta, context)
+        kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
+        if self.measures_direction:
+            direction2 = squared_norm(self.method.direction(absorbed.state, context))
+        digests: dict[str, str] = {}
+        factors = None
+        if plan.bounds:
+            slots = {slot: value for slot, value in absorbed.state.items() if isinstance(value, LowRank)}
+            assert len(slots) == len(absorbed.state), f"{self.method.name} does not keep {name} in factors"
+            for value in slots.values():
+                refuse_overflow(value.core)
+            factors = writer.write_factors(name, slots)
+        else:
+            for slot, tensor in self._checked(absorbed, plan).items():
+                digests[slot] = tensor_digest(tensor)
+                writer.write(slot, name, 0, tensor.reshape(-1))
+        return self._outcome(name, absorbed, kept2, direction2, digests, factors)
+
+    def _absorb_pieces(self, plan: TensorPlan, context: Context, state: State | None, writer: StateWriter) -> Outcome:
+        """Absorb a dense tensor piece by piece."""
+        name = context.tensor
+        flat = {slot: dense(value).reshape(-1) for slot, value in state.items()} if state is not None else None
         hashers = {slot: TensorHasher(form.dtype, form.shape) for slot, form in plan.layout.items()}
         kept, direction = SquaredNorm(), SquaredNorm()
         absorbed: Absorbed | None = None
@@ -247,9 +260,9 @@ class Step:
             place = dataclasses.replace(context, start=start)
             absorbed = self.method.absorb({**before} if before else None, delta, place)
             if absorbed.kept is not None:
-                kept.add(_dense(absorbed.kept))
+                kept.add(dense(absorbed.kept))
             if self.measures_direction:
-                direction.add(_dense(self.method.direction(absorbed.state, context)))
+                direction.add(dense(self.method.direction(absorbed.state, context)))
             for slot, value in self._checked(absorbed, plan, piece.shape).items():
                 hashers[slot].update(value)
                 writer.write(slot, name, start, value.reshape(-1))
@@ -258,30 +271,15 @@ class Step:
         digests = {slot: hasher.hexdigest() for slot, hasher in hashers.items()}
         return self._outcome(name, absorbed, kept2, direction2, digests)
 
-    def _absorb_factors(self, plan: TensorPlan, context: Context, writer: StateWriter) -> Outcome:
-        """The same in factors, which are small: always on the CPU and in one piece."""
-        name, delta = context.tensor, self.vector.factors(context.tensor)
-        absorbed = self.method.absorb(self._state_before(name), delta, context)
-        slots: dict[str, LowRank] = {}
-        for slot, value in absorbed.state.items():
-            assert isinstance(value, LowRank), f"{self.method.name} does not keep {slot} in factors"
-            refuse_overflow(value.core)
-            slots[slot] = value
-        direction2 = squared_norm(self.method.direction({**slots}, context)) if self.measures_direction else None
-        kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
-        outcome = self._outcome(name, absorbed, kept2, direction2, {})
-        return dataclasses.replace(outcome, factors=writer.write_factors(name, slots))
-
     def _checked(self, absorbed: Absorbed, plan: TensorPlan, piece: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """The dense slots on the CPU, with the shapes that the method has laid out, or that of a ``piece``."""
         slots = {}
         for slot, form in plan.layout.items():
-            slots[slot] = value = _dense(absorbed.state[slot]).cpu().contiguous()
+            slots[slot] = value = dense(absorbed.state[slot]).cpu().contiguous()
             shape = tuple(form.shape if piece is None else piece)
             assert tuple(value.shape) == shape, f"{self.method.name}: the slot {slot} is not as laid out"
         for value in slots.values():
-            if not is_finite(value):
-                raise OverflowError
+            refuse_overflow(value)
         return slots
 
     def _outcome(
@@ -291,14 +289,8 @@ class Step:
         kept2: float | None,
         direction2: float | None,
         digests: dict[str, str],
+        factors: dict[str, Any] | None = None,
     ) -> Outcome:
         norm2 = self.vector.norm2[name]
         protected = absorbed.protected if absorbed else None
-        return Outcome(norm2, norm2 if kept2 is None else kept2, direction2, protected, digests)
-
-    def _state_before(self, name: str) -> State | None:
-        return self.state.read(name) if self.state is not None else None
-
-
-def _dense(value: Value) -> Tensor:
-    return value if isinstance(value, Tensor) else value.dense()
+        return Outcome(norm2, norm2 if kept2 is None else kept2, direction2, protected, digests, factors)

@@ -84,7 +84,7 @@ def survival(store: Store) -> Survival:
 
 def ledger_survival(snapshot: Snapshot) -> Survival:
     """The share of each expert that a ledger holds now: it shrinks as experts are added."""
-    return _read_survival(snapshot.storage, snapshot.manifest, snapshot.held())
+    return _read_survival(snapshot.storage, snapshot.manifest, snapshot.reading().held())
 
 
 def _read_survival(

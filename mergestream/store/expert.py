@@ -119,6 +119,11 @@ class Expert:
         return self.cut > 0
 
     @property
+    def is_adapter(self) -> bool:
+        """Whether its entry in a ledger is that of an adapter"""
+        return self.is_entry and self.rank > 0
+
+    @property
     def folder(self) -> str:
         """The name of its folders in ``steps`` and ``experts``"""
         return folder_name(self.number, self.mark)

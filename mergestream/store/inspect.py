@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from mergestream.engine import Engine, LocalEngine
 from mergestream.experts import ExpertSource
 from mergestream.ledger.selection import Selection
-from mergestream.merging.memory import KeptExpert, read_out
+from mergestream.merging.entries import read_out
 from mergestream.merging.merger import MemoryState
+from mergestream.merging.plan import KeptExpert
 from mergestream.merging.step import Discard
 from mergestream.methods.scale import inverse
 from mergestream.store.add import Candidate, open_candidate
@@ -75,7 +76,7 @@ def _interference(candidate: Candidate, entry: MemoryState, engine: Engine) -> I
     new = KeptExpert(candidate.name, *norms, candidate.cut, bool(candidate.rank), entry)
     with ExitStack() as opened:
         known = opened.enter_context(store.snapshot()).kept if store.history else []
-        reading = read_out(candidate.vector.model, store.method, [*known, new], Selection(), engine)
+        reading = read_out(candidate.vector.model, store.method, totals.t, [*known, new], Selection(), engine.device)
         if shortfall := reading.shortfall(reading):
             candidate.note(shortfall)
         return reading.interference(engine, store.progress)

@@ -101,7 +101,7 @@ class Manifest:
     @property
     def adapters(self) -> set[str]:
         """The experts of a ledger that are adapters."""
-        return {entry.name for entry in self.entries if entry.rank}
+        return {entry.name for entry in self.history if entry.is_adapter}
 
     @property
     def sharing(self) -> int:

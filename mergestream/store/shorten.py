@@ -92,9 +92,9 @@ def _write(
     with closing(StepReader(store.storage, expert)) as reader:
 
         def shorter(name: str) -> dict[str, Tensor]:
-            slots = reader.entry(name)
-            cut = cut_entry(slots, levels.get(name, 0))
-            return {slot_name(slot, name): slots[slot] if slot == "sigma" else cut[slot] for slot in slots}
+            slots = cut_entry(reader.read(name))
+            cut = {**cut_entry(slots, levels.get(name, 0)), "sigma": slots["sigma"]} if "sigma" in slots else slots
+            return {slot_name(slot, name): cut[slot] for slot in slots}
 
         layout = {
             key: TensorSpec(dtype_name(value.dtype), tuple(value.shape))

@@ -97,8 +97,10 @@ class Snapshot:
     @cached_property
     def inputs(self) -> dict[int, InputsReader]:
         """What is known of the inputs of experts, by their number; closed with the snapshot."""
-        known = {entry.number: self.open_inputs(entry) for entry in self.manifest.history}
-        return {number: reader for number, reader in known.items() if reader}
+        from mergestream.store.inputs import InputsReader
+
+        base, known = self.manifest.base, {entry.number: entry.inputs for entry in self.manifest.history}
+        return {number: InputsReader(self.storage, inputs, base) for number, inputs in known.items() if inputs}
 
     @cached_property
     def records(self) -> dict[str, Record]:
@@ -107,8 +109,8 @@ class Snapshot:
 
     @property
     def kept(self) -> list[KeptExpert]:
-        """All experts with their open files."""
-        from mergestream.merging.memory import KeptExpert
+        """The experts whose files the merged model is read from: all of a ledger, else the last one."""
+        from mergestream.merging.plan import KeptExpert
 
         return [
             KeptExpert(
@@ -117,32 +119,24 @@ class Snapshot:
                 mean_norm=entry.mean_norm,
                 direction_norm=entry.direction_norm,
                 cut=entry.cut,
-                is_adapter=entry.name in self.manifest.adapters,
-                files=self.readers.get(entry.number),
+                is_adapter=entry.is_adapter,
+                files=self.readers[entry.number],
                 inputs=self.inputs.get(entry.number),
             )
-            for entry in self.manifest.history
+            for entry in self.manifest.needed
         ]
 
-    def reading(self, engine: Engine, selection: Selection | None = None) -> Reading:
-        """The merged model of all experts, or of those that were selected."""
+    def reading(self, engine: Engine | None = None, selection: Selection | None = None) -> Reading:
+        """The merged model of all experts, or of those that were selected, on the engine's device."""
         from mergestream.ledger.selection import Selection
-        from mergestream.merging.memory import read_out
+        from mergestream.merging.entries import read_out
 
-        chosen = selection or Selection()
-        return read_out(self.manifest.base, self.method, self.kept, chosen, engine)
-
-    def held(self) -> dict[str, dict[str, float]]:
-        """By expert and tensor: the share of ‖Δ‖² that the expert's entry holds now; empty where none are kept."""
-        from mergestream.engine import LocalEngine
-
-        return self.reading(LocalEngine()).held()
+        base, chosen = self.manifest.base, selection or Selection()
+        return read_out(base, self.method, self.manifest.step, self.kept, chosen, engine.device if engine else "cpu")
 
     def shortfall(self, reading: Reading | None = None) -> str | None:
         """A sentence on the adapters of a reading (by default all) of which the entries hold too little, or None."""
-        from mergestream.engine import LocalEngine
-
-        everyone = self.reading(LocalEngine())
+        everyone = self.reading()
         return (reading or everyone).shortfall(everyone)
 
     @property
@@ -158,9 +152,3 @@ class Snapshot:
             others = f"these have: {', '.join(self.tasks)}" if self.tasks else "--heads GLOB at init keeps them"
             raise MergestreamError(f"expert {name} has no head of its own; {others}")
         return task
-
-    def open_inputs(self, expert: Expert) -> InputsReader | None:
-        """The statistics of an expert's inputs, if it has any; close them after use."""
-        from mergestream.store.inputs import InputsReader
-
-        return InputsReader(self.storage, expert.inputs, self.manifest.base) if expert.inputs else None

@@ -91,20 +91,17 @@ class StepReader:
         """Bytes that reading the slots of a tensor takes; 0 where they are views of a file."""
         if not self._dense.copies:
             return 0
-        keys = self._dense.tensors.keys() & self._keys.get(name, {}).values()
-        return self._dense.copies * sum(self._dense.tensors[key].nbytes for key in keys)
+        keys, dense = [slot_name(slot, name) for slot in self.forms.get(name, {})], self._dense.tensors
+        return self._dense.copies * sum(dense[key].nbytes for key in keys if key in dense)
 
-    def read(self, name: str, only: Collection[str] | None = None) -> State:
-        """The slots of a tensor's state, dense or in factors: all, or ``only`` these."""
-        if self.ranks(name) is None:
-            return {**self.entry(name, only)}
-        slots = self._keys[name].items()
-        return {slot: self.factors.read(key, name) for slot, key in slots if only is None or slot in only}
+    def read(self, name: str, only: Collection[str] | None = None, *, thorough: bool = False) -> State:
+        """The slots of a tensor, all or ``only`` these: dense, or in factors; none where an expert has not changed it.
 
-    def entry(self, name: str, only: Collection[str] | None = None, *, thorough: bool = False) -> dict[str, Tensor]:
-        """The slots of a dense tensor, all or ``only`` these, none where an expert has not changed it; those of a
-        ledger are held to what an entry must be."""
-        keys = {key: slot for slot, key in self._keys.get(name, {}).items() if only is None or slot in only}
+        Those of a ledger are checked to be what an entry must be, with ``thorough`` also whether they are orthogonal.
+        """
+        keys = {slot_name(slot, name): slot for slot in self.forms.get(name, {}) if only is None or slot in only}
+        if keys and keys.keys() <= self.factors.index.keys():
+            return {slot: self.factors.read(key, name) for key, slot in keys.items()}
         slots = {keys[key]: value for key, value in self._dense.read_all(keys).items()}
         if self.is_entry:
             from mergestream.ledger.soundness import find_fault
@@ -112,28 +109,17 @@ class StepReader:
             if fault := find_fault(slots, thorough=thorough):
                 file = self._dense.tensors[next(iter(keys))].file
                 raise damaged(f"{self.where}/{file}", f"the entry of {name} cannot be right: {fault}", _ADD_AGAIN)
-        return slots
-
-    @cached_property
-    def _keys(self) -> dict[str, dict[str, str]]:
-        """The name in the files of every slot, by tensor."""
-        keys: dict[str, dict[str, str]] = {}
-        for key in (*self._dense.tensors, *self.factors.index):
-            slot, _, name = key.partition(":")
-            keys.setdefault(name, {})[slot] = key
-        return keys
+        return {**slots}
 
     @cached_property
     def forms(self) -> dict[str, dict[str, TensorSpec]]:
         """The dtype and shape of every slot, by tensor."""
+        specs = {key: TensorSpec(info.dtype, info.shape) for key, info in self._dense.tensors.items()}
+        specs |= {key: TensorSpec(entry["dtype"], entry["shape"]) for key, entry in self.factors.index.items()}
         forms: dict[str, dict[str, TensorSpec]] = {}
-        for name, slots in self._keys.items():
-            for slot, key in slots.items():
-                if factored := self.factors.index.get(key):
-                    form = TensorSpec(factored["dtype"], factored["shape"])
-                else:
-                    form = TensorSpec(self._dense.tensors[key].dtype, self._dense.tensors[key].shape)
-                forms.setdefault(name, {})[slot] = form
+        for key, spec in specs.items():
+            slot, _, name = key.partition(":")
+            forms.setdefault(name, {})[slot] = spec
         return forms
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -142,8 +128,8 @@ class StepReader:
 
     def ranks(self, name: str) -> list[tuple[int, int]] | None:
         """The ranks of the left and the right basis of each slot; None if they are dense."""
-        keys = self._keys.get(name, {}).values()
-        if not keys or not all(key in self.factors.index for key in keys):
+        keys = [slot_name(slot, name) for slot in self.forms.get(name, {})]
+        if not keys or not self.factors.index.keys() >= set(keys):
             return None
         return [self.factors.ranks(key) for key in keys]
 
@@ -153,15 +139,14 @@ class StepReader:
         The directions of an entry in a ledger must be orthonormal, too.
         """
         if self.is_entry:
-            tensors = self._dense.tensors
-            sizes = {name: sum(tensors[key].nbytes for key in keys.values()) for name, keys in self._keys.items()}
+            sizes = {name: sum(form.nbytes for form in slots.values()) for name, slots in self.forms.items()}
             yield from (sizes[name] for name, _ in engine.run(sizes, self._verify_entry))
             return
         for file in self._files.values():
             yield from file.verify(engine)
 
     def _verify_entry(self, name: str) -> None:
-        self.entry(name, thorough=True)
+        self.read(name, thorough=True)
 
     def close(self) -> None:
         for file in self._files.values():

@@ -331,7 +331,6 @@ class Store:
         only: Sequence[str] = (),
         without: Sequence[str] = (),
         weights: Mapping[str, float] | None = None,
-        balance: bool = False,
         rank: int | None = None,
         server: Server | None = None,
         scale: str | float | None = None,
@@ -350,7 +349,7 @@ class Store:
         from mergestream.export.routed import export_routed
 
         output = Output(Path(out), dtype, max_shard_size, overwrite, command)
-        choice = ReadoutChoice(readout, only, without, weights or {}, balance, scale)
+        choice = ReadoutChoice(readout, only, without, weights or {}, scale)
         return export_routed(self, output, choice, AdapterForm(rank, server, any_parameter=True), with_base)
 
     def push(self, address: str, *, private: bool = False) -> str:

@@ -36,7 +36,7 @@ def test_the_bare_kernels_of_an_add_give_what_a_store_keeps(family: checkpoints.
     found = ledger.add_kernels(family.base, family.experts[0])
     with Store(store).snapshot() as snapshot:
         (reader,) = snapshot.readers.values()
-        kept = {name: reader.entry(name).get("sigma") for name in snapshot.manifest.base.merged}
+        kept = {name: reader.read(name).get("sigma") for name in snapshot.manifest.base.merged}
     matrices = {name for name, sigma in kept.items() if sigma is not None}
     assert matrices == found.keys()
     for name in matrices:

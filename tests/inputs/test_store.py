@@ -39,11 +39,8 @@ def store(tmp_path: Path, base: Path) -> Store:
 
 def read(store: Store, name: str) -> InputStatistics | None:
     with store.snapshot() as snapshot:
-        found = snapshot.open_inputs(store.manifest.expert(name))
-        if found is None:
-            return None
-        with closing(found):
-            return found.statistics()
+        found = snapshot.inputs.get(store.manifest.expert(name).number)
+        return found.statistics() if found else None
 
 
 def folders(store: Store) -> set[str]:

@@ -82,7 +82,7 @@ def test_tempered_adapters_move_the_base_as_far_as_they_do_in_the_mean(
     store = store_of(tmp_path / "store", base, adapters, EXACT)
     name = "model.layers.0.self_attn.q_proj.weight"
     with store.snapshot() as snapshot:
-        norms = [float(reader.entry(name)["norm2"]) ** 0.5 for reader in snapshot.readers.values()]
+        norms = [float(reader.read(name)["norm2"]) ** 0.5 for reader in snapshot.readers.values()]
     with open_checkpoint(base) as before, open_checkpoint(store.export(tmp_path / "merged")) as after:
         moved = float((after.read(name) - before.read(name)).norm())
     assert moved == pytest.approx(sum(norms) / len(norms), rel=1e-4)
@@ -93,10 +93,10 @@ def test_an_entry_has_the_rank_of_its_adapter(tmp_path: Path, llamas: tuple[Path
     store = store_of(tmp_path / "store", base, adapters, Ledger(budget=8))
     with store.snapshot() as snapshot:
         for rank, reader in enumerate(snapshot.readers.values(), 2):
-            entry = reader.entry("model.layers.0.self_attn.q_proj.weight")
+            entry = reader.read("model.layers.0.self_attn.q_proj.weight")
             assert entry["sigma"].shape == (rank,)
             assert entry["norm2"] == pytest.approx(float(entry["sigma"].square().sum()), rel=1e-12)
-            assert reader.entry("model.norm.weight") == {}, "what an adapter leaves alone takes no room"
+            assert reader.read("model.norm.weight") == {}, "what an adapter leaves alone takes no room"
 
 
 def test_the_merged_model_is_an_adapter_again(tmp_path: Path, workshop: Any, llamas: tuple[Path, list[Path]]) -> None:
