@@ -9,6 +9,7 @@ Every `add` is one run in a separate process. Writes ledger-growth.json and ledg
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -23,7 +24,7 @@ from benchmarks.measure import disk_bytes, run
 from mergestream import Ledger
 from mergestream.base.model import BaseModel
 from mergestream.ledger.method import FEWEST
-from mergestream.merging.plan import tensor_context
+from mergestream.merging.plan import tensor_contexts
 from mergestream.store.store import Store
 
 MODEL, MANY = "llama-tiny", 40
@@ -58,10 +59,10 @@ def points(model: str, many: int) -> Iterator[Point]:
 
 def entries_bytes(base: BaseModel, method: Ledger, experts: int) -> int:
     """Return the bytes of `count` entries, each cut to its share of the budget."""
-    entry = 0
+    entry, contexts = 0, tensor_contexts(base, experts)
     for name in base.merged:
-        demand = method.demand(tensor_context(base, name, experts))
-        slots = method.layout(tensor_context(base, name, experts, others=(demand,) * (experts - 1))).values()
+        others = (method.demand(contexts[name]),) * (experts - 1)
+        slots = method.layout(dataclasses.replace(contexts[name], others=others)).values()
         entry += sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots)
     return experts * entry
 

@@ -43,8 +43,7 @@ class Ledger(Method):
     whole = "all"
     factored = True
     commutative = True
-    keeps_factors = False
-    has_direction = False
+    keeps_entries = True
 
     budget: float = parameter(
         1.0, "β: of a matrix of rank r all experts together keep β·r directions", above=0, at_most=8
@@ -155,9 +154,6 @@ class Ledger(Method):
         }
         return Absorbed(entry, self.direction(entry, context))
 
-    def entry_rank(self, rank: int | None) -> int | None:
-        return rank
-
     def cut(self, t: int) -> int:
         return max(t, FEWEST)
 
@@ -197,8 +193,8 @@ class Ledger(Method):
 
 def cut_entry(slots: Mapping[str, Value], kept: int | None = None) -> dict[str, Tensor]:
     """An entry with at most ``kept`` directions: a prefix of what it has. A tensor that is kept whole stays whole."""
-    entry, lengths = {slot: dense(value) for slot, value in slots.items()}, {"left": -2, "sigma": -1, "right": -2}
-    for slot, dimension in lengths.items():
+    entry = {slot: value for slot, value in slots.items() if isinstance(value, Tensor)}
+    for slot, dimension in {"left": -2, "sigma": -1, "right": -2}.items():
         if slot in entry and kept is not None:
             entry[slot] = entry[slot].narrow(dimension, 0, min(kept, entry[slot].shape[dimension]))
     return entry

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
 from mergestream.algebra.lowrank import Value
 from mergestream.algebra.pieces import ranges
 from mergestream.experts.vector import BasePieces, TaskVector
-from mergestream.merging.plan import peak_memory, tensor_context, with_base
+from mergestream.merging.plan import peak_memory, tensor_contexts, with_base
 from mergestream.methods.base import Context, Method
 
 
@@ -22,7 +22,7 @@ class Carry:
 
     method: Method
     vectors: Sequence[TaskVector]
-    experts: Sequence[str] = ()
+    experts: Sequence[str]
     """Their names"""
     device: str = "cpu"
 
@@ -42,7 +42,7 @@ class Carry:
         copies = self.vectors[0].base.copies + sum(vector.expert.copies for vector in self.vectors)
         found = {}
         for name in self.names:
-            context = self._context(name, len(self.vectors) - 1)
+            context = self._contexts[-1][name]
             found[name] = peak_memory(self.method, context, len(self.vectors))
             found[name] += copies * math.prod(context.shape) * context.dtype.itemsize
         return found
@@ -55,10 +55,7 @@ class Carry:
 
         Pieces go side by side and share those of the ``base``; of whole tensors only one is held at a time.
         """
-        contexts = [
-            dataclasses.replace(self._context(name, number), thresholds=found)
-            for number, found in enumerate(thresholds)
-        ]
+        contexts = [replace(of[name], thresholds=found) for of, found in zip(self._contexts, thresholds, strict=True)]
         if self.method.is_whole(contexts[0]):
             if self.method.needs_base:
                 contexts = [with_base(context, self.vectors[0], self.device) for context in contexts]
@@ -67,14 +64,20 @@ class Carry:
             return
         for pieces in zip(*(vector.pieces(name, base) for vector in self.vectors), strict=True):
             start = pieces[0][0]
-            places = [dataclasses.replace(context, start=start) for context in contexts]
+            places = [replace(context, start=start) for context in contexts]
             kept2, direction = self.method.absorb_all([delta.to(self.device) for _, delta in pieces], places)
             yield start, direction.cpu(), kept2
 
-    def _context(self, name: str, number: int) -> Context:
-        vector, expert = self.vectors[number], self.experts[number] if self.experts else ""
-        rank = self.method.entry_rank(vector.rank(name))
-        return tensor_context(vector.model, name, self.counts[number], rank, expert)
+    @cached_property
+    def _contexts(self) -> list[dict[str, Context]]:
+        """The context of every tensor, for each task vector."""
+        found = []
+        for t, vector, expert in zip(self.counts, self.vectors, self.experts, strict=True):
+            contexts = tensor_contexts(vector.model, t, expert)
+            if self.method.keeps_entries:
+                contexts = {name: replace(contexts[name], rank=vector.rank(name)) for name in vector.names}
+            found.append(contexts)
+        return found
 
     def _whole(self, name: str, number: int, context: Context) -> Value:
         """Δ in one piece, or in factors where the method takes them."""

@@ -51,8 +51,9 @@ class MemoryState(dict[tuple[str, str], Tensor]):
     def read(self, name: str, only: Collection[str] | None = None) -> State:
         return {slot: self[slot, name] for slot in self._slots[name] if only is None or slot in only}
 
-    def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
-        self[slot, name].view(-1)[start : start + piece.numel()] = piece
+    def write(self, name: str, start: int, slots: Mapping[str, Tensor]) -> None:
+        for slot, piece in slots.items():
+            self[slot, name].view(-1)[start : start + piece.numel()] = piece.reshape(-1)
 
     def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
         raise NotImplementedError("state dicts are dense")
@@ -124,7 +125,7 @@ class Merger:
         vector = make_task_vector(self._model, self._base, open_checkpoint(expert), ignore=ignore, vocab=vocab)
         for sentence in vector.notes:
             Progress().note(sentence)
-        is_entry = self.method.cut(len(self.history) + 1) > 0
+        is_entry = self.method.keeps_entries
         state_before = self._states[-1] if self._states and not is_entry else None
         step = Step(
             method=self.method,

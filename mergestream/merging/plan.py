@@ -95,22 +95,21 @@ def factor_bounds(context: Context, rank: int | None, state: StepFiles | None) -
     return None if ranks is None else FactorBounds.after(context.shape, ranks, rank)
 
 
-def tensor_context(
-    model: BaseModel, name: str, t: int, rank: int | None = None, expert: str = "", others: tuple[int, ...] = ()
-) -> Context:
-    """What a method may know of a tensor of the base after t experts."""
-    tensor = model.tensors[name]
-    return Context(
-        t,
-        tensor.role == "linear",
-        tensor.shape,
-        torch.float64 if tensor.dtype == "F64" else torch.float32,
-        rank=rank,
-        others=others,
-        transposed=name in model.input_first,
-        tensor=name,
-        expert=expert,
-    )
+def tensor_contexts(model: BaseModel, t: int, expert: str = "") -> dict[str, Context]:
+    """What a method may know of every tensor of the base after t experts."""
+    input_first = model.input_first
+    return {
+        name: Context(
+            t,
+            tensor.role == "linear",
+            tensor.shape,
+            torch.float64 if tensor.dtype == "F64" else torch.float32,
+            transposed=name in input_first,
+            tensor=name,
+            expert=expert,
+        )
+        for name, tensor in model.tensors.items()
+    }
 
 
 def with_base(context: Context, vector: TaskVector, device: str) -> Context:

@@ -20,7 +20,7 @@ from mergestream.engine import Engine, ResultsByTensor
 from mergestream.errors import MergestreamError
 from mergestream.experts.vector import BasePieces
 from mergestream.ledger.readouts.base import Plain, Readout, StateReadout
-from mergestream.merging.plan import StepFiles, peak_memory, streamed_memory, tensor_context
+from mergestream.merging.plan import StepFiles, peak_memory, streamed_memory, tensor_contexts
 from mergestream.merging.step import OVERFLOWS, overflow_error, overflow_explained
 from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import parse_scale, scale_value
@@ -101,8 +101,7 @@ class Reading(ABC):
     @cached_property
     def contexts(self) -> dict[str, Context]:
         """The context of every tensor; computed once."""
-        t = self.t
-        return {name: tensor_context(self.model, name, t) for name in self.model.tensors}
+        return tensor_contexts(self.model, self.t)
 
     def pieces(self, name: str, base: Checkpoint, scale: float, dtype: str) -> Iterator[tuple[int, Tensor]]:
         """The merged tensor in order, as (first element, elements), rounded once, to ``dtype``."""

@@ -29,7 +29,7 @@ from mergestream.merging.plan import (
     TensorPlan,
     factor_bounds,
     streamed_memory,
-    tensor_context,
+    tensor_contexts,
     whole_memory,
     with_base,
 )
@@ -41,8 +41,8 @@ from mergestream.methods.scale import scale_value
 class StateWriter(Protocol):
     """Takes the state after a step."""
 
-    def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
-        """Take consecutive elements of a dense slot, from ``start`` on."""
+    def write(self, name: str, start: int, slots: Mapping[str, Tensor]) -> None:
+        """Take consecutive elements of the dense slots of a tensor, from ``start`` on."""
 
     def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
         """Take all slots of a tensor in factors; returns what the step must record of them."""
@@ -51,7 +51,7 @@ class StateWriter(Protocol):
 class Discard:
     """A writer for dry runs: it drops the state."""
 
-    def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
+    def write(self, name: str, start: int, slots: Mapping[str, Tensor]) -> None:
         pass
 
     def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
@@ -174,15 +174,16 @@ class Step:
     @cached_property
     def plans(self) -> dict[str, TensorPlan]:
         """What happens to each tensor, known from the headers; computed once."""
-        method, vector, t = self.method, self.vector, self.t
+        method, vector = self.method, self.vector
+        contexts = tensor_contexts(vector.model, self.t, self.expert)
         copies, plans = vector.copies, {}
         for name in vector.names:
-            rank, bounds = vector.rank(name), None
-            others = self.demands.get(name, ())
-            context = tensor_context(vector.model, name, t, method.entry_rank(rank), self.expert, others)
-            layout, is_whole = method.layout(context), method.is_whole(context)
-            if method.keeps_factors:
+            context, rank, bounds = contexts[name], vector.rank(name), None
+            if method.keeps_entries:
+                context = dataclasses.replace(context, rank=rank, others=self.demands.get(name, ()))
+            elif method.factored:
                 bounds = factor_bounds(context, rank, self.state)
+            layout, is_whole = method.layout(context), method.is_whole(context)
             if bounds:
                 memory = bounds.workspace
             else:
@@ -196,7 +197,7 @@ class Step:
     @cached_property
     def measures_direction(self) -> bool:
         """Whether ‖direction‖ is measured: for the scale, or on demand."""
-        return self.method.has_direction and (self.measure_direction or self.method.scale_rule == "adaptive")
+        return not self.method.keeps_entries and (self.measure_direction or self.method.scale_rule == "adaptive")
 
     def run(self, engine: Engine, writer: StateWriter, *, done: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
         """Absorb all tensors that are not done, the largest first; yields their outcomes as they finish."""
@@ -213,40 +214,27 @@ class Step:
         context = dataclasses.replace(plan.context, thresholds=thresholds) if thresholds else plan.context
         state = self.state.read(name) if self.state is not None else None
         with overflow_explained(name):
-            if plan.is_whole or plan.bounds:
-                return self._absorb_whole(plan, context, state, writer)
-            return self._absorb_pieces(plan, context, state, writer)
-
-    def _absorb_whole(self, plan: TensorPlan, context: Context, state: State | None, writer: StateWriter) -> Outcome:
-        """Absorb a tensor in one piece; Δ and state may be in factors, which are small and stay on the CPU."""
-        name, direction2 = context.tensor, None
-        delta = self.vector.factors(name) if plan.in_factors else self.vector.whole(name)
-        if plan.bounds is None:
-            if state is not None:
-                state = {slot: dense(value).to(self.device) for slot, value in state.items()}
-            delta = delta.to(self.device) if isinstance(delta, Tensor) else delta
-        if self.method.needs_base:
-            context = with_base(context, self.vector, self.device)
-        absorbed = self.method.absorb(state, delta, context)
-        kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
-        if self.measures_direction:
-            direction2 = squared_norm(self.method.direction(absorbed.state, context))
-        digests: dict[str, str] = {}
-        factors = None
-        if plan.bounds:
-            slots = {slot: value for slot, value in absorbed.state.items() if isinstance(value, LowRank)}
-            assert len(slots) == len(absorbed.state), f"{self.method.name} does not keep {name} in factors"
-            for value in slots.values():
-                refuse_overflow(value.core)
-            factors = writer.write_factors(name, slots)
-        else:
-            for slot, tensor in self._checked(absorbed, plan).items():
-                digests[slot] = tensor_digest(tensor)
-                writer.write(slot, name, 0, tensor.reshape(-1))
-        return self._outcome(name, absorbed, kept2, direction2, digests, factors)
+            if not plan.is_whole and not plan.bounds:
+                return self._absorb_pieces(plan, context, state, writer)
+            delta = self.vector.factors(name) if plan.in_factors else self.vector.whole(name)
+            if not plan.bounds:  # factors are small, and stay on the CPU
+                delta = delta.to(self.device) if isinstance(delta, Tensor) else delta
+                state = {slot: dense(value).to(self.device) for slot, value in state.items()} if state else None
+            if self.method.needs_base:
+                context = with_base(context, self.vector, self.device)
+            absorbed, direction2 = self.method.absorb(state, delta, context), None
+            kept2 = None if absorbed.kept is None else squared_norm(absorbed.kept)
+            if self.measures_direction:
+                direction2 = squared_norm(self.method.direction(absorbed.state, context))
+            if plan.bounds:
+                factors = writer.write_factors(name, self._checked_factors(absorbed))
+                return self._outcome(name, absorbed, kept2, direction2, {}, factors)
+            slots = self._checked(absorbed, plan)
+            digests = {slot: tensor_digest(value) for slot, value in slots.items()}
+            writer.write(name, 0, slots)
+            return self._outcome(name, absorbed, kept2, direction2, digests)
 
     def _absorb_pieces(self, plan: TensorPlan, context: Context, state: State | None, writer: StateWriter) -> Outcome:
-        """Absorb a dense tensor piece by piece."""
         name = context.tensor
         flat = {slot: dense(value).reshape(-1) for slot, value in state.items()} if state is not None else None
         hashers = {slot: TensorHasher(form.dtype, form.shape) for slot, form in plan.layout.items()}
@@ -263,13 +251,23 @@ class Step:
                 kept.add(dense(absorbed.kept))
             if self.measures_direction:
                 direction.add(dense(self.method.direction(absorbed.state, context)))
-            for slot, value in self._checked(absorbed, plan, piece.shape).items():
+            slots = self._checked(absorbed, plan, piece.shape)
+            for slot, value in slots.items():
                 hashers[slot].update(value)
-                writer.write(slot, name, start, value.reshape(-1))
+            writer.write(name, start, slots)
         kept2 = None if absorbed is None or absorbed.kept is None else kept.total()
         direction2 = direction.total() if self.measures_direction else None
         digests = {slot: hasher.hexdigest() for slot, hasher in hashers.items()}
         return self._outcome(name, absorbed, kept2, direction2, digests)
+
+    def _checked_factors(self, absorbed: Absorbed) -> dict[str, LowRank]:
+        """The slots in factors; raises OverflowError where one holds NaN or Inf."""
+        slots = {}
+        for slot, value in absorbed.state.items():
+            assert isinstance(value, LowRank), f"{self.method.name} does not keep {slot} in factors"
+            refuse_overflow(value.core)
+            slots[slot] = value
+        return slots
 
     def _checked(self, absorbed: Absorbed, plan: TensorPlan, piece: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """The dense slots on the CPU, with the shapes that the method has laid out, or that of a ``piece``."""
@@ -278,8 +276,8 @@ class Step:
             slots[slot] = value = dense(absorbed.state[slot]).cpu().contiguous()
             shape = tuple(form.shape if piece is None else piece)
             assert tuple(value.shape) == shape, f"{self.method.name}: the slot {slot} is not as laid out"
-        for value in slots.values():
-            refuse_overflow(value)
+        if not all(map(is_finite, slots.values())):
+            raise OverflowError
         return slots
 
     def _outcome(

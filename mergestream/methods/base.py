@@ -141,8 +141,9 @@ class Method(ABC):
     """Whether the direction is the sum of what was kept: then any scale rule can be chosen at the readout"""
     needs_base: ClassVar[bool] = False
     """Whether `absorb` needs ``context.base``; for methods that absorb all tensors whole"""
-    has_direction: ClassVar[bool] = True
-    """Whether the direction is known when an expert is added; a ledger's depends on the readout"""
+    keeps_entries: ClassVar[bool] = False
+    """Whether every expert has an entry of its own, as in a ledger: then `absorb` gets no state, and the direction
+    depends on the readout. Else one state absorbs all experts."""
 
     @property
     def commutative(self) -> bool:
@@ -189,17 +190,8 @@ class Method(ABC):
         """The slots that a stored tensor must have; ``found`` are the shapes of those that it has."""
         return self.layout(context)
 
-    @property
-    def keeps_factors(self) -> bool:
-        """Whether the state of a tensor may stay in factors."""
-        return self.factored
-
-    def entry_rank(self, rank: int | None) -> int | None:
-        """The rank of Δ that an entry must hold, for a Δ in factors of this rank; None where Δ becomes dense."""
-        return None
-
     def cut(self, t: int) -> int:
-        """For how many experts an entry is cut after t of them; 0 where there is one state for all."""
+        """How many experts share the space when the entry of the t-th is written; 0 where there are no entries."""
         return 0
 
     @property

@@ -58,11 +58,12 @@ class Snapshot:
 
     def _check_layout(self) -> None:
         """Refuse a step that does not hold what the method lays out for the tensors of the base."""
-        from mergestream.merging.plan import tensor_context
+        from mergestream.merging.plan import tensor_contexts
 
-        method, base, step = self.method, self.manifest.base, self.manifest.step
+        method, base = self.method, self.manifest.base
+        contexts = tensor_contexts(base, self.manifest.step)
         for name in base.merged:
-            context = tensor_context(base, name, step)
+            context = contexts[name]
             for reader in self.readers.values():
                 found = reader.forms.get(name, {})
                 shapes = {slot: form.shape for slot, form in found.items()}

@@ -204,10 +204,11 @@ class StepWriter:
             owner.keep(name)
         return True
 
-    def write(self, slot: str, name: str, start: int, piece: Tensor) -> None:
-        """Write a piece of a dense slot."""
-        assert self._writer is not None
-        self._writer.write_piece(slot_name(slot, name), start, piece)
+    def write(self, name: str, start: int, slots: Mapping[str, Tensor]) -> None:
+        """Write consecutive elements of the dense slots of a tensor."""
+        for slot, piece in slots.items():
+            assert self._writer is not None
+            self._writer.write_piece(slot_name(slot, name), start, piece)
 
     def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
         """Write all slots of a factored tensor; returns their index entries and digests."""
