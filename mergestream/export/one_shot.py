@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,9 +22,8 @@ from mergestream.export.companions import Givers
 from mergestream.export.directory import Output
 from mergestream.export.model import Target, write_files, write_model, write_tensors
 from mergestream.export.places import refuse_overlap
-from mergestream.export.source import ExpertsSource, ExpertTokens, VocabularySource
-from mergestream.merging.carry import Carry, can_carry
-from mergestream.merging.thresholds import find_thresholds
+from mergestream.export.source import ExpertTokens, VocabularySource
+from mergestream.merging.one_pass import OnePassMerge, is_possible
 from mergestream.methods import as_method
 from mergestream.methods.base import Method
 from mergestream.progress import Progress, default_progress
@@ -73,7 +72,7 @@ def merge(
     refuse_overlap(output.path, base, *experts)
     with output.draft() as draft, ExitStack() as files:
         target = Target(draft, output, engine or LocalEngine(), progress or default_progress())
-        if can_carry(method, len(experts)):
+        if is_possible(method, len(experts)):
             opened = files.enter_context(open_checkpoint(base))
             model = BaseModel.examine(opened, linear=linear, not_linear=not_linear, measure=False)
             model, is_merged = dataclasses.replace(model, given=str(base)), base_is_merged or method.needs_base
@@ -121,8 +120,7 @@ def _merge_in_one_pass(
         vectors[free_name(None, vector.expert.source, vectors)] = vector
     for note in filter(None, notes):
         progress.note(note)
-    step = Carry(method, list(vectors.values()), list(vectors), target.engine.device)
-    source = ExpertsSource(step, base, find_thresholds(method, step.vectors, step.counts, None, target.engine))
+    source = OnePassMerge.of(method, vectors, target.engine)
     tokens = {name: ExpertTokens(one.tokens, one.expert) for name, one in vectors.items() if one.tokens}
     givers = Givers({name: read_settings(one.expert.directory) for name, one in vectors.items()})
     extended = VocabularySource(source, tokens) if tokens else None
@@ -133,22 +131,18 @@ def _merge_in_one_pass(
             raise MergestreamError(f"{origin.note}; pass --allow-other-base to merge it anyway")
         if origin.note:
             progress.note(origin.note)
-    manifest = _make_manifest(source, vectors, experts, options, base_is_merged)
+    manifest = _make_manifest(source, experts, options, base_is_merged)
     is_merged = base_is_merged and any(one.expert.source == base.source for one in vectors.values())
     write_files(source, extended, target, digest, manifest, givers, base_is_merged=is_merged)
 
 
 def _make_manifest(
-    source: ExpertsSource,
-    vectors: Mapping[str, TaskVector],
-    experts: Sequence[str | Path],
-    options: Options,
-    base_is_merged: bool,
+    source: OnePassMerge, experts: Sequence[str | Path], options: Options, base_is_merged: bool
 ) -> Manifest:
     """The manifest that a store of these experts would have, once all tensors were read; refuses duplicates."""
     history: list[Expert] = []
-    for given, name, totals in zip(experts, vectors, source.totals(), strict=True):
-        found, digest = vectors[name].expert.source, combined_digest(vectors[name].digests)
+    for given, (name, vector), totals in zip(experts, source.vectors.items(), source.totals(), strict=True):
+        found, digest = vector.expert.source, combined_digest(vector.digests)
         same = next((old.name for old in history if old.digest == digest), None)
         if totals.norm == 0 and not (base_is_merged and found == source.base.source):
             same = "the base"
@@ -176,5 +170,5 @@ def _make_manifest(
         name: dataclasses.replace(tensor, digest=source.base_digests[tensor.tied_to or name])
         for name, tensor in source.model.tensors.items()
     }
-    method, measured = source.step.method, dataclasses.replace(source.model, tensors=tensors)
+    method, measured = source.method, dataclasses.replace(source.model, tensors=tensors)
     return Manifest(method.name, method.parameters, measured, keep=0, history=tuple(history))

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mergestream.algebra.pieces import SquaredNorm
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, TensorSpec, torch_dtype
 from mergestream.checkpoints.tokenizer import add_tokens, read_tokenizer
-from mergestream.digest import tensor_digest
-from mergestream.engine import ResultsByTensor
 from mergestream.errors import MergestreamError
 from mergestream.experts.vocabulary import ROWS, Token, rows_of, with_rows
-from mergestream.merging.carry import Carry
-from mergestream.merging.reading import Reading, cast, moved_by
-from mergestream.merging.step import Outcome, Totals, overflow_explained, total
-from mergestream.merging.thresholds import Thresholds
-from mergestream.methods.scale import scale_value
+from mergestream.merging.one_pass import OnePassMerge
+from mergestream.merging.reading import Reading, cast
 from mergestream.progress import Progress
 from mergestream.schema import invalid_file
 from mergestream.sizes import shorten_list
@@ -93,75 +86,7 @@ class StateSource:
         return self.reading.norm2
 
 
-@dataclass(frozen=True)
-class ExpertsSource:
-    """Merges each tensor of all experts in one pass: every file is read once, and nothing is stored."""
-
-    step: Carry
-    base: Checkpoint
-    thresholds: Thresholds
-    kept2: ResultsByTensor[list[float | None]] = field(default_factory=ResultsByTensor)
-    """‖kept‖² of each expert by tensor; None where all of Δ is kept"""
-    norm2: ResultsByTensor[float] = field(default_factory=ResultsByTensor)
-    """‖direction‖² by tensor"""
-    base_digests: ResultsByTensor[str] = field(default_factory=ResultsByTensor)
-    task: ClassVar[None] = None
-    reading: ClassVar[None] = None
-
-    @property
-    def model(self) -> BaseModel:
-        return self.step.vectors[0].model
-
-    @cached_property
-    def names(self) -> dict[str, str]:
-        return {name: name for name in self.model.tensors}
-
-    @property
-    def layout(self) -> Mapping[str, TensorSpec]:
-        return self.model.tensors
-
-    @property
-    def memory(self) -> Mapping[str, int]:
-        return self.step.memory
-
-    @cached_property
-    def scale(self) -> float:
-        """The method's scale; methods whose scale depends on norms pass through a temporary store instead."""
-        return scale_value(self.step.method.scale_rule, self.step.counts[-1], math.nan, lambda: math.nan)
-
-    def pieces(self, name: str, dtype: str) -> Iterator[tuple[int, Tensor]]:
-        """Consecutive pieces of a tensor, each with its first element, rounded once to ``dtype``."""
-        name = self.model.tensors[name].tied_to or name
-        if not self.model.tensors[name].merges:
-            tensor = self.base.read(name)
-            self.base_digests[name] = tensor_digest(tensor)
-            yield 0, cast(tensor.reshape(-1), dtype, name)
-            return
-        base, norm = self.step.vectors[0].base_pieces(name), SquaredNorm()
-        kept: list[list[float | None]] = []
-        with overflow_explained(name):
-            for start, direction, kept2 in self.step.directions(name, self.thresholds(name), base):
-                norm.add(direction)
-                kept.append(kept2)
-                merged = moved_by(base.at(start, start + direction.numel()), direction, self.scale)
-                yield start, cast(merged, dtype, name)
-        self.base_digests[name], self.norm2[name] = base.digest(), norm.total()
-        self.kept2[name] = [_sum(parts) for parts in zip(*kept, strict=True)] or [None] * len(self.step.vectors)
-
-    def totals(self) -> list[Totals]:
-        """The scalars of the model after each expert, after all tensors were read."""
-        found: list[Totals] = []
-        for number, (t, vector) in enumerate(zip(self.step.counts, self.step.vectors, strict=True)):
-            outcomes = []
-            for name in self.step.names:
-                norm2, kept2 = vector.norm2[name], self.kept2[name][number]
-                with overflow_explained(name):
-                    outcomes.append(Outcome(norm2, norm2 if kept2 is None else kept2, None, None))
-            found.append(total(self.step.method, t, found[-1].mean_norm if found else 0.0, outcomes))
-        return found
-
-
-Source = StateSource | ExpertsSource
+Source = StateSource | OnePassMerge
 
 
 class ExpertTokens(NamedTuple):
@@ -317,8 +242,3 @@ def select_tokens(
         names = shorten_list(left_out)
         progress.note(f"the model leaves out the tokens of {names}; --task {left_out[0]} adds that expert's")
     return experts
-
-
-def _sum(parts: Sequence[float | None]) -> float | None:
-    known = [part for part in parts if part is not None]
-    return math.fsum(known) if known else None

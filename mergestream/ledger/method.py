@@ -170,7 +170,7 @@ class Ledger(Method):
         bases = (Basis(rows.shape[1], context.dtype, (rows,)) for rows in (left, right))
         return LowRank(torch.Size(context.shape), next(bases), torch.diag(sigma), next(bases))
 
-    def carry(
+    def absorb_whole(
         self, deltas: Iterable[Value], contexts: Sequence[Context], device: str
     ) -> tuple[list[float | None], Tensor]:
         """Make the entries of all experts as they are with all of them, and read them out by ``agree``."""

@@ -180,7 +180,7 @@ class Method(ABC):
         """
         return absorb_in_turn(self, deltas, contexts)
 
-    def carry(
+    def absorb_whole(
         self, deltas: Iterable[Value], contexts: Sequence[Context], device: str
     ) -> tuple[list[float | None], Tensor]:
         """The same for whole tensors; only one Δ need be in memory at a time."""
