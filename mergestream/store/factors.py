@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from mergestream.algebra.pieces import matrix_shape
-from mergestream.checkpoints import SafetensorsWriter, TensorSpec, dtype_name, torch_dtype
-from mergestream.digest import json_digest, tensor_digest
+from mergestream.checkpoints import dtype_name, torch_dtype
+from mergestream.digest import json_digest
 from mergestream.schema import Count, Number, damaged, invalid_file, validate
 from mergestream.storage import Storage, read_json
 from mergestream.store.tensors import CheckedTensors
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mergestream.algebra.lowrank import LowRank
-    from mergestream.store.steps import StepStorage
 
 INDEX, STEM = "factors.json", "model"
 """The index, and the beginning of the name of the file with dense slots and cores"""
@@ -122,58 +121,30 @@ class FactorReader:
         return {**vars(self), "_blocks": {}, "origin": {}}
 
 
-class FactorWriter:
-    """The blocks that a step adds, and the index of all that it uses."""
+def describe_slots(
+    name: str, values: Mapping[str, LowRank], step: int, before: FactorReader | None
+) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """The entries of a tensor's slots in the index, and the blocks that the step adds, by name; ``before`` has read the
+    other blocks."""
+    import torch
 
-    def __init__(
-        self, files: StepStorage, step: int, layout: Mapping[str, TensorSpec], before: FactorReader | None, resume: bool
-    ) -> None:
-        self._files, self._step, self._layout, self._before = files, step, layout, before
-        self.writer: SafetensorsWriter | None = (
-            files.open_writer(layout, file_prefix(step), resume=resume) if layout else None
-        )
-        self.resumed = self.writer.resumed if self.writer else resume
-
-    def write(self, name: str, values: Mapping[str, LowRank]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Write the new blocks of the slots of a tensor; returns their entries in the index, and digests."""
-        import torch
-
-        index: dict[str, dict[str, Any]] = {
-            slot: {"dtype": dtype_name(value.dtype), "shape": list(value.shape)} for slot, value in values.items()
-        }
-        digests: dict[str, str] = {}
-        for side in SIDES:
-            added: Tensor | None = None
-            for slot, value in values.items():
-                blocks = index[slot][side] = []
-                for block in getattr(value, side).blocks:
-                    origin = self._before.origin.get(id(block)) if self._before else None
-                    if origin is None:
-                        assert added is None or added is block, "a step adds one block to a basis"
-                        added, origin = block, [self._step, block.shape[0]]
-                    blocks.append(origin)
-            block_key = block_name(side, name)
-            if self.writer is None or block_key not in self._layout:
-                assert added is None
-                continue
-            spec = self._layout[block_key]
-            if added is None:  # nothing new: the block stays zero
-                added = torch.zeros(0, spec.shape[1], dtype=torch_dtype(spec.dtype))
-            padded = padded_to(added, spec.shape)
-            self.writer.write(block_key, padded)
-            digests[f"{file_prefix(self._step)}/{block_key}"] = tensor_digest(padded)
-        return index, digests
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process writes blocks, and nothing else."""
-        return {key: value for key, value in vars(self).items() if key != "_files"}
-
-    def finish(self, used: Sequence[int]) -> None:
-        """Close the new file; delete it if no slot uses it."""
-        if self.writer:
-            self.writer.close()
-        if self._step not in used:
-            self._files.drop(file_prefix(self._step))
+    index: dict[str, dict[str, Any]] = {
+        slot: {"dtype": dtype_name(value.dtype), "shape": list(value.shape)} for slot, value in values.items()
+    }
+    added: dict[str, Tensor] = {}
+    for side in SIDES:
+        key = block_name(side, name)
+        for slot, value in values.items():
+            basis, blocks = getattr(value, side), []
+            for block in basis.blocks:
+                origin = before.origin.get(id(block)) if before else None
+                if origin is None:
+                    assert added.setdefault(key, block) is block, "a step adds one block to a basis"
+                    origin = [step, block.shape[0]]
+                blocks.append(origin)
+            index[slot][side] = blocks
+        added.setdefault(key, torch.zeros(0, basis.length, dtype=basis.dtype))  # nothing new
+    return index, added
 
 
 def used_steps(index: Mapping[str, FactoredSlot]) -> list[int]:
@@ -183,6 +154,6 @@ def used_steps(index: Mapping[str, FactoredSlot]) -> list[int]:
 
 def padded_to(matrix: Tensor, shape: Sequence[int]) -> Tensor:
     """The matrix, padded with zeros to a shape."""
-    from torch.nn.functional import pad
-
-    return pad(matrix, (0, shape[1] - matrix.shape[1], 0, shape[0] - matrix.shape[0]))
+    padded = matrix.new_zeros(*shape)
+    padded[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return padded

@@ -48,6 +48,7 @@ def inspect_expert(store: Store, expert: ExpertSource, options: Mapping[str, Any
             relative = norm / tensor.norm if tensor.norm else 0.0
             facts = norm, relative, outcome.kept, outcome.protected
             tensors[name] = TensorInspection(tensor.role, vector.actions[name], *facts)
+        layouts = lay_out(candidate.step, candidate.number).values()
         peaks = sorted((plan.memory for plan in candidate.step.plans.values()), reverse=True)
         return Inspection(
             source=candidate.source,
@@ -62,7 +63,7 @@ def inspect_expert(store: Store, expert: ExpertSource, options: Mapping[str, Any
             fates=candidate.fates,
             seconds=round(seconds, 3),
             memory=sum(peaks[: store.engine.workers]),
-            disk=sum(spec.nbytes for layout in lay_out(candidate.step) for spec in layout.values()),
+            disk=sum(spec.nbytes for layout in layouts for spec in layout.values()),
             tensors=tensors,
             notes=candidate.notes,
             interference=interference,

@@ -26,9 +26,9 @@ from mergestream.store.factors import (
     SIDES,
     STEM,
     FactorReader,
-    FactorWriter,
     block_name,
     core_name,
+    describe_slots,
     file_prefix,
     padded_to,
     read_index,
@@ -157,69 +157,62 @@ class StepWriter:
     """Writes a step; it counts once the manifest names it."""
 
     def __init__(self, storage: Storage, folder: str, plan: Mapping[str, Any], step: Step) -> None:
-        self._files, self._before = (
-            StepStorage(storage, folder),
-            step.state if isinstance(step.state, StepReader) else None,
-        )
-        self._layout, blocks = lay_out(step)
-        self._number = int(folder.partition("-")[0])
+        self._files, self._number = StepStorage(storage, folder), int(folder.partition("-")[0])
+        self._before = step.state if isinstance(step.state, StepReader) else None
+        self._layouts = lay_out(step, self._number)
+        self._writers: dict[str, SafetensorsWriter] = {}
+        """By the beginning of the names of their files, as the layouts"""
         self.done: dict[str, tuple[Outcome, str | None]] = {}
         """Tensors that an interrupted run has written, with the digest of the expert's tensor"""
         self._open = ExitStack()
         """Closes the files as they are"""
         self._open.callback(self._files.close)
         try:
-            self._begin(blocks, json.loads(json.dumps(plan)))
+            self._begin(json.loads(json.dumps(plan)))
         except (MergestreamError, OSError):  # free the space, the disk may be full
             self.abandon()
             raise
 
-    def _begin(self, blocks: Mapping[str, TensorSpec], plan: Mapping[str, Any]) -> None:
+    def _begin(self, plan: Mapping[str, Any]) -> None:
         from mergestream.merging.step import Outcome
 
-        resume = self._files.begin(plan, resumable=plan["fingerprint"] is not None)
-        self._writer = self._files.open_writer(self._layout, resume=resume) if self._layout else None
-        if self._writer:
-            self._open.callback(self._writer.abandon)
-        factors = self._before.factors if self._before else None
-        resumed = self._writer.resumed if self._writer else resume
-        self._factors = FactorWriter(self._files, self._number, blocks, factors, resumed)
-        if self._factors.writer:
-            self._open.callback(self._factors.writer.abandon)
-        if resumed and self._factors.resumed:
-            for entry in self._files.read_journal():
-                outcome = Outcome(**entry["outcome"])
-                if self._keep(stored_digests(entry["tensor"], outcome)):
-                    self.done[entry["tensor"]] = outcome, entry["expert"]
+        resumed = self._files.begin(plan, resumable=plan["fingerprint"] is not None)
+        for stem, layout in self._layouts.items():
+            self._writers[stem] = writer = self._files.open_writer(layout, stem, resume=resumed)
+            self._open.callback(writer.abandon)
+            resumed = writer.resumed
+        for entry in self._files.read_journal() if resumed else ():
+            outcome = Outcome(**entry["outcome"])
+            written = [(*self._place(key), digest) for key, digest in stored_digests(entry["tensor"], outcome).items()]
+            if all(self._writers[stem].holds(name, digest) for stem, name, digest in written):
+                for stem, name, _ in written:
+                    self._writers[stem].keep(name)
+                self.done[entry["tensor"]] = outcome, entry["expert"]
 
-    def _keep(self, digests: Mapping[str, str]) -> bool:
-        """Keep the tensors that an interrupted run has written, if their digests match."""
-        written = []
-        for key, digest in digests.items():
-            owner, name = (self._writer, key) if key in self._layout else (self._factors.writer, key.partition("/")[2])
-            if owner is None or not owner.holds(name, digest):
-                return False
-            written.append((owner, name))
-        for owner, name in written:
-            owner.keep(name)
-        return True
+    def _place(self, key: str) -> tuple[str, str]:
+        """The file that holds a tensor, and its name in the file, by its key in ``digests.json``."""
+        stem, _, name = key.partition("/")
+        return (stem, name) if stem in self._layouts else (STEM, key)
 
     def write(self, name: str, start: int, slots: Mapping[str, Tensor]) -> None:
         """Write consecutive elements of the dense slots of a tensor."""
         for slot, piece in slots.items():
-            assert self._writer is not None
-            self._writer.write_piece(slot_name(slot, name), start, piece)
+            self._writers[STEM].write_piece(slot_name(slot, name), start, piece)
 
     def write_factors(self, name: str, state: Mapping[str, LowRank]) -> dict[str, Any]:
         """Write all slots of a factored tensor; returns their index entries and digests."""
-        values = {slot_name(slot, name): value for slot, value in state.items()}
-        index, digests = self._factors.write(name, values)
-        for slot, value in values.items():
-            spec = self._layout.get(core_name(slot))
-            if spec is not None and self._writer is not None:
-                core = padded_to(value.core, spec.shape)
-                self._writer.write(core_name(slot), core)
-                digests[core_name(slot)] = tensor_digest(core)
+        values, own = {slot_name(slot, name): value for slot, value in state.items()}, file_prefix(self._number)
+        index, blocks = describe_slots(name, values, self._number, self._before.factors if self._before else None)
+        cores = {(STEM, core_name(slot)): value.core for slot, value in values.items()}
+        digests: dict[str, str] = {}
+        for (stem, key), part in {**{(own, block): rows for block, rows in blocks.items()}, **cores}.items():
+            spec = self._layouts.get(stem, {}).get(key)
+            if spec is None:
+                assert not part.numel(), f"{key} has no place in {stem}"
+                continue
+            padded = padded_to(part, spec.shape)
+            self._writers[stem].write(key, padded)
+            digests[key if stem == STEM else f"{stem}/{key}"] = tensor_digest(padded)
         return {"index": index, "digests": digests}
 
     def record(self, name: str, outcome: Outcome, expert_digest: str | None) -> None:
@@ -232,24 +225,24 @@ class StepWriter:
 
     def finish(self, outcomes: Mapping[str, Outcome]) -> str:
         """Make all files durable; returns the digest of the state."""
-        if self._writer:
-            self._writer.close()
+        for writer in self._writers.values():
+            writer.close()
         digests: dict[str, str] = {}
         index: dict[str, Any] = {}
         for name, outcome in sorted(outcomes.items()):
             digests |= stored_digests(name, outcome)
             index |= outcome.factors["index"] if outcome.factors else {}
         if index:
-            used = used_steps(index)
-            self._factors.finish(used)
+            used, own = used_steps(index), file_prefix(self._number)
+            if self._number not in used:  # all its blocks are zero
+                self._files.drop(own)
+                digests = {key: digest for key, digest in digests.items() if not key.startswith(f"{own}/")}
             for step in used:
                 if step != self._number and self._before:
-                    self._files.take_over(self._before.folder, file_prefix(step))
-            own = f"{file_prefix(self._number)}/"
-            older = self._before.digests if self._before else {}
-            taken_over = tuple(f"{file_prefix(step)}/" for step in used if step != self._number)
-            digests = {k: d for k, d in digests.items() if self._number in used or not k.startswith(own)}
-            digests |= {k: d for k, d in older.items() if k.startswith(taken_over)}
+                    taken = file_prefix(step)
+                    self._files.take_over(self._before.folder, taken)
+                    older = self._before.digests.items()
+                    digests |= {key: digest for key, digest in older if key.startswith(f"{taken}/")}
             self._files.save(INDEX, index)
             digests[INDEX] = json_digest(index)
         self._files.save(DIGESTS, digests)
@@ -266,8 +259,8 @@ class StepWriter:
         self._files.remove()
 
 
-def lay_out(step: Step) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
-    """The tensors that a step writes: dense slots and cores, and the blocks that it may add to the bases.
+def lay_out(step: Step, number: int) -> dict[str, dict[str, TensorSpec]]:
+    """The tensors that a step writes, by file: dense slots and cores, and the blocks that it may add to the bases.
 
     Cores are in float64: rounding them at every step would mix nearly equal singular values.
     """
@@ -284,7 +277,7 @@ def lay_out(step: Step) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
             for side, rows, length in zip(SIDES, plan.bounds.new, plan.bounds.shape, strict=True):
                 if rows:
                     blocks[block_name(side, name)] = TensorSpec(dtype, (rows, length))
-    return layout, blocks
+    return {stem: found for stem, found in {STEM: layout, file_prefix(number): blocks}.items() if found}
 
 
 def slot_name(slot: str, name: str) -> str:
