@@ -69,11 +69,11 @@ class CheckedTensors(FileCheckpoint):
         tensors = {}
         for name in names:
             tensors[name] = self._owner[name].read(name)
-        for name, tensor in tensors.items():
-            matches = tensor_digest(tensor) == self._digests[name]
-            if not matches or not is_finite(tensor):
-                reason = f"{name} holds NaN or Inf" if matches else f"the digest of {name} does not match"
-                raise damaged(f"{self._folder}/{self.tensors[name].file}", reason, self._remedy)
+        changed = [name for name, tensor in tensors.items() if tensor_digest(tensor) != self._digests[name]]
+        unusable = changed or [name for name, tensor in tensors.items() if not is_finite(tensor)]
+        for name in unusable:
+            reason = f"the digest of {name} does not match" if changed else f"{name} holds NaN or Inf"
+            raise damaged(f"{self._folder}/{self.tensors[name].file}", reason, self._remedy)
         return tensors
 
     def verify(self, engine: Engine) -> Iterator[int]:
