@@ -61,7 +61,7 @@ def entries_bytes(base: BaseModel, method: Ledger, experts: int) -> int:
     """Return the bytes of `count` entries, each cut to its share of the budget."""
     entry, contexts = 0, tensor_contexts(base, experts)
     for name in base.merged:
-        others = (method.demand(contexts[name]),) * (experts - 1)
+        others = (method.wanted_rank(contexts[name]),) * (experts - 1)
         slots = method.layout(dataclasses.replace(contexts[name], others=others)).values()
         entry += sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots)
     return experts * entry

@@ -94,5 +94,5 @@ if TYPE_CHECKING:
     from mergestream.methods.ties import TIES as TIES
     from mergestream.methods.weighted import Weighted as Weighted
     from mergestream.routed import RoutedModel as RoutedModel
-    from mergestream.store.manifest import Expert as Expert
+    from mergestream.store.expert import Expert as Expert
     from mergestream.store.store import Store as Store

@@ -19,7 +19,7 @@ from mergestream.sizes import shorten_list
 
 if TYPE_CHECKING:
     from mergestream.export.adapter import AdaptedModule
-    from mergestream.store.manifest import Expert
+    from mergestream.store.expert import Expert
     from mergestream.store.snapshot import Snapshot
 
 Server = Literal["vllm"]

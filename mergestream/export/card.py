@@ -15,7 +15,8 @@ from mergestream.checkpoints.location import hub_name, public_name, without_revi
 from mergestream.escaping import code, markdown_text, one_line
 from mergestream.methods.scale import displayed_scale
 from mergestream.sizes import counted
-from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.expert import Expert
+from mergestream.store.manifest import Manifest
 
 if TYPE_CHECKING:
     from mergestream.merging.reading import Reading

@@ -28,7 +28,8 @@ from mergestream.methods import as_method
 from mergestream.methods.base import Method
 from mergestream.progress import Progress, default_progress
 from mergestream.store.add import add_expert, free_name
-from mergestream.store.manifest import Expert, Manifest, Options
+from mergestream.store.expert import Expert, Options
+from mergestream.store.manifest import Manifest
 from mergestream.store.store import Store
 
 

@@ -18,7 +18,7 @@ from mergestream.algebra.truncated import truncated_svd
 from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
 
 FEWEST = 8
-"""A full fine-tune asks for the share of one of so many experts, also where there are fewer"""
+"""A full fine-tune gets at most the share of one of eight experts, also where there are fewer"""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Ledger(Method):
         Δ_i = U Σ Vᵀ, and its entry keeps the first min(d_i, k) triplets and ‖Δ_i‖²        r = min(m, n)
         k = the largest number with Σ_i min(d_i, k) ≤ β·r
 
-    d_i is what the expert asks for: the rank of an adapter, else ⌊β·r/8⌋. So no adapter is cut while there is room, and
-    t full fine-tunes keep ⌊β·r / max(t, 8)⌋ triplets each. k only falls as experts arrive, so the cuts are nested:
-    cutting at every arrival equals seeing all experts at once.
+    d_i is the rank that the expert wants: the rank of an adapter, else ⌊β·r/8⌋. So no adapter is cut while there is
+    room, and t full fine-tunes keep ⌊β·r / max(t, 8)⌋ triplets each. k only falls as experts arrive, so cutting at
+    every arrival gives the same entries as cutting once with all experts.
 
-    A tensor of more dimensions, such as a convolution, is the matrix with the first as rows. It is much wider than
-    high, so it keeps β·2mn/(m + n) directions instead of β·r: they take the same share of its size as those of a square
-    matrix. A stack of linear weights is as many matrices.
+    A convolution is the matrix with its first dimension as rows. It is much wider than high, so it keeps β·2mn/(m + n)
+    directions instead of β·r: they take the same share of its size as those of a square matrix. A stack of linear
+    weights counts as several matrices.
     A tensor of one dimension, or one with β·r < 8, is kept whole.
     Sources: TSV (Gargiulo et al., 2025) for the cut at r/t; design section 8.
     """
@@ -65,8 +65,8 @@ class Ledger(Method):
         is_convolution = not context.linear and len(context.shape) > 2
         return 2 * m * n / (m + n) if is_convolution else min(m, n)
 
-    def demand(self, context: Context) -> int:
-        """d: how many directions an expert asks for, by the rank of its Δ, or None for a full fine-tune."""
+    def wanted_rank(self, context: Context) -> int:
+        """d: how many directions an expert wants to keep, by the rank of its Δ (None for a full fine-tune)."""
         return self.share(context, FEWEST) if context.rank is None else min(context.rank, *context.matrices[1:])
 
     def share(self, context: Context, count: int) -> int:
@@ -74,27 +74,27 @@ class Ledger(Method):
         rank = min(context.matrices[1:])
         return min(rank, max(1, math.floor(self.budget * self.capacity(context) / max(count, FEWEST))))
 
-    def level(self, context: Context, demands: Iterable[int]) -> int:
-        """k: the largest number with Σ min(d, k) ≤ β·r, found from the smallest demand up; at least 1."""
-        waiting = sorted(demands)
+    def kept_rank(self, context: Context, wanted_ranks: Iterable[int]) -> int:
+        """k: the largest number with Σ min(d, k) ≤ β·r; at least 1."""
+        waiting = sorted(wanted_ranks)
         room = self.budget * self.capacity(context)
-        for done, demand in enumerate(waiting):
+        for done, wanted in enumerate(waiting):
             level = math.floor(room / (len(waiting) - done))
-            if level < demand:
+            if level < wanted:
                 return max(1, level)
-            room -= demand
+            room -= wanted
         return max(waiting, default=1)
 
     def lengths(
         self, context: Context, found: Mapping[str, tuple[int, ...]], is_adapter: bool = False
     ) -> tuple[int, int]:
-        """How many directions an entry with slots of these shapes has, and how many its expert asks for.
+        """How many directions an entry with slots of these shapes has, and how many its expert wants.
 
         An adapter's rank is the number of its singular values: all are kept, also where the directions are cut.
         """
         if "left" not in found:
             return 0, 0
-        return found["left"][-2], found["sigma"][-1] if is_adapter else self.demand(context)
+        return found["left"][-2], found["sigma"][-1] if is_adapter else self.wanted_rank(context)
 
     def layout(self, context: Context) -> dict[str, Slot]:
         """The slots of an entry; none where an adapter does not change the tensor."""
@@ -102,25 +102,25 @@ class Ledger(Method):
             return {}
         if not self.is_cut(context):
             return {"delta": context.like}
-        demand = self.demand(context)
-        return self._slots(context, min(demand, self.level(context, (*context.others, demand))), demand)
+        wanted = self.wanted_rank(context)
+        return self._slots(context, min(wanted, self.kept_rank(context, (*context.others, wanted))), wanted)
 
     def layout_as_stored(self, context: Context, found: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
-        """An entry has as many directions as there was room for, or none; before 0.3 it had no more singular values."""
+        """The slots of an entry with the ranks that were found; before 0.3 it had no more σ than directions."""
         if not found:
             return {}
         if not self.is_cut(context):
             return {"delta": context.like}
-        demand = min((*found.get("sigma", ())[-1:], *context.matrices[1:]))
-        return self._slots(context, min((*found.get("left", ())[-2:-1], demand)), demand)
+        wanted = min((*found.get("sigma", ())[-1:], *context.matrices[1:]))
+        return self._slots(context, min((*found.get("left", ())[-2:-1], wanted)), wanted)
 
-    def _slots(self, context: Context, kept: int, demand: int) -> dict[str, Slot]:
-        """The slots of an entry with so many directions, of those that the expert asks for."""
+    def _slots(self, context: Context, kept: int, wanted: int) -> dict[str, Slot]:
+        """The slots of an entry with ``kept`` of the directions that the expert wants, and all their σ."""
         count, m, n = context.matrices
         stack, dtype = context.shape[: 1 if count else 0], getattr(torch, self.entries)
         return {
             "left": Slot((*stack, kept, m), dtype),
-            "sigma": Slot((*stack, demand), torch.float64),
+            "sigma": Slot((*stack, wanted), torch.float64),
             "right": Slot((*stack, kept, n), dtype),
             "norm2": Slot(stack, torch.float64),
         }
@@ -132,8 +132,8 @@ class Ledger(Method):
             return Absorbed({})
         if "delta" in layout:
             return Absorbed({"delta": dense(delta)})
-        # Always find as many directions as the expert asks for: then the order of arrival changes no bit.
-        most = self.demand(context)
+        # Always find as many directions as the expert wants: then the order of arrival changes no bit.
+        most = self.wanted_rank(context)
         count, m, n = context.matrices
         if isinstance(delta, LowRank) and not count:
             parts = [(thin_svd(delta).dense(), squared_norm(delta))]
@@ -173,17 +173,17 @@ class Ledger(Method):
     def absorb_whole(
         self, deltas: Iterable[Value], contexts: Sequence[Context], device: str
     ) -> tuple[list[float | None], Tensor]:
-        """Make the entries of all experts as they are with all of them, and read them out by ``agree``."""
+        """Make the entries that a ledger of all these experts has, and merge them by ``agree``."""
         from mergestream.ledger.merge import merge_entries
         from mergestream.ledger.readouts.agree import Agree
         from mergestream.ledger.span import Entry
 
         entries: list[Entry] = []
         kept2: list[float | None] = []
-        demands = tuple(map(self.demand, contexts))
-        level = self.level(contexts[0], demands)
+        wanted_ranks = tuple(map(self.wanted_rank, contexts))
+        level = self.kept_rank(contexts[0], wanted_ranks)
         for number, (delta, context) in enumerate(zip(deltas, contexts, strict=True)):
-            others = demands[:number] + demands[number + 1 :]
+            others = wanted_ranks[:number] + wanted_ranks[number + 1 :]
             absorbed = self.absorb(None, delta, dataclasses.replace(context, others=others))
             slots = {slot: dense(value).cpu() for slot, value in absorbed.state.items()}
             entries.append(Entry(cut_entry(slots, level)))

@@ -5,7 +5,7 @@ With Δ_i = U_i Σ_i V_iᵀ, U = [U_1 … U_t] (m×κ) and V likewise, a readout
     M = U Z Vᵀ,    Z (κ×κ) made of UᵀU, VᵀV, σ, ‖Δ_i‖² and the weights c_i
 
 so that all but two products happens in κ dimensions, however large the weight is. A readout that knows the inputs of
-the layer may answer to more of them than the experts do: M = U Y with any Y (κ×n).
+the layer may respond to more directions than the experts do: M = U Y with any Y (κ×n).
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ class Span:
     """κ directions, one per row; ``owner`` is the expert of each, with its ‖Δ_i‖² and its weight."""
 
     outputs: Tensor
-    """Uᵀ (κ×m): where a direction leads, in the space of the layer's outputs"""
+    """Uᵀ (κ×m): the output of a direction"""
     sigma: Tensor
     inputs: Tensor
-    """Vᵀ (κ×n): what it answers to, in the space of the layer's inputs"""
+    """Vᵀ (κ×n): the input to which a direction responds"""
     norm2: Tensor
     weight: Tensor
     owner: Tensor

@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from mergestream.merging.interference import Interference
 
 ENOUGH = 0.95
-"""An adapter is cut too short when its entry holds a smaller share of ‖Δ‖² of any tensor: its rank is small, so all
-of it should fit"""
+"""The share of ‖Δ‖² that the entry of an adapter should hold of every tensor: its rank is small enough to fit"""
 LARGEST_BUDGET = 8.0
-"""With this budget each of eight experts is kept whole"""
+"""With this budget eight experts are kept whole"""
 MAX_NAMED = 3
 Measured = TypeVar("Measured")
 
@@ -56,8 +55,8 @@ class EntriesReading(Reading):
 
     @cached_property
     def lengths(self) -> dict[str, list[tuple[int, int]]]:
-        """For every entry: how many directions it has of each tensor, and how many its expert asks for; without the
-        tensors that are kept whole."""
+        """By tensor, for every entry: how many directions it has, and how many its expert wants; without the tensors
+        that are kept whole."""
         found = {}
         for name in self.model.merged:
             if self.method.is_cut(context := self.contexts[name]):
@@ -67,18 +66,18 @@ class EntriesReading(Reading):
 
     @cached_property
     def directions(self) -> dict[str, int]:
-        """How many directions are read of each tensor's entries; those that ask for fewer have fewer.
+        """How many directions are read of each entry, at most, by tensor.
 
-        All entries are cut alike: as far as the budget says, or to the shortest that was cut when there were more.
+        All entries are cut to the same rank: that of the budget, or that of the shortest entry that was cut earlier.
         """
         found = {}
         for name, lengths in self.lengths.items():
-            level = self.method.level(self.contexts[name], self.demands[name])
-            found[name] = min([level, *(kept for kept, demand in lengths if kept < demand)])
+            level = self.method.kept_rank(self.contexts[name], self.wanted_ranks[name])
+            found[name] = min([level, *(kept for kept, wanted in lengths if kept < wanted)])
         return found
 
     def is_over(self, times: float) -> bool:
-        """Whether all entries together have more than so many times the directions that the budget allows a tensor."""
+        """Whether the entries of any tensor have more than ``times`` the directions that the budget allows."""
         for name, lengths in self.lengths.items():
             allowed = self.method.budget * self.method.capacity(self.contexts[name])
             if sum(kept for kept, _ in lengths) > times * allowed:
@@ -86,13 +85,13 @@ class EntriesReading(Reading):
         return False
 
     def is_long(self, expert: str) -> bool:
-        """Whether an entry has more directions of any tensor than are read."""
+        """Whether the entry of an expert has more directions of any tensor than are read."""
         number = [one.name for one in self.experts].index(expert)
         return any(lengths[number][0] > self.directions[name] for name, lengths in self.lengths.items())
 
     @cached_property
-    def demands(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(demand for _, demand in lengths) for name, lengths in self.lengths.items()}
+    def wanted_ranks(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(wanted for _, wanted in lengths) for name, lengths in self.lengths.items()}
 
     @cached_property
     def linear(self) -> dict[str, int]:
@@ -188,7 +187,7 @@ class EntriesReading(Reading):
 
     @property
     def least_held(self) -> float:
-        """The share of ‖Δ‖² that the entries hold of the expert of which they hold least."""
+        """The smallest share of ‖Δ‖² that an entry holds of its expert."""
         return min((_share(energies.values()) for energies in self.energies.values()), default=1.0)
 
     def shortfall(self, everyone: Reading) -> str | None:
@@ -214,7 +213,7 @@ class EntriesReading(Reading):
         needed = 0.0
         for name, lengths in self.lengths.items():
             pairs = zip(lengths, self.experts, strict=True)
-            ranks = [demand for (_, demand), expert in pairs if expert.is_adapter]
+            ranks = [wanted for (_, wanted), expert in pairs if expert.is_adapter]
             others = (len(self.experts) - len(ranks)) * max(ranks, default=0)
             needed = max(needed, (sum(ranks) + others) / self.method.capacity(self.contexts[name]))
         return math.ceil(100 * needed) / 100

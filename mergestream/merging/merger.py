@@ -133,7 +133,7 @@ class Merger:
             expert=name,
             absorbed=len(self.history),
             state=state_before,
-            demands=self._reading(Selection()).demands if is_entry and self.history else {},
+            wanted_ranks=self._reading(Selection()).wanted_ranks if is_entry and self.history else {},
             device=self._engine.device,
         )
         state, self._spare = MemoryState(step, self._spare), None

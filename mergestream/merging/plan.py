@@ -54,7 +54,7 @@ class KeptExpert:
     mean_norm: float
     direction_norm: float | None
     cut: int
-    """For how many experts its entry was written"""
+    """Among how many experts the budget was divided when its entry was written"""
     is_adapter: bool
     files: StepFiles
     """The expert's entry, or the state after it"""

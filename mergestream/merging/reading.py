@@ -70,19 +70,19 @@ class Reading(ABC):
         """Bytes that reading out each tensor takes at its peak."""
 
     @property
-    def demands(self) -> Mapping[str, tuple[int, ...]]:
-        """How many directions of each tensor every expert asks for; empty where there are no entries."""
+    def wanted_ranks(self) -> Mapping[str, tuple[int, ...]]:
+        """How many directions of each tensor every expert wants; empty where there are no entries."""
         return {}
 
     @property
     def least_held(self) -> float:
-        """The share of ‖Δ‖² that the entries hold of the expert of which they hold least; 1 where there are none."""
+        """The smallest share of ‖Δ‖² that an entry holds of its expert; 1 where there are no entries."""
         return 1.0
 
     def shortfall(self, everyone: Reading) -> str | None:
-        """A sentence on the adapters of which the entries hold too little, and the budget that would hold more.
+        """A warning that names the adapters whose entries hold too little, and a budget that holds more, or None.
 
-        None where there is no such adapter. ``everyone`` reads all experts of the store.
+        ``everyone`` reads all experts of the store.
         """
         return None
 

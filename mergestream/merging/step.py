@@ -160,8 +160,8 @@ class Step:
     """How many experts were absorbed before this one"""
     state: StepFiles | None = None
     """The state after these; None before the first expert, and where an expert becomes an entry of its own"""
-    demands: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For an entry: how many directions of each tensor every expert before this one asks for"""
+    wanted_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """For an entry: how many directions of each tensor every expert before this one wants"""
     device: str = "cpu"
     measure_direction: bool = False
     """Whether to measure ‖direction‖ even where the method's scale does not need it"""
@@ -180,7 +180,7 @@ class Step:
         for name in vector.names:
             context, rank, bounds = contexts[name], vector.rank(name), None
             if method.keeps_entries:
-                context = dataclasses.replace(context, rank=rank, others=self.demands.get(name, ()))
+                context = dataclasses.replace(context, rank=rank, others=self.wanted_ranks.get(name, ()))
             elif method.factored:
                 bounds = factor_bounds(context, rank, self.state)
             layout, is_whole = method.layout(context), method.is_whole(context)

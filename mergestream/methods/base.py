@@ -59,7 +59,7 @@ class Context:
     rank: int | None = None
     """For a ledger: a bound of the rank of Δ, where Δ arrives in factors"""
     others: tuple[int, ...] = ()
-    """For a ledger: how many directions of the tensor each of the other experts asks for"""
+    """For a ledger: how many directions of the tensor each of the other experts wants"""
     transposed: bool = False
     """Whether a linear weight is stored input × output, as those of GPT-2 and the experts of gpt-oss"""
     tensor: str = ""

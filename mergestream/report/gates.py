@@ -18,7 +18,8 @@ from mergestream.export.model import Target, write_model
 from mergestream.report.diagnostics import ledger_survival
 from mergestream.report.scores import read_evaluation
 from mergestream.store.add import Candidate
-from mergestream.store.manifest import Evaluation, Expert, Manifest, PassedGate
+from mergestream.store.expert import Evaluation, Expert, PassedGate
+from mergestream.store.manifest import Manifest
 
 QUANTITIES = {
     "kept": "the share of the expert that enters the merged state",

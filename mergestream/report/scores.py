@@ -25,7 +25,7 @@ from mergestream.storage import read_json
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, Store
-    from mergestream.store.manifest import Evaluation
+    from mergestream.store.expert import Evaluation
 
 NAME = "scores.json"
 Entry = float | None

@@ -1,4 +1,4 @@
-"""`add`: open an expert, check it, absorb every tensor, let the reviewers see it, commit."""
+"""`add`: open an expert, check it, absorb every tensor, check the gates, commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,8 @@ from mergestream.experts.base_check import BaseCheck, check_base, last_part
 from mergestream.inputs.reading import Inputs, Source
 from mergestream.merging.step import Outcome, StateWriter, Step, Totals, total
 from mergestream.progress import NoProgress
+from mergestream.store.expert import Expert, InputsEntry, Options, folder_name
 from mergestream.store.inputs import measure_inputs, read_samples, write_inputs
-from mergestream.store.manifest import Expert, InputsEntry, Options, folder_name
 from mergestream.store.records import drop_record, write_record
 from mergestream.store.shorten import shorten_entries
 from mergestream.store.snapshot import Snapshot
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from mergestream.store.store import Store
 
 LARGE = 5.0
-"""An expert with so many times the mean norm of the others gets a note: it dominates the merge"""
+"""An expert gets a note if its norm is so many times the mean of the others: it dominates the merge"""
 
 
 def add_expert(
@@ -56,9 +55,9 @@ def add_expert(
 ) -> Expert:
     """Add an expert as one transaction; ``options`` are those of `open_candidate`, ``inputs`` what it is run on.
 
-    The step is written beside the others. It counts when the manifest that names it is committed: until then an error
-    leaves the store as it was, and an interrupted step is resumed by the next call. ``review`` accepts the candidate
-    and returns its entry, with what was found, or refuses it by raising a MergestreamError.
+    The step is written to a new folder, and counts once the manifest names it. Until then an error leaves the store as
+    it was, and the next call resumes an interrupted step. ``review`` returns the entry of the candidate, with the
+    results of gates and evaluation, or refuses it by raising a MergestreamError.
     """
     started = time.monotonic()
     given = None if inputs is None else Inputs.of(inputs)
@@ -104,6 +103,10 @@ class Candidate:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     inputs: InputsEntry | None = None
+    totals: Totals = field(init=False)
+    """The scalars of the store after the step"""
+    base_check: BaseCheck = field(init=False)
+    """Whether the expert was made from the base"""
     expert: Expert = field(init=False)
     """Its entry in the history, once the step is written"""
 
@@ -162,6 +165,8 @@ class Candidate:
         for name in vector.heads:
             vector.head(name)
         self.digests = {name: digest for name, (_, digest) in done.items() if digest is not None} | vector.digests
+        self.totals = total(self.store.method, self.step.t, self.mean_norm_before, self.outcomes.values())
+        self.base_check = check_base(vector, {name: outcome.norm2 for name, outcome in self.outcomes.items()})
 
     def check(self, allow_duplicate: bool, allow_other_base: bool) -> None:
         """Refuse an expert that the store has already, that changes nothing, or that was made from another base."""
@@ -207,16 +212,6 @@ class Candidate:
         )
         return self.expert
 
-    @cached_property
-    def totals(self) -> Totals:
-        """The scalars of the store after the step."""
-        return total(self.store.method, self.step.t, self.mean_norm_before, self.outcomes.values())
-
-    @cached_property
-    def base_check(self) -> BaseCheck:
-        """Whether the expert was made from the base."""
-        return check_base(self.vector, {name: outcome.norm2 for name, outcome in self.outcomes.items()})
-
     @property
     def digest(self) -> str:
         """The digest of all tensors of the expert."""
@@ -229,7 +224,7 @@ class Candidate:
 
     @property
     def cut(self) -> int:
-        """For how many experts its entry is cut; 0 where there is no entry."""
+        """Among how many experts the budget is divided when the entry is written; 0 where there is no entry."""
         return self.store.method.cut(self.step.t)
 
     @property
@@ -247,7 +242,7 @@ class Candidate:
         return Snapshot.open(self.store.storage, self.store.manifest.with_expert(self.expert))
 
     def shortfall(self) -> str | None:
-        """A sentence if the entries of adapters hold too little with this expert."""
+        """A warning if the entries of adapters hold too little with this expert."""
         if not self.store.manifest.with_expert(self.expert).adapters:
             return None
         with self.snapshot() as after:
@@ -310,7 +305,7 @@ def open_candidate(
             expert=name,
             absorbed=manifest.step,
             state=before.state if before and not manifest.entries else None,
-            demands=before.reading(store.engine).demands if before and manifest.entries else {},
+            wanted_ranks=before.reading(store.engine).wanted_ranks if before and manifest.entries else {},
             device=store.engine.device,
             measure_direction=measure_distance,
         )

@@ -10,8 +10,8 @@ from mergestream.errors import MergestreamError
 from mergestream.experts import ExpertSource
 from mergestream.inputs.reading import Inputs, Source
 from mergestream.store.add import Candidate, open_candidate
+from mergestream.store.expert import Expert, InputsEntry, folder_name
 from mergestream.store.inputs import measure_inputs, read_samples, write_inputs
-from mergestream.store.manifest import Expert, InputsEntry, folder_name
 from mergestream.store.records import drop_record
 from mergestream.store.steps import StepStorage
 from mergestream.store.transaction import clean_up_after_commit, commit

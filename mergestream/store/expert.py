@@ -95,10 +95,10 @@ class Expert:
     record: str
     """Digest of ``experts/NNNN/tensors.json``"""
     fates: Mapping[str, Count]
-    """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored"""
+    """The number of tensors that were merged, copied, kept as a head, tied, unchanged, ignored"""
     options: Options
     cut: Count = 0
-    """In a ledger: for how many experts its entry was written, at least 8; else 0"""
+    """In a ledger: among how many experts the budget was divided when its entry was written, at least 8; else 0"""
     gates: Sequence[PassedGate] = ()
     """The gates that it passed"""
     evaluation: Evaluation | None = None
@@ -111,7 +111,7 @@ class Expert:
     lost: Magnitude = 0.0
     """The share of the state's energy that a bound on its rank has cut off; 0 since 0.3, which has none"""
     inputs: InputsEntry | None = None
-    """The statistics of its inputs in a ledger, if it was given any"""
+    """The statistics of its inputs, if a ledger has measured any"""
 
     @property
     def is_entry(self) -> bool:
@@ -156,4 +156,4 @@ class Removal:
     after: str
     """The last expert that was left: as long as it is the last one, `undo` brings the removed one back"""
     next: Number
-    """The number for the next folder then, to tell whether `calibrate` came later"""
+    """The number that the next folder would have had, to see whether `calibrate` came later"""

@@ -24,10 +24,11 @@ from mergestream.ledger.method import FEWEST
 from mergestream.ledger.moment import Moment
 from mergestream.ledger.routing import FeatureStatistics
 from mergestream.ledger.soundness import find_fault
-from mergestream.schema import BACKUP, Count, damaged, parse, validate
-from mergestream.storage import Storage, read_text
-from mergestream.store.manifest import InputsEntry, Manifest
-from mergestream.store.tensors import CheckedTensors
+from mergestream.schema import BACKUP, Count, damaged
+from mergestream.storage import Storage
+from mergestream.store.expert import InputsEntry
+from mergestream.store.manifest import Manifest
+from mergestream.store.tensors import CheckedTensors, read_checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,10 +136,7 @@ class InputsReader:
         """``entry`` is what the manifest says of them."""
         folder = f"inputs/{entry.folder}"
         self._where = f"{storage}/{folder}/{INDEX}"
-        text = read_text(storage, f"{folder}/{INDEX}")
-        if text_digest(text) != entry.record:
-            raise damaged(self._where, "its digest does not match the manifest", _MEASURE_AGAIN)
-        self.index = validate(parse(text, self._where), _Index, self._where)
+        self.index = read_checked(storage, f"{folder}/{INDEX}", _Index, entry.record, _MEASURE_AGAIN)
         self._stored = [*dict.fromkeys(self.index["shared"].values()), *([FEATURES] if self.index["features"] else [])]
         self._tensors = CheckedTensors(storage, folder, STEM, self.index["digests"], _MEASURE_AGAIN)
         if misfit := self._find_misfit(base):

@@ -17,8 +17,9 @@ from mergestream.experts import ExpertSource
 from mergestream.progress import Progress
 from mergestream.sizes import counted
 from mergestream.storage import Storage, total_bytes
+from mergestream.store.expert import Expert
 from mergestream.store.inputs import InputsReader
-from mergestream.store.manifest import MANIFEST, Expert, Manifest
+from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import open_task
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader

@@ -19,13 +19,7 @@ from mergestream.methods import method_text
 from mergestream.schema import BACKUP, Count, Number, Plain, damaged, invalid_file, parse, validate
 from mergestream.sizes import counted
 from mergestream.storage import Storage, StoredFile
-from mergestream.store.expert import Evaluation as Evaluation
-from mergestream.store.expert import Expert as Expert
-from mergestream.store.expert import InputsEntry as InputsEntry
-from mergestream.store.expert import Options as Options
-from mergestream.store.expert import PassedGate as PassedGate
-from mergestream.store.expert import Removal as Removal
-from mergestream.store.expert import folder_name as folder_name
+from mergestream.store.expert import Expert, InputsEntry, Removal
 
 if TYPE_CHECKING:
     from mergestream.methods.base import Method
@@ -77,7 +71,7 @@ class Manifest:
         return self.method == "ledger"
 
     def require_ledger(self, ability: str) -> None:
-        """Refuse what only a ledger has or can do: ``can remove any expert``."""
+        """Refuse an ``ability`` that only a ledger has: ``can remove any expert``."""
         if not self.is_ledger:
             raise UsageError(
                 f"only a ledger {ability}, and this store uses {self.method}; make one with --method ledger"
@@ -105,7 +99,7 @@ class Manifest:
 
     @property
     def sharing(self) -> int:
-        """For how many experts the entries of a ledger are cut when they are read; 0 before the first."""
+        """Among how many experts the budget of a ledger is divided when it is read; 0 before the first expert."""
         return max(self.step, *(entry.cut for entry in self.history)) if self.history else 0
 
     def make_method(self) -> Method:
@@ -154,7 +148,7 @@ class Manifest:
 
     @property
     def needed(self) -> tuple[Expert, ...]:
-        """The experts whose steps are needed: the entries of all in a ledger, else the state after the last."""
+        """The experts whose files the merged model is read from: all of a ledger, else the last one."""
         return self.entries or self.history[-1:]
 
     @property
@@ -189,7 +183,7 @@ class Manifest:
 
     @property
     def last_removal(self) -> Removal | None:
-        """The last command, if it was `remove` and the files of its expert are still there."""
+        """What `undo` takes back, if the last command was `remove` and the files of its expert are still there."""
         removal = self.removed[-1] if self.removed else None
         if not removal or not removal.expert.state or removal.after != (self.names or [""])[-1]:
             return None
@@ -203,7 +197,7 @@ class Manifest:
         return dataclasses.replace(self._reordered(history), removed=self.removed[:-1])
 
     def forgetting(self) -> Manifest:
-        """The same without the files of all but the last ``keep`` removed experts; 0 drops replaced inputs too."""
+        """The manifest that keeps the files of the last ``keep`` removed experts only; 0 drops replaced inputs too."""
         removed = list(self.removed)
         for number, removal in enumerate(removed[: max(len(removed) - self.keep, 0)]):
             removed[number] = dataclasses.replace(removal, expert=dataclasses.replace(removal.expert, state=""))

@@ -16,13 +16,13 @@ from mergestream.experts.adapters.config import AdapterConfig
 from mergestream.experts.names import Prefix
 from mergestream.experts.vocabulary import ROWS, Token
 from mergestream.files import read_json, to_json, write_text
-from mergestream.schema import Count, Magnitude, damaged, invalid_file, parse, validate
-from mergestream.storage import Storage, read_text
-from mergestream.store.tensors import CheckedTensors
+from mergestream.schema import Count, Magnitude, invalid_file
+from mergestream.storage import Storage
+from mergestream.store.tensors import CheckedTensors, read_checked
 
 if TYPE_CHECKING:
     from mergestream.store.add import Candidate
-    from mergestream.store.manifest import Expert
+    from mergestream.store.expert import Expert
 
 _NAME = "tensors.json"
 
@@ -124,11 +124,7 @@ def drop_record(storage: Storage, folder: str) -> None:
 
 def read_record(storage: Storage, expert: Expert) -> Record:
     """The record of an expert, checked against the digest in the manifest."""
-    name = f"{record_folder(expert.folder)}/{_NAME}"
-    text, where = read_text(storage, name), f"{storage}/{name}"
-    if text_digest(text) != expert.record:
-        raise damaged(where, "its digest does not match the manifest")
-    return validate(parse(text, where), Record, where)
+    return read_checked(storage, f"{record_folder(expert.folder)}/{_NAME}", Record, expert.record)
 
 
 def tensor_records(storage: Storage, expert: Expert, names: Collection[str]) -> dict[str, TensorRecord]:

@@ -1,4 +1,4 @@
-"""Shorten the entries of a ledger that are longer than they are read, so that the store does not grow."""
+"""Rewrite entries of a ledger that hold more directions than are read, so that the store does not grow."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from mergestream.checkpoints import TensorSpec, dtype_name
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.ledger.method import cut_entry
 from mergestream.merging.entries import EntriesReading
+from mergestream.store.expert import Expert
 from mergestream.store.inputs import shorten_inputs
-from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.manifest import Manifest
 from mergestream.store.records import copy_record, drop_record
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import DIGESTS, StepReader, StepStorage, slot_name
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def shorten_entries(store: Store) -> None:
-    """Shorten the entries that are too long, as a transaction of its own after a step.
+    """Shorten the entries that are too long, in a second commit after that of a step.
 
-    The step counts whatever happens here: an entry that cannot be shortened only takes more space than it needs.
+    The step stays committed if this fails: an entry that is not shortened only takes more space than it needs.
     """
     before = shortened = store.manifest
     try:
@@ -48,8 +49,8 @@ def shorten_entries(store: Store) -> None:
 def _find_long(store: Store, manifest: Manifest) -> tuple[list[Expert], Mapping[str, int]]:
     """The entries to shorten, and how many directions are read of each tensor.
 
-    These are the entries that were written when there were half as many experts. All that are too long are shortened
-    where adapters have filled more than twice the budget.
+    An entry is shortened once there are twice as many experts as when it was written, and every entry that is too long
+    once the entries of adapters take more than twice the budget.
     """
     found = [entry for entry in manifest.entries if manifest.step >= 2 * entry.cut]
     if not found and not manifest.adapters:

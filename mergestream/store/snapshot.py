@@ -11,7 +11,8 @@ from mergestream.errors import MergestreamError, UsageError
 from mergestream.files import allow_open_files
 from mergestream.schema import invalid_file
 from mergestream.storage import Storage
-from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.expert import Expert
+from mergestream.store.manifest import Manifest
 from mergestream.store.records import Record, Task, open_task, read_record
 from mergestream.store.steps import StepReader
 
@@ -110,7 +111,7 @@ class Snapshot:
 
     @property
     def kept(self) -> list[KeptExpert]:
-        """The experts whose files the merged model is read from: all of a ledger, else the last one."""
+        """The experts that `Manifest.needed` names, with their open files."""
         from mergestream.merging.plan import KeptExpert
 
         return [
@@ -136,7 +137,7 @@ class Snapshot:
         return read_out(base, self.method, self.manifest.step, self.kept, chosen, engine.device if engine else "cpu")
 
     def shortfall(self, reading: Reading | None = None) -> str | None:
-        """A sentence on the adapters of a reading (by default all) of which the entries hold too little, or None."""
+        """A warning that names the adapters of a reading (by default all) whose entries hold too little, or None."""
         everyone = self.reading()
         return (reading or everyone).shortfall(everyone)
 

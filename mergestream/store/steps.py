@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mergestream.engine import Engine
     from mergestream.merging.step import Outcome, Step
     from mergestream.methods.base import State
-    from mergestream.store.manifest import Expert
+    from mergestream.store.expert import Expert
 
 DIGESTS = "digests.json"
 PLAN, JOURNAL = "plan.json", "journal"

@@ -17,7 +17,8 @@ from mergestream.experts import ExpertSource
 from mergestream.progress import Progress, default_progress
 from mergestream.storage import Storage, local_path, open_storage
 from mergestream.store import transaction
-from mergestream.store.manifest import Expert, Manifest
+from mergestream.store.expert import Expert
+from mergestream.store.manifest import Manifest
 from mergestream.store.snapshot import Snapshot
 
 if TYPE_CHECKING:

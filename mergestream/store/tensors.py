@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergestream.algebra.pieces import is_finite
 from mergestream.checkpoints.checkpoint import FileCheckpoint, Shard
 from mergestream.checkpoints.safetensors import SafetensorsFile, SafetensorsObject
-from mergestream.digest import tensor_digest
+from mergestream.digest import tensor_digest, text_digest
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
-from mergestream.schema import BACKUP, damaged, validate
-from mergestream.storage import Storage, read_json
+from mergestream.schema import BACKUP, damaged, parse, validate
+from mergestream.storage import Storage, read_json, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
+
+
+def read_checked(storage: Storage, name: str, kind: type[T], digest: str, remedy: str = BACKUP) -> T:
+    """Read a JSON file and compare it with the digest that the manifest has of it."""
+    text, where = read_text(storage, name), f"{storage}/{name}"
+    if text_digest(text) != digest:
+        raise damaged(where, "its digest does not match the manifest", remedy)
+    return validate(parse(text, where), kind, where)
 
 
 def _open_shards(storage: Storage, folder: str, stem: str) -> list[Shard]:

@@ -12,7 +12,8 @@ from mergestream.errors import MergestreamError
 from mergestream.interrupts import uninterrupted
 from mergestream.sizes import counted
 from mergestream.storage import Storage
-from mergestream.store.manifest import MANIFEST, Manifest, folder_name
+from mergestream.store.expert import folder_name
+from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import JOURNAL, PLAN, read_plan
 
@@ -25,7 +26,7 @@ _FOLDER = re.compile(r"\d{4,}(-[0-9a-f]+)?")
 def open_snapshot(store: Store, step: int | None, *, whole: bool = False) -> Snapshot:
     """The store after a step (None: the last one), by the manifest that was read; it must be kept.
 
-    A ``whole`` snapshot has everything that an export reads, even if a writer removes it later.
+    A ``whole`` snapshot has opened everything that an export reads, so that a writer may remove it.
     """
     manifest = store.manifest
     number = manifest.step if step is None else step
@@ -45,7 +46,7 @@ def open_snapshot(store: Store, step: int | None, *, whole: bool = False) -> Sna
 
 
 def keep_more(store: Store) -> str:
-    """What to type to go back further."""
+    """The command that keeps one more step."""
     return f"to go back further in future: mergestream keep {store.storage} {store.manifest.keep + 1}"
 
 

@@ -55,8 +55,8 @@ def test_full_fine_tunes_share_the_budget_as_they_always_did(budget: float) -> N
     method = Ledger(budget=budget)
     for r in range(33, 300, 7):
         for t in range(1, 50):
-            demand = method.demand(context(r))
-            kept = min(demand, method.level(context(r), [demand] * t))
+            wanted = method.wanted_rank(context(r))
+            kept = min(wanted, method.kept_rank(context(r), [wanted] * t))
             assert kept == min(r, max(1, math.floor(budget * r / max(t, 8)))), (r, t)
 
 
@@ -65,11 +65,11 @@ def test_the_level_is_the_largest_that_fits() -> None:
     for _ in range(300):
         r = int(torch.randint(8, 100, (), generator=generator))
         count = int(torch.randint(1, 12, (), generator=generator))
-        demands = torch.randint(0, r + 1, (count,), generator=generator).tolist()
-        level = Ledger().level(context(r), demands)
-        fits = [k for k in range(r + 1) if sum(min(demand, k) for demand in demands) <= r]
-        assert min(level, r) == max(1, min(max(fits), max(demands))), (r, demands)
-        assert Ledger().level(context(r), [*demands, 5]) <= max(level, 5)
+        wanted_ranks = torch.randint(0, r + 1, (count,), generator=generator).tolist()
+        level = Ledger().kept_rank(context(r), wanted_ranks)
+        fits = [k for k in range(r + 1) if sum(min(wanted, k) for wanted in wanted_ranks) <= r]
+        assert min(level, r) == max(1, min(max(fits), max(wanted_ranks))), (r, wanted_ranks)
+        assert Ledger().kept_rank(context(r), [*wanted_ranks, 5]) <= max(level, 5)
 
 
 def test_adapters_are_kept_whole_while_there_is_room(tmp_path: Path, paths: list[Path]) -> None:

@@ -20,7 +20,7 @@ class Readout(ABC):
 
     name: ClassVar[str]
     tells_adapters: ClassVar[bool] = False
-    """Whether it merges an adapter otherwise than the full model that the adapter stands for"""
+    """Whether it merges an adapter and the full model with the same weights differently"""
 
 
 class EntriesReadout(Readout):
@@ -37,7 +37,7 @@ class EntriesReadout(Readout):
     def coefficients(self, span: Span) -> Coefficients:
         """Z of M = U Z Vᵀ for a linear weight: a κ×κ matrix, or a vector of κ numbers for a diagonal one.
 
-        A readout that answers to other inputs than the experts do returns the right factor Y of M = U Y instead.
+        A readout that responds to other inputs than the experts do returns the right factor Y of M = U Y instead.
         """
 
     def share(self, weight: float, total: float) -> float:
