@@ -10,7 +10,7 @@ from mergestream.errors import MergestreamError
 from mergestream.experts import ExpertSource
 from mergestream.inputs.reading import Inputs, Source
 from mergestream.store.add import Candidate, open_candidate
-from mergestream.store.expert import Expert, InputsEntry, folder_name
+from mergestream.store.expert import Expert, InputsEntry
 from mergestream.store.inputs import measure_inputs, read_samples, write_inputs
 from mergestream.store.records import drop_record
 from mergestream.store.steps import StepStorage
@@ -37,14 +37,14 @@ def calibrate_expert(store: Store, name: str, inputs: Source | Inputs, expert: E
         ) as candidate:
             _check_same(candidate, entry)
             found = measure_inputs(candidate, inputs, samples, entry.cut)
-        number, mark = manifest.next_number, store.storage.new_mark()
-        folder = folder_name(number, mark)
+        folder = candidate.folder
         files = StepStorage(store.storage, folder)
         files.begin({"commit": manifest.commit}, resumable=False)  # its plan keeps the files from being cleaned up
         try:
             record = write_inputs(store.storage, folder, found)
             before = dataclasses.replace(entry.inputs, before=None) if entry.inputs else None
-            kept = InputsEntry(number, found.count, record, mark, manifest.history[-1].name, before)
+            last = manifest.history[-1].name
+            kept = InputsEntry(candidate.number, found.count, record, candidate.mark, last, before)
             calibrated = dataclasses.replace(entry, inputs=kept)
             commit(store, manifest.replacing(entry, calibrated).forgetting())
         except BaseException:
