@@ -1,4 +1,4 @@
-"""Which expert should answer: a linear discriminant of pooled features, made of a few numbers per expert."""
+"""A router chooses the expert for an input: a linear discriminant of pooled features, a few numbers per expert."""
 
 from __future__ import annotations
 

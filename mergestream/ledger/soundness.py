@@ -1,4 +1,4 @@
-"""What an entry of a ledger, or a moment of inputs, must be; checked when it is read, as it may be somebody else's."""
+"""Checks of entries of a ledger and of moments of inputs when they are read: a store may come from somebody else."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class Entry:
 
 
 def in_order(entries: Sequence[Entry]) -> list[int]:
-    """The numbers of the entries that change the tensor or know its inputs, in an order that does not depend on the
-    order of arrival."""
+    """The numbers of the entries that change the tensor or know its inputs, sorted by content: the order of arrival
+    makes no difference."""
     identities = {}
     for number, entry in enumerate(entries):
         if entry.slots or entry.moment:
@@ -159,7 +159,7 @@ class Span:
 
     @property
     def reversed(self) -> Span:
-        """The same of all Δ_iᵀ."""
+        """The span of all Δ_iᵀ: inputs and outputs change places."""
         return replace(self, outputs=self.inputs, inputs=self.outputs)
 
     def damage(self, coefficients: Coefficients) -> dict[int, float]:

@@ -130,7 +130,7 @@ def write_inputs(storage: Storage, folder: str, found: InputStatistics) -> str:
 
 
 class InputsReader:
-    """The statistics of one expert's inputs, held to what they must be: a store may come from somebody else."""
+    """The statistics of one expert's inputs, checked as they are read: a store may come from somebody else."""
 
     def __init__(self, storage: Storage, entry: InputsEntry, base: BaseModel) -> None:
         """``entry`` is what the manifest says of them."""
@@ -144,7 +144,7 @@ class InputsReader:
             raise damaged(self._where, misfit, _MEASURE_AGAIN)
 
     def _find_misfit(self, base: BaseModel) -> str | None:
-        """What is missing, unknown, or of another width than the inputs that it is of; by the headers alone."""
+        """What is wrong by the headers alone: a tensor is missing, unknown, or not as wide as the inputs; or None."""
         found, features = self._tensors.tensors, ["mean"] if self.index["features"] else []
         expected = {*features, *(f"{part}:{name}" for name in self._stored for part in _PARTS)}
         if differing := expected ^ found.keys():
@@ -173,7 +173,7 @@ class InputsReader:
         return FeatureStatistics(count, self._tensors.read("mean").double(), self._moment(FEATURES))
 
     def statistics(self) -> InputStatistics:
-        """Everything at once."""
+        """All moments and features."""
         shared = self.index["shared"]
         moments = {name: self._moment(name) for name in dict.fromkeys(shared.values())}
         return InputStatistics(LayerMoments(shared, moments), self.features(), self.index["count"])

@@ -10,7 +10,7 @@ LENGTH = 1.5
 
 
 class Outputs(Agree):
-    """`agree` from the other side, with a chosen length: the merge of adapters.
+    """`agree` on the side of the outputs, scaled to a fixed norm: for adapters.
 
         Mᵀ of `agree` for all Δ_iᵀ,  times 1.5 n/‖M‖  with n = Σ c_i ‖Δ_i‖ / Σ c_i
 

@@ -15,7 +15,7 @@ RIDGE = 0.01
 
 
 class Regress(EntriesReadout):
-    """Least squares on the experts' inputs, and then as long as the experts are on them.
+    """Least squares on the experts' inputs, scaled to the norm that the experts have on them.
 
     M minimises Σ c_i (‖(M − Δ_i) G_i^½‖² + ‖L_i^½ (M − Δ_i)‖²) + ε ‖M − S‖². With H_i the second moment of the inputs
     of expert i, and H_i, Δ_iᵀΔ_i and Δ_iΔ_iᵀ divided by their traces:
