@@ -48,7 +48,7 @@ class TrackedStep:
             found["damage"] = max(damage.values(), default=None)
         else:
             found |= {"distance": entry.distance, "scale": entry.scale}
-            found["lambda"] = entry.lambda_ if manifest.is_opcm else None
+            found["lambda"] = entry.lambda_ if manifest.method == "opcm" else None
         if entry.evaluation:
             found["score"] = entry.score
             found |= {f"score/{task}": value for task, value in entry.evaluation.get("scores", {}).items()}

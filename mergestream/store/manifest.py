@@ -78,11 +78,6 @@ class Manifest:
             )
 
     @property
-    def is_opcm(self) -> bool:
-        """Whether there is a λ_t to plot against √t."""
-        return self.method == "opcm"
-
-    @property
     def entries(self) -> tuple[Expert, ...]:
         """The experts that have an entry in a ledger; empty where one state has absorbed all."""
         return tuple(entry for entry in self.history if entry.is_entry)
