@@ -13,7 +13,9 @@ from torch import Tensor
 from mergestream.algebra.lowrank import dense
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
-from mergestream.experts.adapters import BoundAdapter, open_adapter
+from mergestream.checkpoints.location import locate
+from mergestream.experts.adapters import adapter as adapters
+from mergestream.experts.adapters.adapter import Adapter, BoundAdapter
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -97,6 +99,10 @@ def workshop(tmp_path: Path) -> Workshop:
 def edit_config(adapter: Path, **fields: Any) -> None:
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def open_adapter(directory: Path) -> Adapter:
+    return adapters.open_adapter(locate(directory))
 
 
 def bind(adapter: Path, base: Path) -> BoundAdapter:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mergestream.algebra.pieces import LARGEST_NORM, SquaredNorm, is_finite, ranges
 from mergestream.base.architecture import find_architecture, load_architecture
 from mergestream.base.names import are_adapter_names
-from mergestream.base.roles import Role, find_roles, model_names, tied_names
+from mergestream.base.roles import TensorRole, find_roles, model_names, tied_names
 from mergestream.checkpoints import DTYPES, FLOATS, Checkpoint, TensorInfo, TensorSpec
 from mergestream.checkpoints.checkpoint import RenamedCheckpoint
 from mergestream.checkpoints.layout import explain_directory, model_config, refuse_quantised
@@ -40,19 +40,14 @@ MAX_ELEMENTS = 2**40
 """Largest tensor that a manifest may describe: even zeros take time to process"""
 
 
-@dataclass(frozen=True)
-class BaseTensor(TensorSpec):
+@dataclass(frozen=True, kw_only=True)
+class BaseTensor(TensorRole, TensorSpec):
     """One tensor of the base: dtype, shape, role and digest."""
 
-    role: Role
-    rule: str
-    tied_to: str | None
     digest: str
     """Empty if the base was not measured; then it is not verified either"""
     norm: Magnitude
     """0 for integers"""
-    module: str | None = None
-    """The class of the module whose weight it is (``torch.nn.Conv2d``, ``Conv1D``), if the architecture is known"""
 
     @cached_property
     def merges(self) -> bool:
@@ -105,13 +100,13 @@ class BaseModel:
             )
         architecture = find_architecture(checkpoint)
         roles = find_roles(checkpoint, architecture, linear=linear, not_linear=not_linear, heads=heads)
-        measured = dict.fromkeys(roles, Measured("", 0.0))
+        measured = dict.fromkeys(roles, ("", 0.0))
         if measure:
-            measured = measure_tensors(checkpoint, list(roles), engine or LocalEngine(), progress or default_progress())
-        tensors = {
-            name: BaseTensor(info.dtype, info.shape, **vars(roles[name]), **measured[name]._asdict())
-            for name, info in checkpoint.tensors.items()
-        }
+            measured = measure_tensors(checkpoint, engine or LocalEngine(), progress or default_progress())
+        tensors = {}
+        for name, info in checkpoint.tensors.items():
+            digest, norm = measured[name]
+            tensors[name] = BaseTensor(info.dtype, info.shape, **vars(roles[name]), digest=digest, norm=norm)
         if not any(tensor.merges for tensor in tensors.values()):
             raise MergestreamError(f"{checkpoint.source} has no floating-point tensor to merge; give another base")
         ties, spellings = tied_names(architecture, roles), model_names(checkpoint, architecture)
@@ -165,11 +160,6 @@ class BaseModel:
         linear = (tensor.shape for tensor in self.tensors.values() if tensor.role == "linear")
         return sum(shape[0] if len(shape) == 3 else 1 for shape in linear)
 
-    @property
-    def has_head(self) -> bool:
-        """Whether the base has a head itself, in place of which every expert keeps its own."""
-        return any(tensor.role == "head" for tensor in self.tensors.values())
-
     def is_head(self, name: str) -> bool:
         """Whether a name matches a glob of ``--heads``."""
         return any(fnmatchcase(name, glob) for glob in self.heads)
@@ -209,11 +199,10 @@ class BaseModel:
     def with_weights(self, checkpoint: Checkpoint, engine: Engine, progress: Progress) -> BaseModel:
         """The same base, measured from a checkpoint with its weights, and with the stored dtypes."""
         self.check(checkpoint)
-        measured = measure_tensors(checkpoint, list(self.tensors), engine, progress)
-        tensors = {
-            name: dataclasses.replace(tensor, dtype=checkpoint.tensors[name].dtype, **measured[name]._asdict())
-            for name, tensor in self.tensors.items()
-        }
+        tensors = dict(self.tensors)
+        for name, (digest, norm) in measure_tensors(checkpoint, engine, progress).items():
+            dtype = checkpoint.tensors[name].dtype
+            tensors[name] = dataclasses.replace(tensors[name], dtype=dtype, digest=digest, norm=norm)
         return dataclasses.replace(self, source=checkpoint.source, tensors=tensors)
 
     def to_json(self) -> dict[str, Any]:
@@ -225,29 +214,27 @@ class BaseModel:
         """Read the base's section of the manifest at ``path``."""
         model = validate({"linear": [], "not_linear": [], **data}, cls, path)
         for name, tensor in model.tensors.items():
-            if fault := _fault(name, tensor, model):
-                raise invalid_file(path, f"of {name} it says that {fault}")
+            if not _is_possible(name, tensor, model):
+                kind = f"{tensor.role} of type {tensor.dtype} and shape {list(tensor.shape)}, tied to {tensor.tied_to}"
+                raise invalid_file(path, f"{name} cannot be {kind}")
         if unknown := set(model.tied_names.values()) - model.tensors.keys():
             raise invalid_file(path, f"{min(unknown)}, to which others are tied, is not in it")
         return model if "linear" in data else _from_format_1(model)
 
 
-def _fault(name: str, tensor: BaseTensor, model: BaseModel) -> str | None:
-    """An impossible property of a tensor, or None."""
-    if name == "__metadata__" or tensor.dtype not in DTYPES:
-        return f"its type is {tensor.dtype}"
-    if len(tensor.shape) > MAX_DIMENSIONS or math.prod(max(n, 1) for n in tensor.shape) > MAX_ELEMENTS:
-        return f"its shape is {list(tensor.shape)}"
-    if tensor.merges and tensor.dtype not in FLOATS.values():
-        return f"it is {tensor.role} and {tensor.dtype}"
-    if tensor.role == "linear" and len(tensor.shape) not in (2, 3):
-        return f"it is linear and of the shape {list(tensor.shape)}"
-    tied_to = model.tensors.get(tensor.tied_to or name)
-    if (tensor.role == "tied") != (tensor.tied_to is not None):
-        return f"it is {tensor.role} and tied to {tensor.tied_to}"
-    if tied_to is None or tied_to.shape != tensor.shape or (tied_to.role == "tied" and tied_to is not tensor):
-        return f"it is tied to {tensor.tied_to}"
-    return None
+def _is_possible(name: str, tensor: BaseTensor, model: BaseModel) -> bool:
+    """Whether a base can have such a tensor."""
+    original = model.tensors.get(tensor.tied_to or name)
+    return (
+        name != "__metadata__"
+        and tensor.dtype in (FLOATS.values() if tensor.merges else DTYPES)
+        and len(tensor.shape) in ((2, 3) if tensor.role == "linear" else range(MAX_DIMENSIONS + 1))
+        and math.prod(max(n, 1) for n in tensor.shape) <= MAX_ELEMENTS
+        and (tensor.role == "tied") == (tensor.tied_to is not None)
+        and original is not None
+        and original.shape == tensor.shape
+        and (original is tensor or original.role != "tied")
+    )
 
 
 def _from_format_1(model: BaseModel) -> BaseModel:
@@ -274,18 +261,9 @@ def base_changed(name: str, checkpoint: Checkpoint) -> MergestreamError:
     )
 
 
-class Measured(NamedTuple):
-    """Digest and norm of a tensor."""
-
-    digest: str
-    norm: float
-
-
-def measure_tensors(
-    checkpoint: Checkpoint, names: Sequence[str], engine: Engine, progress: Progress
-) -> dict[str, Measured]:
+def measure_tensors(checkpoint: Checkpoint, engine: Engine, progress: Progress) -> dict[str, tuple[str, float]]:
     """Compute digest and norm of each tensor; refuse NaN and Inf."""
-    costs = {name: checkpoint.tensors[name].nbytes for name in names}
+    costs = {name: info.nbytes for name, info in checkpoint.tensors.items()}
     measured = {}
     with progress.task("reading the base", sum(costs.values())) as advance:
         for name, result in engine.run(costs, lambda name: _measure(checkpoint, name)):
@@ -294,7 +272,7 @@ def measure_tensors(
     return measured
 
 
-def _measure(checkpoint: Checkpoint, name: str) -> Measured:
+def _measure(checkpoint: Checkpoint, name: str) -> tuple[str, float]:
     tensor = checkpoint.read(name)
     hasher, norm = TensorHasher(tensor.dtype, tensor.shape), SquaredNorm()
     flat = tensor.reshape(-1)
@@ -305,7 +283,7 @@ def _measure(checkpoint: Checkpoint, name: str) -> Measured:
     length = math.sqrt(norm.total())
     if not length <= LARGEST_NORM:
         raise unusable(name, checkpoint)
-    return Measured(hasher.hexdigest(), length)
+    return hasher.hexdigest(), length
 
 
 def unusable(name: str, checkpoint: Checkpoint) -> MergestreamError:

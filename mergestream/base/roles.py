@@ -80,10 +80,15 @@ def model_names(base: Checkpoint, architecture: Architecture) -> dict[str, str]:
 
     Several stored tensors may become one tensor of the class, such as a stack of experts; then there is no such name.
     """
-    called: dict[str | None, list[str]] = {}
+    return {slot: name for slot, name in _stored_names(base, architecture).items() if slot != name}
+
+
+def _stored_names(base: Checkpoint, architecture: Architecture) -> dict[str, str]:
+    """The stored name of each slot that one stored tensor fills."""
+    names: dict[str, list[str]] = {}
     for name in base.tensors:
-        called.setdefault(architecture.slot_of(name), []).append(name)
-    return {slot: names[0] for slot, names in called.items() if slot and len(names) == 1 and slot != names[0]}
+        names.setdefault(architecture.slot_of(name) or "", []).append(name)
+    return {slot: found[0] for slot, found in names.items() if slot and len(found) == 1}
 
 
 # --- one tensor -------------------------------------------------------------------------------------------
@@ -175,12 +180,9 @@ def _apply_options(
 
 def _ties_of_architecture(base: Checkpoint, found: dict[str, TensorRole], architecture: Architecture) -> list[Tie]:
     """Ties of the model's class whose stored values agree; if they do not, the rules in ``found`` say so."""
-    stored: dict[str | None, list[str]] = {}
-    for name in found:
-        stored.setdefault(architecture.slot_of(name), []).append(name)
-    ties: list[Tie] = []
+    stored, ties = _stored_names(base, architecture), list[Tie]()
     for group in architecture.ties:
-        names = [stored[slot][0] for slot in group if len(stored.get(slot, ())) == 1]
+        names = [stored[slot] for slot in group if slot in stored]
         classes = _classes_of_equal_bytes(base, names)
         for same in classes:
             ties += [(name, same[0], f"tied by {architecture.name} to") for name in same[1:]]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mergestream.base.model import BaseModel
+from mergestream.base.names import are_adapter_names
 from mergestream.checkpoints import Checkpoint, open_checkpoint
 from mergestream.checkpoints.location import locate
 from mergestream.checkpoints.reader import Source, open_located
-from mergestream.experts.adapters import Adapter, BoundAdapter, find_adapter, open_adapter
-
-if TYPE_CHECKING:
-    from mergestream.base.model import BaseModel
-    from mergestream.experts.vector import TaskVector
-    from mergestream.experts.vocabulary import Vocab
+from mergestream.experts.adapters.adapter import Adapter, BoundAdapter, find_adapter, open_adapter
+from mergestream.experts.adapters.single_file import open_lora_file
+from mergestream.experts.names import under_base_names
+from mergestream.experts.vector import TaskVector
+from mergestream.experts.vocabulary import Vocab
 
 ExpertSource = Source
 
@@ -25,7 +25,7 @@ def open_expert(source: ExpertSource) -> Checkpoint | Adapter:
         return open_checkpoint(source)
     location = locate(source)
     adapter = find_adapter(location)
-    return open_adapter(*adapter) if adapter else open_located(location)
+    return open_adapter(adapter) if adapter else open_located(location)
 
 
 def make_task_vector(
@@ -38,11 +38,6 @@ def make_task_vector(
     vocab: Vocab | None = None,
 ) -> TaskVector:
     """The expert's difference from the base, under the base's names; headers are checked, no weight is read."""
-    from mergestream.base.names import are_adapter_names
-    from mergestream.experts.adapters.single_file import open_lora_file
-    from mergestream.experts.names import under_base_names
-    from mergestream.experts.vector import TaskVector
-
     if isinstance(expert, Checkpoint) and are_adapter_names(expert.tensors):
         expert = open_lora_file(expert, model, base.directory)
     if isinstance(expert, Adapter):

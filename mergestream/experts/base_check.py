@@ -13,7 +13,7 @@ from mergestream.checkpoints.location import Location, locate_here, without_revi
 from mergestream.checkpoints.reader import open_located
 from mergestream.digest import tensor_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters import BoundAdapter
+from mergestream.experts.adapters.adapter import BoundAdapter
 from mergestream.experts.vector import TaskVector
 
 OTHER_BASE = 0.7

@@ -9,14 +9,14 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from mergestream.algebra.pieces import Elements, SquaredNorm, is_finite, ranges
-from mergestream.base.architecture import find_architecture
+from mergestream.base.architecture import Architecture, find_architecture
 from mergestream.base.model import BaseModel, base_changed, unusable
 from mergestream.base.names import layer_of
 from mergestream.checkpoints import Checkpoint, torch_dtype
 from mergestream.digest import TensorHasher, tensor_digest
 from mergestream.engine import ResultsByTensor
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters import BoundAdapter
+from mergestream.experts.adapters.adapter import BoundAdapter
 from mergestream.experts.names import NEARLY_ALL, Prefix, find_globs
 from mergestream.experts.vocabulary import ROWS, FittedCheckpoint, Vocab, fit_vocabulary
 from mergestream.sizes import shorten_list
@@ -80,11 +80,14 @@ class TaskVector:
         self.prefix = prefix or Prefix()
         if self.adapter:
             self.prefix, self.notes = self.adapter.prefix, self.adapter.notes + self.notes
-        self.absent, class_name = find_absent(model, self.expert)
+        missing = [name for name in model.merged if name not in self.expert.tensors]
+        lacks_some = 0 < len(missing) < len(model.merged)
+        architecture = find_architecture(self.expert) if lacks_some else Architecture()
+        self.absent = [name for name in missing if architecture.slots and not architecture.slot_of(name)]
         """Tensors of the base that the expert's class does not have"""
         if self.absent:
-            names = _list_tensors(self.absent)
-            self.notes += (f"{expert.source}: {names} of the base stay unchanged, because {class_name} has none",)
+            unchanged = f"{_list_tensors(self.absent)} of the base stay unchanged, because {architecture.name} has none"
+            self.notes += (f"{expert.source}: {unchanged}",)
         self.actions = plan_tensors(model, self.expert, partial=partial, ignore=ignore, absent=self.absent)
         self.names = model.merged
         self.heads = tuple(name for name in self.expert.tensors if self.actions.get(name) in ("head", "tokens"))
@@ -149,16 +152,10 @@ class TaskVector:
 
         Several task vectors that are read in step may share ``base``.
         """
-        import torch
-
         tensor, norm = self.model.tensors[name], SquaredNorm()
-        if self.actions[name] != "merged":
-            for start, stop in ranges(tensor.numel):
-                yield start, torch.zeros(stop - start, dtype=torch_dtype(tensor.state_dtype))
+        if self.actions[name] != "merged" or self.rank(name) is not None:
             self.norm2[name] = 0.0
-            return
-        if self.rank(name) is not None:
-            elements = self.factors(name).elements()
+            elements = self.elements(name)
             yield from ((start, elements(start, stop)) for start, stop in ranges(tensor.numel))
             return
         base, expert = base or self.base_pieces(name), self.expert.read(name)
@@ -221,15 +218,6 @@ def _subtract(expert: Tensor, base: Tensor) -> Tensor:
 
 
 # --- checking the headers -----------------------------------------------------------------------------------
-
-
-def find_absent(model: BaseModel, expert: Checkpoint) -> tuple[list[str], str]:
-    """The merged tensors that the expert lacks because its class does not have them, and the name of the class."""
-    missing = [name for name in model.merged if name not in expert.tensors]
-    if not missing or len(missing) == len(model.merged):
-        return [], ""
-    architecture = find_architecture(expert)
-    return [name for name in missing if architecture.slots and not architecture.slot_of(name)], architecture.name
 
 
 def plan_tensors(

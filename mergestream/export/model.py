@@ -51,7 +51,8 @@ def with_head(snapshot: Snapshot, target: Target, choice: ReadoutChoice) -> Read
     if choice.task is None and choice.one_expert in tasks:
         return replace(choice, task=choice.one_expert)
     if choice.task is None and tasks:
-        base = "the base's head" if snapshot.manifest.base.has_head else "no head, like the base"
+        roles = {tensor.role for tensor in snapshot.manifest.base.tensors.values()}
+        base = "the base's head" if "head" in roles else "no head, like the base"
         target.progress.note(f"{target.output} has {base}; --task adds the head of an expert: {', '.join(tasks)}")
     return choice
 

@@ -27,7 +27,7 @@ from mergestream.sizes import format_size, shorten_list
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from mergestream.experts.adapters import BoundAdapter
+    from mergestream.experts.adapters.adapter import BoundAdapter
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 GENERATION = "generation_config.json"

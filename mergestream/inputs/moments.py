@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from mergestream.inputs.reading import Sample
 
 Run = Callable[["Sample"], None]
-Hook = Callable[[str, Tensor], None]
-"""Called with the name of a weight and the layer's input"""
 
 
 @dataclass(frozen=True)
@@ -64,14 +62,15 @@ def measure_moments(
     """
     layers = find_layers(model, directions)
     groups = _group_by_input(layers, lambda: run(samples[0]))
-    sizes = {name: _input_size(modules[0]) for name, modules in layers.items()}
+    # Conv1D stores its weight as input × output, and has no in_features.
+    widths = {k: getattr(one, "in_features", 0) or len(one.get_parameter("weight")) for k, (one, *_) in layers.items()}
     shared: dict[str, str] = {}
     moments: dict[str, Moment] = {}
     while groups:
-        part = _first_part(groups, sizes, memory)
+        part = _first_part(groups, widths, memory)
         groups = groups[len(part) :]
-        sums = {group[0]: torch.zeros(sizes[group[0]], sizes[group[0]], dtype=torch.float64) for group in part}
-        sums = {name: total.to(device) for name, total in sums.items()}
+        squares = {group[0]: (widths[group[0]],) * 2 for group in part}
+        sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in squares.items()}
         counts = _add_up({name: layers[name] for group in part for name in group}, sums, samples, run)
         for group in part:
             if len({counts[name] for name in group}) > 1:  # the first sample does not show how they differ
@@ -123,7 +122,9 @@ def _group_by_input(layers: Mapping[str, Sequence[nn.Module]], run: Callable[[],
 
 
 @contextmanager
-def _hooked(layers: Mapping[str, Sequence[nn.Module]], hook: Hook) -> Iterator[None]:
+def _hooked(layers: Mapping[str, Sequence[nn.Module]], hook: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call ``hook`` with the name of a weight and the input of its layer, whenever the layer is called."""
+
     def on_call(name: str) -> Callable[..., None]:
         return lambda _, args, kwargs: hook(name, (args[0] if args else kwargs["input"]).detach())
 
@@ -132,11 +133,6 @@ def _hooked(layers: Mapping[str, Sequence[nn.Module]], hook: Hook) -> Iterator[N
             for module in modules:
                 handles.callback(module.register_forward_pre_hook(on_call(name), with_kwargs=True).remove)
         yield
-
-
-def _input_size(module: nn.Module) -> int:
-    rows, columns = module.weight.shape  # type: ignore[misc]
-    return int(columns if isinstance(module, nn.Linear) else rows)
 
 
 def _first_part(groups: list[list[str]], sizes: Mapping[str, int], memory: int) -> list[list[str]]:

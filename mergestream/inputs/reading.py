@@ -222,14 +222,13 @@ def _images(directory: Path, count: int) -> Iterator[Sample]:
     paths = sorted(path for path in directory.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
     if not paths:
         raise MergestreamError(f"{directory} holds no images ({', '.join(IMAGE_SUFFIXES)})")
-    with explained(f"{directory} cannot be read"):
-        from PIL import Image
     for number in range(min(count, len(paths))):
         path = paths[number * len(paths) // min(count, len(paths))]
         if not path.resolve().is_relative_to(directory.resolve()):
             raise MergestreamError(f"{path} is a link that leads out of the directory; copy the file there")
-        with explained(f"{path} cannot be read"), Image.open(path):
-            yield Sample({"image": path}, str(path))
+        with explained(f"{path} cannot be read"):
+            open_image(path)
+        yield Sample({"image": path}, str(path))
 
 
 def _npz(path: Path, count: int) -> Iterator[Sample]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from mergestream.base.architecture import name_matcher
 from mergestream.checkpoints import Checkpoint
 from mergestream.engine import Engine
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters import Adapter
+from mergestream.experts.adapters.adapter import Adapter
 from mergestream.experts.vector import TaskVector
 from mergestream.inputs.loading import fill_module, load_model, load_processor, memory_beside, read_weights
 from mergestream.inputs.moments import LayerMoments, find_layers, measure_moments
@@ -24,7 +24,7 @@ from mergestream.ledger.routing import FeatureStatistics
 from mergestream.progress import Progress
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 FEWEST_DIRECTIONS = 64
 """Of the scatter of features an eighth of the directions is kept, or so many"""
@@ -72,7 +72,8 @@ def measure_statistics(
 
     runner = make_runner(expert.source, weights, home, expert.directory, base.directory)
     model = runner.model
-    slot_of = _find_names(model)
+    names = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
+    slot_of = name_matcher(model, names) if hasattr(model, "base_model_prefix") else names.get
     slots = {slot: name for name in directions if (slot := slot_of(vector.prefix.name_in_task(name)))}
     if not find_layers(model, slots):
         raise MergestreamError(f"no linear layer of {expert.source} has the name of a tensor of the base")
@@ -99,12 +100,6 @@ def measure_statistics(
             rows.append(of_base.features(sample))
             advance(size)
     return InputStatistics(layers, _features(rows), len(samples))
-
-
-def _find_names(model: nn.Module) -> Callable[[str], str | None]:
-    """The name of a parameter of the model for the stored name of a tensor."""
-    names = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return name_matcher(model, names) if hasattr(model, "base_model_prefix") else names.get
 
 
 def _take_template(one: Any, other: Any) -> None:

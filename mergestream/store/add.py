@@ -19,7 +19,7 @@ from mergestream.digest import combined_digest
 from mergestream.errors import EngineError, MergestreamError, StoreBusyError, UsageError
 from mergestream.escaping import MAX_SENTENCE, one_line
 from mergestream.experts import ExpertSource, make_task_vector, open_expert
-from mergestream.experts.adapters import Adapter
+from mergestream.experts.adapters.adapter import Adapter
 from mergestream.experts.base_check import BaseCheck, check_base, last_part
 from mergestream.inputs.reading import Inputs, Source
 from mergestream.merging.step import Outcome, StateWriter, Step, Totals, total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,10 @@ from mergestream.checkpoints.location import Location
 from mergestream.checkpoints.reader import open_located
 from mergestream.digest import tensor_digest, text_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, LoraConfig, read_config
+from mergestream.experts.adapters.config import CONFIG_NAME, WAY_OUT, LoraConfig, make_config
 from mergestream.experts.adapters.peft_merge import COPIES, PeftMerger, bind_module, key_pattern
 from mergestream.experts.names import make_translator, prefix_between
-from mergestream.storage import StoredFile
+from mergestream.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -34,18 +35,11 @@ _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save(\.default
 _AGAIN = "download or copy it again"
 
 
-class Factors(NamedTuple):
-    """The names of A and B of one module in the adapter's file."""
-
-    a: str
-    b: str
-    is_embedding: bool
-
-
 class Term(NamedTuple):
     """s·B·A of one module, or its transpose: what is added to one tensor of the base."""
 
-    factors: Factors
+    factors: tuple[str, str]
+    """The names of A and B in the adapter's file"""
     scaling: float
     rank: int
     transposed: bool
@@ -59,8 +53,8 @@ class Adapter:
     directory: Path | None
     config: LoraConfig
     weights: Checkpoint
-    factors: Mapping[str, Factors]
-    """By module"""
+    factors: Mapping[str, tuple[str, str]]
+    """The names of A and B in the file, by module"""
     whole: Mapping[str, str]
     """Parameters that were saved in full (``modules_to_save``, biases), and their names in the file"""
     unchanged: Mapping[str, str]
@@ -118,14 +112,6 @@ class BoundAdapter(Checkpoint):
         """Tensors that were saved in full, and their names in the file; the base may lack some"""
         self.unchanged = {in_base[name]: key for name, key in adapter.unchanged.items() if name in in_base}
         """Tensors that must equal the base's, and their names in the file"""
-        for target, key in (self.whole | self.unchanged).items():
-            theirs = self.weights.tensors[key].shape
-            ours = model.tensors[target].shape if target in model.tensors else theirs
-            if theirs[1:] != ours[1:]:  # another number of rows may be another vocabulary
-                raise MergestreamError(
-                    f"{self.weights.source}: {key} has the shape {list(theirs)}, but {target} of the base has "
-                    f"{list(ours)}: it was made for another model"
-                )
         file = Path(self.weights.source).name
         self.merged = {
             target: TensorInfo(model.tensors[target].state_dtype, model.tensors[target].shape, file)
@@ -135,27 +121,27 @@ class BoundAdapter(Checkpoint):
         in_factors = {target: TensorInfo("F32", model.tensors[target].shape, file) for target in self.terms}
         in_full = {name: self.weights.tensors[key] for name, key in self.whole.items()}
         self.tensors = {**in_factors, **in_full, **self.merged}
-        if len(self.tensors) < len(in_factors) + len(in_full) + len(self.merged):
-            both = (in_factors.keys() & (in_full | self.merged).keys()) | (in_full.keys() & self.merged.keys())
-            raise MergestreamError(f"{self.source} has both factors and a full tensor for {min(both)}; {WAY_OUT}")
+        if both := [name for name, count in Counter([*in_factors, *in_full, *self.merged]).items() if count > 1]:
+            raise MergestreamError(f"{self.source} has both factors and a full tensor for {both[0]}; {WAY_OUT}")
         self.copies = COPIES if self.merged else 0
         self.prefix = prefix_between(matched or in_base)
         self._merger = PeftMerger(adapter, modules, model, base) if base else None
 
-    def _make_term(self, module: str, factors: Factors, target: str) -> Term:
+    def _make_term(self, module: str, factors: tuple[str, str], target: str) -> Term:
         """Check a module's factors; (B·A)ᵀ is added if that has the shape of the base's tensor."""
         rank, shape = self.config.rank(module), self.model.tensors[target].shape
-        a, b = self.weights.tensors[factors.a].shape, self.weights.tensors[factors.b].shape
+        a, b = (self.weights.tensors[key].shape for key in factors)
+        is_embedding = "_embedding_" in factors[0]
         if len(a) < 2 or len(a) != len(b) or not a[0] == b[1] == rank or set(b[2:]) - {1}:
             raise MergestreamError(
-                f"{self.weights.source}: {factors.a} of shape {list(a)} and {factors.b} of shape {list(b)} are no "
+                f"{self.weights.source}: {factors[0]} of shape {list(a)} and {factors[1]} of shape {list(b)} are no "
                 f"factors of rank {rank}, which {self.config.path.name} gives for {module}; {_AGAIN}"
             )
         product = (b[0], *a[1:])
-        plain = product == shape and not factors.is_embedding
+        plain = product == shape and not is_embedding
         transposed = product[::-1] == shape and len(a) == 2
         if not plain and not transposed:
-            resized = factors.is_embedding and product[:1] == shape[1:]
+            resized = is_embedding and product[:1] == shape[1:]
             reason = f"its vocabulary was resized; {WAY_OUT}" if resized else "it was made for another model"
             raise MergestreamError(
                 f"{self.source} changes {module} by a tensor of shape {list(product)}, but the base's weight "
@@ -188,7 +174,7 @@ class BoundAdapter(Checkpoint):
         shape = self.model.tensors[name].shape
         lefts, rights = [], []
         for term in self.terms.get(name, ()):
-            a, b = (self._read_finite(key).double().flatten(1) for key in (term.factors.a, term.factors.b))
+            a, b = (self._read_finite(key).double().flatten(1) for key in term.factors)
             left, right = (a.T, b.T) if term.transposed else (b, a)
             lefts.append(left * term.scaling)
             rights.append(right)
@@ -209,7 +195,7 @@ class BoundAdapter(Checkpoint):
         lines = [
             f"{term.scaling} {term.transposed} {tensor_digest(self.weights.read(key))}"
             for term in self.terms[name]
-            for key in (term.factors.a, term.factors.b)
+            for key in term.factors
         ]
         return text_digest("\n".join(lines))
 
@@ -243,16 +229,11 @@ def find_adapter(location: Location) -> Location | None:
     return location if (location.path / CONFIG_NAME).is_file() else None
 
 
-def open_adapter(
-    directory: Path, source: str | None = None, objects: Mapping[str, StoredFile] | None = None
-) -> Adapter:
-    """Open the adapter in a directory, and check configuration and headers; no weight is read.
-
-    ``source`` is the name to print, and ``objects`` are its files in object storage.
-    """
-    source, objects = source or str(directory), objects or {}
-    config = read_config(directory)
-    name = next((name for name in _WEIGHTS if name in objects or (directory / name).is_file()), None)
+def open_adapter(location: Location) -> Adapter:
+    """Open the adapter in a directory, and check configuration and headers; no weight is read."""
+    directory, source, objects = location
+    config = make_config(directory / CONFIG_NAME, read_json(directory / CONFIG_NAME, finite=True))
+    name = next((name for name in _WEIGHTS if name in location.names), None)
     if name is None:
         raise MergestreamError(f"{source} has {CONFIG_NAME}, but neither {' nor '.join(_WEIGHTS)}; {_AGAIN}")
     weights = open_located(Location(directory / name, f"{source}/{name}", objects))
@@ -290,7 +271,7 @@ def make_adapter(source: str, directory: Path | None, config: LoraConfig, weight
             raise MergestreamError(f"{file}: the factor {factor} of {module} is missing; {_AGAIN}")
     if not pairs and not whole and not merged:
         raise MergestreamError(f"{file} holds no factors; {_AGAIN}")
-    factors = {module: Factors(pair["A"], pair["B"], "_embedding_" in pair["A"]) for module, pair in pairs.items()}
+    factors = {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}
     found = {module: tuple(keys) for module, keys in merged.items()}
     notes = (f"{source}: PEFT merges it into the base, one module at a time ({config.reason})",) if merged else ()
     return Adapter(source, directory, config, weights, factors, whole, unchanged, found, tuple(shared), notes)

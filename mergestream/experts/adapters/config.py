@@ -13,7 +13,6 @@ from msgspec import Meta, Struct, convert
 from mergestream.digest import json_digest
 from mergestream.errors import MergestreamError
 from mergestream.experts.adapters.module_patterns import PatternTable
-from mergestream.files import read_json
 
 CONFIG_NAME = "adapter_config.json"
 WAY_OUT = "merge the adapter into its model with PEFT's merge_and_unload, then add the checkpoint"
@@ -114,12 +113,6 @@ class LoraConfig:
         """s in W + s·B·A: lora_alpha/r, or lora_alpha/√r with ``use_rslora``."""
         alpha, rank = self.alpha_pattern.get(module, self.fields.lora_alpha), self.rank(module)
         return float(alpha / (math.sqrt(rank) if self.fields.use_rslora else rank))
-
-
-def read_config(directory: Path) -> LoraConfig:
-    """Read and check the configuration of the adapter in ``directory``."""
-    path = directory / CONFIG_NAME
-    return make_config(path, read_json(path, finite=True))
 
 
 def make_config(path: Path, fields: Mapping[str, Any]) -> LoraConfig:

@@ -36,10 +36,9 @@ class PatternTable:
         """The value for a module; a match must begin at the start of the name or after a dot."""
         if self.values and len(module) > MAX_NAME:
             raise MergestreamError(f"the adapter has a module whose name is too long: {module}")
-        starts = [0, *(dot.end() for dot in re.finditer(r"\.", module))]
         for key, expression in self._expressions.items():
             began = time.perf_counter()
-            if any(expression.fullmatch(module, start) for start in starts):
+            if expression.fullmatch(module):
                 return self.values[key]
             self._seconds += time.perf_counter() - began
             if self._seconds > MAX_SECONDS:
@@ -62,6 +61,6 @@ def _compile(expression: str) -> re.Pattern[str]:
     if 50 ** len(re.findall(r"[*+]", plain)) * 2 ** plain.count("?") * alternatives > MAX_WAYS:
         raise ValueError("it could take too long to match")
     try:
-        return re.compile(expression)
+        return re.compile(rf"(?:.*\.)?(?:{expression})")
     except re.error as error:
         raise ValueError(str(error)) from error

@@ -116,17 +116,17 @@ class PeftMerger:
         import torch
 
         module, dtype = self.modules[path], next(iter(before.values())).dtype
-        state = {key: self.weights.read(key) for key in (*module.keys, *self.shared)}
-        state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
         rows = next((key for key in module.keys if ".token_adapter." in key), None)
         if rows and len(module.keys) == 1:
-            return {"weight": self._replace_rows(path, before["weight"], state[rows])}
+            return {"weight": self._replace_rows(path, before["weight"], self.weights.read(rows).to(dtype))}
         peft, root, built = import_module("peft"), torch.nn.Module(), {path: module}
         if self.shared or "save_projection" in self.config.peft_fields:
             # Shared tensors have the sizes of the largest module: build one module of each shape, without memory.
             for other, same in self.modules.items():
                 shapes = {self._shape(one) for one in built.values()}
                 built |= {other: same} if self._shape(same) not in shapes else {}
+        read = {key: self.weights.read(key) for one in built.values() for key in (*one.keys, *self.shared)}
+        state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in read.items()}
         root.config = {"model_type": "custom"}  # type: ignore[assignment]
         with _LOCK, _explained(self.weights.source, path), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -135,8 +135,6 @@ class PeftMerger:
                 values = {leaf: empty.expand(self.tensors[name].shape) for leaf, name in found.parameters.items()}
                 if other == path:
                     values = {leaf: before[leaf].clone() for leaf in self._in_order(module)}
-                else:
-                    state |= {key: self.weights.read(key).to(dtype) for key in found.keys}
                 _place(root, other, _make_module(self.tensors[next(iter(found.parameters.values()))], values))
             root.get_submodule(path).is_transposed = self._is_input_first(module)  # type: ignore[assignment]
             model = peft.PeftModel(root, self._peft_config(built)).eval()

@@ -21,7 +21,7 @@ from mergestream.checkpoints.location import locate_here
 from mergestream.checkpoints.reader import MemoryCheckpoint
 from mergestream.errors import MergestreamError, first_line
 from mergestream.experts.adapters.adapter import PREFIX, Adapter, BoundAdapter, make_adapter
-from mergestream.experts.adapters.config import LoraConfig, make_config
+from mergestream.experts.adapters.config import make_config
 from mergestream.sizes import shorten_list
 
 if TYPE_CHECKING:
@@ -66,7 +66,10 @@ def open_lora_file(file: Checkpoint, model: BaseModel, directory: Path | None) -
         prefix = f"{component}."
         own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
         try:
-            config = make_config(Path(file.source), own) if own else _config_of_factors(file.source, tensors)
+            config = make_config(Path(file.source), own or {"peft_type": "LORA"})
+            if not own:  # every module has the rank of its factors and a scaling of 1
+                ranks = {name.removesuffix(".lora_A.weight"): x.shape[0] for name, x in tensors.items() if x.ndim}
+                config = replace(config, rank_pattern=ranks, alpha_pattern=ranks)
             adapter = make_adapter(file.source, file.directory, config, weights)
             BoundAdapter(adapter, model)
         except MergestreamError as error:
@@ -104,12 +107,11 @@ def _converted(file: Checkpoint, config: Mapping[str, Any]) -> dict[str, Tensor]
     options = {"unet_config": unet} if loader is loaders.StableDiffusionXLLoraLoaderMixin else {}
     try:
         found = loader.lora_state_dict(tensors, **options)
-        by_kind: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
-        for name, tensor in (found[0] if isinstance(found, tuple) else found).items():
-            by_kind[name.startswith("text_encoder")][name] = tensor
-        text = diffusers_names.convert_state_dict(by_kind[True], diffusers_names.DIFFUSERS_OLD_TO_PEFT)
+        others = dict(found[0] if isinstance(found, tuple) else found)
+        text = {name: others.pop(name) for name in list(others) if name.startswith("text_encoder")}
+        text = diffusers_names.convert_state_dict(text, diffusers_names.DIFFUSERS_OLD_TO_PEFT)
         text = diffusers_names.convert_state_dict(text, diffusers_names.DIFFUSERS_TO_PEFT)
-        return {**diffusers_names.convert_unet_state_dict_to_peft(by_kind[False]), **text}
+        return {**diffusers_names.convert_unet_state_dict_to_peft(others), **text}
     except Exception as error:  # the converters raise whatever a strange name makes them raise
         raise MergestreamError(
             f"{file.source} holds names of a LoRA that diffusers cannot convert ({first_line(error)}); save it with "
@@ -153,13 +155,6 @@ def _by_component(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]
             component, inner = match.groups() if match else ("", name)
             components.setdefault(component, {})[inner] = tensor
     return components
-
-
-def _config_of_factors(source: str, tensors: Mapping[str, Tensor]) -> LoraConfig:
-    """The configuration without alphas: every module has the rank of its factors and a scaling of 1."""
-    config = make_config(Path(source), {"peft_type": "LORA"})
-    ranks = {name.removesuffix(".lora_A.weight"): tensor.shape[0] for name, tensor in tensors.items() if tensor.ndim}
-    return replace(config, rank_pattern=ranks, alpha_pattern=ranks)
 
 
 class _ConvertedTensors(MemoryCheckpoint):

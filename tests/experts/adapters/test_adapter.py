@@ -14,9 +14,8 @@ from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
 from mergestream.experts import make_task_vector
-from mergestream.experts.adapters import open_adapter
 from mergestream.experts.names import make_translator
-from tests.workshop import assert_equals_peft, bind, clip, clip_vision, edit_config, gpt2, llama
+from tests.workshop import assert_equals_peft, bind, clip, clip_vision, edit_config, gpt2, llama, open_adapter
 
 ATTENTION = ["q_proj", "v_proj"]
 FIELDS = {

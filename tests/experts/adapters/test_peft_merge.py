@@ -15,10 +15,10 @@ from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.errors import MergestreamError
 from mergestream.experts import make_task_vector, open_expert
-from mergestream.experts.adapters import BoundAdapter, open_adapter
+from mergestream.experts.adapters.adapter import BoundAdapter
 from mergestream.experts.adapters.peft_merge import COPIES
 from mergestream.inputs.loading import read_weights
-from tests.workshop import TEXT, Workshop, clip, edit_config, gpt2, llama
+from tests.workshop import TEXT, Workshop, clip, edit_config, gpt2, llama, open_adapter
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
