@@ -16,10 +16,11 @@ from typing import Any
 
 from benchmarks.suites.experts import ExpertSuite
 from mergestream.errors import MergestreamError
-from mergestream.evaluation.bench import Plan, write_report
+from mergestream.evaluation.bench import Plan
 from mergestream.evaluation.results import Results, Run
 from mergestream.evaluation.streams import score, split_scores
 from mergestream.evaluation.suites import open_suite
+from mergestream.evaluation.tables import write_tables
 
 NAME = "continual_finetuning"
 
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     suite = open_suite(options.suite, options.tasks, options.test_limit)
     if not isinstance(suite, ExpertSuite):
         parser.error(f"the suite {suite.name} has no training data")
-    write_report(add_row(suite, options.output, options.seed), options.output)
+    write_tables(add_row(suite, options.output, options.seed), options.output)
 
 
 if __name__ == "__main__":

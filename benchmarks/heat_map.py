@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from mergestream.evaluation.tables import label
+from benchmarks.figures import label
 from mergestream.report.tables import short_names
 
 MAX_CELL_VALUES = 20

@@ -3,7 +3,8 @@
     python -m benchmarks.paper DIR                     DIR/paper.md: Table 1 with the paper's numbers; figures
     python -m benchmarks.paper DIR --sweep alpha       DIR/sweep-alpha.png: ACC against a parameter
 
-The figures are the accuracy matrix of each method in its first order, and λ_t against √t for OPCM.
+The figures are the accuracy over the tasks, the accuracy matrix of each method in its first order, and λ_t against √t
+for OPCM.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.figures import scaling
+from benchmarks.figures import accuracy_over_tasks, label, save, scaling
 from benchmarks.heat_map import heat_map
 from mergestream.evaluation.results import Results, Spread
 from mergestream.evaluation.rows import Row
-from mergestream.evaluation.tables import Table, label, save, table1
+from mergestream.evaluation.tables import Table, table1
 
 METRICS = {"": "acc", "ACC↑": "acc", "BWT↑": "bwt"}
 
@@ -110,6 +111,8 @@ def main(arguments: list[str] | None = None) -> None:
         save(sweep(results, options.sweep), directory, f"sweep-{options.sweep}")
         return
     table_beside_paper(results).write(directory, "paper")
+    if over_tasks := accuracy_over_tasks(results):
+        save(over_tasks, directory, "accuracy-over-tasks")
     for name, figure in accuracy_matrices(results):
         save(figure, directory, name)
     if curve := scaling_factor(results):

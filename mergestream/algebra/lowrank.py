@@ -142,36 +142,25 @@ class LowRank:
         return self.elements()(0, self.shape.numel()).view(self.shape)
 
     def elements(self) -> pieces.Elements:
-        """A function that multiplies out consecutive elements of the flattened tensor, from one to another.
+        """A function that multiplies out any range of the flattened tensor.
 
-        It does so by always the same blocks of rows, for BLAS rounds a product by its form: an element is the same to
-        the last bit in whatever range, else a threshold that is found in one pass would miss its own element in the
-        next.
+        It always multiplies the same blocks of rows, because BLAS rounds a product by its shape: every range has the
+        same bits, so that a threshold found in one pass over the data fits the next.
         """
         width = max(self.right.length, 1)
         rows = max(_MULTIPLIED // width, 1)
+        size = rows * width
         scaled = self.left.combine(self.core.T).to(self.dtype)
         right = self.right.rows().to(self.core.device, self.dtype)
 
-        def multiply(number: int, out: Tensor) -> Tensor:
-            return torch.mm(scaled[:, number * rows : (number + 1) * rows].T, right, out=out.view(-1, width))
-
         @lru_cache(maxsize=1)  # the next range begins where this one ends, often within a block
         def block(number: int) -> Tensor:
-            height = min(rows, self.left.length - number * rows)
-            return multiply(number, right.new_empty(height * width)).view(-1)
+            return torch.mm(scaled[:, number * rows : (number + 1) * rows].T, right).view(-1)
 
         def between(start: int, stop: int) -> Tensor:
-            result = right.new_empty(stop - start)
-            for number in range(start // (rows * width), -(-stop // (rows * width))):
-                first = number * rows * width
-                last = min(first + rows * width, self.left.length * width)
-                if start <= first and last <= stop:
-                    multiply(number, result[first - start : last - start])
-                else:
-                    part = block(number)[max(start - first, 0) : stop - first]
-                    result[max(first - start, 0) :][: part.numel()] = part
-            return result
+            numbers = range(start // size, -(-stop // size))
+            parts = [block(number)[max(start - number * size, 0) : stop - number * size] for number in numbers]
+            return torch.cat(parts) if parts else right.new_empty(0)
 
         return between
 

@@ -48,52 +48,35 @@ class SquaredNorm:
 
     def __init__(self) -> None:
         self._sums: list[float] = []
-        self._unfinished: list[NDArray[Any]] = []
+        self._rest: NDArray[Any] | None = None
+        """The elements after the last whole block, none of which are in the sums yet"""
         self.finite = True
         """Whether all elements so far were finite, and small enough for float64 to hold their squares"""
 
     def add(self, piece: Tensor) -> None:
+        import numpy as np
+
         flat = piece.detach().cpu().reshape(-1)
         values: NDArray[Any] = (flat if flat.dtype.itemsize >= 4 else flat.float()).numpy()
-        waiting = sum(map(len, self._unfinished))
-        if waiting:
-            first, values = values[: _BLOCK - waiting], values[_BLOCK - waiting :]
-            self._wait(first)
-            if waiting + len(first) < _BLOCK:
-                return
-            self._finish()
+        if self._rest is not None:
+            values = np.concatenate([self._rest, values])
         whole = len(values) - len(values) % _BLOCK
-        if whole:
-            self._note(_run_sums(values[:whole]).reshape(-1, _BLOCK // _RUN).sum(axis=1))
-        if whole < len(values):
-            self._wait(values[whole:])
+        self._append(_run_sums(values[:whole]).reshape(-1, _BLOCK // _RUN).sum(axis=1))
+        self._rest = values[whole:].copy() if whole < len(values) else None  # the caller reuses the piece's memory
+        self.finite = self.finite and (self._rest is None or bool(np.isfinite(self._rest).all()))
 
     def total(self) -> float:
         """‖x‖²: infinite where float64 cannot hold it, and zero only if all elements are."""
-        self._finish()
+        if self._rest is not None:
+            whole = len(self._rest) - len(self._rest) % _RUN
+            self._append([_run_sums(self._rest[:whole]).sum(), _float64_sums(self._rest[None, whole:])[0]])
+            self._rest = None
         return exact_sum(self._sums)
 
-    def _wait(self, values: NDArray[Any]) -> None:
-        """The piece's memory may be used again before the block is complete, hence the copy."""
-        import numpy as np
-
-        self._unfinished.append(values.copy())
-        self.finite = self.finite and bool(np.isfinite(values).all())
-
-    def _finish(self) -> None:
-        """Sum up a block that is complete, or that ends with the tensor."""
-        import numpy as np
-
-        if self._unfinished:
-            values = np.concatenate(self._unfinished)
-            whole = len(values) - len(values) % _RUN
-            self._note([_run_sums(values[:whole]).sum(), _float64_sums(values[None, whole:])[0]])
-            self._unfinished = []
-
-    def _note(self, sums: Iterable[float]) -> None:
-        noted = [float(value) for value in sums]
-        self._sums += noted
-        self.finite = self.finite and all(map(math.isfinite, noted))
+    def _append(self, sums: Iterable[float]) -> None:
+        found = [float(value) for value in sums]
+        self._sums += found
+        self.finite = self.finite and all(map(math.isfinite, found))
 
 
 def exact_sum(values: Iterable[float]) -> float:

@@ -21,7 +21,7 @@ class Bench:
     )
     output: str = argument(
         "-o --output DIR",
-        "directory for results, tables and a figure; results that it already has are kept",
+        "directory for results and tables; results that it already has are kept",
         required=True,
     )
     methods: str = argument(
@@ -44,9 +44,10 @@ class Bench:
 
 
 def _bench(options: Bench) -> None:
-    from mergestream.evaluation.bench import Plan, available_cores, progress_lines, run_bench, write_report
+    from mergestream.evaluation.bench import Plan, available_cores, progress_lines, run_bench
     from mergestream.evaluation.rows import parse_rows
     from mergestream.evaluation.suites import open_suite
+    from mergestream.evaluation.tables import write_tables
     from mergestream.storage import local_path
 
     suite = open_suite(options.suite, options.tasks, options.test_limit)
@@ -57,7 +58,7 @@ def _bench(options: Bench) -> None:
     if output.exists() and not output.is_dir():
         raise UsageError(f"-o {output} is a file; name a directory for the results")
     results = run_bench(suite, plan, output, progress_lines(), command_line())
-    files = ["results.json", *write_report(results, output)]
+    files = ["results.json", *write_tables(results, output)]
     answer({"output": str(output), "files": files, "summary": results.summary()})
     print_text((output / "table1.md").read_text("utf-8"))
     say(f"written to {output}: {', '.join(files)}")

@@ -2,7 +2,7 @@
 
 * ``suites``: a base, experts and how to score them; ``rows``: methods to compare
 * ``bench`` runs ``streams`` (one method in one order) in parallel
-* ``results``: all measurements and their metrics; ``tables``: tables and the figure
+* ``results``: all measurements and their metrics; ``tables``: tables of them
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmark: run every method in every order, score the merged models, write results, tables and a figure."""
+"""The benchmark: run every method in every order, score the merged models, write the results."""
 
 from __future__ import annotations
 
@@ -114,14 +114,13 @@ def _recorded(suite: Suite, digests: dict[str, Any], output: Path) -> Results | 
 def _measure_models(suite: Suite, digests: dict[str, Any], workers: int, on_progress: OnProgress) -> Results:
     """Score the base and the experts; the results have no runs yet."""
     calls = [(suite, task, digests["base"], digests["experts"][task]) for task in suite.tasks]
-    what = "scoring the base and the experts"
-    scored = {task: scores for task, *scores in _run_all(_score_individual, calls, workers, what, on_progress)}
+    scored = sorted(_run_all(_score_base_and_expert, calls, workers, "scoring the base and the experts", on_progress))
     return Results(
         suite=suite.name,
         model=suite.model_name,
         tasks=list(suite.tasks),
-        pretrained={task: scored[task][0] for task in sorted(scored)},
-        fine_tuned={task: scored[task][1] for task in sorted(scored)},
+        pretrained={task: of_base for task, of_base, _ in scored},
+        fine_tuned={task: of_expert for task, _, of_expert in scored},
         runs=[],
         beside=score(suite, suite.base(), suite.beside, digests["base"]),
         model_bytes=sum(file.stat().st_size for file in suite.base().glob("*.safetensors")),
@@ -129,11 +128,10 @@ def _measure_models(suite: Suite, digests: dict[str, Any], workers: int, on_prog
     )
 
 
-def _score_individual(suite: Suite, task: str, base: str, expert: str) -> tuple[str, float, float]:
+def _score_base_and_expert(suite: Suite, task: str, base: str, expert: str) -> tuple[str, float, float]:
     """Return a task, and the accuracy of the base and of the task's expert, which have these digests."""
-    models = ((suite.base(), base), (suite.expert(task), expert))
-    of_base, of_expert = (score(suite, model, [task], digest)[task] for model, digest in models)
-    return task, of_base, of_expert
+    of_base, of_expert = score(suite, suite.base(), [task], base), score(suite, suite.expert(task), [task], expert)
+    return task, of_base[task], of_expert[task]
 
 
 def _run_plan(suite: Suite, plan: Plan, results: Results, output: Path, on_progress: OnProgress) -> Results:
@@ -156,16 +154,6 @@ def _run_plan(suite: Suite, plan: Plan, results: Results, output: Path, on_progr
     results.save(output)
     shutil.rmtree(work, ignore_errors=True)
     return results
-
-
-def write_report(results: Results, output: Path) -> list[str]:
-    """Write tables and a figure; returns the names of the files."""
-    from mergestream.evaluation.tables import accuracy_over_tasks, per_task_table, save, table1
-
-    files = [table1(results).write(output, "table1"), per_task_table(results).write(output, "per-task")]
-    if figure := accuracy_over_tasks(results):
-        files.append(save(figure, output, "accuracy-over-tasks"))
-    return files
 
 
 def _run_all(

@@ -39,11 +39,6 @@ def worst_task(matrix: Matrix) -> float | None:
     return min(known) if len(known) == len(matrix[-1]) else None
 
 
-def seen_means(matrix: Matrix) -> list[float | None]:
-    """After each step, the mean over the tasks whose experts are in the store."""
-    return [mean(row[: step + 1]) for step, row in enumerate(matrix)]
-
-
 def retention(matrix: Matrix, base: Sequence[float]) -> float | None:
     """The mean change from the base on tasks whose experts are not in the store yet: A[i][j] − base[j] over j > i."""
     return mean([difference(row[j], base[j]) for i, row in enumerate(matrix) for j in range(i + 1, len(row))])

@@ -157,13 +157,11 @@ class CustomSuite(Suite):
 
 def read_accuracy(output: str, task: str, command: str) -> float:
     """Read a command's output: the last number of the last line, or the task's number in a JSON object."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    value: Any = None
-    if lines:
-        try:
-            value = json.loads(lines[-1])
-        except (ValueError, RecursionError):
-            value = last_number(lines[-1])
+    last = output.rstrip().rpartition("\n")[2]
+    try:
+        value: Any = json.loads(last)
+    except (ValueError, RecursionError):
+        value = last_number(last)
     if isinstance(value, dict):
         value = value.get(task)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:

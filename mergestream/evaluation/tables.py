@@ -1,22 +1,17 @@
-"""Tables in the paper's layout, Table 1 (ACC and BWT) and the last model by task, and the figure of a benchmark."""
+"""Tables in the paper's layout: Table 1 (ACC and BWT), and the last model by task."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from mergestream.escaping import MAX_SENTENCE, markdown_table, markdown_text, one_line
-from mergestream.evaluation.results import Results, Spread, seen_means
+from mergestream.escaping import MAX_SENTENCE, markdown_table, markdown_text
+from mergestream.evaluation.results import Results, Spread
 from mergestream.files import write_text
 from mergestream.report.scores import mean
 
 PRETRAINED, FINE_TUNED = "Pre-Trained", "Fine-Tuned"
-MAX_TITLE = 120
-"""Characters of a title, or of a name in a legend"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,6 @@ class Table:
     """Row and column"""
 
     def markdown(self) -> str:
-        """Format as Markdown."""
         rows = [
             [f"**{markdown_text(cell)}**" if (r, c) in self.best else markdown_text(cell) for c, cell in enumerate(row)]
             for r, row in enumerate(self.rows)
@@ -42,6 +36,11 @@ class Table:
         """Write ``name.md``; returns the name of the file."""
         write_text(directory / f"{name}.md", self.markdown())
         return f"{name}.md"
+
+
+def write_tables(results: Results, directory: Path) -> list[str]:
+    """Write all tables; returns the names of the files."""
+    return [table1(results).write(directory, "table1"), per_task_table(results).write(directory, "per-task")]
 
 
 def percent(spread: Spread | None) -> str:
@@ -107,40 +106,3 @@ def per_task_table(results: Results) -> Table:
         "mean over the orders of arrival."
     )
     return Table(caption, ("Model", *results.tasks, "mean"), rows, best)
-
-
-def save(figure: Figure, directory: Path, name: str) -> str:
-    """Write ``name.png`` and return the name of the file; the same results give the same bytes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of characters that no font has
-        figure.savefig(directory / f"{name}.png", dpi=150)
-    return f"{name}.png"
-
-
-def label(text: str) -> str:
-    """Format text for matplotlib: one line, with dollar signs that start no formula."""
-    return one_line(text, MAX_TITLE).replace("$", r"\$")
-
-
-def accuracy_over_tasks(results: Results) -> Figure | None:
-    """Draw the mean accuracy over the tasks merged so far, with a band of one standard deviation."""
-    curves = {}
-    for method, runs in results.methods.items():
-        complete = [means for means in (seen_means(run.matrix) for run in runs) if None not in means]
-        if complete:
-            curves[method] = [spread for step in zip(*complete, strict=True) if (spread := Spread.of(step))]
-    if not curves:
-        return None
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
-    axes = figure.subplots()
-    for method, spreads in curves.items():
-        steps, centre = range(1, len(spreads) + 1), [100 * spread.mean for spread in spreads]
-        (line,) = axes.plot(steps, centre, "o-", markersize=3, label=label(results.label(method)))
-        low, high = ([100 * (s.mean + side * (s.std or 0)) for s in spreads] for side in (-1, 1))
-        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-    base = 100 * sum(results.pretrained.values()) / len(results.pretrained)
-    axes.axhline(base, color="grey", linestyle=":", label="Pre-Trained (all tasks)")
-    labels = {"xlabel": "number of tasks", "ylabel": "mean accuracy on merged tasks (%)"}
-    axes.set(**labels, title=label(results.model))
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure

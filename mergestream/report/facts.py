@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from mergestream import __version__
 from mergestream.merging.interference import Interference, pairs_of
 from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, ledger_survival, survival
 from mergestream.report.scores import Scores, attached
-from mergestream.report.tables import format_number, short_name, short_names, shorten_findings
+from mergestream.report.tables import format_number, list_some, short_name, short_names, shorten_findings
 from mergestream.report.verdict import next_step, verdict
 from mergestream.store.add import LARGE
 
@@ -85,6 +84,15 @@ class Facts:
     def history(self) -> tuple[Expert, ...]:
         return self.manifest.history
 
+    @property
+    def share(self) -> str:
+        """The word for the share of an expert that entered the state, or that a ledger holds."""
+        return "held" if self.interference else "kept"
+
+    @property
+    def share_of(self) -> str:
+        return "the ledger holds" if self.interference else "entered the merged state"
+
     @cached_property
     def names(self) -> list[str]:
         """The names of all experts as tables and sentences write them."""
@@ -114,33 +122,30 @@ class Facts:
         return sorted(((value, i) for i, value in enumerate(damage) if value and value > HIGH_DAMAGE), reverse=True)
 
     def findings(self) -> list[str]:
-        """What deserves a look, in sentences."""
-        names, relative = self.names, [self.relative_norm(number) for number in range(1, len(self.history) + 1)]
-        what = "The ledger holds only {} of {}." if self.interference else "Only {} of {} entered the merged state."
-        cosines = pairs_of(self.interference.cosines) if self.interference else ()
-        kinds: list[Iterable[str]] = [
-            (
-                f"{name} is {times:.1f} times as large as the other experts on average."
-                for name, times in zip(names, relative, strict=True)
-                if times >= LARGE
-            ),
-            (
-                what.format(f"{share:.0%}", name)
+        """What deserves a look, in sentences; each lists its strongest cases first."""
+        names, cosines = self.names, pairs_of(self.interference.cosines) if self.interference else ()
+        sizes = [(self.relative_norm(step), name) for step, name in enumerate(names, 1)]
+        kinds = {
+            "Far larger than the other experts on average": [
+                f"{name} ({times:.1f} times)" for times, name in sorted(sizes, reverse=True) if times >= LARGE
+            ],
+            f"Less than half is {self.share}": [
+                f"{name} ({share:.0%})"
                 for share, name in sorted(zip(self.survival.total, names, strict=True))
                 if share < LOW_SHARE
-            ),
-            (
-                f"{names[later]} and {names[earlier]} are similar (cosine {value:.2f})."
+            ],
+            "Similar experts": [
+                f"{names[later]} and {names[earlier]} (cosine {value:.2f})"
                 for value, earlier, later in sorted(cosines, reverse=True)
                 if value >= SIMILAR
-            ),
-            (f"{name}: {note}." for name, entry in zip(names, self.history, strict=True) for note in entry.notes),
-            (
-                f"The merged model would serve {names[i]} badly (predicted damage {damage:.2f})."
-                for damage, i in self.damaged()
-            ),
-        ]
-        found = [sentence for kind in kinds for sentence in shorten_findings(kind)]
+            ],
+            "The merged model would serve badly": [
+                f"{names[i]} (predicted damage {damage:.2f})" for damage, i in self.damaged()
+            ],
+        }
+        found = [f"{kind}: {list_some(cases)}." for kind, cases in kinds.items() if cases]
+        notes = [f"{name}: {note}." for name, entry in zip(names, self.history, strict=True) for note in entry.notes]
+        found += shorten_findings(notes)
         if self.shortfall:
             found.append(f"{self.shortfall[0].upper()}{self.shortfall[1:]}.")
         if (scores := self.scores) and scores.acc and scores.bwt and scores.bwt < -FORGOTTEN * abs(scores.acc):

@@ -74,19 +74,18 @@ def _context(facts: Facts) -> dict[str, Any]:
 
 
 def _tensor_rows(facts: Facts) -> list[list[Any]]:
-    """The table of tensors: what the base has, then ‖Δ‖, the share kept and q (None in a ledger) over all experts."""
-    survival, history = facts.survival, facts.history
-    outcome: dict[str, list[float | None]] = {}
-    for i, name in enumerate(survival.parts if history else ()):
-        norms2 = [row[i] ** 2 for row in survival.norm]
-        energy = math.fsum(norms2)
-        kept = math.fsum(row[i] * norm2 for row, norm2 in zip(survival.kept, norms2, strict=True))
-        numbers = math.sqrt(energy / len(norms2)), kept / energy if energy else 1.0
-        outcome[name] = [*(float(f"{value:.6g}") for value in numbers), survival.protected[-1][i]]
+    """The table of tensors: what the base has, then ‖Δ‖ and the share kept over all experts."""
+    survival, outcome = facts.survival, {}
+    by_tensor = (zip(*rows, strict=True) for rows in (survival.norm, survival.kept))  # both empty without experts
+    for name, norms, shares in zip(survival.parts, *by_tensor, strict=False):
+        energy = math.fsum(norm**2 for norm in norms)
+        kept = math.fsum(share * norm**2 for share, norm in zip(shares, norms, strict=True))
+        numbers = math.sqrt(energy / len(norms)), kept / energy if energy else 1.0
+        outcome[name] = [float(f"{value:.6g}") for value in numbers]
     return [
         [
             *(name, tensor.role, tensor.rule, tensor.dtype, "×".join(map(str, tensor.shape)) or "scalar"),
-            *(tensor.numel, tensor.norm, *outcome.get(name, [None] * 3)),
+            *(tensor.numel, tensor.norm, *outcome.get(name, (None, None))),
         ]
         for name, tensor in sorted(facts.manifest.base.tensors.items(), key=lambda item: natural(item[0]))
     ]

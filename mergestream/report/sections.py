@@ -60,9 +60,8 @@ def _sections(facts: Facts) -> Iterator[Section]:
     if scores:
         yield _scores(scores)
     if facts.interference:
-        yield from _ledger_sections(facts, facts.interference)
-    else:
-        yield from _state_sections(facts)
+        yield from _interference(facts, facts.interference)
+    yield _shares(facts)
 
 
 def _against_experts(scores: Scores) -> Section:
@@ -99,7 +98,7 @@ def _experts(facts: Facts) -> Section:
     }
     if found:
         columns |= {
-            "held": shares,
+            facts.share: shares,
             "damage": [number_cell(damage) for damage in found.damage],
             "overlaps most with": _companions(facts, found.overlap),
             "most similar": _companions(facts, found.cosines),
@@ -107,13 +106,15 @@ def _experts(facts: Facts) -> Section:
     else:
         scales = [displayed_scale(facts.manifest.method, entry.scale) for entry in history]
         columns |= {
-            "kept": shares,
+            facts.share: shares,
             scales[0][0]: [number_cell(scale, ".4g") for _, scale in scales],
             "‖merged − base‖": [number_cell(entry.distance, ".4g") for entry in history],
         }
-    caption = f"‖Δ‖ is the norm of the task vector, {'held' if found else 'kept'} the share of ‖Δ‖² that "
-    caption += "the ledger holds." if found else "entered the merged state."
-    columns["gates"] = [Cell(_describe_gates(entry), sort=len(entry.gates)) for entry in history]
+    if any(entry.gates or entry.evaluation for entry in history):
+        columns["gates"] = [Cell(_describe_gates(entry), sort=len(entry.gates)) for entry in history]
+    caption = f"‖Δ‖ is the norm of the task vector, {facts.share} the share of ‖Δ‖² that {facts.share_of}."
+    if len(history) > MAX_EXPERTS:
+        caption += f" The tables below show the last {MAX_EXPERTS} of {len(history)} experts."
     table = Table(tuple(columns), list(zip(*columns.values(), strict=True)))
     return Section("experts", "Experts, in the order they were added", caption, table=table)
 
@@ -156,29 +157,16 @@ def _scores(scores: Scores) -> Section:
     return Section("scores", f"Scores ({scores.metric})", caption, table=table)
 
 
-def _limit(facts: Facts) -> str:
-    """Says that a table has a column for the last experts only."""
-    count = len(facts.history)
-    return f" This shows the last {MAX_EXPERTS} of {count} experts." if count > MAX_EXPERTS else ""
-
-
 def _by_layer(
     facts: Facts,
     layers: Sequence[str],
     totals: Sequence[float | None],
     values: Sequence[Sequence[float | None]],
     form: str,
-    most: float = 1.0,
 ) -> Table:
     """Layer × expert, the totals of all layers first; ``values`` are expert × layer."""
-    rows = {"all layers": totals[_LAST]} if totals else {}
-    rows |= dict(zip(layers, zip(*values[_LAST], strict=True), strict=True))
-    return shaded_table("layer", facts.names[_LAST], rows, form, most=most)
-
-
-def _shares_by_layer(facts: Facts) -> Table:
-    layers = facts.survival.by_layer()
-    return _by_layer(facts, layers.parts, facts.survival.total, layers.kept, ".1%")
+    by_layer = zip(layers, zip(*values[_LAST], strict=True), strict=True)
+    return shaded_table("layer", facts.names[_LAST], {"all layers": totals[_LAST], **dict(by_layer)}, form)
 
 
 def _pairs(facts: Facts, quantity: str, values: Sequence[Sequence[float | None]]) -> Table:
@@ -187,45 +175,36 @@ def _pairs(facts: Facts, quantity: str, values: Sequence[Sequence[float | None]]
     return shaded_table(quantity, names, dict(zip(names, (row[_LAST] for row in values[_LAST]), strict=True)))
 
 
-def _state_sections(facts: Facts) -> Iterator[Section]:
-    """What only an accumulator has: how much entered its state, and how much of the state was protected."""
-    caption = f"The share of each task vector's squared norm that entered the merged state.{_limit(facts)}"
-    yield Section("survival", "Share kept, by layer", caption, table=_shares_by_layer(facts))
+def _shares(facts: Facts) -> Section:
+    """How much of each expert an accumulator took in, or a ledger holds."""
     layers = facts.survival.by_layer()
-    if ranks := [rank for row in layers.protected for rank in row if rank is not None]:
-        caption = (
-            "q is the number of leading directions of the merged state that a new expert may not change. For a layer "
-            f"it is the mean over its linear weights. The first expert meets an empty state.{_limit(facts)}"
-        )
-        table = _by_layer(facts, layers.parts, (), layers.protected, ".1f", max(ranks))
-        yield Section("protected", "Protected rank", caption, table=table)
+    caption = f"The share of each task vector's squared norm that {facts.share_of}."
+    if facts.interference:
+        room = counted(facts.manifest.sharing, "expert")
+        caption += f" The ledger's budget is laid out for {room}; with more, it holds less of each."
+    table = _by_layer(facts, layers.parts, facts.survival.total, layers.kept, ".1%")
+    return Section("shares", f"Share {facts.share}, by layer", caption, table=table)
 
 
-def _ledger_sections(facts: Facts, found: Interference) -> Iterator[Section]:
-    """What only a ledger has: how much its entries hold, and how the experts interfere."""
-    limit = _limit(facts)
-    if len(facts.history) > 1:
+def _interference(facts: Facts, found: Interference) -> Iterator[Section]:
+    """How the experts of a ledger affect each other."""
+    several = len(facts.history) > 1
+    if several:
         caption = (
             "Cosines of the task vectors, as far as the ledger holds them: 1 is the same direction, 0 is unrelated; "
-            f"below 0, experts work against each other.{limit}"
+            "below 0, experts work against each other."
         )
         yield Section("similarity", "Similarity of the experts", caption, table=_pairs(facts, "cosine", found.cosines))
-    caption = (
-        "The share of each task vector's squared norm that the ledger holds. Its budget is laid out for "
-        f"{counted(facts.manifest.sharing, 'expert')}; with more, it holds less of each.{limit}"
-    )
-    yield Section("held", "Share held, by layer", caption, table=_shares_by_layer(facts))
-    if not found.layers:
-        return
-    caption = (
-        "How far the merged model is from each expert on that expert's own inputs: 0 is no difference, 1 is as far as "
-        f"the base. Above {HIGH_DAMAGE} the model serves an expert badly.{limit}"
-    )
-    table = _by_layer(facts, found.layers, found.damage, found.layer_damage, ".3f")
-    yield Section("damage", "Predicted damage, by layer", caption, table=table)
-    if len(facts.history) > 1:
+    if found.layers:
+        caption = (
+            "How far the merged model is from each expert on that expert's own inputs: 0 is no difference, 1 is as far "
+            f"as the base. Above {HIGH_DAMAGE} the model serves an expert badly."
+        )
+        table = _by_layer(facts, found.layers, found.damage, found.layer_damage, ".3f")
+        yield Section("damage", "Predicted damage, by layer", caption, table=table)
+    if found.layers and several:
         caption = (
             "How much two experts respond to the same inputs, from 0 to 1, on average over the linear weights. "
             "This does harm only where they change these inputs differently: the predicted damage says how much."
         )
-        yield Section("overlap", "Overlap of inputs", caption + limit, table=_pairs(facts, "overlap", found.overlap))
+        yield Section("overlap", "Overlap of inputs", caption, table=_pairs(facts, "overlap", found.overlap))

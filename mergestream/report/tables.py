@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mergestream.escaping import one_line
+from mergestream.sizes import shorten_list
 
 MAX_NAME = 32
 """Characters of a name, in tables and sentences alike"""
@@ -97,3 +98,9 @@ def shorten_findings(sentences: Iterable[str]) -> list[str]:
     found = list(sentences)
     more = len(found) - MAX_FINDINGS
     return found if more <= 0 else [*found[:MAX_FINDINGS], f"… and {more} more of these."]
+
+
+def list_some(cases: Sequence[str]) -> str:
+    """The first cases of one kind, and how many there are: ``a, b, … (20 in all)``"""
+    count = f" ({len(cases)} in all)" if len(cases) > MAX_FINDINGS else ""
+    return shorten_list(cases, MAX_FINDINGS) + count

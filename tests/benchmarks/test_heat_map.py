@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from benchmarks.figures import save
 from benchmarks.heat_map import MAX_TICKS, heat_map
-from mergestream.evaluation.tables import save
 
 
 def test_a_matrix_has_a_largest_size_and_so_many_names() -> None:

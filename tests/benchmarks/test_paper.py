@@ -32,6 +32,7 @@ def test_the_papers_figures_are_drawn(tmp_path: Path) -> None:
     paper.main([str(tmp_path)])
     names = {path.name for path in tmp_path.glob("*.png")}
     assert names == {
+        "accuracy-over-tasks.png",
         "accuracy-matrices-average.png",
         "accuracy-matrices-opcm.png",
         "lambda.png",

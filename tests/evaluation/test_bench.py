@@ -56,7 +56,7 @@ def test_one_command_writes_results_tables_and_figures(
     output = tmp_path / "out"
     bench(tiny_suite, output, "--methods", "opcm,average", "--orders", "2", "--workers", "2")
     written = {path.name for path in output.iterdir() if path.stat().st_size}
-    assert written == {"results.json", "table1.md", "per-task.md", "accuracy-over-tasks.png"}
+    assert written == {"results.json", "table1.md", "per-task.md"}
     table = (output / "table1.md").read_text()
     assert "| ACC↑ | Average (SWA) |" in table and "Pre-Trained" in table and "Fine-Tuned" in table
     results = Results.load(output)

@@ -137,13 +137,19 @@ def test_a_suite_has_as_many_tasks_as_it_has(tiny_suite: Path) -> None:
 
 
 def test_a_missing_package_is_one_sentence(
-    tiny_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--methods", "average", "--orders", "1", "--workers", "1"]
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "mergestream.evaluation.tables", raising=False)
+    preparing = (
+        "class Trained(CustomSuite):\n    def prepare(self, on_progress, workers):\n        import no_such_module\n"
+    )
+    tiny_suite.write_text(
+        tiny_suite.read_text()
+        .replace("SUITE = Custom", f"{preparing}\nSUITE = Trained")
+        .replace("TrainedSuite(", "Trained(")
+    )
     assert main(["bench", str(tiny_suite), "-o", str(tmp_path / "out"), *options]) == 1
-    assert "bench needs the module matplotlib" in capsys.readouterr().err
+    assert "bench needs the module no_such_module" in capsys.readouterr().err
 
 
 def test_a_changed_score_function_is_another_evaluation(tiny_suite: Path) -> None:

@@ -271,7 +271,7 @@ def test_the_page_has_the_sections_of_a_ledger_and_none_of_a_state(ledger: Store
         assert f"<h2>{heading}</h2>" in body
     for label in ("held", "damage", "overlaps most with"):
         assert label in body
-    for absent in ("λ", "√", "Scaling factor", "Protected rank", "‖merged − base‖", ">kept<", ">q<", "Share kept"):
+    for absent in ("λ", "√", "‖merged − base‖", ">kept<", ">q<", "Share kept"):
         assert absent not in body
     assert render_html(Facts.of(Store(ledger.path))) == text
 
@@ -308,7 +308,7 @@ def test_tables_have_the_numbers(ledger: Store) -> None:
     assert damage[1][1].sort == found.layer_damage[0][0]
     overlap = tables["overlap"].rows
     assert overlap[0][2].sort == found.overlap[0][1] and overlap[0][1].shade is None
-    assert tables["held"].rows[0][2].sort == Facts.of(ledger).survival.total[1]
+    assert tables["shares"].rows[0][2].sort == Facts.of(ledger).survival.total[1]
 
 
 def test_findings_name_who_is_served_badly(tmp_path: Path, models: Path) -> None:
@@ -321,8 +321,9 @@ def test_findings_name_who_is_served_badly(tmp_path: Path, models: Path) -> None
     (damage,) = known(found.damage[:1])
     assert damage > HIGH_DAMAGE
     sentences = facts.findings()
-    assert f"The merged model would serve cars badly (predicted damage {damage:.2f})." in sentences
-    assert f"The ledger holds only {facts.survival.total[1]:.0%} of digits." in sentences
+    assert any(f" badly: cars (predicted damage {damage:.2f})" in sentence for sentence in sentences)
+    (held,) = (sentence for sentence in sentences if sentence.startswith("Less than half is held: "))
+    assert f"digits ({facts.survival.total[1]:.0%})" in held
 
 
 def test_the_model_card_of_a_ledger_shows_no_scale(ledger: Store, tmp_path: Path) -> None:

@@ -61,10 +61,10 @@ def assert_bounded(text: str, count: int) -> None:
     """Nothing in the page grows by more than a few numbers with every expert."""
     for table in re.findall(r'<table class="matrix">.*?</thead>', text, re.S):
         assert table.count("<th ") <= MAX_EXPERTS + 1
-    assert len(embedded(text)) == len(model()) and {len(row) for row in embedded(text)} == {10}
+    assert len(embedded(text)) == len(model()) and {len(row) for row in embedded(text)} == {9}
     assert text.count("<td") < 20 * count + 40 * MAX_EXPERTS**2
     assert text.count('<td data-label="step"') == count
-    assert f"This shows the last {MAX_EXPERTS} of {count} experts." in text
+    assert f"The tables below show the last {MAX_EXPERTS} of {count} experts." in text
     assert '<div class="scroll tall"><table class="sortable' in text and 'id="expert-search"' in text
     assert len(text) < 2_000_000
 
@@ -84,7 +84,8 @@ def test_a_page_of_a_ledger_of_many_experts_is_bounded(tmp_path: Path, models: P
     assert facts.interference
     alike = dataclasses.replace(facts.interference, cosines=((0.9,) * 60,) * 60)
     text = render_html(dataclasses.replace(facts, interference=alike))
-    assert text.count("are similar (cosine") == MAX_FINDINGS and re.search(r"… and \d+ more of these\.", text)
+    (similar,) = re.findall(r"Similar experts: .*", text)
+    assert similar.count("(cosine 0.90)") == MAX_FINDINGS and "(1770 in all)." in similar
     tables = {section.key: section.table for section in make_sections(facts) if section.table}
     first = 60 - MAX_EXPERTS
     assert [cell.sort for cell in tables["damage"].rows[0][1:]] == list(facts.interference.damage[first:])
@@ -96,7 +97,7 @@ def test_text_of_many_experts_has_all_in_one_table(many: Store) -> None:
     text = render_markdown(Facts.of(many))
     assert max(line.count(" | ") for line in text.splitlines()) <= MAX_EXPERTS + 2
     assert all(f"| expert-{i} |" in text for i in range(MANY))
-    assert f"This shows the last {MAX_EXPERTS} of {MANY} experts." in text
+    assert f"The tables below show the last {MAX_EXPERTS} of {MANY} experts." in text
 
 
 def test_json_of_many_experts_has_all(many: Store, done: Callable[..., str]) -> None:

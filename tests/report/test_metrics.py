@@ -2,7 +2,8 @@
 
 import pytest
 
-from mergestream.evaluation.results import Spread, retention, seen_means, worst_task
+from benchmarks.figures import seen_means
+from mergestream.evaluation.results import Spread, retention, worst_task
 from mergestream.report.scores import average_accuracy, backward_transfer
 
 MATRIX = [

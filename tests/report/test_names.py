@@ -73,7 +73,7 @@ def test_the_card_names_no_base_that_is_none(hostile: Store, tmp_path: Path, mod
 
 
 def test_markdown_shows_names_and_obeys_none(hostile: Store) -> None:
-    assert_harmless(render_markdown(Facts.of(hostile)), heads=6)
+    assert_harmless(render_markdown(Facts.of(hostile)), heads=5)
 
 
 def test_markdown_of_a_ledger_shows_names_and_obeys_none(tmp_path: Path, models: Path) -> None:

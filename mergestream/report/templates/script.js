@@ -22,9 +22,8 @@ addEventListener("afterprint", () => { printing = false; applyTheme(); });
 
 // --- the table of tensors ----------------------------------------------------------------------------------
 
-const [NAME, ROLE, RULE, TYPE, SHAPE, NUMEL, NORM, DELTA, KEPT, Q] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
+const [NAME, ROLE, RULE, TYPE, SHAPE, NUMEL, NORM, DELTA, KEPT] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
 const table = document.getElementById("tensor-table");
-const hasRanks = table.dataset.ranks === "yes"; // a ledger has no q
 
 const number = (value) => (value === null ? "–" : Number(value.toPrecision(4)).toString());
 const percent = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)}%`);
@@ -51,7 +50,6 @@ function fill() {
         name, role, cell(row[SHAPE], row[NUMEL]), cell(row[TYPE], row[TYPE]), cell(number(row[NORM]), row[NORM]),
         cell(number(row[DELTA]), row[DELTA]), cell(percent(relative), relative), cell(percent(row[KEPT]), row[KEPT]),
       );
-      if (hasRanks) tr.append(cell(row[Q] === null ? "–" : String(row[Q]), row[Q]));
       tr.dataset.text = `${row[NAME]} ${row[ROLE]} ${row[RULE]}`.toLowerCase();
       return tr;
     }),
