@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.stopwatch import work
 from mergestream.algebra import symmetric
-from mergestream.algebra.projection import Projection, project, protected_directions
+from mergestream.algebra.projection import Projection, project_dense, protected_directions
 from mergestream.algebra.svd import ThinSVD, numerical_rank, thin_svd
 from mergestream.algebra.svd import gram as _gram
 from mergestream.checkpoints import open_checkpoint
@@ -89,7 +89,7 @@ def full_svd(S: Tensor, delta: Tensor, q: int) -> Tensor:
 
 
 def with_thin_products(decompose: Decompose) -> Kernel:
-    return lambda S, delta, q: project(delta, decompose(S), q, "reference")
+    return lambda S, delta, q: project_dense(delta, decompose(S), q, "reference")
 
 
 def thin_float32_svd(S: Tensor) -> ThinSVD:
@@ -184,7 +184,7 @@ def kernel_table(m: int, n: int, decay: float, repetitions: int) -> None:
     S, delta = random_matrix(m, n, decay, 0), random_matrix(m, n, decay, 1)
     u, s, vh = torch.linalg.svd(S.double(), full_matrices=False)
     q = protected_directions(s, 0.5)
-    exact = project(delta.double(), ThinSVD(u, s, vh.T), q, "reference")
+    exact = project_dense(delta.double(), ThinSVD(u, s, vh.T), q, "reference")
     errors = {name: (run(S, delta, q) - exact).norm() / exact.norm() for name, run in TRIED.items()}
     medians = interleaved({name: partial(run, S, delta, q) for name, run in TRIED.items()}, repetitions)
     kept = list(medians.values())[-1]
@@ -232,9 +232,11 @@ def block_table(m: int, n: int, decay: float, repetitions: int) -> None:
     q = protected(thin_svd(S).s)
     medians = interleaved(
         {
-            "reference projection": lambda: project(delta, thin_svd(S), q, "reference"),
-            "block projection, all vectors": lambda: project(delta, thin_svd(S), q, "block"),
-            "block projection, protected vectors": lambda: project(delta, thin_svd(S, leading=protected), q, "block"),
+            "reference projection": lambda: project_dense(delta, thin_svd(S), q, "reference"),
+            "block projection, all vectors": lambda: project_dense(delta, thin_svd(S), q, "block"),
+            "block projection, protected vectors": lambda: project_dense(
+                delta, thin_svd(S, leading=protected), q, "block"
+            ),
         },
         repetitions,
     )

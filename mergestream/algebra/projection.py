@@ -12,7 +12,7 @@ span both, S, Δ and P(Δ) are small matrices, and the formulas are the same.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,29 +32,24 @@ def protected_directions(s: Tensor, alpha: float) -> int:
     return int(torch.searchsorted(sums, alpha * sums[-1]))
 
 
-@overload
-def project(delta: Tensor, svd: ThinSVD | FactoredSVD, q: int, projection: Projection) -> Tensor: ...
-@overload
-def project(delta: Value, svd: ThinSVD, q: int, projection: Projection) -> Tensor: ...
-@overload
-def project(delta: LowRank, svd: FactoredSVD, q: int, projection: Projection) -> LowRank: ...
 def project(delta: Value, svd: ThinSVD | FactoredSVD, q: int, projection: Projection) -> Value:
     """P(Δ) for the state that ``svd`` decomposes, with ``q`` protected directions; in Δ's dtype.
 
     It is of low rank where both the state and Δ are, in bases that start with those of the state.
     """
     if isinstance(svd, ThinSVD) or isinstance(delta, Tensor):
-        return _project_dense(dense(delta), svd if isinstance(svd, ThinSVD) else svd.dense(), q, projection)
+        return project_dense(dense(delta), svd if isinstance(svd, ThinSVD) else svd.dense(), q, projection)
     delta = delta.rebased(svd.left, svd.right)
     u = pad(svd.coordinates.u, (0, 0, 0, delta.left.rank - svd.left.rank))
     v = pad(svd.coordinates.v, (0, 0, 0, delta.right.rank - svd.right.rank))
-    core = _project_dense(delta.core, ThinSVD(u, svd.s, v), q, projection)
+    core = project_dense(delta.core, ThinSVD(u, svd.s, v), q, projection)
     return LowRank(delta.shape, delta.left, core, delta.right)
 
 
-def _project_dense(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) -> Tensor:
+def project_dense(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) -> Tensor:
+    """P(Δ) of a dense Δ and a dense state."""
     if delta.shape[0] < delta.shape[1]:  # so that the rows below are the shorter ones
-        return _project_dense(delta.T, svd.transposed(), q, projection).T
+        return project_dense(delta.T, svd.transposed(), q, projection).T
     u, v = svd.u, svd.v
     if projection == "block":
         u, v = u[:, :q], v[:, :q]

@@ -152,8 +152,9 @@ class Method(ABC):
 
     @property
     def scale_rule(self) -> Scale:
-        """The method's default scale."""
-        return 1.0
+        """The method's default scale: its parameter `scale`, if it has one, else 1."""
+        scale: Scale = getattr(self, "scale", 1.0)
+        return scale
 
     def ranking(self, t: int) -> Ranking | None:
         """Which magnitudes must be ranked before the t-th expert is absorbed, if any."""

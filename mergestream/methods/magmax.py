@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from mergestream.algebra.lowrank import Value, dense
 from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
-from mergestream.methods.scale import Scale
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,6 @@ class MagMax(Method):
     commutative = True
 
     scale: float = parameter(0.5, "what the selected entries are multiplied by")
-
-    @property
-    def scale_rule(self) -> Scale:
-        return self.scale
 
     def layout(self, context: Context) -> dict[str, Slot]:
         return {"largest": context.like}

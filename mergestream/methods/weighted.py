@@ -13,7 +13,6 @@ from mergestream.algebra.lowrank import Value, dense
 from mergestream.errors import UsageError
 from mergestream.methods.base import Absorbed, Context, Method, Ranking, Slot, State, parameter
 from mergestream.methods.dare import thinned
-from mergestream.methods.scale import Scale
 from mergestream.methods.ties import trim
 
 _NOTHING = 1e-8
@@ -56,10 +55,6 @@ class Weighted(Method):
     @property
     def commutative(self) -> bool:
         return "," not in self.weights + self.densities
-
-    @property
-    def scale_rule(self) -> Scale:
-        return self.scale
 
     def ranking(self, t: int) -> Ranking | None:
         density = nth(self.densities, t)

@@ -134,13 +134,13 @@ class Facts:
                 for share, name in sorted(zip(self.survival.total, names, strict=True))
                 if share < LOW_SHARE
             ],
-            "Similar experts": [
-                f"{names[later]} and {names[earlier]} (cosine {value:.2f})"
+            "Similar experts (cosine)": [
+                f"{names[later]} and {names[earlier]} ({value:.2f})"
                 for value, earlier, later in sorted(cosines, reverse=True)
                 if value >= SIMILAR
             ],
-            "The merged model would serve badly": [
-                f"{names[i]} (predicted damage {damage:.2f})" for damage, i in self.damaged()
+            "Served badly by the merged model (predicted damage)": [
+                f"{names[i]} ({damage:.2f})" for damage, i in self.damaged()
             ],
         }
         found = [f"{kind}: {list_some(cases)}." for kind, cases in kinds.items() if cases]

@@ -100,8 +100,7 @@ def _experts(facts: Facts) -> Section:
         columns |= {
             facts.share: shares,
             "damage": [number_cell(damage) for damage in found.damage],
-            "overlaps most with": _companions(facts, found.overlap),
-            "most similar": _companions(facts, found.cosines),
+            "most similar": _most_similar(facts, found),
         }
     else:
         scales = [displayed_scale(facts.manifest.method, entry.scale) for entry in history]
@@ -119,12 +118,12 @@ def _experts(facts: Facts) -> Section:
     return Section("experts", "Experts, in the order they were added", caption, table=table)
 
 
-def _companions(facts: Facts, matrix: Sequence[Sequence[float | None]]) -> list[Cell]:
-    """For each expert, the other one with the largest value in a matrix, and the value."""
-    largest = [largest_other(row, expert) for expert, row in enumerate(matrix)]
+def _most_similar(facts: Facts, found: Interference) -> list[Cell]:
+    """For each expert, the other one with the largest cosine, and the cosine."""
+    largest = [largest_other(row, expert) for expert, row in enumerate(found.cosines)]
     return [
-        Cell(facts.names[found[1]], format_number(found[0]), sort=found[0]) if found else Cell("–", sort="")
-        for found in largest
+        Cell(facts.names[pair[1]], format_number(pair[0]), sort=pair[0]) if pair else Cell("–", sort="")
+        for pair in largest
     ]
 
 
@@ -169,12 +168,6 @@ def _by_layer(
     return shaded_table("layer", facts.names[_LAST], {"all layers": totals[_LAST], **dict(by_layer)}, form)
 
 
-def _pairs(facts: Facts, quantity: str, values: Sequence[Sequence[float | None]]) -> Table:
-    """Expert × expert."""
-    names = facts.names[_LAST]
-    return shaded_table(quantity, names, dict(zip(names, (row[_LAST] for row in values[_LAST]), strict=True)))
-
-
 def _shares(facts: Facts) -> Section:
     """How much of each expert an accumulator took in, or a ledger holds."""
     layers = facts.survival.by_layer()
@@ -188,13 +181,14 @@ def _shares(facts: Facts) -> Section:
 
 def _interference(facts: Facts, found: Interference) -> Iterator[Section]:
     """How the experts of a ledger affect each other."""
-    several = len(facts.history) > 1
-    if several:
+    if len(facts.history) > 1:
+        names = facts.names[_LAST]
         caption = (
             "Cosines of the task vectors, as far as the ledger holds them: 1 is the same direction, 0 is unrelated; "
             "below 0, experts work against each other."
         )
-        yield Section("similarity", "Similarity of the experts", caption, table=_pairs(facts, "cosine", found.cosines))
+        rows = dict(zip(names, (row[_LAST] for row in found.cosines[_LAST]), strict=True))
+        yield Section("similarity", "Similarity of the experts", caption, table=shaded_table("cosine", names, rows))
     if found.layers:
         caption = (
             "How far the merged model is from each expert on that expert's own inputs: 0 is no difference, 1 is as far "
@@ -202,9 +196,3 @@ def _interference(facts: Facts, found: Interference) -> Iterator[Section]:
         )
         table = _by_layer(facts, found.layers, found.damage, found.layer_damage, ".3f")
         yield Section("damage", "Predicted damage, by layer", caption, table=table)
-    if found.layers and several:
-        caption = (
-            "How much two experts respond to the same inputs, from 0 to 1, on average over the linear weights. "
-            "This does harm only where they change these inputs differently: the predicted damage says how much."
-        )
-        yield Section("overlap", "Overlap of inputs", caption, table=_pairs(facts, "overlap", found.overlap))

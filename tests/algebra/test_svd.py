@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mergestream.algebra import symmetric
-from mergestream.algebra.projection import project, protected_directions
+from mergestream.algebra.projection import project_dense, protected_directions
 from mergestream.algebra.svd import RANK_TOLERANCE, thin_svd
 
 SHAPES = [(24, 60), (40, 40), (60, 24), (1, 7), (7, 1), (1, 1), (2, 2)]
@@ -52,7 +52,7 @@ def power_law(count: Any, exponent: Any) -> Any:
 def projected(S: Any, delta: Any, alpha: Any, projection: Any) -> Any:
     protected = partial(protected_directions, alpha=alpha)
     svd = thin_svd(S, leading=protected) if projection == "block" else thin_svd(S)
-    return project(delta, svd, protected(svd.s), projection)
+    return project_dense(delta, svd, protected(svd.s), projection)
 
 
 def relative(error: Any, reference: Any) -> Any:
@@ -93,7 +93,7 @@ def test_a_zero_state_projects_nothing(projection: Any, dtype: Any) -> None:
     delta = randn(6, 9, seed=5, dtype=dtype)
     svd = thin_svd(torch.zeros(6, 9, dtype=dtype))
     assert svd.rank == 0 and protected_directions(svd.s, 0.5) == 0
-    assert torch.equal(project(delta, svd, 0, projection), delta)
+    assert torch.equal(project_dense(delta, svd, 0, projection), delta)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -266,10 +266,9 @@ def test_the_page_has_the_sections_of_a_ledger_and_none_of_a_state(ledger: Store
     for heading in (
         "Share held, by layer",
         "Predicted damage, by layer",
-        "Overlap of inputs",
     ):
         assert f"<h2>{heading}</h2>" in body
-    for label in ("held", "damage", "overlaps most with"):
+    for label in ("held", "damage", "most similar"):
         assert label in body
     for absent in ("λ", "√", "‖merged − base‖", ">kept<", ">q<", "Share kept"):
         assert absent not in body
@@ -285,7 +284,7 @@ def test_json_and_markdown_have_the_same_facts(ledger: Store, done: Callable[...
     assert not {"lambda", "sqrt_t", "distance"} & data["experts"][0].keys()
     assert data["survival"]["kept"] == [list(row) for row in facts.survival.kept]
     text = done("report", ledger.path, "--format", "md")
-    for heading in ("## Share held", "## Predicted damage", "## Overlap of inputs"):
+    for heading in ("## Share held", "## Predicted damage", "## Similarity of the experts"):
         assert heading in text
     assert f"| {facts.survival.total[1]:.1%} | {found.damage[1]:.3f} |" in text and "λ" not in text
 
@@ -306,8 +305,8 @@ def test_tables_have_the_numbers(ledger: Store) -> None:
     damage = tables["damage"].rows
     assert tuple(cell.sort for cell in damage[0][1:]) == found.damage
     assert damage[1][1].sort == found.layer_damage[0][0]
-    overlap = tables["overlap"].rows
-    assert overlap[0][2].sort == found.overlap[0][1] and overlap[0][1].shade is None
+    cosines = tables["similarity"].rows
+    assert cosines[0][2].sort == found.cosines[0][1] and cosines[0][1].shade is None
     assert tables["shares"].rows[0][2].sort == Facts.of(ledger).survival.total[1]
 
 
@@ -321,7 +320,7 @@ def test_findings_name_who_is_served_badly(tmp_path: Path, models: Path) -> None
     (damage,) = known(found.damage[:1])
     assert damage > HIGH_DAMAGE
     sentences = facts.findings()
-    assert any(f" badly: cars (predicted damage {damage:.2f})" in sentence for sentence in sentences)
+    assert any(f"(predicted damage): cars ({damage:.2f})" in sentence for sentence in sentences)
     (held,) = (sentence for sentence in sentences if sentence.startswith("Less than half is held: "))
     assert f"digits ({facts.survival.total[1]:.0%})" in held
 

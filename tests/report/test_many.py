@@ -84,13 +84,13 @@ def test_a_page_of_a_ledger_of_many_experts_is_bounded(tmp_path: Path, models: P
     assert facts.interference
     alike = dataclasses.replace(facts.interference, cosines=((0.9,) * 60,) * 60)
     text = render_html(dataclasses.replace(facts, interference=alike))
-    (similar,) = re.findall(r"Similar experts: .*", text)
-    assert similar.count("(cosine 0.90)") == MAX_FINDINGS and "(1770 in all)." in similar
+    (similar,) = re.findall(r"Similar experts .*", text)
+    assert similar.count("(0.90)") == MAX_FINDINGS and "(1770 in all)." in similar
     tables = {section.key: section.table for section in make_sections(facts) if section.table}
     first = 60 - MAX_EXPERTS
     assert [cell.sort for cell in tables["damage"].rows[0][1:]] == list(facts.interference.damage[first:])
-    assert tables["overlap"].rows[0][2].sort == facts.interference.overlap[first][first + 1]
-    assert tables["overlap"].headings[1] == tables["damage"].headings[1] == f"expert-{first}"
+    assert tables["similarity"].rows[0][2].sort == facts.interference.cosines[first][first + 1]
+    assert tables["similarity"].headings[1] == tables["damage"].headings[1] == f"expert-{first}"
 
 
 def test_text_of_many_experts_has_all_in_one_table(many: Store) -> None:

@@ -257,7 +257,7 @@ def test_a_phone_shows_long_names_without_scrolling_the_page(browser: Any, model
             "return getComputedStyle(document.querySelector('#expert-table td[data-label=damage]'), '::before').content"
         )
         assert browser.execute_script(label) == '"damage"'
-        assert all(len(text) <= MAX_NAME for text in opened.texts("#overlap tbody th"))
+        assert all(len(text) <= MAX_NAME for text in opened.texts("#similarity tbody th"))
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

