@@ -117,12 +117,10 @@ class Results:
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Return mean and standard deviation of every measure, by method; None for what was not measured."""
-
-        def spread(method: str, measure: str) -> dict[str, Any] | None:
-            found = self.spread(method, measure)
-            return asdict(found) if found else None
-
-        return {method: {measure: spread(method, measure) for measure in self.measures} for method in self.methods}
+        return {
+            method: {measure: (found := self.spread(method, measure)) and asdict(found) for measure in self.measures}
+            for method in self.methods
+        }
 
     def save(self, directory: Path) -> None:
         """Write ``results.json``."""

@@ -9,7 +9,7 @@ from functools import reduce
 from torch import Tensor
 
 from mergestream.algebra.lowrank import Value
-from mergestream.methods.base import Absorbed, Context, Method, Slot, State
+from mergestream.methods.base import Absorbed, Context, Method, State
 from mergestream.methods.scale import Scale
 
 
@@ -24,6 +24,7 @@ class Average(Method):
 
     name = "average"
     whole = "none"
+    slots = ("sum",)
     factored = True
     commutative = True
     additive = True
@@ -32,14 +33,8 @@ class Average(Method):
     def scale_rule(self) -> Scale:
         return "mean"
 
-    def layout(self, context: Context) -> dict[str, Slot]:
-        return {"sum": context.like}
-
     def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         return Absorbed({"sum": delta if state is None else state["sum"] + delta})
-
-    def direction(self, state: State, context: Context) -> Value:
-        return state["sum"]
 
     def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
         return [None] * len(deltas), reduce(Tensor.add_, deltas)

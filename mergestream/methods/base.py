@@ -135,6 +135,8 @@ class Method(ABC):
     name: ClassVar[str]
     whole: ClassVar[Literal["linear", "none", "all"]] = "linear"
     """Which tensors are absorbed whole: the weights of linear layers, none, or all"""
+    slots: ClassVar[tuple[str, ...]] = ()
+    """The slots of a state, where each has the shape and dtype of its tensor; else override `layout`"""
     factored: ClassVar[bool] = False
     """Whether Δ and the slots may be `LowRank`, which has the arithmetic of tensors: sums, differences, multiples"""
     additive: ClassVar[bool] = False
@@ -160,17 +162,18 @@ class Method(ABC):
         """Which magnitudes must be ranked before the t-th expert is absorbed, if any."""
         return None
 
-    @abstractmethod
     def layout(self, context: Context) -> dict[str, Slot]:
         """The slots of a tensor's state after ``context.t`` experts."""
+        return dict.fromkeys(self.slots, context.like)
 
     @abstractmethod
     def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         """Absorb Δ; ``state`` is None before the first expert. Never write to the arguments."""
 
-    @abstractmethod
     def direction(self, state: State, context: Context) -> Value:
-        """The merged task vector, up to a scale that all tensors share."""
+        """The merged task vector, up to a scale that all tensors share; by default the only slot."""
+        (merged,) = state.values()
+        return merged
 
     def absorb_all(self, deltas: Sequence[Tensor], contexts: Sequence[Context]) -> tuple[list[float | None], Tensor]:
         """‖kept‖² of every Δ (None where all is kept), and the direction after the last, for pieces of elementwise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergestream.algebra.lowrank import Value
-from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
+from mergestream.methods.base import Absorbed, Context, Method, State, parameter
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,10 @@ class EMA(Method):
 
     name = "ema"
     whole = "none"
+    slots = ("mean",)
     factored = True
 
     beta: float = parameter(0.9, "β, the share that the models so far keep", at_least=0, at_most=1)
 
-    def layout(self, context: Context) -> dict[str, Slot]:
-        return {"mean": context.like}
-
     def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         return Absorbed({"mean": delta if state is None else state["mean"] * self.beta + delta * (1 - self.beta)})
-
-    def direction(self, state: State, context: Context) -> Value:
-        return state["mean"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergestream.algebra.lowrank import Value, dense
-from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
+from mergestream.methods.base import Absorbed, Context, Method, State, parameter
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,10 @@ class MagMax(Method):
 
     name = "magmax"
     whole = "none"
+    slots = ("largest",)
     commutative = True
 
     scale: float = parameter(0.5, "what the selected entries are multiplied by")
-
-    def layout(self, context: Context) -> dict[str, Slot]:
-        return {"largest": context.like}
 
     def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         delta = dense(delta)
@@ -33,6 +31,3 @@ class MagMax(Method):
         # Entries of equal magnitude and opposite sign: the positive one, so that order does not matter.
         wins = (magnitude > old) | ((magnitude == old) & (delta > largest))
         return Absorbed({"largest": delta.where(wins, largest)}, kept=delta * wins)
-
-    def direction(self, state: State, context: Context) -> Value:
-        return state["largest"]

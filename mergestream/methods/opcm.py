@@ -11,7 +11,7 @@ import torch
 from mergestream.algebra.lowrank import Value, dense
 from mergestream.algebra.projection import project, protected_directions
 from mergestream.algebra.svd import thin_svd
-from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
+from mergestream.methods.base import Absorbed, Context, Method, State, parameter
 from mergestream.methods.scale import Scale
 
 
@@ -29,6 +29,7 @@ class OPCM(Method):
     """
 
     name = "opcm"
+    slots = ("sum",)
     factored = True
     additive = True
 
@@ -43,9 +44,6 @@ class OPCM(Method):
     @property
     def scale_rule(self) -> Scale:
         return self.scaling
-
-    def layout(self, context: Context) -> dict[str, Slot]:
-        return {"sum": context.like}
 
     def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         if state is None:
@@ -72,6 +70,3 @@ class OPCM(Method):
         svd = thin_svd(S, leading=protected if few else None)
         q = protected(svd.s)
         return project(delta, svd, q, self.projection), q
-
-    def direction(self, state: State, context: Context) -> Value:
-        return state["sum"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mergestream.algebra.lowrank import Value, dense
-from mergestream.methods.base import Absorbed, Context, Method, Slot, State, parameter
+from mergestream.methods.base import Absorbed, Context, Method, State, parameter
 
 _PARALLEL = 0.9995
 """|cos Ω| above which the arc is taken as a straight line, as mergekit does"""
@@ -27,12 +27,10 @@ class SLERP(Method):
 
     name = "slerp"
     whole = "all"
+    slots = ("merged",)
     needs_base = True
 
     t: float = parameter(0.5, "how far along the arc: 0 is the earlier model, 1 the new one", at_least=0, at_most=1)
-
-    def layout(self, context: Context) -> dict[str, Slot]:
-        return {"merged": context.like}
 
     def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         delta, base = dense(delta), context.base
@@ -42,9 +40,6 @@ class SLERP(Method):
         before = dense(state["merged"])
         a, b = shares(base + before, base + delta, self.t)
         return Absorbed({"merged": before * a + delta * b + base * (a + b - 1)})
-
-    def direction(self, state: State, context: Context) -> Value:
-        return state["merged"]
 
 
 def shares(one: Tensor, other: Tensor, t: float) -> tuple[float, float]:

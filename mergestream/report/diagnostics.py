@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from mergestream.storage import Storage
     from mergestream.store import Store
     from mergestream.store.manifest import Manifest
-    from mergestream.store.snapshot import Snapshot
 
 HIGH_DAMAGE = 0.3
 """The merged model serves an expert badly above this; eight tasks of the project's suites have 0.08 to 0.24"""
@@ -75,22 +74,17 @@ def similarity(store: Store) -> Interference:
 
 
 def survival(store: Store) -> Survival:
-    """The share of each expert that entered the state of a store; in a ledger, the share that it holds now."""
-    if store.manifest.entries:
-        with store.snapshot() as snapshot:
-            return ledger_survival(snapshot)
-    return _read_survival(store.storage, store.manifest)
+    """The share of each expert that entered the state of a store, or that a ledger holds now."""
+    if not store.manifest.entries:
+        return read_survival(store.storage, store.manifest)
+    with store.snapshot() as snapshot:
+        return read_survival(snapshot.storage, snapshot.manifest, snapshot.reading().held())
 
 
-def ledger_survival(snapshot: Snapshot) -> Survival:
-    """The share of each expert that a ledger holds now: it shrinks as experts are added."""
-    return _read_survival(snapshot.storage, snapshot.manifest, snapshot.reading().held())
-
-
-def _read_survival(
+def read_survival(
     place: Storage, manifest: Manifest, held: Mapping[str, Mapping[str, float]] | None = None
 ) -> Survival:
-    """From the records of the experts; ``held`` replaces the shares that they had when they were added."""
+    """The shares when the experts were added, or those that a ledger holds now."""
     parts = tuple(sorted(manifest.base.merged, key=natural))  # files have layer.10 before layer.2
     records = {entry.name: tensor_records(place, entry, parts) for entry in manifest.history}
     return Survival(

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 from mergestream.merging.interference import Interference, pairs_of
-from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, ledger_survival, survival
+from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, read_survival
 from mergestream.report.scores import Scores, attached
 from mergestream.report.tables import format_number, list_some, short_name, short_names, shorten_findings
 from mergestream.report.verdict import next_step, verdict
-from mergestream.store.add import LARGE
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, Store
@@ -73,12 +72,13 @@ class Facts:
 
     @classmethod
     def _read(cls, store: Store) -> Facts:
-        known = str(store.storage), store.manifest
-        if not store.manifest.entries:
-            return cls(*known, survival(store), attached(store))
+        place, manifest, scores = store.storage, store.manifest, attached(store)
+        if not manifest.entries:
+            return cls(str(place), manifest, read_survival(place, manifest), scores)
         with store.snapshot() as snapshot:
+            shares = read_survival(place, manifest, snapshot.reading().held())
             interference = snapshot.reading(store.engine).interference(store.engine, store.progress)
-            return cls(*known, ledger_survival(snapshot), attached(store), interference, snapshot.shortfall())
+            return cls(str(place), manifest, shares, scores, interference, snapshot.shortfall())
 
     @property
     def history(self) -> tuple[Expert, ...]:
@@ -124,11 +124,7 @@ class Facts:
     def findings(self) -> list[str]:
         """What deserves a look, in sentences; each lists its strongest cases first."""
         names, cosines = self.names, pairs_of(self.interference.cosines) if self.interference else ()
-        sizes = [(self.relative_norm(step), name) for step, name in enumerate(names, 1)]
         kinds = {
-            "Far larger than the other experts on average": [
-                f"{name} ({times:.1f} times)" for times, name in sorted(sizes, reverse=True) if times >= LARGE
-            ],
             f"Less than half is {self.share}": [
                 f"{name} ({share:.0%})"
                 for share, name in sorted(zip(self.survival.total, names, strict=True))

@@ -15,7 +15,7 @@ from mergestream.errors import MergestreamError, UsageError, did_you_mean
 from mergestream.escaping import one_line
 from mergestream.export.directory import Output
 from mergestream.export.model import Target, write_model
-from mergestream.report.diagnostics import ledger_survival
+from mergestream.report.diagnostics import read_survival
 from mergestream.report.scores import read_evaluation
 from mergestream.store.add import Candidate
 from mergestream.store.expert import Evaluation, Expert, PassedGate
@@ -131,7 +131,7 @@ class Gatekeeper:
             found["relative_norm"] = expert.norm / mean if mean else math.nan
         if self.asks_for(*LEDGER_ONLY):
             with candidate.snapshot() as snapshot:
-                found["held"] = ledger_survival(snapshot).total[-1]
+                found["held"] = read_survival(snapshot.storage, snapshot.manifest, snapshot.reading().held()).total[-1]
                 if self.asks_for("damage", "max_cosine"):
                     among = snapshot.reading(store.engine).interference(store.engine, store.progress)
                     assert among is not None

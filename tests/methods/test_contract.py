@@ -25,6 +25,7 @@ from mergestream import (
     Weighted,
 )
 from mergestream.testing import Check, make_models, merged_in_memory, method_checks
+from mergestream.testing.models import merger_of
 from tests.methods import formulas
 
 METHOD_CASES: list[Method] = [
@@ -116,8 +117,8 @@ def test_first_model_alone(method: Any, models: list[dict[str, Tensor]]) -> None
 
 @every_method
 def test_methods_that_are_not_commutative_mind_the_order(method: Any, models: list[dict[str, Tensor]]) -> None:
-    base, *experts = models
-    forth = merged_in_memory(method, base, experts)
-    back = merged_in_memory(method, base, experts[::-1])
-    same = all(torch.allclose(forth[name], back[name], rtol=1e-5, atol=1e-6) for name in base)
-    assert same == method.commutative or (method.name == "lawa" and method.parameters["window"] >= len(experts))
+    """Each expert keeps its name: DARE chooses entries by it."""
+    order = range(1, len(models))
+    forth, back = (merger_of(method, models, numbers).state_dict() for numbers in (order, order[::-1]))
+    same = all(torch.allclose(forth[name], back[name], rtol=1e-5, atol=1e-6) for name in forth)
+    assert same == method.commutative or (method.name == "lawa" and method.parameters["window"] >= len(order))

@@ -126,7 +126,7 @@ def test_findings_name_what_deserves_a_look(tmp_path: Path, models: Path) -> Non
     store = make_ledger(tmp_path / "store", models, ("cars", "digits", "giant"), budget=8.0)
     store.add(models / "cars", "cars-again", allow_duplicate=True)
     found = " ".join(Facts.of(store).findings())
-    assert "Far larger than the other experts on average: giant (" in found
+    assert "giant: the task vector of " in found and "outweighs them." in found
     assert "Similar experts (cosine): cars-again and cars (1.00)" in found
 
 
