@@ -10,8 +10,8 @@ O((m+n)kρ); all else happens in the core: ‖M‖ = ‖C‖, and M's singular v
 by blocks of rows and never rotates, so that nothing is rounded twice and blocks can be shared between
 matrices, and between the steps of a store.
 
-Blocks are float32 (float64 for a float64 model). The core and all intermediate results are float64, but for what a
-new block loses to the old ones (`Basis.extend`).
+Blocks are float32 (float64 for a float64 model). The core and nearly all intermediate results are float64 (but see
+`Basis._split`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch.nn.functional import pad
 
 from mergestream.algebra import pieces
 
-# What remains of a unit vector beside a basis counts as rounding noise below this many units of precision.
+# The part of a unit vector outside a basis is rounding noise if it is shorter than this many times eps.
 _NOISE = 16
-# Elements that are multiplied out at a time: few enough to stay in the cache.
+# Elements that are multiplied out at a time; they fit into the cache.
 _MULTIPLIED = 1 << 17
 
 
@@ -63,8 +63,8 @@ class Basis:
     def extend(self, x: Tensor) -> tuple[Basis, Tensor]:
         """A basis that starts with this one and spans the rows of x (float64) too; x's coordinates in it.
 
-        Gram–Schmidt by blocks. The remainder of x beside the basis is turned to its singular vectors, so
-        that directions which hold nothing but rounding noise add no row.
+        Gram–Schmidt by blocks. The new rows are the right singular vectors of x's remainder outside the basis, so
+        that directions with nothing but rounding noise add no row.
         """
         inside, remainder = self._split(x)
         longest = torch.linalg.vector_norm(x, dim=1).amax() if x.numel() else 0.0
@@ -73,7 +73,7 @@ class Basis:
         if s.numel() == 0:
             return self, inside
         if s[-1] < 0.5 * longest:
-            # Most of x has cancelled, and what remains leans on the basis by rounding: once more is enough.
+            # Most of x has cancelled, and rounding keeps the rest from being orthogonal: do it a second time.
             _, new = _principal_rows(self._split(new)[1], self.dtype, 0)
         block = new.to(self.dtype)
         basis = Basis(self.length, self.dtype, (*self.blocks, block))
@@ -82,8 +82,8 @@ class Basis:
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The coordinates of x, and its remainder outside the basis.
 
-        The coordinates decide how far new rows lean on the old ones, and are summed in float64. Rounding errors of
-        what is subtracted lean nowhere: there the precision of the rows will do.
+        The coordinates are float64, because new rows are only as orthogonal to the old ones as the coordinates are
+        exact. The product that is subtracted has random rounding errors, so the precision of the rows is enough.
         """
         if not self.blocks:
             return x[:, :0], x

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mergestream.base.names import layer_of, natural
 from mergestream.engine import Engine
-from mergestream.ledger.span import Span, cosines
+from mergestream.ledger.span import Span
 from mergestream.merging.entries import EntriesReading, mean_by_key
 from mergestream.merging.step import overflow_explained
 from mergestream.progress import Progress
@@ -53,8 +53,6 @@ class Interference:
     """Expert × expert: the cosine of Δ_iᵀΔ_i and Δ_jᵀΔ_j, how much two experts respond to the same inputs"""
     layer_overlap: tuple[np.ndarray, ...] = field(compare=False, repr=False)
     """The same by layer; NaN for None: hundreds of experts have millions of pairs"""
-    layer_cosine: tuple[np.ndarray, ...] = field(compare=False, repr=False)
-    """The cosine of Δ_i and Δ_j by layer, from the entries: below zero the experts oppose each other"""
 
     @classmethod
     def of(cls, reading: EntriesReading, engine: Engine, progress: Progress) -> Interference:
@@ -89,22 +87,15 @@ class Interference:
             cosines=_cosines(sum((inner[name] for name in sizes), torch.zeros(count, count)), reading),
             overlap=_with_none(_mean((matrix.overlap for matrix in together), count)),
             layer_overlap=tuple(_mean((matrix.overlap for matrix in layers[name]), count) for name in names),
-            layer_cosine=tuple(_mean((cosines(matrix.inner) for matrix in layers[name]), count) for name in names),
         )
 
     def of_pair(self, one: int, other: int) -> dict[str, float]:
         """The overlap of two experts by layer, the largest first."""
-        return dict(sorted(self._by_layer(self.layer_overlap, one, other), key=lambda item: -item[1]))
-
-    def opposed(self, one: int, other: int) -> dict[str, float]:
-        """The layers in which two experts oppose each other, with their cosine there, the most opposed first."""
-        found = ((layer, value) for layer, value in self._by_layer(self.layer_cosine, one, other) if value < 0)
-        return dict(sorted(found, key=lambda item: item[1]))
-
-    def _by_layer(self, matrices: Sequence[np.ndarray], one: int, other: int) -> Iterator[tuple[str, float]]:
-        for layer, matrix in zip(self.layers, matrices, strict=True):
-            if not math.isnan(value := float(matrix[one, other])):
-                yield layer, value
+        by_layer = {
+            layer: float(matrix[one, other]) for layer, matrix in zip(self.layers, self.layer_overlap, strict=True)
+        }
+        known = (item for item in by_layer.items() if not math.isnan(item[1]))
+        return dict(sorted(known, key=lambda item: -item[1]))
 
 
 def _inner_products(reading: EntriesReading, name: str) -> Tensor:

@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Context:
-    """What a method may know beside the tensor, or the piece of a tensor, that it gets."""
+    """What a method knows besides the tensor, or the piece of a tensor, that it gets."""
 
     t: int
     """The number of experts, this one included: 1 for the first"""

@@ -28,7 +28,7 @@ class DARE(TaskArithmetic):
     absorb_all = Method.absorb_all
 
     density: float = parameter(0.5, "d, the share of the entries that is kept", above=0, at_most=1)
-    seed: int = parameter(0, "of the choice of entries", at_least=0)
+    seed: int = parameter(0, "seed of the random choice of entries", at_least=0)
 
     def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         kept = thinned(dense(delta), self.density, self.seed, context)

@@ -22,7 +22,7 @@ class EMA(Method):
     slots = ("mean",)
     factored = True
 
-    beta: float = parameter(0.9, "β, the share that the models so far keep", at_least=0, at_most=1)
+    beta: float = parameter(0.9, "β, the weight of the models merged so far", at_least=0, at_most=1)
 
     def absorb(self, state: State | None, delta: Value, context: Context) -> Absorbed:
         return Absorbed({"mean": delta if state is None else state["mean"] * self.beta + delta * (1 - self.beta)})

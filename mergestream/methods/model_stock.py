@@ -20,8 +20,8 @@ class ModelStock(Method):
         S_t = S_{t-1} + Δ_t,   c_t = c_{t-1} + ⟨N_{t-1}, Δ_t/‖Δ_t‖⟩,   N_t = N_{t-1} + Δ_t/‖Δ_t‖
         merged_t = θ⁰ + r·S_t/t   with   r = t·cos θ / (1 + (t − 1)·cos θ),   cos θ = c_t / (t·(t − 1)/2)
 
-    Jang et al. 2024 (arXiv 2403.19522), for each tensor by itself; c_t is the sum of the cosines of all pairs. One
-    model alone is itself, and where the models cancel out, it is the base that remains.
+    Jang et al. 2024 (arXiv 2403.19522), for each tensor by itself; c_t is the sum of the cosines of all pairs. A
+    single model stays as it is; where the models cancel out, the result is the base.
     """
 
     name = "model_stock"

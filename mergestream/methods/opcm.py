@@ -22,10 +22,10 @@ class OPCM(Method):
         S_1 = Δ_1,   S_t = S_{t-1} + P_t(Δ_t),   merged_t = θ⁰ + S_t / λ_t
         λ_t = ‖S_t‖ / n_t  with  n_t = mean of ‖Δ_1‖ … ‖Δ_t‖   (adaptive),   or √t
 
-    P_t is the identity but for linear weights. There, with S_{t-1} = U Σ Vᵀ and q directions that
-    hold the share alpha of Σσ, it removes from Δ the terms u_i v_jᵀ with i = j and with i, j ≤ q
-    (``reference``: the authors' code), with i ≤ q or j ≤ q (``paper``: the printed formula), or
-    only those with i, j ≤ q, the diagonal staying (``block``). Paper, section 4.
+    P_t changes linear weights only. There, with S_{t-1} = U Σ Vᵀ and q directions that hold the share alpha of Σσ,
+    it removes terms u_i v_jᵀ from Δ: those with i = j, and those with i, j ≤ q (``reference``: the authors' code) or
+    with i ≤ q or j ≤ q (``paper``: the printed formula). ``block`` removes those with i, j ≤ q and keeps the diagonal.
+    Paper, section 4.
     """
 
     name = "opcm"

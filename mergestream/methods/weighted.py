@@ -24,24 +24,24 @@ class Weighted(Method):
 
         D_i = w_i·s(Δ_i),   merged_t = θ⁰ + scale·(D_1 + … + D_t)
 
-    s leaves the share d_i of the entries: the largest of each tensor, or some at random, which are divided by d_i
-    with ``rescale``. With ``elect`` only those entries count that have the sign of their sum; with ``normalize``
-    it is divided by the sum of the weights that went into it.
+    s keeps the share d_i of the entries, the largest of each tensor or random ones, and divides them by d_i with
+    ``rescale``. With ``elect`` only entries with the sign of their sum are added; with ``normalize`` the sum is
+    divided by the weights of its entries.
     """
 
     name = "weighted"
     whole = "none"
 
-    weights: str = parameter("1", "w, of the models in their order, such as 0.5,0.3; the last is for all others")
-    densities: str = parameter("1", "d, likewise")
+    weights: str = parameter("1", "w of the models in their order, such as 0.5,0.3; the last is for all further models")
+    densities: str = parameter("1", "d of the models, in the same form")
     thin: Literal["largest", "random"] = parameter(
         "largest", "which entries are left where the density is below 1", choices=("largest", "random")
     )
     elect: bool = parameter(False, "whether entries against the sign of their sum are left out")
-    normalize: bool = parameter(False, "whether it is divided by the weights that went into it")
-    rescale: bool = parameter(False, "whether what is left is divided by the density")
+    normalize: bool = parameter(False, "whether the sum is divided by the weights in it")
+    rescale: bool = parameter(False, "whether the entries that are left are divided by the density")
     scale: float = parameter(1.0, "what the sum is multiplied by")
-    seed: int = parameter(0, "of the choice of entries at random", at_least=0)
+    seed: int = parameter(0, "seed of the random choice of entries", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,7 +11,7 @@ from mergestream import __version__
 from mergestream.merging.interference import Interference, pairs_of
 from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, read_survival
 from mergestream.report.scores import Scores, attached
-from mergestream.report.tables import format_number, list_some, short_name, short_names, shorten_findings
+from mergestream.report.tables import MAX_FINDINGS, format_number, list_some, short_names
 from mergestream.report.verdict import next_step, verdict
 
 if TYPE_CHECKING:
@@ -26,29 +26,10 @@ FORGOTTEN = 0.05
 """Tasks are being forgotten when they have lost more than this share of the mean score"""
 LOW_SHARE = 0.5
 """An expert is hardly merged when a smaller share of it entered the state, or is held by its entry in a ledger"""
-MAX_LAYERS = 3
-"""Layers that are named for each conflict"""
 _STATE_KEYS = ("scale", "direction_norm", "distance", "rank")
-"""What an expert in a ledger does not have: the readout decides it, or there is nothing to bound"""
+"""Fields of an expert that mean nothing in a ledger, where the readout decides the scale"""
 _INTERFERENCE_KEYS = ("experts", "layers", "damage", "layer_damage", "overlap")
 _TENSOR_KEYS = ("role", "rule", "dtype", "shape", "norm", "digest")
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Two experts with opposed task vectors."""
-
-    one: str
-    other: str
-    cosine: float
-    layers: dict[str, float]
-    """The most opposed layers and their cosines"""
-
-    def __str__(self) -> str:
-        layers = [f"{layer} ({format_number(value, '.2f')})" for layer, value in self.layers.items()]
-        where = f", most in {', '.join(layers)}" if layers else ""
-        cosine = format_number(self.cosine, ".2f")
-        return f"{short_name(self.one)} and {short_name(self.other)} oppose each other (cosine {cosine}){where}."
 
 
 @dataclass(frozen=True)
@@ -105,16 +86,14 @@ class Facts:
         return self.history[number - 1].norm / mean if mean else 1.0
 
     @cached_property
-    def conflicts(self) -> tuple[Conflict, ...]:
-        """The pairs of experts with strongly negative cosines, the most opposed first."""
-        if self.interference is None:
-            return ()
-        found = []
-        for cosine, one, other in sorted(pair for pair in pairs_of(self.interference.cosines) if pair[0] <= OPPOSED):
-            layers = list(self.interference.opposed(one, other).items())
-            names = self.history[one].name, self.history[other].name
-            found.append(Conflict(*names, cosine, dict(layers[:MAX_LAYERS])))
-        return tuple(found)
+    def pairs(self) -> list[tuple[float, int, int]]:
+        """The cosine of every two experts in a ledger, ascending, and their positions."""
+        return sorted(pairs_of(self.interference.cosines)) if self.interference else []
+
+    @property
+    def conflicts(self) -> list[tuple[float, int, int]]:
+        """The pairs that oppose each other, the most opposed first."""
+        return [pair for pair in self.pairs if pair[0] <= OPPOSED]
 
     def damaged(self) -> list[tuple[float, int]]:
         """The experts of a ledger with a high predicted damage, and their positions, the largest first."""
@@ -123,7 +102,7 @@ class Facts:
 
     def findings(self) -> list[str]:
         """What deserves a look, in sentences; each lists its strongest cases first."""
-        names, cosines = self.names, pairs_of(self.interference.cosines) if self.interference else ()
+        names = self.names
         kinds = {
             f"Less than half is {self.share}": [
                 f"{name} ({share:.0%})"
@@ -131,9 +110,12 @@ class Facts:
                 if share < LOW_SHARE
             ],
             "Similar experts (cosine)": [
-                f"{names[later]} and {names[earlier]} ({value:.2f})"
-                for value, earlier, later in sorted(cosines, reverse=True)
-                if value >= SIMILAR
+                f"{names[i]} and {names[j]} ({cosine:.2f})"
+                for cosine, i, j in reversed(self.pairs)
+                if cosine >= SIMILAR
+            ],
+            "Experts that oppose each other (cosine)": [
+                f"{names[i]} and {names[j]} ({format_number(cosine, '.2f')})" for cosine, i, j in self.conflicts
             ],
             "Served badly by the merged model (predicted damage)": [
                 f"{names[i]} ({damage:.2f})" for damage, i in self.damaged()
@@ -141,7 +123,9 @@ class Facts:
         }
         found = [f"{kind}: {list_some(cases)}." for kind, cases in kinds.items() if cases]
         notes = [f"{name}: {note}." for name, entry in zip(names, self.history, strict=True) for note in entry.notes]
-        found += shorten_findings(notes)
+        found += notes[:MAX_FINDINGS]
+        if len(notes) > MAX_FINDINGS:
+            found.append(f"… and {len(notes) - MAX_FINDINGS} more notes from when the experts were added.")
         if self.shortfall:
             found.append(f"{self.shortfall[0].upper()}{self.shortfall[1:]}.")
         if (scores := self.scores) and scores.acc and scores.bwt and scores.bwt < -FORGOTTEN * abs(scores.acc):
@@ -154,8 +138,9 @@ class Facts:
         """Plain data; the same store gives the same report, to the byte."""
         base, found, of_pairs, ledger = self.manifest.base, self.interference, {}, None
         if found:
-            conflicts = [asdict(conflict) for conflict in self.conflicts]
-            of_pairs = {"conflicts": conflicts, "similarity": {"experts": found.experts, "cosines": found.cosines}}
+            experts = found.experts
+            conflicts = [{"one": experts[i], "other": experts[j], "cosine": cosine} for cosine, i, j in self.conflicts]
+            of_pairs = {"conflicts": conflicts, "similarity": {"experts": experts, "cosines": found.cosines}}
             ledger = {"room_for": self.manifest.sharing, "held": self.survival.total}
             ledger |= {key: getattr(found, key) for key in _INTERFERENCE_KEYS}
         return {

@@ -18,7 +18,6 @@ from mergestream.report.tables import (
     shaded_table,
     short_name,
     short_names,
-    shorten_findings,
 )
 from mergestream.sizes import counted
 
@@ -53,7 +52,6 @@ def _sections(facts: Facts) -> Iterator[Section]:
     if scores and scores.has_experts:
         yield _against_experts(scores)
     yield Section("findings", "Findings", sentences=facts.findings())
-    yield Section("conflicts", "Conflicts", sentences=shorten_findings(map(str, facts.conflicts)))
     if not facts.history:
         return
     yield _experts(facts)

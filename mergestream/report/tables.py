@@ -1,4 +1,4 @@
-"""How the report writes names, numbers, lists of findings and tables."""
+"""How the report writes names, numbers, lists of cases and tables."""
 
 from __future__ import annotations
 
@@ -91,13 +91,6 @@ def format_range(values: Sequence[float], form: str) -> str:
     """``0.08 to 0.24``"""
     least, most = (format_number(value + 0.0, form) for value in (min(values), max(values)))
     return least if least == most else f"{least} to {most}"
-
-
-def shorten_findings(sentences: Iterable[str]) -> list[str]:
-    """The first findings of one kind, and how many more there are."""
-    found = list(sentences)
-    more = len(found) - MAX_FINDINGS
-    return found if more <= 0 else [*found[:MAX_FINDINGS], f"… and {more} more of these."]
 
 
 def list_some(cases: Sequence[str]) -> str:

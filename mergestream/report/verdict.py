@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mergestream.escaping import shell_command
 from mergestream.report.scores import mean
-from mergestream.report.tables import format_range, short_name
+from mergestream.report.tables import format_number, format_range, short_name
 from mergestream.sizes import counted
 
 if TYPE_CHECKING:
@@ -89,7 +89,9 @@ def find_problem(facts: Facts) -> tuple[list[str], str] | None:
         sentence = f"The model would serve {facts.names[most]} worst (predicted damage {damage:.2f})."
         return [facts.history[i].name for _, i in damaged], sentence
     if facts.conflicts:
-        return [facts.conflicts[0].other], str(facts.conflicts[0])
+        cosine, one, other = facts.conflicts[0]
+        pair = f"{facts.names[one]} and {facts.names[other]}"
+        return [facts.history[other].name], f"{pair} oppose each other (cosine {format_number(cosine, '.2f')})."
     return None
 
 

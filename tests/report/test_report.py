@@ -127,7 +127,7 @@ def test_findings_name_what_deserves_a_look(tmp_path: Path, models: Path) -> Non
     store.add(models / "cars", "cars-again", allow_duplicate=True)
     found = " ".join(Facts.of(store).findings())
     assert "giant: the task vector of " in found and "outweighs them." in found
-    assert "Similar experts (cosine): cars-again and cars (1.00)" in found
+    assert "Similar experts (cosine): cars and cars-again (1.00)" in found
 
 
 def test_forgetting_is_found_on_any_scale(store: Store) -> None:

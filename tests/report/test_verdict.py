@@ -1,4 +1,4 @@
-"""The first lines of a report, the scores against the experts, and the conflicts."""
+"""The first lines of a report, the scores against the experts, and experts that oppose each other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from mergestream.engine.local import single_threaded
 from mergestream.report.facts import OPPOSED, Facts
 from mergestream.report.render import render_html, render_markdown
 from mergestream.report.scores import Scores, TaskScore
-from mergestream.report.verdict import NextStep, next_step, verdict
+from mergestream.report.verdict import NextStep, find_problem, next_step, verdict
 from tests.conftest import save_model
 from tests.report.conftest import EXPERTS, SCORES, model
-from tests.report.test_ledger import deltas, leading, mean
 
 
 @pytest.fixture(scope="module")
@@ -120,34 +119,17 @@ def test_a_merge_of_adapters_is_scored_before_it_is_used(models: Path, tmp_path:
     assert "Only scores show how good a merge of adapters is." in verdict(adapters)
 
 
-def test_conflicts_are_pairs_and_the_layers_they_are_in(opposed: Path, tmp_path: Path) -> None:
+def test_experts_that_oppose_each_other_are_found(opposed: Path, tmp_path: Path) -> None:
     facts = Facts.of(of_two(tmp_path / "store", opposed, Ledger(budget=8.0, entries="float32")))
     (found,) = facts.conflicts
-    assert (found.one, found.other) == ("push", "pull") and found.cosine < OPPOSED
-    assert set(found.layers) == {"encoder.layer.2", "encoder.layer.10", "pooler"}
-    assert list(found.layers.values()) == pytest.approx([-1, -1, -1], abs=1e-5)
-    assert str(found).startswith(f"push and pull oppose each other (cosine −{-found.cosine:.2f}), most in ")
-    text = render_html(facts)
-    assert str(found) in text and f"## Conflicts\n\n* {str(found)[:20]}" in render_markdown(facts)
-    assert json.loads(json.dumps(facts.to_json()))["conflicts"] == [dataclasses.asdict(found)]
-
-
-def test_the_cosine_in_a_layer_is_of_what_the_entries_hold(opposed: Path, models: Path, tmp_path: Path) -> None:
-    with single_threaded():
-        store = Store.create(tmp_path / "store", models / "base", Ledger(entries="float32"))
-        store.add(models / "cars")
-        store.add(models / "pets")
-    found = Facts.of(store).interference
-    assert found
-    one, other = deltas(models, "cars"), deltas(models, "pets")
-
-    def cosine(name: str) -> float:
-        a, b = (u @ torch.diag(s) @ v.T for u, s, v in (leading(one[name]), leading(other[name])))
-        return float((a * b).sum() / (a.norm() * b.norm()))
-
-    plain = mean([cosine(f"encoder.layer.2.{part}.weight") for part in ("up", "down")])
-    place = found.layers.index("encoder.layer.2")
-    assert found.layer_cosine[place][0, 1] == pytest.approx(plain, abs=1e-5)
+    assert found == (facts.interference and facts.interference.cosines[0][1], 0, 1) and -1 < found[0] < OPPOSED
+    sentence = f"Experts that oppose each other (cosine): push and pull (−{-found[0]:.2f})."
+    assert sentence in facts.findings() and sentence in render_html(facts)
+    assert facts.interference
+    unharmed = dataclasses.replace(facts, interference=dataclasses.replace(facts.interference, damage=(None, None)))
+    assert find_problem(unharmed) == (["pull"], f"push and pull oppose each other (cosine −{-found[0]:.2f}).")
+    told = json.loads(json.dumps(facts.to_json()))["conflicts"]
+    assert told == [{"one": "push", "other": "pull", "cosine": found[0]}]
 
 
 def test_scores_count_more_than_cosines(opposed: Path, tmp_path: Path) -> None:
