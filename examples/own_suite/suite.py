@@ -8,6 +8,6 @@ SUITE = CustomSuite(
     name="points",
     base_model="base",
     experts={task: f"experts/{task}" for task in ("ring", "sector", "square")},
-    score=accuracy,  # or a command: evaluate="python examples/own_suite/score.py {model} {task}"
+    score=accuracy,
     model_name="small network",
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar, SupportsIndex, TypeVar
 
 from mergestream import download
-from mergestream.commands import CommandError, check_command, last_number, run_command
 from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, UsageError, did_you_mean
 
@@ -84,19 +83,14 @@ def first_tasks(suite: str, tasks: Sequence[T], count: int) -> Sequence[T]:
 
 @dataclass
 class CustomSuite(Suite):
-    """A suite of a user; paths are relative to its file.
-
-    A task is scored by a function, or by a command that contains ``{model}`` and optionally ``{task}`` and prints the
-    accuracy.
-    """
+    """A suite of a user; paths are relative to its file."""
 
     name: str
     base_model: str | Path
     experts: Mapping[str, str | Path]
     """By task: a directory or a hub id"""
-    score: Callable[[Path, str], float] | None = None
-    """Called with a model's directory and a task"""
-    evaluate: str | None = None
+    score: Callable[[Path, str], float]
+    """Returns the accuracy of the model in a directory on a task, between 0 and 1"""
     model_name: str = "own model"
     source: Path = field(default_factory=lambda: Path("suite.py"))
 
@@ -106,10 +100,6 @@ class CustomSuite(Suite):
             raise UsageError(f"{self.name!r} is no valid name of a suite; use letters, digits, '-', '_', '.'")
         if len(self.tasks) < 2:
             raise UsageError("a suite needs at least two tasks")
-        if (self.score is None) == (self.evaluate is None):
-            raise UsageError("give the suite a score function, or a command as evaluate")
-        if self.evaluate is not None:
-            check_command(self.evaluate)
 
     def limited(self, tasks: int | None = None, test_limit: int | None = None) -> Suite:
         super().limited(test_limit=test_limit)  # it is scored on all its test data
@@ -133,9 +123,6 @@ class CustomSuite(Suite):
         return download(str(name))[0]
 
     def accuracy(self, model: Path, task: str) -> float:
-        if self.evaluate is not None:
-            return read_accuracy(run_command(self.evaluate, model=model, task=task), task, self.evaluate)
-        assert self.score is not None
         try:
             value = float(self.score(model, task))
         except Exception as error:  # in the user's function
@@ -152,24 +139,7 @@ class CustomSuite(Suite):
         return key_of(task, sorted(file.read_text("utf-8", errors="replace") for file in files if file.is_file()))
 
     def protocol(self) -> dict[str, Any]:
-        return {"suite_file": self.source.name, "evaluate": self.evaluate}
-
-
-def read_accuracy(output: str, task: str, command: str) -> float:
-    """Read a command's output: the last number of the last line, or the task's number in a JSON object."""
-    last = output.rstrip().rpartition("\n")[2]
-    try:
-        value: Any = json.loads(last)
-    except (ValueError, RecursionError):
-        value = last_number(last)
-    if isinstance(value, dict):
-        value = value.get(task)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise CommandError(
-            f"the command {command!r} printed no accuracy for {task}; its last line must be a number between 0 and 1, "
-            'or a JSON object such as {"task": 0.93}'
-        )
-    return float(value)
+        return {"suite_file": self.source.name}
 
 
 def open_suite(name: str | Path, tasks: int | None = None, test_limit: int | None = None) -> Suite:

@@ -1,24 +1,15 @@
-"""Suites of your own: Python, YAML, and a command that prints the accuracy."""
+"""Suites of your own."""
 
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mergestream.cli import main
 from mergestream.errors import MergestreamError, UsageError
-from mergestream.evaluation.suites import open_suite, read_accuracy
-
-
-def with_command(tiny_suite: Path, command: str) -> Path:
-    """The suite, scored by a command."""
-    path = tiny_suite.with_name("command.py")
-    path.write_text(tiny_suite.read_text().replace("EXPERTS, accuracy)", f"EXPERTS, evaluate={command!r})"))
-    return path
+from mergestream.evaluation.suites import open_suite
 
 
 def test_a_python_suite_scores_data_below_a_head(tiny_suite: Path) -> None:
@@ -33,53 +24,12 @@ def test_a_suite_can_be_sent_to_another_process(tiny_suite: Path) -> None:
     assert pickle.loads(pickle.dumps(suite)).tasks == suite.tasks == ("red", "green")
 
 
-def test_a_command_scores_a_model(tiny_suite: Path) -> None:
-    script = tiny_suite.with_name("score.py")
-    script.write_text(
-        "import sys, pathlib\nassert pathlib.Path(sys.argv[1]).is_dir()\nprint('acc:', len(sys.argv[2]) / 10)"
-    )
-    suite = open_suite(with_command(tiny_suite, f"{sys.executable} {script} {{model}} {{task}}"))
-    assert suite.accuracy(suite.base(), "red") == 0.3
-    assert suite.accuracy(suite.base(), "green") == 0.5
-
-
-def test_a_command_that_fails_is_one_sentence(tiny_suite: Path) -> None:
-    command = f"{sys.executable} -c 'raise SystemExit(\"no such task\")' {{model}}"
-    suite = open_suite(with_command(tiny_suite, command))
-    with pytest.raises(MergestreamError, match="failed: no such task"):
-        suite.accuracy(suite.base(), "red")
-    with pytest.raises(MergestreamError, match="cannot be run"):
-        open_suite(with_command(tiny_suite, "no-such-command {model}")).accuracy(suite.base(), "red")
-
-
-@pytest.mark.parametrize(
-    ("output", "value"),
-    [("0.25", 0.25), ("loading\naccuracy = 0.5\n", 0.5), ('{"red": 0.75, "blue": 1}', 0.75), ("1", 1.0)],
-)
-def test_the_last_line_holds_the_accuracy(output: str, value: float) -> None:
-    assert read_accuracy(output, "red", "cmd") == value
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        *("", "done", "93.5", '{"blue": 0.5}', "null", "-0.1", "nan", "NaN", "1e999", "Infinity", "true", "[0.5]"),
-        *('{"red": true}', '{"red": {"red": 0.5}}', "[" * 100_000, "1" * 5000, "9" * 400),
-    ],
-)
-def test_anything_else_is_refused(output: Any) -> None:
-    with pytest.raises(MergestreamError, match="between 0 and 1"):
-        read_accuracy(output, "red", "cmd")
-
-
 def test_mistakes_in_a_suite_file_are_told(tiny_suite: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
     head = "from mergestream.evaluation.suites import CustomSuite\n"
     for arguments, told in (
-        ("'a b', 'base', {'a': 'x', 'b': 'y'}, evaluate='cmd {model}'", "is no valid name"),
-        ("'n', 'base', {'a': 'x'}, evaluate='cmd {model}'", "at least two tasks"),
-        ("'n', 'base', {'a': 'x', 'b': 'y'}", "give the suite a score function"),
-        ("'n', 'base', {'a': 'x', 'b': 'y'}, len, 'cmd {model}'", "give the suite a score function"),
+        ("'a b', 'base', {'a': 'x', 'b': 'y'}, len", "is no valid name"),
+        ("'n', 'base', {'a': 'x'}, len", "at least two tasks"),
     ):
         path.write_text(f"{head}SUITE = CustomSuite({arguments})\n")
         with pytest.raises(UsageError, match=rf"bad\.py: .*{told}"):
@@ -122,12 +72,6 @@ def test_data_without_its_tensors_is_one_sentence(tiny_suite: Path) -> None:
     suite = open_suite(tiny_suite)
     with pytest.raises(MergestreamError, match="the task red cannot be scored: KeyError: 'inputs'"):
         suite.accuracy(suite.base(), "red")
-
-
-@pytest.mark.parametrize("command", ["python score.py", "'python {model}", ""])
-def test_a_command_that_cannot_score_a_model_is_wrong_usage(command: str, tiny_suite: Path) -> None:
-    with pytest.raises(UsageError, match="--evaluate"):
-        open_suite(with_command(tiny_suite, command))
 
 
 def test_a_suite_has_as_many_tasks_as_it_has(tiny_suite: Path) -> None:

@@ -25,15 +25,11 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_function_and_command_agree(example: Path) -> None:
+def test_experts_are_better_than_the_base(example: Path) -> None:
     suite = open_suite(example / "suite.py")
     for task in suite.tasks:
         base, expert = (suite.accuracy(model, task) for model in (suite.base(), suite.expert(task)))
         assert expert > max(0.8, base)
-    command = f"evaluate='{sys.executable} {example / 'score.py'} {{model}} {{task}}'"
-    (example / "command.py").write_text((example / "suite.py").read_text().replace("score=accuracy", command))
-    by_command = open_suite(example / "command.py")
-    assert by_command.accuracy(suite.expert(task), task) == expert  # of one: each is a process that imports torch
 
 
 @pytest.mark.slow
