@@ -79,12 +79,6 @@ class Facts:
         """The names of all experts as tables and sentences write them."""
         return short_names(entry.name for entry in self.history)
 
-    def relative_norm(self, number: int) -> float:
-        """The norm of the task vector of step ``number`` over the mean of the others."""
-        others = [entry.norm for i, entry in enumerate(self.history, 1) if i != number]
-        mean = math.fsum(others) / len(others) if others else 0.0
-        return self.history[number - 1].norm / mean if mean else 1.0
-
     @cached_property
     def pairs(self) -> list[tuple[float, int, int]]:
         """The cosine of every two experts in a ledger, ascending, and their positions."""
@@ -165,12 +159,9 @@ class Facts:
 
     def _expert_json(self, number: int, entry: Expert) -> dict[str, Any]:
         found = {"step": number, **asdict(entry)}
-        fates = found.pop("fates")
+        found["tensors"] = found.pop("fates")
         if self.interference:
             for key in _STATE_KEYS:
                 del found[key]
-            found |= {"held": self.survival.total[number - 1], "damage": self.interference.damage[number - 1]}
-        else:
-            inverse = entry.lambda_ if math.isfinite(entry.lambda_) else None
-            found |= {"lambda": inverse, "sqrt_t": math.sqrt(number)}
-        return {**found, "relative_norm": self.relative_norm(number), "tensors": fates}
+            return found | {"held": self.survival.total[number - 1], "damage": self.interference.damage[number - 1]}
+        return found | {"lambda": entry.lambda_ if math.isfinite(entry.lambda_) else None}

@@ -281,7 +281,7 @@ def test_json_and_markdown_have_the_same_facts(ledger: Store, done: Callable[...
     assert data["ledger"]["held"] == list(facts.survival.total) and data["ledger"]["damage"] == list(found.damage)
     assert data["ledger"]["overlap"] == [list(row) for row in found.overlap]
     assert data["experts"][1]["held"] == facts.survival.total[1] and data["experts"][1]["damage"] == found.damage[1]
-    assert not {"lambda", "sqrt_t", "distance"} & data["experts"][0].keys()
+    assert not {"lambda", "distance"} & data["experts"][0].keys()
     assert data["survival"]["kept"] == [list(row) for row in facts.survival.kept]
     text = done("report", ledger.path, "--format", "md")
     for heading in ("## Share held", "## Predicted damage", "## Similarity of the experts"):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from base64 import b64encode
 from collections.abc import Callable
@@ -24,7 +23,7 @@ def test_json_has_all_facts(scored: Store, done: Callable[..., str]) -> None:
     data = json.loads(done("report", scored.path, "--format", "json"))
     assert [entry["name"] for entry in data["experts"]] == list(EXPERTS)
     last = data["experts"][-1]
-    assert last["lambda"] == scored.history[-1].lambda_ and last["sqrt_t"] == math.sqrt(3)
+    assert last["lambda"] == scored.history[-1].lambda_
     assert last["mean_norm"] == scored.history[-1].mean_norm and last["distance"] == scored.history[-1].distance
     assert data["survival"]["kept"] == [list(row) for row in scored.survival().kept]
     assert data["layers"]["parts"] == list(scored.survival().by_layer().parts)
