@@ -18,9 +18,10 @@ from torch.nn.functional import embedding, pad
 
 from mergestream.checkpoints import open_checkpoint
 from mergestream.checkpoints.layout import MARKER
+from mergestream.checkpoints.location import Location
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.errors import MergestreamError
-from mergestream.experts.adapters import open_adapter
+from mergestream.experts.adapters.adapter import open_adapter
 from mergestream.export.routed import EXPERTS, MERGED, ROUTER, base_of, read_router
 from mergestream.files import read_json
 from mergestream.inputs.loading import load_model, load_processor, read_weights
@@ -228,7 +229,7 @@ class Adapters:
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter from its directory."""
         factors, whole = self._factors.setdefault(name, {}), self._whole.setdefault(name, [])
-        adapter = open_adapter(directory)
+        adapter = open_adapter(Location(directory, str(directory)))
         with closing(adapter), explained(f"{directory} does not fit the base"):
             for path, keys in adapter.factors.items():
                 weight = self.model.get_submodule(path).weight

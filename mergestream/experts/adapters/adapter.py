@@ -35,11 +35,18 @@ _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save(\.default
 _AGAIN = "download or copy it again"
 
 
+class Factors(NamedTuple):
+    """The names of A and B of one module in the adapter's file."""
+
+    a: str
+    b: str
+    is_embedding: bool
+
+
 class Term(NamedTuple):
     """s·B·A of one module, or its transpose: what is added to one tensor of the base."""
 
-    factors: tuple[str, str]
-    """The names of A and B in the adapter's file"""
+    factors: Factors
     scaling: float
     rank: int
     transposed: bool
@@ -53,8 +60,8 @@ class Adapter:
     directory: Path | None
     config: LoraConfig
     weights: Checkpoint
-    factors: Mapping[str, tuple[str, str]]
-    """The names of A and B in the file, by module"""
+    factors: Mapping[str, Factors]
+    """By module"""
     whole: Mapping[str, str]
     """Parameters that were saved in full (``modules_to_save``, biases), and their names in the file"""
     unchanged: Mapping[str, str]
@@ -127,21 +134,20 @@ class BoundAdapter(Checkpoint):
         self.prefix = prefix_between(matched or in_base)
         self._merger = PeftMerger(adapter, modules, model, base) if base else None
 
-    def _make_term(self, module: str, factors: tuple[str, str], target: str) -> Term:
+    def _make_term(self, module: str, factors: Factors, target: str) -> Term:
         """Check a module's factors; (B·A)ᵀ is added if that has the shape of the base's tensor."""
         rank, shape = self.config.rank(module), self.model.tensors[target].shape
-        a, b = (self.weights.tensors[key].shape for key in factors)
-        is_embedding = "_embedding_" in factors[0]
+        a, b = self.weights.tensors[factors.a].shape, self.weights.tensors[factors.b].shape
         if len(a) < 2 or len(a) != len(b) or not a[0] == b[1] == rank or set(b[2:]) - {1}:
             raise MergestreamError(
-                f"{self.weights.source}: {factors[0]} of shape {list(a)} and {factors[1]} of shape {list(b)} are no "
+                f"{self.weights.source}: {factors.a} of shape {list(a)} and {factors.b} of shape {list(b)} are no "
                 f"factors of rank {rank}, which {self.config.path.name} gives for {module}; {_AGAIN}"
             )
         product = (b[0], *a[1:])
-        plain = product == shape and not is_embedding
+        plain = product == shape and not factors.is_embedding
         transposed = product[::-1] == shape and len(a) == 2
         if not plain and not transposed:
-            resized = is_embedding and product[:1] == shape[1:]
+            resized = factors.is_embedding and product[:1] == shape[1:]
             reason = f"its vocabulary was resized; {WAY_OUT}" if resized else "it was made for another model"
             raise MergestreamError(
                 f"{self.source} changes {module} by a tensor of shape {list(product)}, but the base's weight "
@@ -174,7 +180,7 @@ class BoundAdapter(Checkpoint):
         shape = self.model.tensors[name].shape
         lefts, rights = [], []
         for term in self.terms.get(name, ()):
-            a, b = (self._read_finite(key).double().flatten(1) for key in term.factors)
+            a, b = (self._read_finite(key).double().flatten(1) for key in (term.factors.a, term.factors.b))
             left, right = (a.T, b.T) if term.transposed else (b, a)
             lefts.append(left * term.scaling)
             rights.append(right)
@@ -195,7 +201,7 @@ class BoundAdapter(Checkpoint):
         lines = [
             f"{term.scaling} {term.transposed} {tensor_digest(self.weights.read(key))}"
             for term in self.terms[name]
-            for key in term.factors
+            for key in (term.factors.a, term.factors.b)
         ]
         return text_digest("\n".join(lines))
 
@@ -271,7 +277,7 @@ def make_adapter(source: str, directory: Path | None, config: LoraConfig, weight
             raise MergestreamError(f"{file}: the factor {factor} of {module} is missing; {_AGAIN}")
     if not pairs and not whole and not merged:
         raise MergestreamError(f"{file} holds no factors; {_AGAIN}")
-    factors = {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}
+    factors = {module: Factors(pair["A"], pair["B"], "_embedding_" in pair["A"]) for module, pair in pairs.items()}
     found = {module: tuple(keys) for module, keys in merged.items()}
     notes = (f"{source}: PEFT merges it into the base, one module at a time ({config.reason})",) if merged else ()
     return Adapter(source, directory, config, weights, factors, whole, unchanged, found, tuple(shared), notes)
