@@ -144,8 +144,7 @@ def error_sentences(error: Exception) -> Sequence[str]:
 
 def error_kind(error: Exception) -> str:
     """The kind of an error; ``system`` for one of the operating system, and ``internal`` if it is unexpected."""
-    kind = "system" if isinstance(error, OSError) else "internal"
-    return getattr(error, "kind", kind)
+    return getattr(error, "kind", "system" if isinstance(error, OSError) else "internal")
 
 
 def print_table(

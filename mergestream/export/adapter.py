@@ -14,8 +14,8 @@ import torch
 from mergestream.algebra.lowrank import LowRank, squared_norm
 from mergestream.algebra.pieces import matrix_shape
 from mergestream.algebra.svd import thin_svd
-from mergestream.base.model import BaseTensor, ConfigOnlyBase
-from mergestream.checkpoints import FLOATS, Checkpoint, SafetensorsWriter, TensorSpec, open_checkpoint, torch_dtype
+from mergestream.base.model import BaseTensor
+from mergestream.checkpoints import FLOATS, SafetensorsWriter, TensorSpec, open_checkpoint, torch_dtype
 from mergestream.checkpoints.layout import CARD
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.engine import Engine
@@ -76,22 +76,16 @@ class AdaptedModule:
 
 @dataclass(frozen=True)
 class Energy:
-    """Squared norms: of the task vector, and of what a truncation has cut off or a server refuses."""
+    """Squared norms: of the task vector, and of what an adapter of it lacks, because it was cut off or left out."""
 
     total: float
     lost: float
-    left_out: float = 0.0
-    """What the server refuses; a part of what is lost"""
     held: float = 1.0
-    """The share of ‖Δ‖² that the entries of a ledger hold of the expert of which they hold least"""
+    """The share of ‖Δ‖² that the ledger holds of the expert of which it holds least"""
 
     @property
     def lost_share(self) -> float:
         return self.lost / self.total if self.total else 0.0
-
-    @property
-    def left_out_share(self) -> float:
-        return self.left_out / self.total if self.total else 0.0
 
 
 @dataclass(frozen=True)
@@ -155,13 +149,7 @@ def write_adapters(
     energies, digests = {}, {}
     with progress.task(f"writing {output.path.name}", sum(len(plan.jobs) for plan in plans.values())) as advance:
         for name, plan in plans.items():
-            energy = energies[name] = plan.write(draft / name, target, advance)
-            if plan.left_out:
-                progress.note(
-                    f"{name or output.path.name}: left out, because vLLM may refuse them: "
-                    f"{shorten_list(plan.left_out.values())}, with {energy.left_out_share:.3%} of the energy; --format "
-                    "full has everything"
-                )
+            energies[name] = plan.write(name, target, advance)
             with open_checkpoint(draft / name / f"{STEMS[plan.form.layout]}.safetensors") as written:
                 digests[name] = combined_digest({key: tensor_digest(written.read(key)) for key in written.tensors})
     digest = digests[""] if "" in digests else combined_digest(digests)
@@ -226,8 +214,8 @@ class AdapterPlan:
         """The names of the tensors that are read."""
         return [*self.modules, *self.whole, *self.left_out]
 
-    def write(self, directory: Path, target: Target, advance: Callable[[int], None]) -> Energy:
-        """Write the tensors, the config and the card.
+    def write(self, folder: str, target: Target, advance: Callable[[int], None]) -> Energy:
+        """Write the tensors, the config and the card to a folder of the draft.
 
         The scaling is 1 everywhere (lora_alpha = r), so that B·A is what is added to a weight.
         """
@@ -239,14 +227,16 @@ class AdapterPlan:
             specs |= {module.key(factor): TensorSpec(dtype, shape) for factor, shape in module.factor_shapes.items()}
         names = layout_names(self.form.layout, reading.model, specs)
 
-        def write(name: str) -> Energy:
+        def write(name: str) -> tuple[float, float]:
+            """Write a tensor; returns its squared norm, and that of what is lost of it."""
             if name in self.whole:
+                assert base is not None
                 for start, piece in reading.pieces(name, base, self.scale, dtype):
                     writer.write_piece(names[keys[name]], start, piece)
-                return Energy(0.0, 0.0)
+                return 0.0, 0.0
             if name in self.left_out:
                 lost = self.scale**2 * reading.direction_norm2(name)
-                return Energy(lost, lost, lost)
+                return lost, lost
             module, value = self.modules[name], _factors(reading, name) * self.scale
             left, right, lost = value.factors(self.form.rank)
             factors = {"A": right, "B": left} if module.kind == "linear" else {"A": left.T, "B": right.T}
@@ -255,25 +245,29 @@ class AdapterPlan:
                 matrix = padded.flatten(1)  # a view; beyond the numerical rank it stays zero
                 matrix[: data.shape[0], : data.shape[1]] = cast(data, dtype, name)
                 writer.write(names[module.key(factor)], padded)
-            return Energy(squared_norm(value), lost)
+            return squared_norm(value), lost
 
+        directory, energies = target.draft / folder, {}
         directory.mkdir(parents=True, exist_ok=True)
-        layout, energies = {names[key]: spec for key, spec in specs.items()}, []
+        layout = {names[key]: spec for key, spec in specs.items()}
         with ExitStack() as stack:
-            base: Checkpoint = ConfigOnlyBase(reading.model.source, None, tensors)
-            if self.whole:
-                base = stack.enter_context(self.snapshot.manifest.open_base())
+            base = stack.enter_context(self.snapshot.manifest.open_base()) if self.whole else None
             writer = SafetensorsWriter(directory, layout, prefix=STEMS[self.form.layout], max_shard_size=2**62)
             stack.enter_context(writer)
             costs = {name: tensors[name].numel for name in self.jobs}
-            for _, energy in target.engine.run(costs, write, {name: self._memory(name) for name in self.jobs}):
-                energies.append(energy)
+            memory = {name: self._memory(name) for name in self.jobs}
+            for name, energy in target.engine.run(costs, write, memory):
+                energies[name] = energy
                 advance(1)
         if self.form.layout == "peft":
             write_json(directory / CONFIG_NAME, self.config)
-        total, lost, left_out = (
-            math.fsum(getattr(energy, part) for energy in energies) for part in ("total", "lost", "left_out")
-        )
+        total, lost = (math.fsum(energy[part] for energy in energies.values()) for part in (0, 1))
+        if self.left_out:
+            share = math.fsum(energies[name][1] for name in self.left_out) / (total or 1.0)
+            target.progress.note(
+                f"{folder or target.output.path.name}: left out, because vLLM may refuse them: "
+                f"{shorten_list(self.left_out.values())}, with {share:.3%} of the energy; --format full has everything"
+            )
         card = model_card(
             self.snapshot.manifest,
             self.scale,
@@ -283,7 +277,7 @@ class AdapterPlan:
             library="peft" if self.form.layout == "peft" else "diffusers",
         )
         (directory / CARD).write_text(card, encoding="utf-8")
-        return Energy(total, lost, left_out, reading.least_held)
+        return Energy(total, lost, reading.least_held)
 
     def _memory(self, name: str) -> int:
         """Peak bytes of a tensor; a merged matrix without factors is decomposed."""

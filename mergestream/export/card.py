@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergestream import __version__
 from mergestream.checkpoints import Checkpoint
 from mergestream.checkpoints.layout import MODULES, model_config
-from mergestream.checkpoints.location import hub_name, public_name, without_revision
-from mergestream.escaping import code, markdown_text, one_line
+from mergestream.checkpoints.location import hub_name, public_name
+from mergestream.escaping import code, markdown_table, markdown_text, one_line
 from mergestream.methods.scale import displayed_scale
 from mergestream.sizes import counted
 from mergestream.store.expert import Expert
@@ -89,27 +87,23 @@ def history_section(manifest: Manifest, weights: Mapping[str, float] | None = No
     else:
         factor, keeper = displayed_scale(manifest.method, 1)[0], "the method let in"
         factors = {entry.name: displayed_scale(manifest.method, entry.scale)[1] for entry in manifest.history}
-    return [
-        *("", "## History", ""),
-        f"| step | expert | source | digest | added | ‖Δ‖ | kept | {factor} | how |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(_history_row(number, entry, factors.get(entry.name)) for number, entry in enumerate(manifest.history, 1)),
-        *("", f"kept: the share of the task vector's squared norm that {keeper}."),
-    ]
+    headings = ("step", "expert", "source", "digest", "added", "‖Δ‖", "kept", factor, "how")
+    rows = (_history_row(number, entry, factors.get(entry.name)) for number, entry in enumerate(manifest.history, 1))
+    explained = f"kept: the share of the task vector's squared norm that {keeper}."
+    return ["", "## History", "", *markdown_table(headings, rows), "", explained]
 
 
-def _history_row(number: int, entry: Expert, factor: float | None) -> str:
+def _history_row(number: int, entry: Expert, factor: float | None) -> list[str]:
     """A row with the expert's weight or the scale after it; None where it is left out."""
     how = [_option_text(key, value) for key, value in entry.options.items() if value]
     how += [f"{gate['gate']} ({gate['value']:.4g})" for gate in entry.gates if gate["value"] is not None]
     how += [f"score {entry.score:.4g}"] if entry.score is not None else []
     how += [] if factor is not None else ["left out of this model"]
-    cells = [
+    return [
         *(str(number), markdown_text(entry.name), code(public_name(entry.source, entry.given)), code(entry.digest)),
         *(entry.added or "–", f"{entry.norm:.4g}", f"{entry.kept:.1%}", "–" if factor is None else f"{factor:.4g}"),
         markdown_text(", ".join(how)),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _option_text(key: str, value: Any) -> str:
@@ -128,8 +122,4 @@ def library_of(base: Checkpoint) -> str:
 
 def hub_id(base: Checkpoint) -> str | None:
     """The base's id on the hub: its source, or the ``_name_or_path`` in its config."""
-    source = without_revision(base.source)
-    if not Path(base.source).exists() and source.count("/") == 1:
-        return source
-    remembered = str(model_config(base.directory).get("_name_or_path"))
-    return remembered if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", remembered, re.ASCII) else None
+    return hub_name(base.source) or hub_name(str(model_config(base.directory).get("_name_or_path")))

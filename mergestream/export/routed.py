@@ -205,17 +205,16 @@ def _write_base(manifest: Manifest, target: Target) -> None:
 def _write_card(
     manifest: Manifest, target: Target, experts: Sequence[str], missing: Sequence[str], readout: str
 ) -> None:
+    routing = (
+        "The router is a linear discriminant of the base's pooled features, made of a few inputs of each expert. "
+        "Where it is less confident than on most of those, the merged adapter answers."
+    )
     if missing:
         routing = f"{NO_INPUTS}. No inputs were given for {', '.join(map(markdown_text, missing))}."
-    else:
-        routing = (
-            "The router is a linear discriminant of the base's pooled features, made of a few inputs of each expert. "
-            "Where it is less confident than on most of those, the merged adapter answers."
-        )
     text = card_text(
         ["library_name: peft", "tags:", "- merge", "- mergestream"],
         f"{len(experts)} experts behind a router",
-        "Each input is answered by the expert that it looks like, from one copy of the base:",
+        "Each input is answered by the expert whose inputs it looks like, from one copy of the base:",
         *("", "```python", "from mergestream import RoutedModel", "", 'model = RoutedModel.from_pretrained("OUT")'),
         *("model.generate(**inputs)", "```", ""),
         f"* Base: {code(public_name(manifest.base.source, manifest.base.given))}",
