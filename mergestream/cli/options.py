@@ -210,14 +210,14 @@ class ExpertOptions:
 
 @dataclass(frozen=True)
 class StoredExpertOptions(ExpertOptions):
-    """The same for experts of a store, which keeps their heads."""
+    """How an expert is matched with the base of a store, which can also keep its head."""
 
     heads: list[str] = argument("--heads GLOB", "tensors that the base lacks: keep them per expert (export --task)")
 
 
 @dataclass(frozen=True)
 class AddingOptions(ExpertOptions):
-    """The same for experts that are merged."""
+    """How experts are matched and checked before they are merged."""
 
     allow_duplicate: bool = argument("--allow-duplicate", "accept an expert again, or the base itself")
     allow_other_base: bool = argument("--allow-other-base", "accept an expert that was not trained from this base")
@@ -225,7 +225,7 @@ class AddingOptions(ExpertOptions):
 
 @dataclass(frozen=True)
 class GatedOptions(AddingOptions, StoredExpertOptions):
-    """The same for experts that a store adds: conditions, evaluation and tracking."""
+    """How experts are matched, checked, evaluated and tracked when a store adds them."""
 
     gates: list[str] = argument(
         "--gate CONDITION",

@@ -34,7 +34,7 @@ class Watch(WorkingStoreOptions, GatedOptions):
         mergestream watch store incoming/ --gate 'damage<=0.3' --evaluate 'python score.py {model}' --json
         """
     directory: str = argument("DIR", "each file or directory in it is an expert; or s3://…, gs://…, az://…")
-    interval: int = argument("--interval SECONDS", "time between two looks (10)", type=at_least(0), default=10)
+    interval: int = argument("--interval SECONDS", "time between two scans of it (10)", type=at_least(0), default=10)
 
     def run(self) -> None:
         from mergestream.report.gates import Gatekeeper

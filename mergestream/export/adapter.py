@@ -197,7 +197,8 @@ class AdapterPlan:
             modules = {name: replace(module, rank=uniform) for name, module in modules.items()}
         fields, notes = common_fields(snapshot, experts)
         config = adapter_config(list(modules.values()), whole.values(), fields)
-        notes += serving_notes(config, list(others.values()))
+        if form.layout == "peft":
+            notes += serving_notes(config, list(others.values()))
         if shortfall := snapshot.shortfall(reading):
             notes.append(shortfall)
         if ignored := [name for name in whole.values() if not name.endswith((".weight", ".bias"))]:
@@ -205,8 +206,6 @@ class AdapterPlan:
         if with_tokens := [expert.name for expert in experts if snapshot.records[expert.name].tokens]:
             names = ", ".join(with_tokens)
             notes.append(f"an adapter cannot hold the new tokens of {names}; export with --format full for them")
-        if form.layout != "peft":
-            notes = []  # they are about servers of PEFT's layout
         return cls(snapshot, reading, form, scale, modules, whole, left_out, config, notes)
 
     @property

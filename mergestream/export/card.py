@@ -36,7 +36,7 @@ def model_card(
     library: str = "transformers",
     hub_id: str | None = None,
 ) -> str:
-    """A README.md with metadata for the hub: the library that loads the model, and the base's id if it is there.
+    """A README.md with metadata for the hub: the library that loads the model, and the base's id on the hub.
 
     ``distance`` is ‖merged − θ⁰‖. A model from a store has a ``reading``. With ``base_is_merged`` the base is one of
     the merged models, so that the merge has no base in the usual sense. ``settings`` says in Markdown where the chat
@@ -54,7 +54,7 @@ def model_card(
     return card_text(
         [f"library_name: {library}", "tags:", "- merge", "- mergestream", *origin],
         f"{counted(count, 'model')} merged with {markdown_text(manifest.method)}",
-        f"Merged one by one by mergestream {__version__}, without data or training.",
+        f"Merged by mergestream {__version__}, without training.",
         "",
         f"* Base: none; config, tokenizer and θ⁰ are those of {base}" if base_is_merged else f"* Base: {base}",
         f"* Method: {code(manifest.method)}; parameters: {parameters}",

@@ -24,12 +24,12 @@ from mergestream.store.snapshot import Snapshot
 
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 BASE = "base"
-_OF_WEIGHTS = _DTYPE_KEYS | {
+_WEIGHT_KEYS = _DTYPE_KEYS | {
     *("architectures", "model_type", "quantization_config", "tie_word_embeddings", "vocab_size")
 }
 """Keys of ``config.json`` that belong to the weights that are written"""
-_OF_CALLS = ("_", "output_", "return_")
-"""Keys of ``generation_config.json`` that say what a call returns, or where the file is from"""
+_CALL_PREFIXES = ("_", "output_", "return_")
+"""How keys of ``generation_config.json`` begin that say what a call returns, or where the file is from"""
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -102,20 +102,20 @@ def fit_config(
 # --- settings of the experts ---------------------------------------------------------------------------------
 
 
-class Givers(NamedTuple):
-    """The experts whose settings count: those that are merged, or one ``alone``, whose files are its own."""
+class ExpertSettings(NamedTuple):
+    """The settings of the experts that are merged, or of one ``alone``, which keeps all of its files."""
 
-    settings: Mapping[str, Settings]
+    by_expert: Mapping[str, Settings]
     alone: bool = False
     advice: str = ""
     """What to do where they differ"""
 
 
-def find_givers(snapshot: Snapshot, reading: Reading, choice: ReadoutChoice) -> Givers:
+def find_settings(snapshot: Snapshot, reading: Reading, choice: ReadoutChoice) -> ExpertSettings:
     """The settings of the expert that ``--files-from`` names or that is read out alone, else of all in the model."""
     name = choice.files_from or choice.one_expert
     if name == choice.files_from == BASE:
-        return Givers({})
+        return ExpertSettings({})
     found: dict[str, Settings] = {}
     for entry in snapshot.manifest.history if name is None else [snapshot.manifest.expert(name)]:
         if name is not None or reading.weights is None or reading.weights.get(entry.name):
@@ -123,12 +123,12 @@ def find_givers(snapshot: Snapshot, reading: Reading, choice: ReadoutChoice) -> 
     if choice.files_from and not found[choice.files_from]:
         raise UsageError(f"--files-from {name}: the store has no such files of this expert; add it again to keep them")
     advice = "; export --files-from NAME takes those of one expert"
-    return Givers(found, alone=name is not None, advice=advice)
+    return ExpertSettings(found, alone=name is not None, advice=advice)
 
 
 def take_settings(
     draft: Path,
-    givers: Givers,
+    settings: ExpertSettings,
     extended: VocabularySource | None,
     progress: Progress,
     parts: Collection[Part] = PARTS,
@@ -141,11 +141,11 @@ def take_settings(
     ours, tokenizer = read_settings(draft), read_tokenizer(draft)
     known = tokenizer.ids if tokenizer else {}
     for part in parts:
-        base, theirs = ours.get(part, {}), _contents(part, ours, givers, extended)
-        is_whole = givers.alone or part == "generation"  # then a key that is missing has its default
+        base, theirs = ours.get(part, {}), _contents(part, ours, settings, extended)
+        is_whole = settings.alone or part == "generation"  # then a key that is missing has its default
         changes: dict[str, Any] = {}
         keys = {key for content in theirs for key in content} | (base.keys() if is_whole and theirs else set())
-        for key in sorted(key for key in keys if _is_setting(part, key, givers.alone)):
+        for key in sorted(key for key in keys if _is_setting(part, key, settings.alone)):
             first, *others = (content.get(key) for content in theirs)
             if any(_plain(other) != _plain(first) for other in others):
                 differing[key] = None
@@ -160,7 +160,7 @@ def take_settings(
             _write(draft, part, changes)
     if differing:
         progress.note(
-            f"the experts have different settings ({shorten_list(differing)}), so the base's are kept{givers.advice}"
+            f"the experts have different settings ({shorten_list(differing)}), so the base's are kept{settings.advice}"
         )
     if unknown:
         progress.note(
@@ -171,9 +171,11 @@ def take_settings(
     return "; ".join(f"{origin} {', '.join(map(code, keys))}" for origin, keys in origins.items() if keys)
 
 
-def _contents(part: Part, ours: Settings, givers: Givers, extended: VocabularySource | None) -> list[dict[str, Any]]:
+def _contents(
+    part: Part, ours: Settings, settings: ExpertSettings, extended: VocabularySource | None
+) -> list[dict[str, Any]]:
     """One file of each expert that has it, with the ids of tokens in the model that is written."""
-    theirs = {name: settings[part] for name, settings in givers.settings.items() if part in settings}
+    theirs = {name: found[part] for name, found in settings.by_expert.items() if part in found}
     if part not in ("generation", "config"):
         return list(theirs.values())
     config = ours.get("config", {})
@@ -189,10 +191,10 @@ def _contents(part: Part, ours: Settings, givers: Givers, extended: VocabularySo
 def _is_setting(part: Part, key: str, alone: bool) -> bool:
     """Whether a key counts: of merged experts only special tokens and their ids, and how text is generated."""
     if part == "config":
-        return key not in _OF_WEIGHTS if alone else key.endswith("_token_id")
+        return key not in _WEIGHT_KEYS if alone else key.endswith("_token_id")
     if part == "tokenizer":
         return alone or key.endswith("_token") or key in _TOKEN_LISTS
-    return key != "use_cache" and not key.startswith(_OF_CALLS)
+    return key != "use_cache" and not key.startswith(_CALL_PREFIXES)
 
 
 def _plain(value: Any) -> Any:

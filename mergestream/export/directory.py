@@ -21,8 +21,8 @@ from mergestream.ledger.selection import Selection
 from mergestream.storage import Storage, open_storage, parse_url
 from mergestream.store.manifest import MANIFEST, Manifest, is_store
 
-FORMAT = 1
-"""Of the recipe"""
+RECIPE_FORMAT = 1
+"""The version of the recipe's format"""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Output:
         recipe = {
             "mergestream": __version__,
             "command": self.command,
-            "recipe": FORMAT,
+            "recipe": RECIPE_FORMAT,
             "made_by": made_by,
             "base": {
                 "source": public_name(base.source, base.given),

@@ -16,7 +16,13 @@ from mergestream.checkpoints.settings import PARTS
 from mergestream.digest import TensorHasher, combined_digest
 from mergestream.engine import Engine
 from mergestream.export.card import hub_id, library_of, model_card
-from mergestream.export.companions import Givers, find_givers, has_other_class, take_settings, write_companions
+from mergestream.export.companions import (
+    ExpertSettings,
+    find_settings,
+    has_other_class,
+    take_settings,
+    write_companions,
+)
 from mergestream.export.directory import DEFAULT_CHOICE, Output, ReadoutChoice
 from mergestream.export.places import refuse_overlap
 from mergestream.export.source import Source, StateSource, VocabularySource, select_tokens
@@ -62,7 +68,7 @@ def write_model(snapshot: Snapshot, target: Target, choice: ReadoutChoice = DEFA
     progress, task = target.progress, None
     with ExitStack() as files:
         reading = snapshot.reading(target.engine, choice)
-        givers = find_givers(snapshot, reading, choice)
+        settings = find_settings(snapshot, reading, choice)
         base = files.enter_context(snapshot.manifest.open_base())
         if choice.task is not None:
             task = snapshot.open_task(choice.task)
@@ -75,7 +81,7 @@ def write_model(snapshot: Snapshot, target: Target, choice: ReadoutChoice = DEFA
         tokens = select_tokens(snapshot, reading, choice.task, files, progress)
         extended = VocabularySource(source, tokens) if tokens else None
         digest = write_tensors(source, extended, target)
-        write_files(source, extended, target, digest, snapshot.manifest, givers, choice)
+        write_files(source, extended, target, digest, snapshot.manifest, settings, choice)
 
 
 def write_files(
@@ -84,7 +90,7 @@ def write_files(
     target: Target,
     digest: str,
     manifest: Manifest,
-    givers: Givers,
+    settings: ExpertSettings,
     choice: ReadoutChoice = DEFAULT_CHOICE,
     *,
     base_is_merged: bool = False,
@@ -105,7 +111,7 @@ def write_files(
         task=choice.task,
         reading=source.reading,
         base_is_merged=base_is_merged,
-        settings=take_settings(draft, givers, extended, progress, parts),
+        settings=take_settings(draft, settings, extended, progress, parts),
         library="transformers" if has_other_class(base, config) else library_of(base),
         hub_id=hub_id(base),
     )

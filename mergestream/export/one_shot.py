@@ -18,7 +18,7 @@ from mergestream.experts import make_task_vector, open_expert
 from mergestream.experts.base_check import check_base
 from mergestream.experts.vector import TaskVector
 from mergestream.experts.vocabulary import Vocab
-from mergestream.export.companions import Givers
+from mergestream.export.companions import ExpertSettings
 from mergestream.export.directory import Output
 from mergestream.export.model import Target, write_files, write_model, write_tensors
 from mergestream.export.places import refuse_overlap
@@ -123,7 +123,7 @@ def _merge_in_one_pass(
         progress.note(note)
     source = OnePassMerge.of(method, vectors, target.engine)
     tokens = {name: ExpertTokens(one.tokens, one.expert) for name, one in vectors.items() if one.tokens}
-    givers = Givers({name: read_settings(one.expert.directory) for name, one in vectors.items()})
+    settings = ExpertSettings({name: read_settings(one.expert.directory) for name, one in vectors.items()})
     extended = VocabularySource(source, tokens) if tokens else None
     digest = write_tensors(source, extended, target)
     for vector in vectors.values():
@@ -134,7 +134,7 @@ def _merge_in_one_pass(
             progress.note(origin.note)
     manifest = _make_manifest(source, experts, options, base_is_merged)
     is_merged = base_is_merged and any(one.expert.source == base.source for one in vectors.values())
-    write_files(source, extended, target, digest, manifest, givers, base_is_merged=is_merged)
+    write_files(source, extended, target, digest, manifest, settings, base_is_merged=is_merged)
 
 
 def _make_manifest(

@@ -17,9 +17,9 @@ def refuse_overlap(path: Path, *sources: str | Path) -> None:
     if url := parse_url(path):
         for other in filter(None, map(parse_url, sources)):
             if f"{url}/".startswith(f"{other}/"):
-                raise _used(url, "is or lies in", other)
+                raise _overlap_error(url, "is or lies in", other)
             if f"{other}/".startswith(f"{url}/"):
-                raise _used(url, "holds", other)
+                raise _overlap_error(url, "holds", other)
         return
     place = _real(path)
     for directory in (place, *place.parents):
@@ -30,7 +30,7 @@ def refuse_overlap(path: Path, *sources: str | Path) -> None:
         model = _real(source)
         for inner, outer, relation in ((place, model, "lies in"), (model, place, "holds")):
             if any(_is_same(directory, outer) for directory in (inner, *inner.parents)):
-                raise _used(path, "is" if _is_same(place, model) else relation, source)
+                raise _overlap_error(path, "is" if _is_same(place, model) else relation, source)
 
 
 def refuse_file(path: Path, *sources: str | Path) -> None:
@@ -63,5 +63,5 @@ def _is_same(one: Path, other: Path) -> bool:
         return False
 
 
-def _used(path: object, relation: str, source: object) -> MergestreamError:
+def _overlap_error(path: object, relation: str, source: object) -> MergestreamError:
     return MergestreamError(f"{path} {relation} {source}, which the merge is made of; choose another place")

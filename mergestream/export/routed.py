@@ -30,7 +30,7 @@ from mergestream.escaping import code, markdown_text
 from mergestream.experts.adapters.config import CONFIG_NAME
 from mergestream.export.adapter import AdapterForm, AdapterPlan, Energy, plan_experts, write_adapters
 from mergestream.export.card import card_text, history_section
-from mergestream.export.companions import find_givers, take_settings, write_companions
+from mergestream.export.companions import find_settings, take_settings, write_companions
 from mergestream.export.directory import Output, ReadoutChoice
 from mergestream.export.model import Target, exporting
 from mergestream.files import read_json
@@ -85,7 +85,7 @@ def export_routed(
         save_router(target.draft / ROUTER, experts, None if missing else found)
         if with_base:
             _write_base(manifest, target)
-            take_settings(target.draft / BASE, find_givers(snapshot, reading, choice), None, target.progress)
+            take_settings(target.draft / BASE, find_settings(snapshot, reading, choice), None, target.progress)
         _write_card(manifest, target, experts, missing, reading.readout.name)
     return RoutedExport(energies, experts, missing)
 
@@ -107,13 +107,13 @@ def _check_experts(snapshot: Snapshot, experts: Sequence[str]) -> None:
 
 
 def _check_base(base: BaseModel) -> None:
-    """Refuse a base that transformers cannot build, because PEFT could not adapt it; one that is elsewhere passes."""
+    """Refuse a base that transformers cannot build, and so `RoutedModel` cannot run; one that is elsewhere passes."""
     if (directory := locate_here(base.source)) is None:
         return
     architecture = load_architecture(directory)
     if not architecture.slots:
         raise UsageError(
-            f"PEFT can only adapt a model that transformers loads, and {base.source} is none "
+            f"RoutedModel runs models that transformers loads, and {base.source} is none "
             f"({architecture.unknown or 'no config.json'}); export full models with --readout expert:NAME instead"
         )
 
