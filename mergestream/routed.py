@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,6 +56,7 @@ class RoutedModel:
     def __init__(self, adapters: Adapters, runner: Runner, experts: Sequence[str], router: Router | None) -> None:
         """`from_pretrained` makes one."""
         self._adapters, self._runner, self._router = adapters, runner, router
+        self._directions = {} if router else adapters.directions(experts)
         self.experts = tuple(experts)
         self.threshold = 0.0
         """Below this confidence the merged adapter answers"""
@@ -148,10 +149,6 @@ class RoutedModel:
                 rows.append(torch.stack(energies).mean(0))
         found = torch.stack(rows)
         return found / found.sum(1, keepdim=True)
-
-    @cached_property
-    def _directions(self) -> dict[nn.Module, list[Tensor]]:
-        return self._adapters.directions(self.experts)
 
     # --- answers
 

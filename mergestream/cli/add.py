@@ -63,9 +63,7 @@ class Add(WorkingStoreOptions, GatedOptions, InputsOptions):
             check_experts(**arguments_of(check_experts, self, store=store, experts=experts))
         for name, expert in experts:
             if self.dry_run:
-                inspection = store.inspect(**arguments_of(store.inspect, self, expert=expert))
-                print_inspection(inspection)
-                result = inspection.to_json()
+                result = inspect_expert(store, self, expert)
             else:
                 options = arguments_of(store.add, self, expert=expert, name=name, inputs=self.make_inputs())
                 entry = store.add(**options)
@@ -100,14 +98,12 @@ class Inspect(WorkingStoreOptions, StoredExpertOptions):
     expert: str = argument("EXPERT", MODEL)
 
     def run(self) -> None:
-        store = self.open_store()
-        inspection = store.inspect(**arguments_of(store.inspect, self))
-        answer(inspection.to_json())
-        print_inspection(inspection)
+        answer(inspect_expert(self.open_store(), self, self.expert))
 
 
-def print_inspection(inspection: Inspection) -> None:
-    """Print the result of a dry run."""
+def inspect_expert(store: Store, options: Add | Inspect, expert: str) -> dict[str, Any]:
+    """Print what adding an expert would do; returns the same as JSON."""
+    inspection = store.inspect(**arguments_of(store.inspect, options, expert=expert))
     say(f"{inspection.source} would be step {inspection.step}")
     if inspection.duplicate_of:
         say(f"the store already contains it as {inspection.duplicate_of}")
@@ -121,6 +117,7 @@ def print_inspection(inspection: Inspection) -> None:
     if inspection.interference:
         _print_interference(inspection.interference)
     _print_linear_weights(inspection)
+    return inspection.to_json()
 
 
 def _outcome(inspection: Inspection) -> str:

@@ -66,15 +66,11 @@ class FromMergekit(AddingOptions, OutputOptions, RunningOptions):
         running = self.running
         for note in recipe.notes:
             running["progress"].note(note)
-        chosen = {
-            "base": recipe.base,
-            "experts": [given.source for given in recipe.inputs],
-            "method": recipe.method,
-            "dtype": self.dtype or recipe.dtype,
-            "base_is_merged": True,
-            "out": out,
-        }
-        merge(**arguments_of(merge, self, **chosen, **running, command=command_line()))
+        sources = [given.source for given in recipe.inputs]
+        options = arguments_of(
+            merge, self, out=out, dtype=self.dtype or recipe.dtype, command=command_line(), **running
+        )
+        merge(recipe.base, sources, method=recipe.method, base_is_merged=True, **options)
         answer(
             {
                 "out": out,

@@ -61,17 +61,30 @@ def saved_modules(paths: Collection[str], whole: Collection[str]) -> set[str]:
 
 
 def common_fields(snapshot: Snapshot, experts: Sequence[Expert]) -> tuple[AdapterConfig, list[str]]:
-    """The base and the task that the experts' own configurations agree on, and a note if they have different tasks."""
+    """The base and the task that the experts' own configurations agree on, and a note if they have different tasks.
+
+    The base's name is that on the hub, if it or all adapters give one, else its path.
+    """
     adapters = [(entry, config) for entry in experts if (config := snapshot.records[entry.name].adapter)]
     of_base = [config for entry, config in adapters if not entry.options.get("allow_other_base")]
-    base, configs = snapshot.manifest.base, [config for _, config in adapters]
+    configs, source = [config for _, config in adapters], snapshot.manifest.base.source
+    name, revision = hub_name(source), source.partition("@")[2] or None
+    if name is None:
+        agreed = _agreed(of_base, "base_model_name_or_path")
+        is_on_hub = agreed is not None and hub_name(agreed) is not None
+        name, revision = (agreed, _agreed(of_base, "revision")) if is_on_hub else (source, None)
     fields: AdapterConfig = {
         "task_type": _agreed(configs, "task_type"),
         "auto_mapping": _agreed(configs, "auto_mapping"),
-        **_base_fields(base, of_base),
+        "base_model_name_or_path": name,
+        "revision": revision,
     }
     if fields["task_type"] is None and fields["auto_mapping"] is None:
-        fields["auto_mapping"] = _auto_mapping(base)
+        with suppress(MergestreamError):  # without a task, PEFT's AutoPeftModel goes by the base's class
+            match model_config(locate_here(source)).get("architectures"):
+                case [str(architecture)]:
+                    mapping = {"base_model_class": architecture, "parent_library": "transformers"}
+                    fields["auto_mapping"] = mapping
     tasks = sorted({str(config.get("task_type")) for config in configs})
     note = f"the adapters have different task types ({', '.join(tasks)}), so the merged one has none"
     return fields, [note] if len(tasks) > 1 else []
@@ -81,25 +94,6 @@ def _agreed(configs: Sequence[AdapterConfig], field: str) -> Any:
     """The value of a field that all configurations share, else None."""
     values = [config.get(field) for config in configs]
     return values[0] if values and all(value == values[0] for value in values) else None
-
-
-def _base_fields(base: BaseModel, configs: Sequence[AdapterConfig]) -> AdapterConfig:
-    """The base's name on the hub, if it or all adapters give one, else its path."""
-    if name := hub_name(base.source):
-        return {"base_model_name_or_path": name, "revision": base.source.partition("@")[2] or None}
-    agreed = _agreed(configs, "base_model_name_or_path")
-    if agreed and hub_name(agreed):
-        return {"base_model_name_or_path": agreed, "revision": _agreed(configs, "revision")}
-    return {"base_model_name_or_path": base.source, "revision": None}
-
-
-def _auto_mapping(base: BaseModel) -> dict[str, str] | None:
-    """The base's class, by which PEFT's AutoPeftModel finds it if there is no task type."""
-    with suppress(MergestreamError):
-        match model_config(locate_here(base.source)).get("architectures"):
-            case [str(architecture)]:
-                return {"base_model_class": architecture, "parent_library": "transformers"}
-    return None
 
 
 def vllm_rank(rank: int) -> int:
