@@ -28,9 +28,9 @@ from torch import Tensor
 
 from benchmarks.stopwatch import work
 from mergestream.algebra import symmetric
+from mergestream.algebra.products import gram as _gram
 from mergestream.algebra.projection import Projection, project_dense, protected_directions
 from mergestream.algebra.svd import ThinSVD, numerical_rank, thin_svd
-from mergestream.algebra.svd import gram as _gram
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import single_threaded
 

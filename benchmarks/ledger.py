@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,14 +21,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.stopwatch import work
-from mergestream.algebra.svd import gram
-from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.algebra.truncated import truncated_svd
 from mergestream.checkpoints import open_checkpoint
 from mergestream.engine import LocalEngine
 from mergestream.engine.local import keep_freed_memory, single_threaded
 from mergestream.ledger.method import FEWEST
-from mergestream.ledger.span import Span
+from mergestream.ledger.readouts.agree import Agree
+from mergestream.ledger.span import Product, Span
 from mergestream.merging.entries import EntriesReading
 from mergestream.store.store import Store
 
@@ -57,20 +57,8 @@ def add_kernels(base: Path, expert: Path) -> dict[str, Tensor]:
 
 def agree_kernels(span: Span, linear: bool) -> Tensor:
     """Return M = U Z Vᵀ of all experts with weights of 1; for other tensors than linear weights the sum."""
-    outputs, inputs, sigma = span.outputs.float(), span.inputs.float(), span.sigma
-    if not linear:
-        return outputs.T @ (sigma.float()[:, None] * inputs)
-    g = sigma / span.norm2.sqrt()
-    values, vectors = leading_eigenvectors((g[:, None] * gram(inputs.T, torch.float32) * g).float(), _effective_rank)
-    agreed = torch.outer(g * sigma, 1 / values[: vectors.shape[1]]) - span.norm2.sqrt()[:, None]
-    left, right, diagonal = vectors * agreed.float(), g.float() * vectors.T, sigma.float()
-    if len(inputs.T) <= len(outputs.T):
-        return outputs.T @ torch.addmm(diagonal[:, None] * inputs, left, right @ inputs)
-    return torch.addmm(outputs.T * diagonal, outputs.T @ left, right) @ inputs
-
-
-def _effective_rank(values: Tensor) -> int:
-    return math.ceil(float(values.sqrt().sum().square() / values.sum()))
+    span = replace(span, outputs=span.outputs.float(), inputs=span.inputs.float())
+    return Product(span, Agree().coefficients(span) if linear else span.sigma, transposed=False).dense()
 
 
 def spans(store: Path) -> list[tuple[Span, bool]]:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mergestream.algebra.svd import gram
+from mergestream.algebra.products import gram
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.engine import single_threaded
 from mergestream.ledger.readouts import READOUTS

@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.checkpoints import task_vector
 from benchmarks.kernels import _processor, interleaved
 from mergestream.algebra import truncated
-from mergestream.algebra.svd import gram
+from mergestream.algebra.products import gram
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.algebra.truncated import truncated_svd
 from mergestream.checkpoints import open_checkpoint

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mergestream.algebra.lowrank import LowRank, Value, dense
+from mergestream.algebra.products import multiply
 from mergestream.algebra.svd import FactoredSVD, ThinSVD
 
 Projection = Literal["reference", "paper", "block"]
@@ -53,7 +54,7 @@ def project_dense(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) -
     u, v = svd.u, svd.v
     if projection == "block":
         u, v = u[:, :q], v[:, :q]
-    rows = u.T @ delta  # first Δ, then what is removed from it, in the basis u
+    rows = multiply(u.T, delta)  # first Δ, then what is removed from it, in the basis u
     core = rows[:q] @ v[:, :q]
     diagonal = torch.linalg.vecdot(rows[q:], v[:, q:].T)
     torch.mul(diagonal[:, None], v[:, q:].T, out=rows[q:])
@@ -61,4 +62,4 @@ def project_dense(delta: Tensor, svd: ThinSVD, q: int, projection: Projection) -
         delta = delta - (delta @ v[:, :q] - u[:, :q] @ core) @ v[:, :q].T
     else:
         torch.mm(core, v[:, :q].T, out=rows[:q])
-    return torch.addmm(delta, u, rows, alpha=-1, out=torch.empty_like(delta))
+    return delta - multiply(u, rows)

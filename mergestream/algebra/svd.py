@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import overload
 
-import numpy
 import torch
 from torch import Tensor
 
 from mergestream.algebra.lowrank import Basis, LowRank, Value
 from mergestream.algebra.pieces import is_finite
+from mergestream.algebra.products import gram, multiply
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.sizes import CACHE_LINE
 
@@ -122,22 +122,11 @@ def exact_svd(matrix: Tensor, leading: Leading | None, dtype: torch.dtype | None
     few = None if leading is None else lambda squares: wanted(squares.sqrt())
     squares, v = leading_eigenvectors(gram(matrix), few, matrix.dtype, tolerance**2)
     s, count = squares.sqrt(), v.shape[1]
-    u = matrix @ (v / s[:count]).to(matrix.dtype)
+    u = multiply(matrix, (v / s[:count]).to(matrix.dtype))
     large = numerical_rank(s[:count], SMALL_SINGULAR_VALUE)
     if large < count:
         u[:, large:] = matrix.double() @ (v[:, large:] / s[large:count])
     return ThinSVD(u, s, v)
-
-
-def gram(matrix: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """SᵀS. NumPy sees that both factors are one matrix, and multiplies for one triangle only (syrk)."""
-    wide = matrix.to(dtype)
-    if wide.device.type != "cpu":
-        return wide.T @ wide
-    result = wide.new_empty(wide.shape[1], wide.shape[1])  # torch's memory begins at a cache line, NumPy's anywhere
-    array = wide.numpy()
-    numpy.matmul(array.T, array, out=result.numpy())
-    return result
 
 
 def numerical_rank(s: Tensor, tolerance: float) -> int:

@@ -19,7 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mergestream.algebra.svd import RANK_TOLERANCE, ThinSVD, exact_svd, gram, moderate, numerical_rank
+from mergestream.algebra.products import gram, multiply
+from mergestream.algebra.svd import RANK_TOLERANCE, ThinSVD, exact_svd, moderate, numerical_rank
 from mergestream.sizes import CACHE_LINE
 
 Method = Literal["auto", "exact", "randomised"]
@@ -72,10 +73,10 @@ def block_width(rank: int) -> int:
 def _randomised_svd(matrix: Tensor, rank: int) -> ThinSVD:
     """The SVD of S X Xᵀ through S X = Q R, so that u is as orthonormal as v even for small σ."""
     x = _leading_subspace(matrix, rank)
-    q, r = torch.linalg.qr(matrix @ x)
+    q, r = torch.linalg.qr(multiply(matrix, x))
     u, s, vh = torch.linalg.svd(r.double())
     count = min(rank, numerical_rank(s, RANK_TOLERANCE[matrix.dtype]))
-    return ThinSVD(q @ u[:, :count].to(q), s[:count], x @ vh[:count].T.to(x))
+    return ThinSVD(multiply(q, u[:, :count].to(q)), s[:count], multiply(x, vh[:count].T.to(x)))
 
 
 def _leading_subspace(matrix: Tensor, rank: int) -> Tensor:
@@ -87,7 +88,7 @@ def _leading_subspace(matrix: Tensor, rank: int) -> Tensor:
     captured = -math.inf
     for _ in range(_MOST_FILTERS):
         y = times_gram(x)
-        ritz = torch.linalg.eigvalsh((x.T @ y).double()).flip(0)
+        ritz = torch.linalg.eigvalsh(multiply(x.T, y).double()).flip(0)
         before, captured = captured, float(ritz[:rank].sum())
         cut = max(float(ritz[-1]), noise * float(ritz[0]))
         first = y.mul_(2 / cut).sub_(x)  # T₁ maps [0, cut] onto [-1, 1]
@@ -96,7 +97,7 @@ def _leading_subspace(matrix: Tensor, rank: int) -> Tensor:
         if captured - before <= MISSED_ENERGY * captured * max(growth**2 - 1, 0.1):
             if float(ritz[rank - 1]) < 100 * noise * float(ritz[0]):
                 # Too steep for a Gram matrix: once more with S itself, whose singular values are not squared.
-                return _orthonormal(matrix.T @ _orthonormal(matrix @ x))
+                return _orthonormal(multiply(matrix.T, _orthonormal(multiply(matrix, x))))
             return _orthonormal(first)  # the product is there: half a filter more
         second = times_gram(first).mul_(4 / cut).sub_(first, alpha=2).sub_(x)  # T₂ = 2·T₁² - 1
         x = _orthonormal(second)
@@ -114,6 +115,6 @@ def _multiply_by_gram(matrix: Tensor, width: int) -> Callable[[Tensor], Tensor]:
     takes fewer."""
     m, n = matrix.shape
     if m * n + 2 * USUAL_PRODUCTS * n * width > 4 * USUAL_PRODUCTS * m * width:
-        return lambda x: matrix.T @ (matrix @ x)
+        return lambda x: multiply(matrix.T, multiply(matrix, x))
     squared = gram(matrix, matrix.dtype)
-    return lambda x: squared @ x
+    return lambda x: multiply(squared, x)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from mergestream.algebra.lowrank import LowRank
-from mergestream.algebra.svd import gram, thin_svd
+from mergestream.algebra.products import gram, multiply
+from mergestream.algebra.svd import thin_svd
 from mergestream.digest import combined_digest, tensor_digest
 from mergestream.ledger.moment import Moment
 
@@ -153,9 +154,15 @@ class Span:
 
     def squared_norm(self, Z: Factors) -> Tensor:
         """‖U Z Vᵀ‖², in the dtype of the directions"""
-        U, V = self.outputs, self.inputs
-        middle = Z.matrix.to(U)
-        return (middle * (gram(U.T, U.dtype) @ middle @ gram(V.T, V.dtype))).sum(dtype=torch.float64)
+        dtype = self.outputs.dtype
+        left, right = Z.left.to(dtype), Z.right.T.to(dtype)
+        outer, inner = gram(self.outputs.T, dtype), gram(self.inputs.T, dtype)
+        L, R = multiply(outer, left), multiply(inner, right)
+        norm2 = (multiply(left.T, L) * multiply(right.T, R)).sum(dtype=torch.float64)
+        if Z.diagonal is not None:
+            products, diagonal = outer.mul_(inner), Z.diagonal.to(dtype)
+            norm2 += (diagonal * (2 * L.mul_(R).sum(1) + products @ diagonal)).sum(dtype=torch.float64)
+        return norm2
 
     @property
     def reversed(self) -> Span:
@@ -243,7 +250,7 @@ class Product:
 
     def dense(self) -> Tensor:
         left, right = self._factors(self.span.outputs.dtype)
-        product = left @ right
+        product = multiply(left, right)
         return product.T if self.transposed else product
 
     def low_rank(self, dtype: torch.dtype, shape: tuple[int, ...]) -> LowRank:
@@ -260,15 +267,15 @@ class Product:
         if isinstance(Z, Factors):
             L, R = Z.left.to(dtype), Z.right.to(dtype)
             if Z.diagonal is None:
-                return left @ L, R @ right
+                return multiply(left, L), multiply(R, right)
             diagonal = Z.diagonal.to(dtype)
             if right.shape[1] <= left.shape[0]:
-                return left, torch.addmm(diagonal[:, None] * right, L, R @ right)
-            return torch.addmm(left * diagonal, left @ L, R), right
+                return left, multiply(L, multiply(R, right)).addcmul_(diagonal[:, None], right)
+            return multiply(multiply(left, L), R).addcmul_(left, diagonal), right
         Z = Z.to(dtype)
         if Z.ndim == 1:
             return left, Z[:, None] * right
-        return (left, Z @ right) if right.shape[1] <= left.shape[0] else (left @ Z, right)
+        return (left, multiply(Z, right)) if right.shape[1] <= left.shape[0] else (multiply(left, Z), right)
 
 
 def _triplets(slots: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mergestream.algebra.svd import gram
+from mergestream.algebra.products import gram
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.ledger.span import Factors, Span
@@ -38,8 +38,7 @@ class Agree(EntriesReadout):
     def coefficients(self, span: Span) -> Factors:
         dtype = span.inputs.dtype
         g = span.weight.sqrt() * span.sigma / span.norm2.sqrt()
-        A = (g[:, None] * gram(span.inputs.T, dtype) * g).to(dtype)
-        values, E = leading_eigenvectors(A, _effective_rank)
+        values, E = leading_eigenvectors(gram(span.inputs.T * g.to(dtype), dtype), _effective_rank)
         agreed = torch.outer(g * span.sigma, 1 / values[: E.shape[1]])
         left = E * agreed.sub_((span.weight * span.norm2).sqrt()[:, None]).to(dtype)
         return Factors(left, g.to(dtype) * E.T, span.weighted)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from mergestream.algebra.lowrank import LowRank, Value
+from mergestream.algebra.products import gram, multiply
 from mergestream.algebra.svd import FactoredSVD, thin_svd
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.ledger.readouts.base import EntriesReadout, StateReadout
-from mergestream.ledger.readouts.tsv import spectrum
-from mergestream.ledger.span import Factors, Span
+from mergestream.ledger.span import RightFactor, Span
 from mergestream.methods.base import Method
 
 
@@ -18,20 +20,24 @@ class Iso(EntriesReadout, StateReadout):
 
     Marczak et al., No Task Left Behind (2025), Iso-C; its α is the scale, 1.5.
 
-    In the directions of the experts S = U D Vᵀ. With VᵀV = E Λ Eᵀ the rows of Q = Λ^(−½) Eᵀ Vᵀ are orthonormal,
-    S = U H Q with H = D E Λ^½, and with HᵀUᵀU H = W Σ² Wᵀ it is P Qᵀ = U H W Σ⁻¹ · Wᵀ Q.
+    S = U Y with Y = D Vᵀ, and SᵀS = W Σ² Wᵀ, so that P Qᵀ = U · Y W Σ⁻¹ · Wᵀ. Fewer directions than inputs are first
+    brought into as many dimensions: Yᵀ = Q R, and Rᵀ takes the place of Y. Float32 would do for neither SᵀS nor W: the
+    least singular values count as much as the largest.
     """
 
     name = "iso"
     scale = 1.5
 
-    def coefficients(self, span: Span) -> Factors:
-        roots, E = spectrum(span.inputs)
-        H = span.weighted[:, None] * (E * roots)
-        squares, W = leading_eigenvectors(H.T @ span.output_gram @ H, dtype=E.dtype)
+    def coefficients(self, span: Span) -> RightFactor:
+        rows, Q = span.weighted[:, None] * span.inputs, None
+        if len(rows) < rows.shape[1]:
+            Q, R = torch.linalg.qr(rows.T.to(span.inputs))
+            rows = R.T.double()
+        squares, W = leading_eigenvectors(gram(span.outputs.T.double() @ rows))
         sigma = squares.sqrt()
-        left = H.to(E) @ (W * (sigma.sum() / sigma / max(len(sigma), 1)).to(E))
-        return Factors(left, W.T @ (E / roots).T)
+        left = (rows @ (W * (sigma.sum() / sigma / max(len(sigma), 1)))).to(span.inputs)
+        right = W.to(left) if Q is None else multiply(Q, W.to(left))
+        return RightFactor(multiply(left, right.T))
 
     def scale_of(self, method: Method) -> float:
         return self.scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mergestream.algebra.svd import gram
+from mergestream.algebra.products import gram
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.ledger.span import Entry, RightFactor, Span

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mergestream.algebra.svd import gram
+from mergestream.algebra.products import gram, multiply
 from mergestream.algebra.symmetric import leading_eigenvectors
 from mergestream.ledger.readouts.base import EntriesReadout
 from mergestream.ledger.span import Factors, Span
@@ -24,7 +24,7 @@ class Tsv(EntriesReadout):
 
     def coefficients(self, span: Span) -> Factors:
         left, middle, right = _parts(span)
-        return Factors(left @ middle, right)
+        return Factors(multiply(left, middle), right)
 
 
 class Tempered(Tsv):
@@ -42,13 +42,13 @@ class Tempered(Tsv):
 
     def coefficients(self, span: Span) -> Factors:
         left, middle, right = _parts(span)
-        return Factors(left @ middle * (span.mean_norm / middle.double().norm()), right)
+        return Factors(multiply(left, middle) * (span.mean_norm / middle.double().norm()), right)
 
 
 def _parts(span: Span) -> tuple[Tensor, Tensor, Tensor]:
     """Z as L · middle · R, where U L and R Vᵀ are orthonormal."""
     (left_roots, E), (right_roots, F) = spectrum(span.outputs), spectrum(span.inputs)
-    return E / left_roots, E.T * span.weighted.to(E) @ F, (F / right_roots).T
+    return E / left_roots, multiply(E.T * span.weighted.to(E), F), (F / right_roots).T
 
 
 def spectrum(rows: Tensor) -> tuple[Tensor, Tensor]:
