@@ -158,7 +158,7 @@ def _parse(path: Path) -> Any:
 
 
 def _validate(content: Any) -> _File:
-    """Refuse what is no recipe, keys and parameters that are not supported, and other methods."""
+    """Refuse what is no recipe, keys that are not supported, and other methods."""
     for key in (content if isinstance(content, dict) else {}).keys() & _UNSUPPORTED_KEYS.keys():
         raise UsageError(_UNSUPPORTED_KEYS[key])
     try:
@@ -169,11 +169,6 @@ def _validate(content: Any) -> _File:
     name = found.merge_method
     if name not in PARAMETERS:
         raise UsageError(f"merges by {name}{did_you_mean(name, PARAMETERS)} (supported: {', '.join(PARAMETERS)})")
-    for parameters in (found.parameters, *(model.parameters for model in _models(found)[0])):
-        default = asdict(_Parameters())
-        given = {key.rstrip("_") for key, value in asdict(parameters).items() if value != default[key]}
-        if unknown := given.difference(PARAMETERS[name]):
-            raise UsageError(f"has the parameter {min(unknown)}, which {name} does not take")
     return found
 
 
@@ -194,6 +189,11 @@ def _models(content: _File) -> tuple[list[_Model], int | None]:
 def _make_recipe(content: _File, seed: int) -> Recipe:
     name, shared = content.merge_method, content.parameters
     (listed, layers), models = _models(content), dict[str, _Weight]()
+    for parameters in (shared, *(entry.parameters for entry in listed)):
+        default = asdict(_Parameters())
+        given = {key.rstrip("_") for key, value in asdict(parameters).items() if value != default[key]}
+        if unknown := given.difference(PARAMETERS[name]):
+            raise UsageError(f"has the parameter {min(unknown)}, which {name} does not take")
     for entry in listed:
         if entry.model in models:
             raise UsageError(f"lists {entry.model} twice")

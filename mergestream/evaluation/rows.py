@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from mergestream import METHODS, Merger, Method, make_method
 from mergestream.errors import UsageError
@@ -31,8 +30,6 @@ DEFAULT_ROWS = (
     "lawa",
     "magmax",
 )
-
-
 READ_BACK = "expert"
 """Readout of a row that scores each task with its own expert, as the ledger returns it"""
 
@@ -62,11 +59,11 @@ class Row:
         merger = Merger(base, self.method())
         for scale in (2, 3):
             merger.add({"layer.weight": scale * base["layer.weight"]}, f"task {scale}")
-        merger.state_dict(**self.selection("task 2"))
+        merger.state_dict(readout=self.readout_for("task 2"))
 
-    def selection(self, task: str) -> dict[str, Any]:
-        """Return the options of `Store.export` for the model that is scored on a task."""
-        return {"readout": f"expert:{task}" if self.readout == READ_BACK else self.readout or None}
+    def readout_for(self, task: str) -> str | None:
+        """The readout of the model that is scored on a task."""
+        return f"expert:{task}" if self.readout == READ_BACK else self.readout or None
 
     def method(self) -> Method:
         """Make the method."""

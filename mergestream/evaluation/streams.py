@@ -136,7 +136,7 @@ def _score_models(suite: Suite, stream: Stream, step: int, store: Store) -> tupl
     model = store.path.with_name("model")
     for scored in models:
         started = time.monotonic()
-        store.export(model, **stream.row.selection(scored[0]))
+        store.export(model, readout=stream.row.readout_for(scored[0]))
         seconds = round(time.monotonic() - started, 3)
         scores |= score(suite, model, scored)
         shutil.rmtree(model)

@@ -15,13 +15,9 @@ from typing import Any, ClassVar, SupportsIndex, TypeVar
 
 from mergestream import download
 from mergestream.digest import text_digest
-from mergestream.errors import MergestreamError, UsageError, did_you_mean
+from mergestream.errors import MergestreamError, UsageError
 
 T = TypeVar("T")
-OUR_SUITES = (
-    *("text", "vision", "text-lora", "vision-lora", "text-base", "language", "language-tiny"),
-    *("clip", "clip-vit-b-16", "clip-vit-l-14"),
-)
 CHECKOUT = Path(__file__).resolve().parents[2] / "benchmarks" / "suites"
 """Our suites; only a checkout of the repository has them"""
 
@@ -146,19 +142,12 @@ def open_suite(name: str | Path, tasks: int | None = None, test_limit: int | Non
     """Open a suite by file, or by the name of one in a checkout; None keeps a suite's default."""
     path = Path(name)
     if path.suffix != ".py":
-        if name not in OUR_SUITES:
-            raise UsageError(
-                f"there is no suite {name}{did_you_mean(str(name), OUR_SUITES)} "
-                f"(there are: {', '.join(OUR_SUITES)}, and files ending in .py)"
-            )
         path = CHECKOUT / f"{str(name).replace('-', '_')}.py"
-        if not path.is_file():
-            raise UsageError(
-                f"the suite {name} is not in the installed package: it is benchmarks/suites/{path.name} in a checkout "
-                "of mergestream's repository, and mergestream bench takes that path"
-            )
     if not path.is_file():
-        raise UsageError(f"there is no suite file {path}")
+        raise UsageError(
+            f"there is no suite {name}: name a Python file that defines SUITE, or in a checkout of mergestream's "
+            "repository a file of benchmarks/suites, such as text or vision-lora"
+        )
     suite = getattr(_import_file(path), "SUITE", None)
     if not isinstance(suite, Suite):
         raise UsageError(f"{path} defines no SUITE; write SUITE = CustomSuite(…), or an instance of another Suite")

@@ -275,9 +275,9 @@ def test_a_log_has_a_line_for_what_is_finished_and_one_a_minute(
 def test_rows_choose_a_readout() -> None:
     rows = {row.key: row for row in parse_rows("opcm:alpha=0.3@iso,ledger@agree,ledger@expert,ledger")}
     assert list(rows) == ["opcm:alpha=0.3@iso", "ledger@agree", "ledger@expert", "ledger"]
-    assert rows["ledger@agree"].selection("red") == {"readout": "agree"}
-    assert rows["ledger@expert"].selection("red")["readout"] == "expert:red"
-    assert rows["ledger"].selection("red")["readout"] is None
+    assert rows["ledger@agree"].readout_for("red") == "agree"
+    assert rows["ledger@expert"].readout_for("red") == "expert:red"
+    assert rows["ledger"].readout_for("red") is None
     assert rows["opcm:alpha=0.3@iso"].label == "OPCM, alpha 0.3, readout iso"
     for wrong in ("ties@iso", "ledger@plain", "average@agree", "ledger@agre", "ledger@agree+balance"):
         with pytest.raises(UsageError):
