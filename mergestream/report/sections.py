@@ -67,8 +67,6 @@ def _against_experts(scores: Scores) -> Section:
     worst = tasks[:MAX_EXPERTS]
     caption = f"The {scores.metric} of the merged model on each task, and of the task's own expert"
     caption += " and the base." if scores.base else "."
-    if worst[0].lost > 0:
-        caption += f" {short_name(worst[0].task)} lost most, {worst[0].lost:.0%} of its expert's score."
     if len(worst) < len(tasks):
         caption += f" This shows the {len(worst)} of {len(tasks)} tasks that lost most."
     rows = [
@@ -136,8 +134,6 @@ def _scores(scores: Scores) -> Section:
     rows: dict[str, Sequence[float | None]] = {f"after step {step}": row[_LAST] for step, row in steps}
     if scores.base:
         rows = {"base": scores.base[_LAST], **rows}
-    if scores.experts:
-        rows["experts alone"] = scores.experts[_LAST]
     caption = f"The {scores.metric} of the merged model on each task."
     if scores.acc is not None:
         caption += f" ACC {scores.acc:.3f} is the mean after the last step."
