@@ -30,7 +30,7 @@ from mergestream.store.records import drop_record, write_record
 from mergestream.store.shorten import shorten_entries
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepWriter
-from mergestream.store.transaction import clean_up_after_commit, commit
+from mergestream.store.transaction import clean_up_after_commit, commit, writing
 
 if TYPE_CHECKING:
     from mergestream.engine import Engine
@@ -62,7 +62,7 @@ def add_expert(
     started = time.monotonic()
     given = None if inputs is None else Inputs.of(inputs)
     samples = read_samples(store, given) if given else []
-    with store.writing(), open_candidate(store, expert, name, **options) as candidate:
+    with writing(store), open_candidate(store, expert, name, **options) as candidate:
         if name is None and isinstance(expert, str | Path) and candidate.name != last_part(candidate.source):
             candidate.note(
                 f"{candidate.source} is called {candidate.name}, because another expert has its name already"

@@ -14,7 +14,7 @@ from mergestream.store.expert import Expert, InputsEntry
 from mergestream.store.inputs import measure_inputs, read_samples, write_inputs
 from mergestream.store.records import drop_record
 from mergestream.store.steps import StepStorage
-from mergestream.store.transaction import clean_up_after_commit, commit
+from mergestream.store.transaction import clean_up_after_commit, commit, writing
 
 if TYPE_CHECKING:
     from mergestream.store.store import Store
@@ -24,7 +24,7 @@ def calibrate_expert(store: Store, name: str, inputs: Source | Inputs, expert: E
     """Measure and commit the statistics of an expert's inputs; returns its new entry."""
     inputs = Inputs.of(inputs)
     samples = read_samples(store, inputs)
-    with store.writing():
+    with writing(store):
         manifest = store.manifest
         entry = manifest.expert(name)
         given = entry.options

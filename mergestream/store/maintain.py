@@ -23,7 +23,7 @@ from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import open_task
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.steps import StepReader
-from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused, has_files, keep_more
+from mergestream.store.transaction import clean_up_after_commit, commit, delete_unused, has_files, keep_more, writing
 
 if TYPE_CHECKING:
     from mergestream.methods.base import Method
@@ -76,7 +76,7 @@ def _check_keep(steps: int) -> None:
 def keep_steps(store: Store, steps: int) -> None:
     """Change how many earlier steps are kept."""
     _check_keep(steps)
-    with store.writing():
+    with writing(store):
         commit(store, dataclasses.replace(store.manifest, keep=steps).forgetting())
         clean_up_after_commit(store, resumable=True)
 
@@ -84,7 +84,7 @@ def keep_steps(store: Store, steps: int) -> None:
 def collect_garbage(store: Store) -> int:
     """Delete everything that the manifest does not need; returns the bytes."""
     before = total_bytes(store.storage.files())
-    with store.writing():
+    with writing(store):
         commit(store, store.manifest)  # a concurrent writer cannot win any more
         delete_unused(store)
     return before - total_bytes(store.storage.files())
@@ -92,7 +92,7 @@ def collect_garbage(store: Store) -> int:
 
 def undo_last(store: Store) -> Expert:
     """Take back the last `add`, `remove` or `calibrate`; returns the entry of its expert."""
-    with store.writing():
+    with writing(store):
         removal = store.manifest.last_removal
         if removal and has_files(store, store.manifest.restoring(removal)):  # a pulled store lacks them
             _commit(store, store.manifest.restoring(removal))
@@ -114,7 +114,7 @@ def undo_last(store: Store) -> Expert:
 
 def remove_expert(store: Store, name: str) -> Expert:
     """Take any expert out of a ledger; returns its entry. The entries of the others stay as they are."""
-    with store.writing():
+    with writing(store):
         store.manifest.require_ledger("can remove any expert (other stores only undo the last one)")
         removed = store.manifest.expert(name)
         _commit(store, store.manifest.without(removed))
@@ -159,7 +159,7 @@ def relocate_base(store: Store, base: str | Path) -> None:
         store.moved_base = _found_base(store, base)
         store.refresh()
         return
-    with store.writing():
+    with writing(store):
         commit(store, dataclasses.replace(store.manifest, base=_found_base(store, base)))
         clean_up_after_commit(store, resumable=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
 from mergestream.engine import Engine, LocalEngine
-from mergestream.errors import MergestreamError, UsageError
 from mergestream.experts import ExpertSource
 from mergestream.progress import Progress, default_progress
 from mergestream.storage import Storage, local_path, open_storage
@@ -116,29 +114,12 @@ class Store:
             self.manifest = dataclasses.replace(self.manifest, base=self.moved_base)
 
     def retried(self, read: Callable[[], Result]) -> Result:
-        """Read by one manifest: again where a writer has committed meanwhile, and has perhaps removed what was read."""
-        self.refresh()
-        while True:
-            manifest = self.manifest
-            try:
-                found = read()
-                if self.manifest == manifest:  # else `read` has opened a snapshot of a newer one
-                    return found
-            except UsageError:
-                raise
-            except (MergestreamError, OSError):
-                met = self.manifest
-                self.refresh()
-                if met == manifest == self.manifest:  # a manifest that `read` has met may be gone again
-                    raise
+        """The result of ``read``, which is called again if a writer has committed meanwhile."""
+        return transaction.retried(self, read)
 
     def snapshot(self, step: int | None = None) -> Snapshot:
         """The store after a step (the last one by default), open for reading."""
         return self.retried(partial(transaction.open_snapshot, self, step))
-
-    def writing(self) -> AbstractContextManager[None]:
-        """Be the only writer for a block."""
-        return transaction.writing(self)
 
     def add(
         self,
@@ -413,6 +394,6 @@ class Store:
         from mergestream.report.scores import Scores, attach
 
         scores = Scores.of(tasks, matrix, base=base, experts=experts, metric=metric)
-        with self.writing():
+        with transaction.writing(self):
             attach(self, scores)
         return scores

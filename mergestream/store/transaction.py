@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, UsageError
 from mergestream.interrupts import uninterrupted
 from mergestream.sizes import counted
 from mergestream.storage import Storage
@@ -20,6 +20,7 @@ from mergestream.store.steps import JOURNAL, PLAN, read_plan
 if TYPE_CHECKING:
     from mergestream.store.store import Store
 
+Result = TypeVar("Result")
 _FOLDER = re.compile(r"\d{4,}(-[0-9a-f]+)?")
 
 
@@ -54,6 +55,27 @@ def has_files(store: Store, manifest: Manifest) -> bool:
     """Whether all files that another manifest needs are there, and stay."""
     there = store.manifest.kept_folders & set(store.storage.folders("steps"))
     return all(entry.state and entry.folder in there for entry in manifest.needed)
+
+
+def retried(store: Store, read: Callable[[], Result]) -> Result:
+    """The result of ``read``, which reads the store by one manifest.
+
+    It is called again if a writer has committed meanwhile, and may have removed what was read.
+    """
+    store.refresh()
+    while True:
+        manifest = store.manifest
+        try:
+            found = read()
+            if store.manifest == manifest:  # else `read` has opened a snapshot of a newer one
+                return found
+        except UsageError:
+            raise
+        except (MergestreamError, OSError):
+            met = store.manifest
+            store.refresh()
+            if met == manifest == store.manifest:  # a manifest that `read` has met may be gone again
+                raise
 
 
 @contextmanager

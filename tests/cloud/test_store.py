@@ -26,7 +26,7 @@ from mergestream.errors import StoreBusyError
 from mergestream.storage.bucket import BucketStorage
 from mergestream.storage.client import RETRIES
 from mergestream.store.steps import StepWriter
-from mergestream.store.transaction import commit
+from mergestream.store.transaction import commit, writing
 from tests.cloud.server import BUCKET, SECRET, Trouble, upload
 from tests.cloud.test_export import objects, weights
 from tests.conftest import RunCommand, Toys, files, save_model, toy_expert
@@ -376,7 +376,7 @@ def test_gc_is_a_writer_too(toys: Toys, key: str, monkeypatch: pytest.MonkeyPatc
 def test_a_manifest_of_the_same_content_is_another_one(toys: Toys, key: str) -> None:
     """Who has read it before must not take it for the one that it has read: what it has written may be gone."""
     store = grown(address(key), toys, "average")
-    with pytest.raises(StoreBusyError), store.writing():
+    with pytest.raises(StoreBusyError), writing(store):
         other = Store(address(key), engine=ENGINE)
         other.add(toys.experts[1])
         other.undo()
