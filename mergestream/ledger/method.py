@@ -70,7 +70,7 @@ class Ledger(Method):
         return self.share(context, FEWEST) if context.rank is None else min(context.rank, *context.matrices[1:])
 
     def share(self, context: Context, count: int) -> int:
-        """The share of one of so many experts, if all of them get the same; at least 1."""
+        """The share of one of ``count`` experts, if all of them get the same; at least 1."""
         rank = min(context.matrices[1:])
         return min(rank, max(1, math.floor(self.budget * self.capacity(context) / max(count, FEWEST))))
 

@@ -162,6 +162,6 @@ class OnePassMerge:
 
 
 def is_possible(method: Method, count: int) -> bool:
-    """Whether a tensor can be merged without the others: then a one-shot merge of so many experts needs no store."""
+    """Whether each tensor can be merged without the others, for this number of experts; else a store is needed."""
     rankings = [ranking for t in range(1, count + 1) if (ranking := method.ranking(t))]
     return method.scale_rule != "adaptive" and all(ranking.names == ("delta",) for ranking in rankings)

@@ -125,7 +125,7 @@ def whole_memory(context: Context, layout: Mapping[str, Slot]) -> int:
 
 
 def streamed_memory(context: Context, vectors: int = 1) -> int:
-    """Bytes at the peak of a tensor that is processed in pieces of so many task vectors."""
+    """Bytes at the peak of a tensor that is processed in pieces, those of all ``vectors`` side by side."""
     return (WORKSPACE + vectors - 1) * min(PIECE, math.prod(context.shape)) * context.dtype.itemsize
 
 

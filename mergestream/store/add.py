@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mergestream.store.store import Store
 
 LARGE = 5.0
-"""An expert gets a note if its norm is so many times the mean of the others: it dominates the merge"""
+"""An expert gets a note if its norm is more than this times the mean of the others: it dominates the merge"""
 
 
 def add_expert(
@@ -176,14 +176,12 @@ class Candidate:
                 "pass --allow-duplicate to add it once more"
             )
         if self.totals.norm == 0 and not allow_duplicate:
-            raise MergestreamError(
-                f"{self.source} is identical to the base; pass --allow-duplicate to add it all the same"
-            )
+            raise MergestreamError(f"{self.source} is identical to the base; pass --allow-duplicate to add it anyway")
         if self.base_check.is_other and not allow_other_base:
-            raise MergestreamError(f"{self.base_check.note}; pass --allow-other-base to add it all the same")
+            raise MergestreamError(f"{self.base_check.note}; pass --allow-other-base to add it anyway")
 
     def write_record(self, state: str, started: float) -> Expert:
-        """Write the record of the expert beside its step; returns its entry in the history."""
+        """Write the record of the expert; returns its entry in the history."""
         record, totals = write_record(self.store.storage, self.folder, self), self.totals
         options: Options = {**self.options}  # with those that adding it again would need
         if self.duplicate_of is not None or totals.norm == 0:
@@ -202,7 +200,7 @@ class Candidate:
             rank=self.rank,
             state=state,
             record=record,
-            fates=self.fates,
+            fates=self.action_counts,
             options=options,
             cut=self.cut,
             notes=self.notes,
@@ -233,7 +231,7 @@ class Candidate:
         return max((plan.rank for plan in self.step.plans.values()), default=0)
 
     @property
-    def fates(self) -> dict[str, int]:
+    def action_counts(self) -> dict[str, int]:
         """How many tensors were merged, copied, kept as a head, tied, unchanged, ignored."""
         return dict(sorted(Counter(self.vector.actions.values()).items()))
 

@@ -63,7 +63,7 @@ def read_samples(store: Store, inputs: Inputs) -> list[Sample]:
 
 
 def measure_inputs(candidate: Candidate, inputs: Inputs, samples: Sequence[Sample], cut: int) -> InputStatistics:
-    """Run the expert and its base on the samples, and cut the moments like entries for so many experts."""
+    """Run the expert and its base on the samples; moments are as short as entries that ``cut`` experts share."""
     store, vector = candidate.store, candidate.vector
     if inputs.model is None and isinstance(candidate.given, nn.Module):
         inputs = dataclasses.replace(inputs, model=candidate.given)
@@ -94,7 +94,7 @@ def _directions(manifest: Manifest, weights: Sequence[str], cut: int) -> dict[st
 
 
 def shorten_inputs(store: Store, manifest: Manifest, entry: InputsEntry, folder: str, cut: int) -> str:
-    """Write the statistics with moments cut like entries for so many experts; returns the digest of their index."""
+    """Write the statistics with moments for ``cut`` experts; returns the digest of their index."""
     with closing(InputsReader(store.storage, entry, manifest.base)) as reader:
         found = reader.statistics()
         kept = _directions(manifest, list(found.layers.shared), cut)

@@ -60,7 +60,7 @@ def inspect_expert(store: Store, expert: ExpertSource, options: Mapping[str, Any
             kept=totals.kept,
             scale=None if interference else totals.scale,
             distance=None if interference else totals.distance or 0.0,
-            fates=candidate.fates,
+            fates=candidate.action_counts,
             seconds=round(seconds, 3),
             memory=sum(peaks[: store.engine.workers]),
             disk=sum(spec.nbytes for layout in layouts for spec in layout.values()),

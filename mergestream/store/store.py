@@ -196,7 +196,7 @@ class Store:
         return remove_expert(self, name)
 
     def keep(self, steps: int) -> None:
-        """Keep so many earlier steps for `undo` from now on; older ones are dropped."""
+        """Keep this number of earlier steps for `undo` from now on; older ones are deleted."""
         from mergestream.store.maintain import keep_steps
 
         keep_steps(self, steps)

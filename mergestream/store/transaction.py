@@ -92,7 +92,7 @@ def writing(store: Store) -> Iterator[None]:
         except KeyboardInterrupt as interrupt:
             if store.manifest == found:
                 raise
-            done = f"it is done all the same, {store.storage} is at step {store.manifest.step}"
+            done = f"the command was complete, {store.storage} is at step {store.manifest.step}"
             raise type(interrupt)(done) from None
 
 

@@ -261,7 +261,7 @@ def test_a_signal_during_the_commit_waits_for_it(
     with at_the_commit(monkeypatch, lambda: os.kill(os.getpid(), number)):
         result = mergestream(*commands(store.path, toys)[command])
     assert result.code == code
-    assert result.err == f"error: {what}; it is done all the same, {store.path} is at step {step}\n"
+    assert result.err == f"error: {what}; the command was complete, {store.path} is at step {step}\n"
     assert Store(store.path).manifest.step == step
     Store(store.path).verify()
 
