@@ -73,7 +73,7 @@ class TaskVector:
         self.model = model
         self.base = base
         self.adapter = expert if isinstance(expert, BoundAdapter) else None
-        in_factors = self.adapter.terms if self.adapter else {}
+        in_factors = self.adapter.terms if self.adapter else ()
         self.expert, self.tokens, notes = fit_vocabulary(model, base, expert, vocab, (*ignore, *in_factors))
         self.notes = ((f"{expert.source}: {prefix}",) if prefix else ()) + notes
         """Sentences for the user"""
@@ -106,7 +106,8 @@ class TaskVector:
         """An upper bound of the rank of Δ if it is given in factors; None if it is dense."""
         if self.adapter and self.actions[name] != "merged":
             return 0
-        return self.adapter.rank(name) if self.adapter and name in self.adapter.terms else None
+        terms = self.adapter.terms.get(name) if self.adapter else None
+        return sum(term.rank for term in terms) if terms else None
 
     def factors(self, name: str) -> LowRank:
         """Δ in factors, if ``rank`` is not None."""

@@ -115,7 +115,9 @@ class Runner:
     def _with_answer(self, prompt: Arguments, answer: Tensor | None) -> Arguments:
         """The arguments to see an answer as if the model had written it."""
         if self._is_encoder_decoder:
-            start = torch.tensor([[self._start_token]])
+            config: Any = self.model.config
+            starts = [getattr(part, "decoder_start_token_id", None) for part in (self.model.generation_config, config)]
+            start = torch.tensor([[next(token for token in (*starts, config.pad_token_id, 0) if token is not None)]])
             return {**prompt, "decoder_input_ids": start if answer is None else torch.cat([start, answer], 1)}
         if answer is None or "input_ids" not in prompt:
             return prompt
@@ -154,13 +156,6 @@ class Runner:
     @cached_property
     def _is_encoder_decoder(self) -> bool:
         return bool(self.model.config.is_encoder_decoder)  # type: ignore[union-attr]
-
-    @cached_property
-    def _start_token(self) -> int:
-        """The token before an answer of an encoder-decoder."""
-        config: Any = self.model.config
-        starts = [getattr(part, "decoder_start_token_id", None) for part in (self.model.generation_config, config)]
-        return int(next(token for token in (*starts, config.pad_token_id, 0) if token is not None))
 
     @cached_property
     def _options(self) -> dict[str, Any]:

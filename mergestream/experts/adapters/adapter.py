@@ -167,10 +167,6 @@ class BoundAdapter(Checkpoint):
     def close(self) -> None:
         self.weights.close()
 
-    def rank(self, name: str) -> int:
-        """An upper bound of the rank of a tensor's task vector in factors."""
-        return sum(term.rank for term in self.terms.get(name, ()))
-
     def delta(self, name: str, dtype: torch.dtype) -> LowRank:
         """The task vector of a tensor in factors; zero if the adapter has no factors for it."""
         import torch

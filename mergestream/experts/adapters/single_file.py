@@ -58,7 +58,10 @@ def open_lora_file(file: Checkpoint, model: BaseModel, directory: Path | None) -
             )
     directory = directory or locate_here(model.source)
     components = _by_component(_converted(file, model_config(directory)))
-    fields = _metadata(file)
+    try:
+        fields = msgspec.json.decode(file.metadata.get(METADATA, "{}"), type=dict[str, Any])
+    except ValueError as error:
+        raise MergestreamError(f"{file.source}: {METADATA} in its header is no JSON; download it again") from error
     fitting: dict[str, Adapter] = {}
     refusal = MergestreamError(f"{file.source} holds no factors for {model.source}: it was made for another model")
     for component, tensors in components.items():
@@ -134,16 +137,6 @@ def _fold_alphas(file: Checkpoint) -> dict[str, Tensor]:
         tensors[pair[1]] = precise * (float(tensors[key]) / max(rank, 1.0))
         tensors[key] = torch.tensor(rank)
     return tensors
-
-
-def _metadata(file: Checkpoint) -> dict[str, Any]:
-    """The fields of PEFT's configurations, each after the name of its component; empty if the file has none."""
-    try:
-        return msgspec.json.decode(file.metadata.get(METADATA, "{}"), type=dict[str, Any])
-    except ValueError as error:
-        raise MergestreamError(
-            f"{file.source}: {METADATA} in its header is no JSON object; download it again"
-        ) from error
 
 
 def _by_component(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
