@@ -19,7 +19,7 @@ from mergestream.experts.vector import TaskVector
 OTHER_BASE = 0.7
 """Largest plausible ‖Δ‖/‖θ⁰‖ of a matrix: two unrelated models are about 1.4 apart, fine-tuning moves at most 0.1."""
 _SAMPLE = 4
-"""Weights that are compared bit by bit"""
+"""How many weights are compared bit by bit"""
 
 
 class BaseCheck(NamedTuple):

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from mergestream.base.model import BaseModel
 
 NEARLY_ALL = 0.8
-"""Share of the base's matrices that a prefix must find with their shapes. It is below 1 because one layer of BERT with
-a classifier and a pooler has no more in common with its base; a tensor that is missing then is still an error."""
+"""Share of the base's matrices that a prefix must find with their shapes. It is below 1 because experts may lack some,
+such as the pooler of a small BERT; a tensor that is missing is still an error."""
 _FEWEST = 4
-"""Tensors of an expert that is taken for a part of the base"""
+"""Fewest tensors of an expert that may be a part of the base"""
 Shape = tuple[int, ...]
 _ANCHORS = 8
 """Matrices of the base whose names suggest prefixes; trying all would take long"""
@@ -52,7 +52,7 @@ class Prefix:
         return bool(self.theirs or self.ours)
 
     def __str__(self) -> str:
-        """What is done about it, to be printed."""
+        """What happens to the names, as a sentence for the user."""
         if self.theirs and self.ours:
             return f"the prefix {self.theirs} of its names is read as the base's {self.ours}"
         if self.theirs:

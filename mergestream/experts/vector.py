@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TensorAction = Literal["merged", "copied", "head", "tokens", "tied", "unchanged", "ignored"]
 """What happens to a tensor: ``unchanged`` ones are missing in the expert, ``tokens`` are rows that only it has."""
 MAX_GLOBS = 6
-"""Globs that an error suggests to type"""
+"""Most globs that an error suggests"""
 
 
 class BasePieces:

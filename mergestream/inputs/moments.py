@@ -25,7 +25,7 @@ class LayerMoments:
     """The moment of every layer input; layers that get the same input share one."""
 
     shared: Mapping[str, str]
-    """By weight: the weight under whose name its moment is in ``moments``"""
+    """For each weight, the name under which its moment is in ``moments``"""
     moments: Mapping[str, Moment]
 
 
@@ -56,7 +56,7 @@ def measure_moments(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> LayerMoments:
-    """G = mean over tokens of x xᵀ (float64), cut to so many ``directions``, for the layers with these weights.
+    """G = mean over tokens of x xᵀ (float64), cut to the given number of ``directions``, for each of these weights.
 
     Only as many matrices as fit into the ``memory`` are summed at a time, and the samples are run again for the next.
     """

@@ -203,7 +203,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _of_object(item: Any, where: str) -> Sample:
-    """What a processor or a model takes, from Python."""
+    """Turn a Python object into a sample: text, a pair, a record, an image, or what the model takes."""
     if isinstance(item, str):
         return _of_record({"text": item}, where)
     if isinstance(item, tuple) and len(item) == 2 and all(isinstance(part, str) for part in item):

@@ -46,7 +46,7 @@ class Runner:
                     self._answers[sample.where, number] = output[:, begun:].cpu().clone()
 
     def run(self, sample: Sample) -> None:
-        """One forward pass. Of a generative model over prompt and answer: the one given, or its own."""
+        """Run one forward pass; a generative model sees the prompt and the answer, the given one or its own."""
         with explained(f"{sample.where} cannot be run by the model"):
             if self.call or not self._is_plain(sample):
                 self._call(sample)
@@ -178,7 +178,7 @@ class Runner:
 
 
 def _single_rows(arguments: Mapping[str, Any]) -> Iterator[Arguments]:
-    """One input at a time, without padding, where a mask says what it is."""
+    """One input at a time, without the padding that the attention mask marks."""
     mask = arguments.get("attention_mask")
     if mask is None or mask.ndim != 2:
         yield dict(arguments)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FEWEST_DIRECTIONS = 64
-"""Of the scatter of features an eighth of the directions is kept, or so many"""
+"""Directions that are kept of the scatter of features: an eighth of all, but at least so many"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class InputStatistics:
     layers: LayerMoments
     """By the base's names of the weights"""
     features: FeatureStatistics | None
-    """None where a module of the user gives none"""
+    """None if the user's module returns no features"""
     count: int
     """How many inputs there were"""
 

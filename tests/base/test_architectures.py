@@ -318,9 +318,7 @@ def test_the_output_dtype_can_be_chosen(tmp_path: Path, done: Callable[..., str]
     assert model.dtype == torch.float32
 
 
-def test_a_config_that_the_disk_does_not_give_is_not_taken_for_a_strange_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_error_is_not_taken_for_an_unknown_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the same base would be another one the next time."""
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
 
@@ -337,7 +335,7 @@ def test_a_config_that_the_disk_does_not_give_is_not_taken_for_a_strange_one(
     [{"num_hidden_layers": 10**6}, {"hidden_size": 10**12}, {"vocab_size": 10**18}, {"num_labels": 10**9}],
     ids=str,
 )
-def test_a_model_that_nobody_can_have_is_not_built(number: Any, tmp_path: Path) -> None:
+def test_a_model_of_an_impossible_size_is_not_built(number: Any, tmp_path: Path) -> None:
     llama = {
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -356,7 +354,7 @@ def test_modules_are_counted_while_a_model_is_built(tmp_path: Path, monkeypatch:
     assert load_architecture(tmp_path).unknown == "transformers cannot build the model of config.json: it is too large"
 
 
-def test_what_the_config_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_names_what_the_config_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyError("hidden_size")
 

@@ -28,7 +28,7 @@ def in_format_1(model: BaseModel) -> dict[str, Any]:
     return data
 
 
-def test_weights_know_the_class_of_their_module_whatever_is_said_of_them(tmp_path: Path) -> None:
+def test_weights_keep_the_class_of_their_module_under_any_option(tmp_path: Path) -> None:
     model = examine(gpt2, tmp_path, linear=["*.c_attn.weight"], not_linear=["*.0.mlp.*"], heads=["*.1.mlp.c_fc.weight"])
     assert model.conv1d == {name for name in model.tensors if ".c_" in name and name.endswith(".weight")}
     assert model.tensors[f"{ATTENTION}.weight"].rule == "--linear *.c_attn.weight"

@@ -207,7 +207,7 @@ def test_a_model_class_of_somebody_else_falls_back_to_the_model_type(tmp_path: P
         (clip, lambda name: f"vision_model.{name.removeprefix('vision_model.')}"),
     ],
 )
-def test_names_of_other_times_and_prefixes_are_recognised(make: Any, rename: Any, tmp_path: Path) -> None:
+def test_old_names_and_other_prefixes_are_recognised(make: Any, rename: Any, tmp_path: Path) -> None:
     directory = save(make(), tmp_path)
     expected = {rename(name): part.role for name, part in examine(directory).items()}
     tensors = {rename(name): tensor for name, tensor in load_file(directory / "model.safetensors").items()}
@@ -410,7 +410,7 @@ def test_integers_are_copied_even_if_they_share_storage() -> None:
     assert {part.role for part in examine({"a.position_ids": ids, "b.position_ids": ids}).values()} == {"copied"}
 
 
-def test_an_architecture_that_does_not_tie_is_believed_although_the_bytes_agree(tmp_path: Path) -> None:
+def test_equal_bytes_are_no_tie_if_the_architecture_has_none(tmp_path: Path) -> None:
     model = llama()
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)
     assert examine(save(model, tmp_path))["lm_head.weight"].role == "linear"
@@ -489,7 +489,7 @@ def test_a_large_model_is_examined_at_once(tmp_path: Path) -> None:
     assert all("LlamaForCausalLM" in part.rule for part in parts.values())
 
 
-def test_importing_it_imports_neither_torch_nor_transformers() -> None:
+def test_importing_roles_imports_neither_torch_nor_transformers() -> None:
     import subprocess
 
     code = "import sys, mergestream.base.roles; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

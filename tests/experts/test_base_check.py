@@ -1,4 +1,4 @@
-"""Which base an expert was made from: by its weights, by what it says, and what is told where that is not known."""
+"""Which base an expert was made from: by its weights, or by the model that an adapter names."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_part_of_such_a_model_is_refused_too(store: Any, tmp_path: Path) -> No
         store.add(path, partial=True)
 
 
-def test_one_matrix_that_was_kept_tells_the_base(store: Any, tmp_path: Path) -> None:
+def test_one_unchanged_matrix_proves_the_base(store: Any, tmp_path: Path) -> None:
     kept = {"layers.0.q.weight": toy_expert(1)["layers.0.q.weight"]}
     entry = store.add(save_model(tmp_path / "retrained", {**stranger(), **kept}))
     assert not entry.notes and not entry.options.get("allow_other_base")
@@ -117,7 +117,7 @@ def test_a_base_that_has_moved_is_still_the_base(store: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "named", [None, "org/model", "/somewhere/else/model", "other", "", "~nobody/model", "a\0b", "x" * 5000, "\x1b[2J"]
 )
-def test_where_it_cannot_be_known_the_shapes_decide_and_a_note_says_so(
+def test_an_unknown_base_is_noted_and_the_shapes_decide(
     named: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -148,7 +148,7 @@ def test_what_cannot_be_compared_bit_by_bit_is_noted(named: Any, store: Any, tmp
         store.add(adapter_of(str(place), tmp_path))
 
 
-def test_the_name_on_the_hub_is_the_same_whatever_the_commit(store: Any, tmp_path: Path) -> None:
+def test_a_hub_id_is_compared_without_its_commit(store: Any, tmp_path: Path) -> None:
     import dataclasses
 
     base = dataclasses.replace(store.manifest.base, source="Org/Model@0123abc")
@@ -161,7 +161,7 @@ def test_the_name_on_the_hub_is_the_same_whatever_the_commit(store: Any, tmp_pat
     assert not entry.notes
 
 
-def test_notes_are_in_every_place(store: Any, tmp_path: Path, mergestream: RunCommand) -> None:
+def test_notes_are_in_every_output(store: Any, tmp_path: Path, mergestream: RunCommand) -> None:
     path = adapter_of("org/unknown", tmp_path)
     inspected = json.loads(mergestream("inspect", store.path, path, "--json", "--quiet").out)
     added = mergestream("add", store.path, path, "--json", "--quiet")

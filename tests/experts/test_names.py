@@ -48,7 +48,7 @@ def test_a_prefix_on_either_side_makes_no_difference(theirs: str, ours: str) -> 
 
 
 @pytest.mark.parametrize("wrapper", ["", "module.", "module._orig_mod."])
-def test_a_head_has_the_name_that_the_class_of_its_model_has_for_it(wrapper: str) -> None:
+def test_a_head_keeps_its_name_in_the_class_of_the_expert(wrapper: str) -> None:
     task = put_before("bert.", toy_expert(1)) | HEAD
     found = vector(put_before(wrapper, task), heads=("classifier.*",))
     assert found.heads == tuple(HEAD)
@@ -56,7 +56,7 @@ def test_a_head_has_the_name_that_the_class_of_its_model_has_for_it(wrapper: str
     assert found.prefix.name_in_task("layers.0.q.weight") == "bert.layers.0.q.weight"
 
 
-def test_what_of_the_encoder_the_base_has_not_keeps_its_name() -> None:
+def test_a_tensor_that_the_base_lacks_keeps_its_name() -> None:
     pooler = {"bert.pooler.weight": torch.ones(8, 8)}
     found = vector(put_before("bert.", toy_expert(1)) | pooler | HEAD, heads=("bert.pooler.*", "classifier.*"))
     assert found.heads == (*pooler, *HEAD)
@@ -80,7 +80,7 @@ def test_a_tied_tensor_may_be_under_the_prefix() -> None:
     torch.testing.assert_close(vector(put_before("module.", moved), base).whole("wte.weight"), torch.ones(5, 4))
 
 
-def test_two_prefixes_that_fit_are_not_chosen_between() -> None:
+def test_two_fitting_prefixes_are_an_error() -> None:
     twice = put_before("student.", toy_expert(1)) | put_before("teacher.", toy_expert(2))
     sentence = r"more than once \(student\.embed.* and teacher\.embed.*\); .*, for example with --ignore 'teacher\.\*'"
     with pytest.raises(MergestreamError, match=sentence):
@@ -89,7 +89,7 @@ def test_two_prefixes_that_fit_are_not_chosen_between() -> None:
     assert torch.equal(chosen.whole("layers.0.q.weight"), vector(toy_expert(1)).whole("layers.0.q.weight"))
 
 
-def test_one_that_fits_in_part_is_no_rival() -> None:
+def test_a_prefix_that_fits_in_part_is_not_ambiguous() -> None:
     other = {name: tensor for name, tensor in toy_expert(2).items() if name != "half.weight"}
     chosen = vector(put_before("whole.", toy_expert(1)) | put_before("part.", other), ignore=["part.*"])
     assert chosen.prefix.theirs == "whole."
@@ -104,7 +104,7 @@ def test_one_that_fits_in_part_is_no_rival() -> None:
         {name: torch.zeros(5, 5) for name in toy_expert(1)},  # other shapes
     ],
 )
-def test_no_prefix_where_most_is_not_found(expert: Any) -> None:
+def test_a_few_matches_make_no_prefix(expert: Any) -> None:
     with pytest.raises(MergestreamError, match=r"lacks 11 tensors \(embed_tokens\.weight, .*pass --partial(\n|$)"):
         vector(put_before("bert.", expert))
 
@@ -120,7 +120,7 @@ def test_another_module_of_the_same_shape_is_no_prefix() -> None:
         vector({"key.weight": torch.ones(4, 4)}, {"query.weight": torch.zeros(4, 4)})
 
 
-def test_what_is_left_out_may_be_named_as_the_file_does() -> None:
+def test_ignore_matches_names_of_the_file() -> None:
     for glob in ("bert.half.*", "half.*"):
         found = vector(put_before("bert.", toy_expert(1)), ignore=[glob])
         assert found.actions["half.weight"] == "ignored" and not found.whole("half.weight").any()

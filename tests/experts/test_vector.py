@@ -60,12 +60,12 @@ def test_digests_are_those_of_the_expert_whole_or_in_pieces() -> None:
     assert digests[0] == digests[1]
 
 
-def test_experts_in_another_dtype_are_welcome() -> None:
+def test_experts_may_have_another_dtype() -> None:
     expert = {name: t.double() if t.is_floating_point() else t for name, t in toy_expert(1).items()}
     assert vector(expert).whole("layers.0.q.weight").dtype == torch.float32
 
 
-def test_every_tensor_has_a_fate() -> None:
+def test_every_tensor_has_an_action() -> None:
     head, extra = {"head.weight": torch.ones(3, 8)}, {"extra.bias": torch.ones(2)}
     expert = {n: t for n, t in toy_expert(1).items() if n != "temperature"} | head | extra
     found = vector(expert, heads=("head.*",), partial=True, ignore=["extra.*", "half.*"])
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(change: Any, sente
         vector(expert)
 
 
-def test_nan_is_blamed_on_the_one_who_has_it() -> None:
+def test_the_error_for_nan_names_the_model_that_has_it() -> None:
     bad = toy_expert(1)
     bad["half.weight"][0, 0] = float("nan")
     with pytest.raises(MergestreamError, match=r"half.weight in the state dict holds NaN"):
@@ -141,3 +141,6 @@ def test_an_expert_may_store_a_tied_tensor_under_its_other_name() -> None:
     checkpoint = open_checkpoint(base)
     found = make_task_vector(BaseModel.examine(checkpoint), checkpoint, open_checkpoint(expert))
     torch.testing.assert_close(found.whole("embed_tokens.weight"), torch.ones(5, 4))
+    ignoring = {"ignore": ["lm_head.weight"], "partial": True}
+    left_out = make_task_vector(BaseModel.examine(checkpoint), checkpoint, open_checkpoint(expert), **ignoring)
+    assert left_out.actions["embed_tokens.weight"] == "unchanged" and not left_out.whole("embed_tokens.weight").any()

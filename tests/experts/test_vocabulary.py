@@ -35,7 +35,7 @@ def vector(expert: Any, vocab: Any = None, ignore: Any = (), base: Any = 12) -> 
     return TaskVector(BaseModel.examine(opened), opened, open_checkpoint(expert), vocab=vocab, ignore=ignore)
 
 
-def test_tables_of_every_form_are_seen_by_the_rows_of_the_base() -> None:
+def test_vocabulary_tables_of_every_shape_are_found() -> None:
     base, expert = words(12), words(15, seed=1)
     found = vector(expert, "union")
     assert [token.content for token in found.tokens] == ["<12>", "<13>", "<14>"]
@@ -64,7 +64,7 @@ def test_rows_that_an_expert_lacks_are_unchanged() -> None:
     assert not delta[10:].any()
 
 
-def test_an_embedding_that_is_ignored_asks_for_nothing() -> None:
+def test_an_ignored_embedding_needs_no_option() -> None:
     assert vector(words(15), ignore=["shared*", "lm_head*", "final_logits*"]).tokens == ()
     with pytest.raises(MergestreamError, match=r"has 3 tokens \(<12>, <13>, <14>\).*no rows for them in lm_head.bias"):
         vector(words(15), "union", ignore=["lm_head.bias"])
@@ -79,7 +79,7 @@ def test_new_rows_must_be_numbers() -> None:
             found.head(name)
 
 
-def test_a_merger_leaves_new_rows_out_where_it_is_told_to() -> None:
+def test_a_merger_leaves_new_rows_out_on_request() -> None:
     merger, expert = Merger(words(12), make_method("average", {})), words(13, seed=1)
     with pytest.raises(MergestreamError, match="has 13 rows and the base has 12"):
         merger.add(expert)

@@ -243,7 +243,7 @@ def open_adapter(location: Location) -> Adapter:
 
 
 def make_adapter(source: str, directory: Path | None, config: LoraConfig, weights: Checkpoint) -> Adapter:
-    """The adapter with these tensors, sorted by what PEFT's names say of them."""
+    """Sort the tensors of a file into an adapter, by the names that PEFT gives them."""
     file = weights.source
     pairs: dict[str, dict[str, str]] = {}
     whole: dict[str, str] = {}

@@ -89,7 +89,7 @@ class LoraConfig:
     reason: str
     """What makes it more than s·B·A, so that PEFT must merge it: ``use_dora``, ``peft_type=LOHA``; empty for a LoRA"""
     peft_fields: Mapping[str, Any]
-    """The fields that PEFT gets then"""
+    """The fields that are passed to PEFT in that case"""
     fields: LoraFields
     inherited: AdapterConfig
     rank_pattern: PatternTable | Mapping[str, float]

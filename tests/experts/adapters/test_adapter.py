@@ -63,7 +63,7 @@ def test_conv1d_is_transposed_whatever_the_flag_says(workshop: Any, flag: bool) 
     assert_equals_peft(workshop, base, adapter)
 
 
-def test_square_conv1d_alone_is_told_by_the_model_or_the_flag(workshop: Any) -> None:
+def test_a_square_conv1d_is_transposed_by_the_model_or_the_flag(workshop: Any) -> None:
     base = workshop.base(gpt2)
     adapter = workshop.adapter(base, r=3, target_modules=r".*attn\.c_proj")
     assert open_adapter(adapter).config.fields.fan_in_fan_out  # PEFT corrects the flag
@@ -278,7 +278,7 @@ def test_a_saved_copy_of_another_embedding_is_refused(workshop: Any) -> None:
             make_task_vector(model, theta, open_adapter(adapter)).factors(name)
 
 
-def test_config_is_never_a_place_for_code(workshop: Any) -> None:
+def test_a_pickle_is_never_executed(workshop: Any) -> None:
     adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
     text = json.loads((adapter / "adapter_config.json").read_text())
     assert text["peft_type"] == "LORA"
@@ -298,7 +298,7 @@ def test_config_is_never_a_place_for_code(workshop: Any) -> None:
         ({"rank_pattern": {"(?i)a": 2}}, "expression in rank_pattern cannot be honoured .*flags"),
     ],
 )
-def test_numbers_and_expressions_that_are_none(workshop: Any, fields: Any, message: str) -> None:
+def test_invalid_numbers_and_expressions_are_refused(workshop: Any, fields: Any, message: str) -> None:
     adapter = workshop.adapter(workshop.base(llama), target_modules=ATTENTION)
     edit_config(adapter, **fields)
     with pytest.raises(MergestreamError, match=f"adapter_config.json(:| is) .*{message}"):
@@ -306,7 +306,7 @@ def test_numbers_and_expressions_that_are_none(workshop: Any, fields: Any, messa
 
 
 @pytest.mark.parametrize("alpha", [1e308, 1e200])
-def test_a_scaling_that_leaves_float64_is_not_nothing(workshop: Any, alpha: float) -> None:
+def test_a_scaling_that_overflows_is_refused(workshop: Any, alpha: float) -> None:
     base = workshop.base(llama)
     adapter = workshop.adapter(base, target_modules=ATTENTION)
     edit_config(adapter, lora_alpha=alpha)

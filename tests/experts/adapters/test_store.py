@@ -201,7 +201,7 @@ def test_one_shot_merges_take_adapters(tmp_path: Path, material: tuple[Path, lis
         assert_same_model(tmp_path / f"{method}a", tmp_path / f"{method}b", base)
 
 
-def test_inspect_tells_what_adding_would_do(tmp_path: Path, material: tuple[Path, list[Path], list[Path]]) -> None:
+def test_inspect_predicts_what_add_does(tmp_path: Path, material: tuple[Path, list[Path], list[Path]]) -> None:
     base, adapters, _ = material
     store = store_of(tmp_path / "store", base, adapters[:2], OPCM())
     inspection = store.inspect(adapters[2])
