@@ -40,6 +40,10 @@ _IN_PYTHON = {
 """What flags and commands of the command line are in Python"""
 
 
+is_command_line = False
+"""Whether the user of this process typed flags; then messages name no Python arguments"""
+
+
 def in_python(message: str) -> str:
     """Name the Python arguments for the flags in a message: ``In Python: partial=True``; empty if there are none."""
     found = _FLAG.findall(message)
@@ -59,8 +63,11 @@ class MergestreamError(Exception):
     def __init__(self, message: str = "") -> None:
         for directory, address in _ADDRESSES.items():
             message = message.replace(directory, address)
+        named = "" if is_command_line or "(In Python: " in message else in_python(message)
+        if named and not hasattr(self, "add_note"):  # in Python 3.10
+            message, named = f"{message} ({named})", ""
         super().__init__(message)
-        if (named := in_python(message)) and hasattr(self, "add_note"):  # not in Python 3.10
+        if named:
             self.add_note(named)
 
     @property

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from mergestream import errors
 from mergestream.errors import MergestreamError
 from mergestream.escaping import MAX_SENTENCE, one_line
 from mergestream.progress import NoProgress, Progress, TerminalProgress
@@ -41,10 +42,11 @@ def replying(as_json: bool) -> Iterator[None]:
     """Print JSON or text while the context is open."""
     global _reply
     _reply = JsonReply() if as_json else None
+    errors.is_command_line = True
     try:
         yield
     finally:
-        _reply = None
+        _reply, errors.is_command_line = None, False
 
 
 def is_json() -> bool:
