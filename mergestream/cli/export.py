@@ -141,7 +141,7 @@ def _describe(store: Store, options: Export, written: Any) -> tuple[dict[str, An
         return {**facts, "lost": 0.0}, text
     if options.format == "lora":
         facts, text = _describe_model(store, options)
-        return {**facts, "lost": written.lost_share}, f"{text}, {_loss_text(written)}"
+        return {**facts, "lost": written.lost_share}, f"{text}, {_loss_text(written, store, options.dtype)}"
     energies = written if options.format == "loras" else written.energies
     lost = {name: energy.lost_share for name, energy in energies.items()}
     if options.format == "loras":
@@ -170,11 +170,15 @@ def _describe_model(store: Store, options: Export) -> tuple[dict[str, Any], str]
     return facts, f"{counted(len(experts), 'expert')} merged by {manifest.method}{by}"
 
 
-def _loss_text(energy: Energy) -> str:
-    """What the merged adapter lacks: ``exactly`` if nothing."""
+def _loss_text(energy: Energy, store: Store, dtype: str | None) -> str:
+    """What the merged adapter lacks: what was cut off or is not held, how it is rounded, or ``exactly`` if nothing."""
+    from mergestream.checkpoints import float_name
+
     lost = "" if energy.lost_share < EXACT else f"{energy.lost_share:.3%} of the energy left out"
     held = "" if energy.held >= WHOLE else f"of entries that hold {energy.held:.1%} or more of each expert"
-    return " ".join(filter(None, (lost, held))) or "exactly"
+    types = (store.manifest.parameters.get("entries"), dtype and float_name(dtype))
+    rounded = next((f"in full rank, rounded to {each}" for each in types if each in ("bfloat16", "float16")), "exactly")
+    return " ".join(filter(None, (lost, held))) or rounded
 
 
 def _push(options: Export) -> str:

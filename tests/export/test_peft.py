@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from mergestream import Store, TaskArithmetic
+from mergestream import Ledger, Store, TaskArithmetic
 from mergestream.algebra.lowrank import dense
 from mergestream.checkpoints import open_checkpoint
+from tests.conftest import RunCommand
 from tests.workshop import Workshop, bind, clip, gpt2, llama
 
 
@@ -92,3 +93,31 @@ def test_factors_are_padded_with_zeros_beyond_the_numerical_rank(workshop: Works
     merged, theta = open_checkpoint(workshop.merged(base, out)), open_checkpoint(base)
     for name, expected in sum_of(base, [adapter, adapter]).items():
         assert torch.allclose(merged.read(name) - theta.read(name), expected, rtol=0, atol=1e-13), name
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "said"),
+    [
+        ("float32", [], "exactly"),
+        ("bfloat16", [], "in full rank, rounded to bfloat16"),
+        ("float32", ["--dtype", "fp16"], "in full rank, rounded to float16"),
+        ("float32", ["--rank", 2], "of the energy left out"),
+    ],
+)
+@torch.no_grad()
+def test_exactly_is_said_only_of_an_adapter_with_the_same_logits(
+    workshop: Workshop,
+    mergestream: RunCommand,
+    entries: Literal["float32", "bfloat16"],
+    options: list[object],
+    said: str,
+) -> None:
+    base, out = workshop.base(llama), workshop.directory / "written"
+    adapter = workshop.adapter(base, r=4, target_modules=["q_proj", "down_proj"])
+    store = Store.create(workshop.directory / "store", base, Ledger(entries=entries))
+    store.add(adapter, name="law")
+    run = mergestream("export", store.path, out, "--format", "lora", "--readout", "expert:law", *options)
+    assert said in run.out and run.out.endswith(", exactly\n") == (said == "exactly")
+    models = [base, *(workshop.merged(base, each, f"merged-{each.name}") for each in (adapter, out))]
+    before, wanted, found = (workshop.load(model)(torch.arange(8)[None]).logits for model in models)
+    assert (said == "exactly") == bool((found - wanted).norm() < 1e-5 * (wanted - before).norm())

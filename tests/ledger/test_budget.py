@@ -208,7 +208,7 @@ def test_exactly_is_said_only_of_entries_that_hold_all(
     store = make_store(tmp_path / "store", Ledger(), paths[0], [adapter(tmp_path, 1, 9), paths[1]])
     lora = ("--format", "lora", "--overwrite")
     printed = done("export", store.path, tmp_path / "out", *lora, "--readout", "expert:adapter1")
-    assert printed.endswith(", exactly\n")
+    assert printed.endswith(", in full rank, rounded to bfloat16\n")
     printed = done("export", store.path, tmp_path / "out", *lora, "--readout", "expert:expert1", "--rank", 40)
     assert not printed.endswith(", exactly\n") and "of entries that hold" in printed
 
