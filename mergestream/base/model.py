@@ -289,7 +289,7 @@ def _measure(checkpoint: Checkpoint, name: str) -> tuple[str, float]:
 def unusable(name: str, checkpoint: Checkpoint) -> MergestreamError:
     """The error for a tensor that holds NaN or Inf, or whose squared norm overflows."""
     fault = "is too large to be merged" if is_finite(checkpoint.read(name)) else "holds NaN or Inf"
-    return MergestreamError(f"{checkpoint.place(name)} {fault}; nothing was merged, repair or replace the file")
+    return MergestreamError(f"{checkpoint.place(name)} {fault}; nothing was merged; repair or replace it")
 
 
 # --- opening the base -----------------------------------------------------------------------------------------

@@ -74,10 +74,8 @@ class Add(WorkingStoreOptions, GatedOptions, InputsOptions):
 
 def split_name(word: str) -> tuple[str | None, str]:
     """Split ``NAME=PATH``. A path that exists, or that has a slash before its first ``=``, has no name."""
-    name, equals, path = word.partition("=")
-    if not equals or "/" in name or Path(word).exists():
-        return None, word
-    return name, path
+    name, _, path = word.partition("=")
+    return (None, word) if not path or "/" in name or Path(word).exists() else (name, path)
 
 
 def print_step(store: Store, entry: Expert) -> None:

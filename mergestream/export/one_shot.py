@@ -69,6 +69,8 @@ def merge(
     if vocab is not None:
         options["vocab"] = vocab
     method = as_method(method)
+    if method.needs_base and len(experts) == 1:
+        raise UsageError(f"{method.name} joins models with each other; name both, also if one of them is the base")
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     refuse_overlap(output.path, base, *experts)
     with output.draft() as draft, ExitStack() as files:

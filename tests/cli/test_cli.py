@@ -181,7 +181,8 @@ def test_add_names_several_experts(
     twice = mergestream("add", tmp_path / "store", f"legal={toys.experts[3]}")
     assert twice.code == 1 and "legal" in twice.err
     for wrong in (f"={toys.experts[3]}", "legal="):
-        assert mergestream("add", tmp_path / "store", wrong).code in (1, 2)
+        refused = mergestream("add", tmp_path / "store", wrong)
+        assert refused.code in (1, 2) and (f"{wrong} does not exist" in refused.err) == (wrong == "legal=")
 
 
 def test_an_existing_path_with_equals_is_not_split(

@@ -102,6 +102,8 @@ def test_slerp_turns_from_the_base_to_the_other_model(models: list[StateDict]) -
     words = "merge --method slerp --set t=0.3 --base base.safetensors base.safetensors expert1.safetensors"
     assert main([*words.split(), "-o", "again", "--allow-other-base"]) == 0
     assert_same(load_model(Path("again")), merged, "without a recipe")
+    words = words.replace(" base.safetensors expert1", " expert1", 1)
+    assert main([*words.split(), "-o", "alone"]) == 2 and not Path("alone").exists()
 
 
 def test_slices_must_cover_all_layers(models: list[StateDict], capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,8 +218,7 @@ class BoundAdapter(Checkpoint):
         tensor = self.weights.read(key)
         if not is_finite(tensor):
             raise MergestreamError(
-                f"tensor {key} in {self.weights.source} holds NaN or Inf; nothing was merged, repair or replace the "
-                "file"
+                f"tensor {key} in {self.weights.source} holds NaN or Inf; nothing was merged; repair or replace it"
             )
         return tensor
 
