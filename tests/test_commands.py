@@ -51,9 +51,9 @@ def test_placeholders_are_filled_once_without_a_shell(tmp_path: Path) -> None:
 
 
 def test_a_failure_shows_the_last_line_or_the_exit_code() -> None:
-    with pytest.raises(MergestreamError, match=r"failed: no such task$"):
+    with pytest.raises(MergestreamError, match=r"failed: no such task\b"):
         run_command(python("import sys; print('x', file=sys.stderr); sys.exit('no such task')"))
-    with pytest.raises(MergestreamError, match=r"failed: exit code 3$"):
+    with pytest.raises(MergestreamError, match=r"failed: exit code 3\b"):
         run_command(python("raise SystemExit(3)"))
     with pytest.raises(MergestreamError, match="no-such-program cannot be run"):
         run_command("no-such-program {model}", model="m")
