@@ -7,6 +7,7 @@ absorb the experts in the same order, each in a store, and every merged model is
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -25,19 +26,17 @@ def main(arguments: list[str] | None = None) -> int:
     output = Path(parser.parse_args(arguments).output)
 
     from mergestream.errors import MergestreamError
-    from mergestream.evaluation import explain_missing_packages
 
     try:
-        with explain_missing_packages():
-            run(output)
-    except MergestreamError as error:
+        run(output)
+    except (MergestreamError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return 1
     return 0
 
 
 def run(output: Path) -> None:
-    from mergestream.evaluation.bench import Plan, available_cores, progress_lines, run_bench
+    from mergestream.evaluation.bench import Plan, progress_lines, run_bench
     from mergestream.evaluation.rows import Row
     from mergestream.evaluation.suites import open_suite
     from mergestream.evaluation.tables import write_tables
@@ -45,7 +44,7 @@ def run(output: Path) -> None:
     started = time.monotonic()
     suite = open_suite("text", tasks=4, test_limit=200)
     print(f"MiniLM and four text tasks ({', '.join(suite.tasks)}); four experts, fine-tuned here or from the cache.")
-    plan = Plan([Row(method) for method in METHODS], orders=1, workers=available_cores())
+    plan = Plan([Row(method) for method in METHODS], orders=1, workers=os.cpu_count() or 1)
     results = run_bench(suite, plan, output, progress_lines(), "make demo")
     write_tables(results, output)
     print(accuracy_report(results))

@@ -54,6 +54,9 @@ def _run(words: Sequence[str]) -> int:
         return 1
     except (MergestreamError, OSError) as error:
         return _fail(getattr(error, "exit_code", 1), error_kind(error), *error_sentences(error))
+    except ModuleNotFoundError as error:
+        everything = "pip install 'mergestream[all]' (for the suites of a checkout 'mergestream[all,suites]')"
+        return _fail(1, "input", f"the Python module {error.name} is not installed; {everything}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise

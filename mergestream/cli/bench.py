@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from mergestream.cli.options import argument, at_least, command_line
@@ -37,28 +38,21 @@ class Bench:
     workers: int | None = argument("--workers N", "parallel processes (all cores)", type=at_least(1))
 
     def run(self) -> None:
-        from mergestream.evaluation import explain_missing_packages
+        from mergestream.evaluation.bench import Plan, progress_lines, run_bench
+        from mergestream.evaluation.rows import parse_rows
+        from mergestream.evaluation.suites import open_suite
+        from mergestream.evaluation.tables import write_tables
+        from mergestream.storage import local_path
 
-        with explain_missing_packages():
-            _bench(self)
-
-
-def _bench(options: Bench) -> None:
-    from mergestream.evaluation.bench import Plan, available_cores, progress_lines, run_bench
-    from mergestream.evaluation.rows import parse_rows
-    from mergestream.evaluation.suites import open_suite
-    from mergestream.evaluation.tables import write_tables
-    from mergestream.storage import local_path
-
-    suite = open_suite(options.suite, options.tasks, options.test_limit)
-    rows = parse_rows(options.methods)
-    workers = options.workers or available_cores()
-    plan = Plan(rows, options.orders, options.seed, workers, options.last_only)
-    output = local_path(options.output)
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"-o {output} is a file; name a directory for the results")
-    results = run_bench(suite, plan, output, progress_lines(), command_line())
-    files = ["results.json", *write_tables(results, output)]
-    answer({"output": str(output), "files": files, "summary": results.summary()})
-    print_text((output / "table1.md").read_text("utf-8"))
-    say(f"written to {output}: {', '.join(files)}")
+        suite = open_suite(self.suite, self.tasks, self.test_limit)
+        rows = parse_rows(self.methods)
+        workers = self.workers or os.cpu_count() or 1
+        plan = Plan(rows, self.orders, self.seed, workers, self.last_only)
+        output = local_path(self.output)
+        if output.exists() and not output.is_dir():
+            raise UsageError(f"-o {output} is a file; name a directory for the results")
+        results = run_bench(suite, plan, output, progress_lines(), command_line())
+        files = ["results.json", *write_tables(results, output)]
+        answer({"output": str(output), "files": files, "summary": results.summary()})
+        print_text((output / "table1.md").read_text("utf-8"))
+        say(f"written to {output}: {', '.join(files)}")

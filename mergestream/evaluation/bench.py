@@ -179,11 +179,6 @@ def progress_lines() -> OnProgress:
     return print_line
 
 
-def available_cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def run_parallel(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], workers: int) -> Iterator[Any]:
     """Call ``function(*call)`` for every call and yield results as they are finished.
 

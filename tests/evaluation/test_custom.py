@@ -93,7 +93,7 @@ def test_a_missing_package_is_one_sentence(
         .replace("TrainedSuite(", "Trained(")
     )
     assert main(["bench", str(tiny_suite), "-o", str(tmp_path / "out"), *options]) == 1
-    assert "bench needs the module no_such_module" in capsys.readouterr().err
+    assert "the Python module no_such_module is not installed; pip install" in capsys.readouterr().err
 
 
 def test_a_changed_score_function_is_another_evaluation(tiny_suite: Path) -> None:
