@@ -141,6 +141,6 @@ def test_an_expert_may_store_a_tied_tensor_under_its_other_name() -> None:
     checkpoint = open_checkpoint(base)
     found = make_task_vector(BaseModel.examine(checkpoint), checkpoint, open_checkpoint(expert))
     torch.testing.assert_close(found.whole("embed_tokens.weight"), torch.ones(5, 4))
-    ignoring = {"ignore": ["lm_head.weight"], "partial": True}
-    left_out = make_task_vector(BaseModel.examine(checkpoint), checkpoint, open_checkpoint(expert), **ignoring)
+    model, opened = BaseModel.examine(checkpoint), open_checkpoint(expert)
+    left_out = make_task_vector(model, checkpoint, opened, ignore=["lm_head.weight"], partial=True)
     assert left_out.actions["embed_tokens.weight"] == "unchanged" and not left_out.whole("embed_tokens.weight").any()
