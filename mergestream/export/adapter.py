@@ -197,8 +197,7 @@ class AdapterPlan:
             modules = {name: replace(module, rank=uniform) for name, module in modules.items()}
         fields, notes = common_fields(snapshot, experts)
         config = adapter_config(list(modules.values()), whole.values(), fields)
-        if form.layout == "peft":
-            notes += serving_notes(config, list(others.values()))
+        notes = [*notes, *serving_notes(config, list(others.values()))] if form.layout == "peft" else []
         if shortfall := snapshot.shortfall(reading):
             notes.append(shortfall)
         if ignored := [name for name in whole.values() if not name.endswith((".weight", ".bias"))]:

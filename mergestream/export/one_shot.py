@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import Checkpoint, open_checkpoint
@@ -71,25 +72,18 @@ def merge(
     method = as_method(method)
     if method.needs_base and len(experts) == 1:
         raise UsageError(f"{method.name} joins models with each other; name both, also if one of them is the base")
+    globs: dict[str, Any] = {"linear": linear, "not_linear": not_linear}
     output = Output(Path(out), dtype, max_shard_size, overwrite, command)
     refuse_overlap(output.path, base, *experts)
     with output.draft() as draft, ExitStack() as files:
         target = Target(draft, output, engine or LocalEngine(), progress or default_progress())
         if is_possible(method, len(experts)):
             opened = files.enter_context(open_checkpoint(base))
-            model = BaseModel.examine(opened, linear=linear, not_linear=not_linear, measure=False)
-            model, is_merged = dataclasses.replace(model, given=str(base)), base_is_merged or method.needs_base
+            model = dataclasses.replace(BaseModel.examine(opened, **globs, measure=False), given=str(base))
+            is_merged = base_is_merged or method.needs_base
             return _merge_in_one_pass(model, opened, experts, method, options, is_merged, target, files)
-        store = Store.create(
-            draft.with_name("store"),
-            base,
-            method,
-            linear=linear,
-            not_linear=not_linear,
-            keep=0,
-            engine=target.engine,
-            progress=target.progress,
-        )
+        running: dict[str, Any] = {"engine": target.engine, "progress": target.progress}
+        store = Store.create(draft.with_name("store"), base, method, keep=0, **globs, **running)
         for expert in experts:
             add_expert(store, expert, **options)
         snapshot = files.enter_context(store.snapshot())

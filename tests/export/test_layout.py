@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mergestream import Store
-from mergestream.errors import UsageError
+from mergestream import Ledger, Store
+from mergestream.errors import MergestreamWarning, UsageError
 from tests.conftest import RunCommand
 from tests.experts.adapters.test_single_file import (
     CONVOLUTIONS,
@@ -24,6 +24,7 @@ from tests.experts.adapters.test_single_file import (
     make_base,
     transformers,
 )
+from tests.workshop import TEXT
 
 LAYOUTS = ["kohya", "diffusers"]
 PIPELINES = {
@@ -130,6 +131,22 @@ def test_every_expert_in_a_folder_of_its_own(tmp_path: Path, done: Callable[...,
     assert json.loads((tmp_path / "out/mergestream.json").read_text())["form"]["layout"] == "kohya"
     wrong = mergestream("export", tmp_path / "store", tmp_path / "other", "--layout", "kohya")
     assert wrong.code == 2 and "--layout is for --format lora or loras, without --for" in wrong.err
+
+
+def test_the_notes_are_about_the_adapter_and_not_about_servers(tmp_path: Path) -> None:
+    base = tmp_path / "text_encoder"
+    config = transformers.CLIPTextConfig(**{**TEXT, "hidden_size": 64})
+    transformers.CLIPTextModel(config).save_pretrained(base)
+    tensors, _ = factors(base, target_modules=["q_proj"], r=32)
+    tensors = {f"text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in tensors.items()}
+    save_file(in_kohya(tensors, "lora_te_", lambda _: 32.0), tmp_path / "style.safetensors")
+    store = Store.create(tmp_path / "store", base, Ledger(budget=0.25))
+    with pytest.warns(MergestreamWarning, match="holds only a part of style"):
+        store.add(tmp_path / "style.safetensors")
+    with pytest.warns(MergestreamWarning) as warned:
+        Store(tmp_path / "store").export_adapter(tmp_path / "out", layout="kohya")
+    (note,) = {str(warning.message) for warning in warned}
+    assert "holds only a part of style" in note and "vLLM" not in note
 
 
 def test_only_components_of_pipelines_have_these_layouts(
