@@ -268,7 +268,7 @@ class Adapters:
 
 def _add_change(a: Tensor, b: Tensor, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """The output of a layer whose weight has changed by B·A."""
-    (x,) = inputs
+    x = inputs[0]
     if isinstance(layer, nn.Embedding):
         change = embedding(x, a.T) @ b.T * getattr(layer, "embed_scale", 1)
     elif a.ndim == 2:

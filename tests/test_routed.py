@@ -173,6 +173,18 @@ def open_base(home: Path) -> dict[str, Tensor]:
         return {name: base.read(name) for name in base.tensors}
 
 
+def test_an_adapter_keeps_its_scaling(home: Path, routed: RoutedModel, tmp_path: Path) -> None:
+    """An expert that was trained further with PEFT may take the place of its export."""
+    out = shutil.copytree(home / "out", tmp_path / "out")
+    shutil.rmtree(out / "experts" / "cats")
+    shutil.copytree(home / "cats", out / "experts" / "cats")
+    config = json.loads((home / "cats" / "adapter_config.json").read_text())
+    assert config["lora_alpha"] != config["r"]
+    inputs, cats = batch(routed, ["the cat sat"]), [Route("cats", 1.0, "cats")]
+    found = RoutedModel.from_pretrained(out)(**inputs, routes=cats).logits
+    torch.testing.assert_close(found, routed(**inputs, routes=cats).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_the_copy_of_the_base_is_the_base(home: Path) -> None:
     with open_checkpoint(home / "base") as theirs:
         ours = open_base(home)
