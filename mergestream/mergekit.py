@@ -148,7 +148,7 @@ def _parse(path: Path) -> Any:
             if aliases > _MAX_ALIASES or depth > _MAX_DEPTH or is_long:
                 what = f"a value of more than {_MAX_TEXT} characters" if is_long else "too many aliases or levels"
                 raise UsageError(f"has {what} (line {event.start_mark.line + 1})")
-        return yaml.load(content.decode(), Loader=loader)
+        return loader(content.decode()).get_single_data()
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -17,9 +17,7 @@ class Bench:
         mergestream bench clip-vit-b-16 --tasks 8 --orders 10 -o results                        # in a checkout
         mergestream bench text --methods opcm:alpha=0.3,opcm:alpha=0.5 --last-only -o results
         """
-    suite: str = argument(
-        "SUITE", "a suite file (.py), or in a checkout text, vision, …; its code and commands are executed"
-    )
+    suite: str = argument("SUITE", "a suite file (.py), or in a checkout text, vision, …; its code is executed")
     output: str = argument(
         "-o --output DIR",
         "directory for results and tables; results that it already has are kept",

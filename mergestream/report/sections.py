@@ -83,7 +83,6 @@ def _against_experts(scores: Scores) -> Section:
 
 def _experts(facts: Facts) -> Section:
     history, found = facts.history, facts.interference
-    shares = [Cell(f"{share:.1%}", sort=share, bar=share) for share in facts.survival.total]
     columns = {
         "expert": [
             Cell(name, sort=entry.name, title=entry.source) for name, entry in zip(facts.names, history, strict=True)
@@ -91,17 +90,16 @@ def _experts(facts: Facts) -> Section:
         "step": [Cell(str(step), sort=step) for step in range(1, len(history) + 1)],
         "added": [Cell(entry.added[:19].replace("T", " "), sort=entry.added) for entry in history],
         "‖Δ‖": [number_cell(entry.norm, ".4g") for entry in history],
+        facts.share: [Cell(f"{share:.1%}", sort=share, bar=share) for share in facts.survival.total],
     }
     if found:
         columns |= {
-            facts.share: shares,
             "damage": [number_cell(damage) for damage in found.damage],
             "most similar": _most_similar(facts, found),
         }
     else:
         scales = [displayed_scale(facts.manifest.method, entry.scale) for entry in history]
         columns |= {
-            facts.share: shares,
             scales[0][0]: [number_cell(scale, ".4g") for _, scale in scales],
             "‖merged − base‖": [number_cell(entry.distance, ".4g") for entry in history],
         }

@@ -320,7 +320,8 @@ def test_findings_name_who_is_served_badly(tmp_path: Path, models: Path) -> None
     (damage,) = known(found.damage[:1])
     assert damage > HIGH_DAMAGE
     sentences = facts.findings()
-    assert any(f"(predicted damage): cars ({damage:.2f})" in sentence for sentence in sentences)
+    (badly,) = (sentence for sentence in sentences if sentence.startswith("Served badly by the merged model "))
+    assert f"cars ({damage:.2f})" in badly
     (held,) = (sentence for sentence in sentences if sentence.startswith("Less than half is held: "))
     assert f"digits ({facts.survival.total[1]:.0%})" in held
 
