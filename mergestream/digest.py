@@ -32,10 +32,8 @@ class TensorHasher:
 
 def tensor_digest(tensor: Tensor) -> str:
     """Digest of a whole CPU tensor."""
-    import torch
-
-    hasher = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    hasher.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    hasher = TensorHasher(tensor.dtype, tensor.shape)
+    hasher.update(tensor.detach().contiguous())
     return hasher.hexdigest()
 
 

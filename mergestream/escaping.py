@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from mergestream.errors import UsageError
 
-_ELLIPSIS = "…"
 MAX_SENTENCE = 1000
 """Longest sentence of ours in characters, including the names in it"""
 
@@ -19,11 +18,11 @@ def one_line(text: str, limit: int = 300) -> str:
     Characters that cannot be printed (controls, escapes, line ends, direction marks, unpaired surrogates) are written
     as Python escapes.
     """
-    printable = text if text.isprintable() else "".join(map(_escape, text))
+    printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     if len(printable) <= limit:
         return printable
-    end = (limit - len(_ELLIPSIS)) // 3  # the end of a path or a sentence matters as much as its beginning
-    return printable[: limit - len(_ELLIPSIS) - end] + _ELLIPSIS + printable[len(printable) - end :]
+    end = (limit - 1) // 3  # the end of a path or a sentence matters as much as its beginning
+    return f"{printable[: limit - 1 - end]}…{printable[len(printable) - end :]}"
 
 
 def is_utf8(name: str) -> bool:
@@ -35,10 +34,6 @@ def check_utf8(name: str) -> None:
     """Refuse a name that is not valid UTF-8, because names are written to JSON and model cards."""
     if not is_utf8(name):
         raise UsageError(f"{name!r} is not valid UTF-8; rename the file")
-
-
-def _escape(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
 
 
 _MARKS = re.compile(r"[\\`*\[\]<>&|~#$]|(?<![^\W_])_|_(?![^\W_])|^(?:\d+[.)]|[-+])(?=\s|$)|:(?=//)|(?<=www)\.")

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,10 +47,10 @@ def sync_file(path: Path) -> None:
 sync_directory = sync_file
 
 
-def replace_file(path: Path, data: bytes, *, new: bool = False) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Replace a file atomically: write a draft beside it, flush it, rename it.
 
-    Raises OSError and changes nothing if that fails. With ``new``, raises FileExistsError if the file exists.
+    Raises OSError and changes nothing if that fails.
     """
     beside = path.with_name(path.name + DRAFT_SUFFIX)
     try:
@@ -58,45 +59,22 @@ def replace_file(path: Path, data: bytes, *, new: bool = False) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        (_rename_to_new if new else _rename)(beside, path)
+        try:
+            beside.replace(path)
+        except OSError:
+            if beside.exists():  # else the rename worked, even if a network file system reports an error
+                raise
     except OSError:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
 
 
-def _rename(old: Path, new: Path) -> None:
-    try:
-        old.replace(new)
-    except OSError:
-        if old.exists():  # else the rename worked, even if a network file system reports an error
-            raise
-
-
-def _rename_to_new(old: Path, new: Path) -> None:
-    try:
-        os.link(old, new)
-    except FileExistsError:
-        raise
-    except OSError:  # the file system has no hard links
-        if new.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new)) from None
-        old.rename(new)
-    else:
-        with contextlib.suppress(OSError):  # the new name exists already
-            old.unlink()
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically and flush its directory. Raises OSError."""
-    replace_file(path, text.encode())
-    sync_directory(path.parent)
-
-
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically and durably. Raises MergestreamError."""
     try:
-        replace_text(path, text)
+        replace_file(path, text.encode())
+        sync_directory(path.parent)
     except OSError as error:
         raise write_error(path, error) from error
 
@@ -146,10 +124,6 @@ def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
 
 def allow_open_files(count: int) -> None:
     """Raise the soft limit of open files so that ``count`` more can be opened, if the hard limit allows it."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -10,17 +10,7 @@ from mergestream.errors import UsageError
 CACHE_LINE = 64
 """Alignment of arrays in bytes: what torch allocates, and where data in our files starts"""
 
-_UNITS = {
-    "b": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
+_PREFIXES = "bkmgt"
 
 
 def parse_size(text: str) -> int:
@@ -31,7 +21,8 @@ def parse_size(text: str) -> int:
     number, unit = match.groups()
     if unit is None:
         raise UsageError(f"{text} is a size without a unit; write {number}GB, {number}MB or {number}B")
-    return int(float(number) * _UNITS[unit])
+    step = 1024 if unit.endswith("i") else 1000
+    return int(float(number) * step ** _PREFIXES.index(unit[0]))
 
 
 def format_size(size: float) -> str:

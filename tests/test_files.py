@@ -9,8 +9,9 @@ import mergestream.files
 from mergestream import Store
 from mergestream.checkpoints.layout import module_folders
 from mergestream.checkpoints.tokenizer import read_tokenizer
-from mergestream.errors import MergestreamError
-from mergestream.files import exchange, new_directories, read_json, remove, replace_file, write_json, write_text
+from mergestream.errors import MergestreamError, StoreBusyError
+from mergestream.files import exchange, new_directories, read_json, remove, write_json, write_text
+from mergestream.storage import open_storage
 
 
 def full(*_: object) -> None:
@@ -58,18 +59,14 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "victim"]
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_a_new_file_replaces_none(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    if not links:
-        monkeypatch.setattr(os, "link", unsupported)
-    path = tmp_path / "file"
-    replace_file(path, b"first", new=True)
-    with pytest.raises(FileExistsError):
-        replace_file(path, b"second", new=True)
-    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+def test_a_file_is_put_only_if_it_is_still_the_expected_one(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    first = storage.put_if("file", b"first", None)
+    second = storage.put_if("file", b"second!", first)
+    for expected in (None, first):
+        with pytest.raises(StoreBusyError, match="file was changed by another process in the meantime"):
+            storage.put_if("file", b"third", expected)
+    assert storage.fetch("file") == (b"second!", second) and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_is_left_of_a_removal_is_removed_with_the_next(tmp_path: Path) -> None:

@@ -204,22 +204,11 @@ class FileCheckpoint(Checkpoint):
         self._shards = list(shards)
         self.directory = next((shard.directory for shard in self._shards if shard.directory), directory)
         self.note = next((f"{source} {shard.note}" for shard in self._shards if shard.note), None)
-        self._owner: dict[str, Shard] = {}
-        tensors: dict[str, TensorInfo] = {}
-        aliases: dict[str, str] = {}
-        for shard in self._shards:
-            for name, info in shard.tensors.items():
-                if name in tensors:
-                    raise MergestreamError(
-                        f"{shard.path} and {tensors[name].file} both hold the tensor {name!r}; "
-                        "remove the one that does not belong to this checkpoint"
-                    )
-                tensors[name] = info
-                self._owner[name] = shard
-            aliases.update(shard.aliases)
-        if not tensors:
+        self._owner = {name: shard for shard in self._shards for name in shard.tensors}
+        if not self._owner:
             raise MergestreamError(f"{source} holds no tensors")
-        self.tensors, self.aliases = tensors, aliases
+        self.tensors = {name: shard.tensors[name] for name, shard in self._owner.items()}
+        self.aliases = {name: first for shard in self._shards for name, first in shard.aliases.items()}
         self.metadata = self._shards[0].metadata
         self.copies = max(shard.copies for shard in self._shards)
         self.fingerprint = _fingerprint(self._shards)

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from mergestream.checkpoints.hub import cached, download
 from mergestream.checkpoints.layout import CODE, MARKER, is_index, is_weight_file, may_go_along, names_code
-from mergestream.digest import text_digest
 from mergestream.errors import MergestreamError, UsageError, known_as
 from mergestream.escaping import is_utf8
-from mergestream.files import MAX_JSON_BYTES, read_json
-from mergestream.storage import UNFINISHED, StoredFile, Url, local_path, open_storage, parse_url, start, wait_all
+from mergestream.files import read_json
+from mergestream.storage import UNFINISHED, StoredFile, Url, local_path, open_storage, parse_url
+from mergestream.storage.base import check_small, transfers
 
 _HUB_ID = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _CREDENTIALS = re.compile(r"://[^/]*@")
@@ -69,11 +69,19 @@ def locate(source: str | Path, *, weights: bool = True) -> Location:
 
 
 def _locate_remote(url: Url) -> Location:
+    """Find a model in object storage, and download all of its files except the weights."""
     folder = url.parent if is_weight_file(url.key) else url
-    location = _fetch_companions(folder, open_storage(str(folder)).files())
-    marker = location.path / MARKER
+    files = open_storage(str(folder)).files()
+    here = {name for name in files if "/" not in name}
+    small = {name for name in files if may_go_along(name)} | set(filter(is_index, here))
+    directory = _download(folder, frozenset(files[name] for name in small))
+    if names_code(directory):
+        small |= {name for name in files if name.endswith(CODE)}
+        directory = _download(folder, frozenset(files[name] for name in small))
+    marker = directory / MARKER
     if marker.exists() and UNFINISHED in read_json(marker):
         raise MergestreamError(f"{folder} is being written by an export, or by one that was interrupted; export again")
+    location = Location(directory, str(folder), {name: files[name] for name in filter(is_weight_file, here)})
     if folder is url:
         if not location.names:
             raise MergestreamError(f"{url} holds neither a model nor its configuration; check the address")
@@ -83,38 +91,18 @@ def _locate_remote(url: Url) -> Location:
     return Location(location.path / url.name, str(url), location.objects)
 
 
-def _fetch_companions(url: Url, files: Mapping[str, StoredFile]) -> Location:
-    """Download all files of a model except its weights."""
-    small = {name: file for name, file in files.items() if may_go_along(name) or ("/" not in name and is_index(name))}
-    directory = _download(url, small)
-    if names_code(directory):
-        directory = _download(url, small | {name: file for name, file in files.items() if name.endswith(CODE)})
-    weights = {name: file for name, file in files.items() if "/" not in name and is_weight_file(name)}
-    return Location(directory, str(url), weights)
-
-
-def _download(url: Url, files: Mapping[str, StoredFile]) -> Path:
+@cache
+def _download(url: Url, files: frozenset[StoredFile]) -> Path:
     """A temporary directory with these files, the same one as long as they do not change; errors show the URL."""
-    if unsafe := [name for name in files if not {"", ".", ".."}.isdisjoint(name.split("/"))]:
+    if unsafe := [file.key for file in files if not {"", ".", ".."}.isdisjoint(file.key.split("/"))]:
         raise MergestreamError(f"{url} holds {unsafe[0]!r}, which is not a valid file name; remove it")
-    versions = [str(url), *(f"{name} {file.size} {file.tag}" for name, file in sorted(files.items()))]
-    root = Path(_temporary_directory().name)
-    directory = root / text_digest("\n".join(versions)) / url.name
-    if not directory.exists():
-        draft = Path(mkdtemp(dir=root)) / url.name
-        draft.mkdir()
-        wait_all([start(_download_file, file, draft / name) for name, file in files.items()])
-        directory.parent.mkdir(exist_ok=True)
-        draft.rename(directory)
-        known_as(directory, str(url))
+    for file in files:
+        check_small(file)
+    directory = Path(mkdtemp(dir=_temporary_directory().name)) / url.name
+    directory.mkdir()
+    list(transfers().map(lambda file: file.storage.save_to(file.key, directory / file.key), files))
+    known_as(directory, str(url))
     return directory
-
-
-def _download_file(file: StoredFile, path: Path) -> None:
-    if file.size > MAX_JSON_BYTES:
-        raise MergestreamError(f"{file} is too large for a configuration or tokenizer file; move it elsewhere")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(file.read())
 
 
 @cache

@@ -32,8 +32,7 @@ from mergestream.checkpoints.checkpoint import (
 from mergestream.errors import MergestreamError
 from mergestream.schema import Count, unique_keys
 from mergestream.storage import StoredFile
-from mergestream.storage import start as start_transfer
-from mergestream.storage.base import RANGE
+from mergestream.storage.base import RANGE, transfers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,7 +122,7 @@ class SafetensorsObject(Shard):
                 if begin != run[1] or end - run[0] > RANGE:
                     run = [begin, end]
                 run[1], self._runs[name] = end, run
-        self._fetch, self._lock = lru_cache(_RUNS_KEPT)(partial(start_transfer, path.read)), Lock()
+        self._fetch, self._lock = lru_cache(_RUNS_KEPT)(partial(transfers().submit, path.read)), Lock()
 
     def read(self, name: str) -> Tensor:
         import torch

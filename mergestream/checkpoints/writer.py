@@ -20,7 +20,7 @@ from mergestream.checkpoints.safetensors import SafetensorsFile
 from mergestream.digest import tensor_digest
 from mergestream.engine import Collector
 from mergestream.errors import MergestreamError
-from mergestream.files import replace_text, sync_directory, write_error
+from mergestream.files import sync_directory, write_error, write_json
 from mergestream.sizes import CACHE_LINE
 
 if TYPE_CHECKING:
@@ -124,12 +124,10 @@ class SafetensorsWriter(Collector):
             self._sync()
             with _disk_errors_explained(self.directory, self.nbytes):
                 sync_directory(self.directory)
-                if len(self._plans) > 1:
-                    index = {
-                        "metadata": {"total_size": sum(spec.nbytes for spec in self._layout.values())},
-                        "weight_map": {name: self._plans[self._shard[name]].path.name for name in self._layout},
-                    }
-                    replace_text(self._index, json.dumps(index, indent=2, ensure_ascii=False) + "\n")
+            if len(self._plans) > 1:
+                total = sum(spec.nbytes for spec in self._layout.values())
+                places = {name: self._plans[self._shard[name]].path.name for name in self._layout}
+                write_json(self._index, {"metadata": {"total_size": total}, "weight_map": places})
         finally:
             self.abandon()
 

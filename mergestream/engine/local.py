@@ -21,8 +21,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 def keep_freed_memory() -> None:
     """Let glibc reuse freed memory, up to 64 MB per thread, instead of returning it to the kernel.
 
-    By default intermediate results of a megabyte come in fresh pages time and again, and the kernel clears each of
-    them: a quarter of the time of a first adapter. What is larger than 32 MB is mapped and given back as ever.
+    By default glibc returns intermediate results of a megabyte to the kernel, which clears the pages of the next one:
+    a quarter of the time of a first adapter. Blocks of more than 32 MB are still returned.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -50,14 +50,14 @@ def single_threaded() -> Iterator[None]:
 class LocalEngine:
     """Runs a function over named jobs on threads of this process.
 
-    torch releases the interpreter lock in every kernel, and each job is single-threaded inside, so
-    the results are the same, bit for bit, for any number of workers.
+    torch releases the interpreter lock in every kernel. Each job is single-threaded inside, so the results are
+    bit-identical for any number of workers.
     """
 
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     max_memory: int | None = None
     device: str = "cpu"
-    """Where the arithmetic runs."""
+    """The torch device that computes"""
 
     def run(
         self,

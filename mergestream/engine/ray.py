@@ -11,7 +11,7 @@ import logging
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -20,21 +20,16 @@ from uuid import uuid4
 
 from mergestream.engine.base import Collector, Result, check_budget
 from mergestream.engine.local import keep_freed_memory, single_threaded
-from mergestream.errors import EngineError, MergestreamError, UsageError, first_line
+from mergestream.errors import EngineError, UsageError, first_line
 from mergestream.interrupts import own_sigterm
 from mergestream.sizes import format_size
 
-SHARES = 8
-"""Batches per worker: few are cheaper, many let all workers finish at about the same time"""
 GPU_SHARE = 0.25
 """The share of a GPU that a task reserves with --device cuda: while one computes, others read"""
 REACHABLE = 10.0
 """Seconds in which a cluster must accept a connection"""
-LOOKING = 120.0
+CHECKING = 120.0
 """Seconds in which every node must have opened the files"""
-
-Batch = tuple[str, ...]
-"""Tensors that one task processes one after another"""
 
 
 class RayEngine:
@@ -68,7 +63,7 @@ class RayEngine:
         work: Callable[[str], Result],
         memory: Mapping[str, int] | None = None,
     ) -> Iterator[tuple[str, Result]]:
-        """Ray retries a batch whose worker or node is lost. The first error cancels all other batches."""
+        """Ray retries a task whose worker or node is lost. The first error cancels all other tasks."""
         if not costs:
             return
         memory = memory or {}
@@ -79,43 +74,28 @@ class RayEngine:
         run, content = uuid4().hex, ray.put(packed)
         _check_nodes(ray, run, content)
         workers = self.workers
-        waiting = batches(costs, memory, workers)
-        running: dict[Any, tuple[Batch, int]] = {}
+        waiting = sorted(costs, key=lambda name: (-costs[name], name))
+        running: dict[Any, str] = {}
         gpu = {"num_gpus": GPU_SHARE} if self.device == "cuda" else {}
         try:
             while waiting or running:
-                for batch, needed in list(waiting.items()):
+                for name in list(waiting):
+                    needed, used = memory.get(name, 0), sum(memory.get(other, 0) for other in running.values())
                     if len(running) >= workers:
                         break
-                    used = sum(other for _, other in running.values())
                     if self.max_memory is None or used + needed <= self.max_memory:
-                        task = ray.remote(run_batch).options(num_cpus=1, memory=needed, **gpu)
-                        running[task.remote(run, content, batch)] = batch, waiting.pop(batch)
+                        waiting.remove(name)
+                        task = ray.remote(run_job).options(num_cpus=1, memory=needed, **gpu)
+                        running[task.remote(run, content, name)] = name
                 (done,), _ = ray.wait(list(running))
-                results, left = _result(ray, done, running.pop(done)[0])
+                name = running.pop(done)
+                result, left = _result(ray, done, name)
                 for collector, more in zip(collectors, left, strict=True):
                     collector.collect(more)
-                yield from results
+                yield name, result
         finally:
             for ref in running:
                 ray.cancel(ref, force=True)
-
-
-def batches(costs: Mapping[str, int], memory: Mapping[str, int], workers: int) -> dict[Batch, int]:
-    """Group tensors into batches, the largest first: large ones alone, small ones up to a share of the total.
-
-    Each batch comes with its memory, that of its largest tensor.
-    """
-    share = sum(costs.values()) / (workers * SHARES)
-    found: list[list[str]] = [[]]
-    cost = 0
-    for name in sorted(costs, key=lambda name: (-costs[name], name)):
-        if found[-1] and cost + costs[name] > share:
-            found.append([])
-            cost = 0
-        found[-1].append(name)
-        cost += costs[name]
-    return {tuple(names): max(memory.get(name, 0) for name in names) for names in found}
 
 
 def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Collector]]:
@@ -133,6 +113,7 @@ def pack(work: Callable[[str], Any]) -> tuple[bytes, list[Collector]]:
 
     packed = io.BytesIO()
     packer: Any = Packer(packed)
+    packer.dump(versions())
     packer.dump(Path.cwd())
     packer.dump(work)
     packer.dump(list(collectors))  # by reference: one packer dumps each object once
@@ -196,26 +177,23 @@ def _check_room(ray: Any, memory: Mapping[str, int]) -> None:
 
 def _check_nodes(ray: Any, run: str, content: Any) -> None:
     """Check that every node has the same versions as the driver and can open all files."""
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here, looking = versions(), {}
+    checks = {}
     for node in _nodes(ray):
         placed = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        task = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=placed)
-        looking[task.remote(run, content, here)] = node["NodeManagerAddress"]
-    for ref, address in looking.items():
+        task = ray.remote(check_node).options(num_cpus=0, max_retries=0, scheduling_strategy=placed)
+        checks[task.remote(run, content)] = node["NodeManagerAddress"]
+    for ref, address in checks.items():
         try:
-            fault = ray.get(ref, timeout=LOOKING)
-        except RayTaskError as error:
-            fault = f"cannot run mergestream {here['mergestream']}: {first_line(error.cause)}"
+            ray.get(ref, timeout=CHECKING)
         except RayError as error:
-            fault = f"does not answer: {first_line(error)}"
-        if fault:
-            raise EngineError(f"the node {address} of the Ray cluster {fault}")
+            reason = first_line(getattr(error, "cause", None) or error)
+            raise EngineError(f"the node {address} of the Ray cluster cannot take part: {reason}") from error
 
 
-def _result(ray: Any, ref: Any, batch: Batch) -> Any:
+def _result(ray: Any, ref: Any, name: str) -> Any:
     from ray.exceptions import RayError, RayTaskError
 
     try:
@@ -224,7 +202,7 @@ def _result(ray: Any, ref: Any, batch: Batch) -> Any:
         raise error.cause or error from error
     except RayError as error:
         raise EngineError(
-            f"Ray gave up on the tensor {batch[0]}, whose workers were lost again and again ({type(error).__name__}); "
+            f"Ray gave up on the tensor {name}, whose workers were lost several times ({type(error).__name__}); "
             "finished tensors are kept, run the command again"
         ) from error
 
@@ -234,39 +212,33 @@ def _result(ray: Any, ref: Any, batch: Batch) -> Any:
 
 @lru_cache(maxsize=1)  # files are opened once in a run
 def unpack(run: str, packed: bytes) -> tuple[Callable[[str], Any], list[Collector]]:
-    """Restore the work and the copies of its collectors in a worker process, in the same directory."""
+    """Restore the work and the copies of its collectors in a worker process, in the driver's directory."""
     unpickler = pickle.Unpickler(io.BytesIO(packed))
+    if (there := unpickler.load()) != (here := versions()):
+        raise EngineError(f"it has {here}, and the driver has {there}: results could differ")
     with suppress(OSError):  # if the directory is missing here, so are the paths relative to it
         os.chdir(unpickler.load())
     return unpickler.load(), unpickler.load()
 
 
-def run_batch(run: str, packed: bytes, names: Sequence[str]) -> tuple[list[tuple[str, Any]], list[Any]]:
-    """Run the work on these names; returns the results, and what each collector has collected."""
+def run_job(run: str, packed: bytes, name: str) -> tuple[Any, list[Any]]:
+    """Run the work on a tensor; returns its result, and what each collector has collected."""
     work, collectors = unpack(run, packed)
     keep_freed_memory()
     with single_threaded():
-        results = [(name, work(name)) for name in names]
-    return results, [collector.collected() for collector in collectors]
+        result = work(name)
+    return result, [collector.collected() for collector in collectors]
 
 
-def look(run: str, packed: bytes, expected: Mapping[str, str]) -> str | None:
-    """What is wrong with this node: other versions than the driver's, or files that it cannot open."""
-    found = versions()
-    for package, version in expected.items():
-        if found.get(package) != version:
-            return f"has {package} {found.get(package)}, and here it is {version}: results could differ"
-    try:
-        unpack(run, packed)
-    except (MergestreamError, OSError) as error:
-        return f"does not see what is needed: {error}"
-    return None
+def check_node(run: str, packed: bytes) -> None:
+    """Raise an error if this node has other versions than the driver, or cannot open the files."""
+    unpack(run, packed)
 
 
-def versions() -> dict[str, str]:
+def versions() -> str:
     """The versions of the packages that decide the results."""
     import torch
 
     from mergestream import __version__
 
-    return {"mergestream": __version__, "torch": torch.__version__}
+    return f"mergestream {__version__} with torch {torch.__version__}"

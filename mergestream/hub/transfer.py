@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,11 +53,6 @@ def check_login(address: str) -> str:
     return name
 
 
-def holds_store(files: Collection[str]) -> bool:
-    """Whether a repository with these files holds a store."""
-    return MANIFEST in files
-
-
 def push_model(export: str | Path, address: str, *, private: bool = False) -> str:
     """Upload an export with its card and recipe; returns the URL of the repository.
 
@@ -68,7 +63,7 @@ def push_model(export: str | Path, address: str, *, private: bool = False) -> st
         raise MergestreamError(f"{place} is neither a store nor an export of mergestream; there is nothing to push")
 
     def find_ours(present: set[str]) -> set[str]:
-        if holds_store(present):
+        if MANIFEST in present:
             raise MergestreamError(f"{name} holds a store; push the model elsewhere")
         return {file for file in present if file.endswith((".safetensors", ".safetensors.index.json"))}
 
@@ -195,7 +190,7 @@ def _download(name: str, revision: str | None, work: Path) -> None:
         found = api.model_info(name, revision=revision)
         files = [sibling.rfilename for sibling in found.siblings or []]
         wanted = [file for file in files if _PART.fullmatch(file)]
-        if not holds_store(wanted):
+        if MANIFEST not in wanted:
             raise MergestreamError(f"{name} holds no store; to merge a model from the hub, name it as {name}")
         work.mkdir(parents=True, exist_ok=True)
         api.snapshot_download(name, revision=found.sha, local_dir=work, allow_patterns=wanted)

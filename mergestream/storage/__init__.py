@@ -5,16 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mergestream.errors import UsageError
-from mergestream.storage.base import (
-    UNFINISHED,
-    Storage,
-    StoredFile,
-    read_json,
-    read_text,
-    start,
-    total_bytes,
-    wait_all,
-)
+from mergestream.storage.base import UNFINISHED, Storage, StoredFile, read_json, read_text, total_bytes
 from mergestream.storage.bucket import BucketStorage
 from mergestream.storage.local import LocalStorage
 from mergestream.storage.url import Url, local_path, parse_url
@@ -29,9 +20,7 @@ __all__ = [
     "parse_url",
     "read_json",
     "read_text",
-    "start",
     "total_bytes",
-    "wait_all",
 ]
 
 

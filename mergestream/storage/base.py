@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -221,13 +221,13 @@ class StoredFile:
             stop = min(offset + RANGE, len(buffer))
             buffer[offset:stop] = self.read(begin + offset, begin + stop)
 
-        wait_all(start(fetch, offset) for offset in range(0, len(buffer), RANGE))
+        list(transfers().map(fetch, range(0, len(buffer), RANGE)))  # raises the first failure, and cancels the others
 
 
 def check_small(file: StoredFile) -> None:
     """Refuse a file that would fill the memory where a small one is expected."""
     if file.size > MAX_JSON_BYTES:
-        raise MergestreamError(f"{file} is too large to be a file of a store; move it elsewhere")
+        raise MergestreamError(f"{file} is too large for the small file that is expected there; move it elsewhere")
 
 
 def total_bytes(files: Mapping[str, StoredFile]) -> int:
@@ -236,24 +236,9 @@ def total_bytes(files: Mapping[str, StoredFile]) -> int:
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
+def transfers() -> ThreadPoolExecutor:
+    """The threads for transfers; a transfer must not wait for another one."""
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="mergestream-transfer")
-
-
-def start(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Run a transfer on one of the pool's threads; a transfer must not wait for another one."""
-    return _pool().submit(work, *arguments)
-
-
-def wait_all(transfers: Iterable[Future[Any]]) -> None:
-    """Wait for all transfers; the first failure cancels the others."""
-    waiting = list(transfers)
-    try:
-        for transfer in waiting:
-            transfer.result()
-    finally:
-        for transfer in waiting:
-            transfer.cancel()
 
 
 def busy(place: Path | Storage) -> StoreBusyError:

@@ -1,7 +1,4 @@
-"""Requests to a bucket through obstore: credentials, retries, and failures as errors of ours.
-
-Messages of the service are never shown, because they may quote a URL with a token.
-"""
+"""Requests to a bucket through obstore: credentials, retries, and failures as errors of ours."""
 
 from __future__ import annotations
 
@@ -42,39 +39,44 @@ RETRIES: RetryConfig = {
 """For half a minute in all, by obstore"""
 
 
-def service_error(what: str, status: int | None, done: str = "read") -> MergestreamError:
-    """The error for an HTTP status, None for a lost connection. Never quotes the service: it may repeat a token."""
-    if status is None or status >= 500 or status in (408, 429):
-        reason = f"the service is not available (HTTP {status})" if status else "no answer, or one that broke off"
-        error = MergestreamError(f"{what} cannot be {done}: {reason}; try again later")
-        error.__cause__ = ConnectionError(reason)  # it says nothing about the model, so `watch` tries again
-        return error
-    if status == 404:
-        return MergestreamError(f"{what} does not exist")
-    if status in (401, 403):
-        return MergestreamError(
-            f"{what} may not be read or written with the credentials in the environment; check them"
-        )
-    return MergestreamError(f"{what}: the service refuses this (HTTP {status})")
+_REFUSALS = {
+    403: "may not be read or written with the credentials in the environment; check them",
+    404: "does not exist",
+    412: "has changed since it was opened; start again",
+}
 
 
 def request(what: str, ask: Callable[[], Result], done: str = "read") -> Result:
-    """Make a request, and raise its failure as an error about ``what``."""
+    """Make a request, and raise its failure as an error about ``what`` that cannot be ``done``."""
     from obstore import exceptions
 
     try:
         return ask()
     except FileNotFoundError:
-        failure = service_error(what, 404)
+        status: int | None = 404
     except exceptions.PreconditionError:
-        failure = MergestreamError(f"{what} has changed since it was opened; start again")
+        status = 412
     except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
-        failure = service_error(what, 403)
+        status = 403
     except exceptions.GenericError as error:
-        failure = service_error(what, http_status(error), done)
+        status = http_status(error)
     except exceptions.BaseError:
-        failure = MergestreamError(f"{what}: the service refuses this")
-    raise failure
+        status = 400
+    raise _service_error(what, status, done)
+
+
+def _service_error(what: str, status: int | None, done: str) -> MergestreamError:
+    """The error for an HTTP status, None for a lost connection. It never quotes the service, which may repeat a token.
+
+    If the service is not available, the cause is a ConnectionError: `watch` tries again.
+    """
+    if status is None or status >= 500 or status in (408, 429):
+        reason = f"the service is not available (HTTP {status})" if status else "no answer, or one that broke off"
+        error = MergestreamError(f"{what} cannot be {done}: {reason}; try again later")
+        error.__cause__ = ConnectionError(reason)
+        return error
+    refusal = _REFUSALS.get(403 if status == 401 else status)
+    return MergestreamError(f"{what} {refusal}" if refusal else f"{what}: the service refuses this (HTTP {status})")
 
 
 @cache
@@ -95,11 +97,7 @@ def open_bucket(scheme: str, bucket: str) -> ObjectStore:
             f"{public}=true"
         )
     options: ClientConfig = {"allow_http": True}  # used only if an endpoint in the environment is plain HTTP
-    return from_url(
-        f"{scheme}://{bucket}",
-        client_options=options,
-        retry_config=RETRIES,
-    )
+    return from_url(f"{scheme}://{bucket}", client_options=options, retry_config=RETRIES)
 
 
 def http_status(error: Exception) -> int | None:

@@ -155,16 +155,12 @@ class LocalStorage(Storage):
 
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
         path = self.path(name)
+        if self.stat(name) != before:
+            raise StoreBusyError(f"{path} was changed by another process in the meantime; run the command again")
         try:
-            if before is not None and not self.is_current(before):
-                raise FileExistsError
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, data, new=before is None)
+            replace_file(path, data)
             return self.stat(name) or StoredFile(self, name, len(data), "")
-        except FileExistsError:
-            raise StoreBusyError(
-                f"{path} was changed by another process in the meantime; run the command again"
-            ) from None
         except OSError as error:
             raise write_error(path, error) from error
 
@@ -172,15 +168,13 @@ class LocalStorage(Storage):
         self.save_to(name, self.path(to))
 
     def save_to(self, name: str, path: Path) -> None:
-        source, target = self.path(name), path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
         try:
-            os.link(source, target)
+            os.link(self.path(name), path)
         except OSError:  # a file system without hard links
-            shutil.copyfile(source, target)
-            with target.open("rb") as file:
-                os.fsync(file.fileno())
+            shutil.copyfile(self.path(name), path)
+            sync_file(path)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:

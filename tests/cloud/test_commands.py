@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import obstore
 import pytest
 
+from mergestream.checkpoints import location
 from tests.cloud.server import BUCKET, SECRET, Trouble, upload
 from tests.conftest import RunCommand, Toys, files, save_model, toy_base
 from tests.handmade import handmade_adapter
@@ -108,7 +109,8 @@ def test_nothing_of_the_weights_is_left_on_this_machine(
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    monkeypatch.setattr("mergestream.checkpoints.location._temporary_directory", lambda: SimpleNamespace(name=scratch))
+    monkeypatch.setattr(location, "_temporary_directory", lambda: SimpleNamespace(name=scratch))
+    location._download.cache_clear()
     done("merge", "--base", BASE, EXPERTS[0], "-o", tmp_path / "out")
     assert list(scratch.iterdir())  # it was used
     assert not [path for path in scratch.rglob("*") if path.suffix == ".safetensors"]

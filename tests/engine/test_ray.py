@@ -20,7 +20,7 @@ import torch
 from mergestream import LocalEngine, MergestreamError, RayEngine, Store, merge
 from mergestream.engine import Engine, ResultsByTensor
 from mergestream.engine import ray as engine
-from mergestream.engine.ray import pack, run_batch, unpack
+from mergestream.engine.ray import pack, run_job, unpack
 from mergestream.errors import EngineError, UsageError
 from mergestream.interrupts import own_sigterm
 from mergestream.testing import save_adapter
@@ -246,14 +246,16 @@ def test_a_path_that_a_node_does_not_see_is_told_before_any_work(cluster: Any, t
         ran.touch()
         return here
 
-    with pytest.raises(EngineError, match=r"the node 127.0.0.1 of the Ray cluster does not see .*not there"):
+    with pytest.raises(EngineError, match=r"the node 127.0.0.1 of the Ray cluster cannot take part: .*not there"):
         list(RayEngine().run({"a": 1}, work))
     assert not ran.exists()
 
 
 def test_other_versions_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "versions", lambda: {"torch": "0.4"})
-    with pytest.raises(EngineError, match=r"has torch \d.*, and here it is 0.4"):
+    monkeypatch.setattr(engine, "versions", lambda: "torch 0.4")
+    with pytest.raises(
+        EngineError, match=r"has mergestream .* torch \d.*, and the driver has torch 0.4: results could"
+    ):
         list(RayEngine().run({"a": 1}, str.upper))
 
 
@@ -294,15 +296,6 @@ def test_ray_chooses_the_gpu() -> None:
 # --- parts ---------------------------------------------------------------------------------------------------
 
 
-def test_small_tensors_go_together_and_large_ones_first() -> None:
-    costs = {"large": 100, "small": 1, "middle": 30, **{f"tiny {n}": 1 for n in range(69)}}
-    found = engine.batches(costs, {"small": 7}, 2)
-    assert list(found)[:2] == [("large",), ("middle",)]
-    assert sorted(name for batch in found for name in batch) == sorted(costs)
-    assert len(found) < 10
-    assert max(found.values()) == 7
-
-
 def test_findings_are_gathered_by_a_copy_and_come_home() -> None:
     findings = ResultsByTensor[int]({"before": 0})
 
@@ -312,8 +305,8 @@ def test_findings_are_gathered_by_a_copy_and_come_home() -> None:
 
     packed, originals = pack(work)
     assert len(originals) == 1 and originals[0] is findings
-    assert run_batch("run", packed, ["a", "bb"]) == ([("a", "A"), ("bb", "BB")], [{"a": 1, "bb": 2}])
-    assert run_batch("run", packed, ["ccc"]) == ([("ccc", "CCC")], [{"ccc": 3}])
+    assert run_job("run", packed, "a") == ("A", [{"a": 1}])
+    assert run_job("run", packed, "bb") == ("BB", [{"bb": 2}])
     assert findings == {"before": 0}
 
 
