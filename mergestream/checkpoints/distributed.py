@@ -11,10 +11,11 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Struct, convert
 
 from mergestream.checkpoints.checkpoint import DTYPE_NAMES, Shard, TensorInfo, TensorSpec, dtype_error, torch_dtype
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
@@ -22,6 +23,7 @@ from mergestream.checkpoints.torch_file import WRAPPERS, check_pickle
 from mergestream.errors import MergestreamError, first_line
 from mergestream.escaping import is_utf8
 from mergestream.files import MAX_JSON_BYTES
+from mergestream.schema import Count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,14 +41,48 @@ def find_metadata(directory: Path) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-class Chunk(NamedTuple):
-    """A part of a tensor, and the bytes of the file in which ``torch.save`` wrote it."""
+# --- what the metadata says: torch's classes, with the fields that are read ----------------------------------
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    begin: int
-    length: int
+Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
+
+
+class _Chunk(Struct):
+    """A part of a tensor (torch's ``ChunkStorageMetadata``)."""
+
+    offsets: Sizes
+    sizes: Sizes
+
+
+class _Tensor(Struct):
+    """A tensor and its chunks (``TensorStorageMetadata``)."""
+
+    properties: Any
+    size: Sizes
+    chunks: list[_Chunk]
+
+
+class _Index(Struct, frozen=True):
+    """The name of a chunk (``MetadataIndex``); what is no tensor has no offset."""
+
+    fqn: str
+    offset: Sizes | None = None
+
+
+class _Place(Struct):
+    """The bytes of the file in which ``torch.save`` wrote a chunk (``_StorageInfo``)."""
+
+    relative_path: str
+    offset: Count
+    length: Count
+    transform_descriptors: Any = None
+
+
+class _Metadata(Struct):
+    """The content of ``.metadata`` (``Metadata``)."""
+
+    state_dict_metadata: dict[str, Any]
+    storage_data: dict[_Index, _Place]
+    planner_data: Any = None
 
 
 class DistributedFiles(Shard):
@@ -57,50 +93,53 @@ class DistributedFiles(Shard):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        content = _read_metadata(path)
-        stored = _find_model(content)
+        metadata = _read_metadata(path)
+        stored = _find_model(metadata)
         if not stored:
             raise MergestreamError(
                 f"{path.parent} holds no tensors of a model; give the directory of the model's checkpoint"
             )
         files = {file.name: file.stat().st_size for file in path.parent.iterdir() if file.is_file()}
-        places = _find_places(content)
-        self._chunks: dict[str, list[Chunk]] = {}
+        self._chunks: dict[str, list[tuple[_Chunk, _Place]]] = {}
         self.tensors = {}
         for name, key in stored.items():
             try:
-                fields = content["state_dict_metadata"][key].fields
-                spec = _read_spec(name, fields, path)
-                chunks = [_read_chunk(record.fields, places[key], spec, files) for record in fields["chunks"]]
-                if not _tile(chunks, spec.shape):
+                tensor = convert(metadata.state_dict_metadata[key], _Tensor, from_attributes=True)
+                dtype = tensor.properties.state[0]
+                if dtype not in DTYPE_NAMES:
+                    raise dtype_error(dtype, f"the tensor {name!r} in {path}")
+                places = [(chunk, metadata.storage_data[_Index(key, chunk.offsets)]) for chunk in tensor.chunks]
+                spec = TensorInfo(DTYPE_NAMES[dtype], tensor.size, places[0][1].relative_path)
+                for chunk, place in places:
+                    _check_chunk(chunk, place, spec, files)
+                if not is_utf8(name) or not _tile(tensor.chunks, tensor.size):
                     raise ValueError("chunks are missing or overlap")
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 raise MergestreamError(
                     f"{path} and the files beside it do not hold all of the tensor {name!r}; copy the checkpoint again"
                 ) from error
-            self._chunks[name] = chunks
-            self.tensors[name] = TensorInfo(spec.dtype, spec.shape, chunks[0].file)
+            self._chunks[name], self.tensors[name] = places, spec
 
     def read(self, name: str) -> Tensor:
         import torch
 
         info = self.tensors[name]
         tensor = torch.zeros(info.shape, dtype=torch_dtype(info.dtype))
-        for chunk in self._chunks[name]:
-            part = self._load(chunk, name)
+        for chunk, place in self._chunks[name]:
+            part = self._load(chunk, place, name)
             if chunk.sizes == info.shape:
                 return part
             tensor[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = part
         return tensor
 
-    def _load(self, chunk: Chunk, name: str) -> Tensor:
+    def _load(self, chunk: _Chunk, place: _Place, name: str) -> Tensor:
         import torch
 
-        file = self.path.with_name(chunk.file)
+        file = self.path.with_name(place.relative_path)
         try:
             with file.open("rb") as stream:
-                stream.seek(chunk.begin)
-                data = io.BytesIO(stream.read(chunk.length))
+                stream.seek(place.offset)
+                data = io.BytesIO(stream.read(place.length))
             part: Tensor = torch.load(data, map_location="cpu", weights_only=True).detach()
             if tuple(part.shape) != chunk.sizes or part.dtype != torch_dtype(self.tensors[name].dtype):
                 raise ValueError(f"a chunk has the shape {list(part.shape)} and the dtype {part.dtype}")
@@ -116,13 +155,13 @@ class DistributedFiles(Shard):
 
 
 class _Record:
-    """An object of one of torch's classes: its fields or arguments, and no code."""
+    """An object of one of torch's classes: its fields, and no code."""
 
     def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+        """Some classes are made from arguments, and none of these is needed."""
 
     def __setstate__(self, state: Any) -> None:
-        self.fields = state
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
 _MODULES = re.compile(r"torch\.distributed\.checkpoint\.(metadata|filesystem)|torch\.serialization|pathlib(\._local)?")
@@ -142,14 +181,13 @@ class _InertUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def _read_metadata(path: Path) -> Mapping[str, Any]:
-    """The fields of the metadata."""
+def _read_metadata(path: Path) -> _Metadata:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise MergestreamError(f"{path} is too large to be the metadata of a checkpoint; copy the checkpoint again")
     data = path.read_bytes()
     check_pickle(path, data)
     try:
-        content = _InertUnpickler(io.BytesIO(data)).load()
+        return convert(_InertUnpickler(io.BytesIO(data)).load(), _Metadata, from_attributes=True)
     except pickle.UnpicklingError as error:
         raise MergestreamError(
             f"{path} asks for more than a checkpoint's metadata ({error}); it was not executed: if you trust its "
@@ -159,27 +197,17 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
         raise MergestreamError(
             f"{path} is corrupt or no metadata of a checkpoint; copy the checkpoint again"
         ) from error
-    fields = _get_fields(content, "Metadata")
-    if not isinstance(fields.get("state_dict_metadata"), dict) or not isinstance(fields.get("storage_data"), dict):
-        raise MergestreamError(f"{path} is no metadata of torch.distributed.checkpoint; copy the checkpoint again")
-    return fields
-
-
-def _get_fields(record: Any, kind: str) -> dict[str, Any]:
-    """The fields of a record of the class ``kind``; empty for anything else."""
-    fields = getattr(record, "fields", None) if type(record).__name__ == kind else None
-    return fields if isinstance(fields, dict) else {}
 
 
 # --- checking what it says ----------------------------------------------------------------------------------
 
 
-def _find_model(content: Mapping[str, Any]) -> dict[str, str]:
+def _find_model(metadata: _Metadata) -> dict[str, str]:
     """Map the model's tensor names to their keys in the metadata, in which nested state dicts are flattened."""
-    planned = content.get("planner_data")
+    planned = metadata.planner_data
     paths: dict[str, tuple[str, ...]] = {}
-    for key, record in content["state_dict_metadata"].items():
-        if _get_fields(record, "TensorStorageMetadata") and isinstance(key, str) and not key.endswith("_extra_state"):
+    for key, record in metadata.state_dict_metadata.items():
+        if type(record).__name__ == "TensorStorageMetadata" and not key.endswith("_extra_state"):
             path = planned.get(key) if isinstance(planned, dict) else None
             paths[key] = tuple(map(str, path)) if isinstance(path, tuple) and path else (key,)
     while wrapper := next((w for w in _WRAPPERS if any(p[0] == w and len(p) > 1 for p in paths.values())), None):
@@ -187,44 +215,15 @@ def _find_model(content: Mapping[str, Any]) -> dict[str, str]:
     return {".".join(path): key for key, path in paths.items() if len(path) == 1 or not _TRAINING_STATE.match(path[0])}
 
 
-def _read_spec(name: str, fields: Mapping[str, Any], path: Path) -> TensorSpec:
-    dtype, shape = fields["properties"].fields[0], _check_sizes(fields["size"])
-    if not is_utf8(name) or len(shape) > MAX_DIMENSIONS:
-        raise ValueError("impossible name or shape")
-    if dtype not in DTYPE_NAMES:
-        raise dtype_error(dtype, f"the tensor {name!r} in {path}")
-    return TensorSpec(DTYPE_NAMES[dtype], shape)
-
-
-def _find_places(content: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], dict[str, Any]]]:
-    """The place of each chunk, by its tensor's key and its offsets."""
-    places: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {}
-    for index, place in content["storage_data"].items():
-        fields = _get_fields(index, "MetadataIndex")
-        with suppress(ValueError):  # an entry without offsets is no tensor
-            offsets = _check_sizes(fields.get("offset"))
-            places.setdefault(str(fields.get("fqn")), {})[offsets] = _get_fields(place, "_StorageInfo")
-    return places
-
-
-def _read_chunk(
-    fields: Mapping[str, Any],
-    places: Mapping[tuple[int, ...], Mapping[str, Any]],
-    spec: TensorSpec,
-    files: Mapping[str, int],
-) -> Chunk:
-    """A chunk of a tensor; ValueError or KeyError if it is outside of the tensor or not in ``files``."""
-    offsets, sizes = _check_sizes(fields["offsets"]), _check_sizes(fields["sizes"])
-    place = places[offsets]
-    file, (begin, length) = place["relative_path"], _check_sizes((place["offset"], place["length"]))
-    outside = any(o + n > whole for o, n, whole in zip(offsets, sizes, spec.shape, strict=True))
-    missing = begin + length > files[file] or length < TensorSpec(spec.dtype, sizes).nbytes
-    if outside or missing or place.get("transform_descriptors"):
+def _check_chunk(chunk: _Chunk, place: _Place, spec: TensorSpec, files: Mapping[str, int]) -> None:
+    """Refuse a chunk that is outside of its tensor, or not whole in one of the ``files``."""
+    outside = any(o + n > whole for o, n, whole in zip(chunk.offsets, chunk.sizes, spec.shape, strict=True))
+    missing = place.offset + place.length > files[place.relative_path]
+    if outside or missing or place.length < TensorSpec(spec.dtype, chunk.sizes).nbytes or place.transform_descriptors:
         raise ValueError("a chunk is outside of its tensor or file, or compressed")
-    return Chunk(offsets, sizes, file, begin, length)
 
 
-def _tile(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> bool:
+def _tile(chunks: Sequence[_Chunk], shape: tuple[int, ...]) -> bool:
     """Whether the chunks cover every element exactly once; ranks may repeat a chunk.
 
     A box is determined by its corners with alternating signs. Boxes tile a larger one exactly if the signed corners
@@ -241,9 +240,3 @@ def _tile(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> bool:
             corners[tuple(offsets[axis] + end * sizes[axis] for axis, end in zip(cut, signs, strict=True))] += sign
         corners[tuple(end * shape[axis] for axis, end in zip(cut, signs, strict=True))] -= sign
     return not any(corners.values())
-
-
-def _check_sizes(numbers: Any) -> tuple[int, ...]:
-    if not isinstance(numbers, tuple) or not all(type(number) is int and 0 <= number < 2**60 for number in numbers):
-        raise ValueError("not a tuple of sizes")
-    return numbers

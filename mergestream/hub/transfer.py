@@ -118,7 +118,7 @@ def _copied(store: Store) -> Iterator[tuple[Path, Manifest]]:
     local = store.storage.path()
     parent = local.resolve().parent if local else None
     beside = parent if parent and os.access(parent, os.W_OK) else None
-    with TemporaryDirectory(prefix=f".{store.storage.name}.push-", dir=beside) as temporary:
+    with TemporaryDirectory(prefix=".mergestream-push-", dir=beside) as temporary:
         copy = Path(temporary) / "store"
 
         def copy_files() -> Manifest:

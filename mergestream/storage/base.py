@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
+from uuid import uuid4
 
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import MAX_JSON_BYTES
@@ -32,11 +33,6 @@ class Storage(ABC):
     """Whether `writing` keeps other writers out; else they run side by side, and the first to commit wins"""
 
     @property
-    @abstractmethod
-    def name(self) -> str:
-        """The last part of the path or URL."""
-
-    @property
     def address(self) -> str:
         """The absolute path or the URL."""
         return str(self)
@@ -56,17 +52,18 @@ class Storage(ABC):
     def files(self, folder: str = "") -> Mapping[str, StoredFile]:
         """All files below a folder, by their names from there; a bucket is listed once until something is written."""
 
-    @abstractmethod
     def folders(self, folder: str) -> list[str]:
         """The names of the folders in a folder."""
+        return sorted({name.partition("/")[0] for name in self.files(folder) if "/" in name})
 
     @abstractmethod
     def stat(self, name: str) -> StoredFile | None:
         """The size and version of a file; None if it does not exist."""
 
-    @abstractmethod
     def read(self, name: str) -> bytes | None:
         """The content of a small file; None if it does not exist."""
+        found = self.fetch(name)
+        return found[0] if found else None
 
     @abstractmethod
     def fetch(self, name: str) -> tuple[bytes, StoredFile] | None:
@@ -99,13 +96,12 @@ class Storage(ABC):
         """Whether a new store may be made here: nothing is there, except what an interrupted `init` has left."""
         return self.is_empty
 
-    def creating(self) -> AbstractContextManager[None]:
-        """Make the directory; an error inside the block removes it again."""
-        return nullcontext()
-
     @abstractmethod
     def writing(self, name: str) -> AbstractContextManager[None]:
-        """Be the only writer: by a lock, or by compare-and-swap of the file ``name``. StoreBusyError for the loser."""
+        """Be the only writer: by a lock, or by compare-and-swap of the file ``name``. StoreBusyError for the loser.
+
+        A directory is made if it does not exist.
+        """
 
     @abstractmethod
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
@@ -151,9 +147,9 @@ class Storage(ABC):
         that the folder is unfinished until all files are uploaded.
         """
 
-    @abstractmethod
     def new_mark(self) -> str:
         """A suffix that keeps folders of concurrent writers apart; empty where a lock does."""
+        return "" if self.has_lock else uuid4().hex[:16]
 
     # --- temporary files
 

@@ -53,23 +53,14 @@ class BucketStorage(Storage):
     def __reduce__(self) -> tuple[Any, ...]:
         return BucketStorage, (self.url,)
 
-    @property
-    def name(self) -> str:
-        return self.url.name
-
     # --- reading
 
     def files(self, folder: str = "") -> dict[str, StoredFile]:
         if self._listed is None:
-            self._listed = self._list()
+            listed = self._explained("", lambda: self._client.list(self.url.key or None).collect())
+            self._listed = self._describe(listed)
         start = f"{folder}/" if folder else ""
         return {key.removeprefix(start): file for key, file in self._listed.items() if key.startswith(start)}
-
-    def _list(self) -> dict[str, StoredFile]:
-        return self._describe(self._explained("", lambda: self._client.list(self.url.key or None).collect()))
-
-    def folders(self, folder: str) -> list[str]:
-        return sorted({name.partition("/")[0] for name in self.files(folder) if "/" in name})
 
     def stat(self, name: str) -> StoredFile | None:
         return self._head(name) if self._listed is None else self._listed.get(name)
@@ -126,7 +117,8 @@ class BucketStorage(Storage):
 
     @property
     def is_empty(self) -> bool:
-        return not self._list()
+        self._listed = None
+        return not self.files()
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
@@ -269,9 +261,6 @@ class BucketStorage(Storage):
                     with suppress(MergestreamError):
                         self.delete([*files, marker])
                 raise
-
-    def new_mark(self) -> str:
-        return uuid4().hex[:16]
 
     # --- temporary files
 

@@ -39,10 +39,6 @@ class LocalStorage(Storage):
         return str(self._directory)
 
     @property
-    def name(self) -> str:
-        return self._directory.name
-
-    @property
     def address(self) -> str:
         return str(self._directory.resolve())
 
@@ -81,10 +77,6 @@ class LocalStorage(Storage):
             return self._describe(path, path.stat())
         except OSError:
             return None
-
-    def read(self, name: str) -> bytes | None:
-        found = self.fetch(name)
-        return found[0] if found else None
 
     def fetch(self, name: str) -> tuple[bytes, StoredFile] | None:
         path = self.path(name)
@@ -127,16 +119,14 @@ class LocalStorage(Storage):
             path.name == _LOCK or path.name.endswith(DRAFT_SUFFIX) for path in self._directory.iterdir()
         )
 
-    def creating(self) -> AbstractContextManager[None]:
-        return new_directories(self._directory)
-
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
         """Hold the lock; the operating system drops it when its holder dies."""
-        try:
-            descriptor = os.open(self.path(_LOCK), _LOCK_FLAGS, 0o666)
-        except OSError as error:
-            raise MergestreamError(f"{self} cannot be written to: {error.strerror}") from error
+        with new_directories(self._directory):
+            try:
+                descriptor = os.open(self.path(_LOCK), _LOCK_FLAGS, 0o666)
+            except OSError as error:
+                raise MergestreamError(f"{self} cannot be written to: {error.strerror}") from error
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,9 +181,6 @@ class LocalStorage(Storage):
 
     def replacing(self, marker: str, check: Callable[[], None]) -> AbstractContextManager[Path]:
         return _replace_directory(self._directory, check)
-
-    def new_mark(self) -> str:
-        return ""
 
     # --- temporary files
 

@@ -52,7 +52,7 @@ def create_store(
             (progress or Progress()).note(checkpoint.note)
     model = dataclasses.replace(model, given=str(base))
     try:
-        with storage.creating(), storage.writing(MANIFEST):
+        with storage.writing(MANIFEST):
             _check_free(storage)  # again: examining the base may have taken long
             Manifest(method.name, method.parameters, model, keep, commit=storage.new_mark()).save(storage)
             storage.sync()
