@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -104,6 +105,16 @@ class DamagedError(MergestreamError):
 
 class MergestreamWarning(UserWarning):
     """A note for the user, raised as a warning where no progress display shows it."""
+
+
+@contextmanager
+def package_needed(what: str, extra: str) -> Iterator[None]:
+    """Explain a failed import: ``what`` needs a package of an extra of ours."""
+    try:
+        yield
+    except ImportError as error:
+        name = (error.name or extra).partition(".")[0]
+        raise MergestreamError(f"{what} needs the package {name}: pip install 'mergestream[{extra}]'") from error
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -22,6 +22,8 @@ DRAFT_SUFFIX = ".new"
 """Suffix of a file that is still being written"""
 REMOVED_SUFFIX = ".removed"
 """Suffix of a directory that is being removed"""
+AGAIN = "download or copy it again"
+"""The remedy for a damaged file of a model"""
 _MAKE_ROOM = "; free some disk space and run the command again"
 _REMEDIES = {
     errno.ENOSPC: _MAKE_ROOM,

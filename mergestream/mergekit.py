@@ -17,7 +17,7 @@ from msgspec.structs import asdict, replace
 
 from mergestream import SLERP, Method, ModelStock, Weighted
 from mergestream.commands import NUMBER
-from mergestream.errors import MergestreamError, UsageError, did_you_mean
+from mergestream.errors import UsageError, did_you_mean, package_needed
 from mergestream.escaping import one_line
 
 _SUMS = ("task_arithmetic", "ties", "dare_linear", "dare_ties")
@@ -124,10 +124,8 @@ def read_recipe(path: Path, seed: int = 0) -> Recipe:
 
 
 def _parse(path: Path) -> Any:
-    try:
+    with package_needed("a recipe", "mergekit"):
         import yaml
-    except ModuleNotFoundError:
-        raise MergestreamError("recipes need the package pyyaml: pip install 'mergestream[mergekit]'") from None
 
     def number(_: Any, node: Any) -> Any:  # YAML takes 12:30:45 and 1_0 for numbers too
         return float(node.value) if _NUMBER.fullmatch(node.value) else node.value

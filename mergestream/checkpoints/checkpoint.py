@@ -214,9 +214,7 @@ class FileCheckpoint(Checkpoint):
         self.fingerprint = _fingerprint(self._shards)
         if fingerprint not in (None, self.fingerprint):
             self.close()
-            raise MergestreamError(
-                f"{source} has other files on this machine than on the first; use a directory that all machines share"
-            )
+            raise MergestreamError(f"{source} has other files on this machine; use a directory that all machines share")
 
     def read(self, name: str) -> Tensor:
         return self._owner[name].read(name)
@@ -236,9 +234,7 @@ def dtype_error(dtype: str, where: str) -> MergestreamError:
     """The error for a dtype that cannot be merged, given by its safetensors or torch name."""
     if dtype.lower().startswith(("f8", "f6", "f4", "float8", "float4", "q", "i4", "u4")):
         return MergestreamError(f"{where} is quantised ({dtype}); dequantise the checkpoint first")
-    return MergestreamError(
-        f"{where} has the dtype {dtype}, which cannot be merged; save it as one of {', '.join(_DTYPES)}"
-    )
+    return MergestreamError(f"{where} has the dtype {dtype}; save it as one of {', '.join(_DTYPES)}")
 
 
 def describe_tensors(
@@ -255,9 +251,7 @@ def describe_tensors(
     first: dict[tuple[object, ...], str] = {}
     for name, tensor in state_dict.items():
         if not isinstance(tensor, torch.Tensor):
-            raise MergestreamError(
-                f"{holder} holds {name!r}, which is no tensor but of type {type(tensor).__name__}; {remedy}"
-            )
+            raise MergestreamError(f"{holder} holds {name!r} of type {type(tensor).__name__}, no tensor; {remedy}")
         where = f"the tensor {name!r} in {holder}"
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPE_NAMES:

@@ -19,10 +19,10 @@ from msgspec import Meta, Struct, convert
 
 from mergestream.checkpoints.checkpoint import DTYPE_NAMES, Shard, TensorInfo, TensorSpec, dtype_error, torch_dtype
 from mergestream.checkpoints.safetensors import MAX_DIMENSIONS
-from mergestream.checkpoints.torch_file import WRAPPERS, check_pickle
+from mergestream.checkpoints.torch_file import NOT_EXECUTED, WRAPPERS, check_pickle
 from mergestream.errors import MergestreamError, first_line
 from mergestream.escaping import is_utf8
-from mergestream.files import MAX_JSON_BYTES
+from mergestream.files import AGAIN, MAX_JSON_BYTES
 from mergestream.schema import Count
 
 if TYPE_CHECKING:
@@ -96,9 +96,7 @@ class DistributedFiles(Shard):
         metadata = _read_metadata(path)
         stored = _find_model(metadata)
         if not stored:
-            raise MergestreamError(
-                f"{path.parent} holds no tensors of a model; give the directory of the model's checkpoint"
-            )
+            raise MergestreamError(f"{path.parent} holds no tensors of a model; give the directory of the model")
         files = {file.name: file.stat().st_size for file in path.parent.iterdir() if file.is_file()}
         self._chunks: dict[str, list[tuple[_Chunk, _Place]]] = {}
         self.tensors = {}
@@ -115,9 +113,7 @@ class DistributedFiles(Shard):
                 if not is_utf8(name) or not _tile(tensor.chunks, tensor.size):
                     raise ValueError("chunks are missing or overlap")
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                raise MergestreamError(
-                    f"{path} and the files beside it do not hold all of the tensor {name!r}; copy the checkpoint again"
-                ) from error
+                raise MergestreamError(f"{path} lacks a part of the tensor {name!r}; {AGAIN}") from error
             self._chunks[name], self.tensors[name] = places, spec
 
     def read(self, name: str) -> Tensor:
@@ -144,10 +140,8 @@ class DistributedFiles(Shard):
             if tuple(part.shape) != chunk.sizes or part.dtype != torch_dtype(self.tensors[name].dtype):
                 raise ValueError(f"a chunk has the shape {list(part.shape)} and the dtype {part.dtype}")
         except Exception as error:  # torch.load raises anything for a damaged archive
-            raise MergestreamError(
-                f"the tensor {name!r} in {file} cannot be read, and no pickle in it was executed "
-                f"({first_line(error)}); copy the checkpoint again"
-            ) from error
+            where, reason = f"the tensor {name!r} in {file}", first_line(error)
+            raise MergestreamError(f"{where} cannot be read, no pickle was executed ({reason}); {AGAIN}") from error
         return part
 
 
@@ -189,14 +183,9 @@ def _read_metadata(path: Path) -> _Metadata:
     try:
         return convert(_InertUnpickler(io.BytesIO(data)).load(), _Metadata, from_attributes=True)
     except pickle.UnpicklingError as error:
-        raise MergestreamError(
-            f"{path} asks for more than a checkpoint's metadata ({error}); it was not executed: if you trust its "
-            "origin, load the checkpoint and save the model's state_dict() as safetensors"
-        ) from error
+        raise MergestreamError(f"{path} asks for more than metadata ({error}): it {NOT_EXECUTED}") from error
     except Exception as error:  # a damaged pickle raises anything
-        raise MergestreamError(
-            f"{path} is corrupt or no metadata of a checkpoint; copy the checkpoint again"
-        ) from error
+        raise MergestreamError(f"{path} is corrupt or no metadata; copy the checkpoint again") from error
 
 
 # --- checking what it says ----------------------------------------------------------------------------------

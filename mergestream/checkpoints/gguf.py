@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from mergestream.checkpoints.checkpoint import Shard, TensorInfo
 from mergestream.checkpoints.meta_model import build_on_meta, check_config_numbers, quiet_and_offline
-from mergestream.errors import MergestreamError
-from mergestream.sizes import counted, shorten_list
+from mergestream.errors import MergestreamError, package_needed
+from mergestream.sizes import shorten_list
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,15 +35,10 @@ class GgufFile(Shard):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._processor: Any
-        try:
+        with package_needed(f"{path}, a GGUF file,", "gguf"):
             import gguf
             import transformers
             from transformers import modeling_gguf_pytorch_utils
-        except ImportError as error:
-            raise MergestreamError(
-                f"{path} is a GGUF file, for which the packages gguf and transformers are needed: "
-                "pip install 'mergestream[gguf]'"
-            ) from error
         gguf_utils: Any = modeling_gguf_pytorch_utils
         try:
             reader = gguf.GGUFReader(path)
@@ -52,10 +47,7 @@ class GgufFile(Shard):
         except Exception as error:  # a damaged header raises anything
             raise MergestreamError(f"{path} is corrupt or no GGUF file; download it again") from error
         if parts not in (None, 0, 1):
-            raise MergestreamError(
-                f"{path} is one of {parts} parts of a GGUF file: run `llama-gguf-split --merge FIRST_PART WHOLE.gguf` "
-                "and give WHOLE.gguf"
-            )
+            raise MergestreamError(f"{path} is one of {parts} parts: `llama-gguf-split --merge FIRST WHOLE` joins them")
         try:
             with quiet_and_offline(transformers):
                 self._parsed = gguf_utils.load_gguf_checkpoint(path)
@@ -64,26 +56,18 @@ class GgufFile(Shard):
                 self._processor = processor(config=self._parsed["config"])
                 self._names = gguf_utils.get_gguf_hf_weights_map(model, self._processor)
         except Exception as error:  # an unknown architecture, or impossible numbers
-            raise MergestreamError(
-                f"{path} is a GGUF file of the architecture {architecture}, whose tensors transformers cannot name "
-                f"({type(error).__name__}); {_REMEDY}"
-            ) from error
+            reason = f"transformers cannot name its tensors ({type(error).__name__})"
+            raise MergestreamError(f"{path} is of the architecture {architecture}: {reason}; {_REMEDY}") from error
         self._parts: dict[str, list[str]] = {}  # a tensor of a mixture of experts is stored in several parts
         for stored in self._stored:
             if name := self._names.get(stored) or self._names.get(stored.removesuffix(".weight")):
                 self._parts.setdefault(name, []).append(stored)
         if missing := [name for name, _ in model.named_parameters() if name not in self._parts]:
-            raise MergestreamError(
-                f"{path} has nothing for {counted(len(missing), 'tensor')} of {type(model).__name__} "
-                f"({shorten_list(missing)}); {_REMEDY}"
-            )
+            raise MergestreamError(f"{path} lacks {shorten_list(missing)} of {type(model).__name__}; {_REMEDY}")
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in self._parts}
         self.tensors = {name: TensorInfo("F32", shape, path.name) for name, shape in shapes.items()}
         if quantised := sorted({tensor.tensor_type.name for tensor in self._stored.values()} - _UNQUANTISED):
-            self.note = (
-                f"is quantised ({', '.join(quantised)}) and was dequantised to float32: its task vector contains the "
-                "rounding errors of the quantisation"
-            )
+            self.note = f"is quantised ({', '.join(quantised)}): its task vector contains the rounding errors of that"
         self._temporary = TemporaryDirectory(prefix="mergestream-")
         self.directory = Path(self._temporary.name)
         config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}

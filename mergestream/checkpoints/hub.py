@@ -18,7 +18,7 @@ from mergestream.checkpoints.layout import (
     no_weights_error,
     read_index,
 )
-from mergestream.errors import MergestreamError, first_line
+from mergestream.errors import MergestreamError, first_line, package_needed
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -35,12 +35,8 @@ class UnreachableError(MergestreamError):
 
 def connect(name: str) -> HfApi:
     """A client of the hub, for a repository, without progress bars if nobody sees them."""
-    try:
+    with package_needed(f"{name} is not a local path, and the hub", "hub"):
         from huggingface_hub import HfApi, utils
-    except ImportError as error:
-        raise MergestreamError(
-            f"{name} is not a local path, and the hub needs the package huggingface_hub: pip install 'mergestream[hub]'"
-        ) from error
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
     return HfApi()
@@ -63,19 +59,14 @@ def explained(hub_id: str, doing: str) -> Iterator[None]:
         elif isinstance(error, utils.RevisionNotFoundError):
             sentence = f"the hub knows {name}, but not the revision {revision}"
         elif isinstance(error, utils.RepositoryNotFoundError | utils.HFValidationError) and doing != UPLOAD:
-            sentence = (
-                f"{hub_id} is neither a local path nor a repository that the hub shows you; check the spelling, or "
-                f"{LOGIN} if it is private"
-            )
+            sentence = f"{hub_id} is no local path, and the hub does not show it; check the spelling, or {LOGIN}"
         elif status == 401:
             sentence = f"the hub does not accept the token; {LOGIN} with another"
         elif status == 403:
             sentence = f"the token may not write to {name}; use one with write access to {name.partition('/')[0]}"
         else:
             reason = f"the hub answered {status}" if status else _SECRETS.sub("…", first_line(error))
-            raise UnreachableError(
-                f"{hub_id} cannot be {doing} ({reason}); run the command again, and it resumes"
-            ) from error
+            raise UnreachableError(f"{hub_id} cannot be {doing} ({reason}); run the command again to resume") from error
         raise MergestreamError(sentence) from error
 
 

@@ -130,9 +130,7 @@ def find_weights(names: Collection[str], source: str) -> str | None:
         return indexes[0]
     shard = next((name for name in sorted(names) if (m := _SHARD.search(name)) and int(m[2]) > 1), None)
     if shard and shard.endswith(".safetensors"):
-        raise MergestreamError(
-            f"{source} holds the shard {shard}, but no index (such as {_SAFETENSORS_NAMES[0]}); download the index too"
-        )
+        raise MergestreamError(f"{source} holds the shard {shard}, but no index {_SAFETENSORS_NAMES[0]}; download it")
     if found := _find_only(names, ".safetensors", source):
         return found
     for name in _TORCH_NAMES:
@@ -147,9 +145,7 @@ def _find_only(names: Collection[str], suffix: str, source: str) -> str | None:
     """The file with this suffix; an error if there are several."""
     found = sorted(name for name in names if name.endswith(suffix))
     if len(found) > 1:
-        raise MergestreamError(
-            f"{source} holds {len(found)} {suffix} files and no index; name the one you mean ({shorten_list(found)})"
-        )
+        raise MergestreamError(f"{source} holds {len(found)} {suffix} files; name one of them ({shorten_list(found)})")
     return found[0] if found else None
 
 
@@ -160,9 +156,8 @@ def read_index(path: Path) -> dict[str, str]:
         raise MergestreamError(f"{path} is no index: it has no weight_map; download it again")
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or "/" in shard or "\\" in shard or not is_weight_file(shard):
-            raise MergestreamError(
-                f"{path} sends the tensor {tensor!r} to {shard!r}, which is no weight file beside it; download it again"
-            )
+            place = f"the tensor {tensor!r} in {shard!r}, which is no weight file beside it"
+            raise MergestreamError(f"{path} lists {place}; download it again")
     return weight_map
 
 
@@ -175,10 +170,8 @@ def model_config(directory: Path | None) -> dict[str, Any]:
 def refuse_quantised(directory: Path) -> None:
     """Refuse a checkpoint whose config says that it is quantised."""
     if model_config(directory).get("quantization_config"):
-        raise MergestreamError(
-            f"{directory / 'config.json'}: quantization_config says that the checkpoint is quantised; dequantise it "
-            "first, or give the model that it was made from"
-        )
+        path = directory / "config.json"
+        raise MergestreamError(f"{path} has a quantization_config; dequantise the checkpoint, or give the original")
 
 
 # --- directories without weights -----------------------------------------------------------------------------
@@ -227,10 +220,8 @@ def no_weights_error(names: Collection[str], source: str, directory: Path | None
 def explain_directory(names: Collection[str], source: str, directory: Path | None = None) -> str | None:
     """What a directory without weights holds instead, and what to do; None if it is unknown."""
     if directory and (folders := _folders_with_weights(names, directory)):
-        return (
-            f"{source} holds no weights itself, but its folders {shorten_list(folders, 4)} do: give one of them, "
-            f"such as {source}/{folders[-1]}"
-        )
+        listed = shorten_list(folders, 4)
+        return f"{source} has weights in its folders only: {listed}; give one of them, such as {source}/{folders[-1]}"
     for pattern, sentence in _CONTENTS.items():
         if found := sorted(name for name in names if re.fullmatch(pattern, name)):
             return f"{source} {sentence.format(found=shorten_list(found, 4))}"

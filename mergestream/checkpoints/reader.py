@@ -75,18 +75,14 @@ def _open_indexed(location: Location, entry: str, source: str) -> Checkpoint:
     if single in names and single not in weight_map.values():
         raise MergestreamError(f"{source} holds both {single} and {entry}; remove the one that is out of date")
     if missing := sorted(set(weight_map.values()) - names):
-        raise MergestreamError(
-            f"{location.source}/{missing[0]} is missing, although {entry} lists it; download it again"
-        )
+        raise MergestreamError(f"{location.source}/{missing[0]} is missing, but {entry} lists it; download it again")
     shards = [_open_shard(location, name) for name in sorted(set(weight_map.values()))]
     held = {(tensor, shard.path.name) for shard in shards for tensor in shard.tensors}
     if differing := held ^ weight_map.items():
         tensor, name = min(differing)
         holds, lists = ("holds", "does not list") if (tensor, name) in held else ("lacks", "lists")
-        raise MergestreamError(
-            f"{index.parent / name} {holds} the tensor {tensor!r}, which {entry} {lists} there; index and shards are "
-            "from different checkpoints: download them again"
-        )
+        fault = f"{holds} the tensor {tensor!r}, which {entry} {lists} there"
+        raise MergestreamError(f"{index.parent / name} {fault}; download index and shards again")
     return FileCheckpoint(source, directory, shards)
 
 
@@ -95,9 +91,7 @@ def _open_shard(location: Location, name: str) -> Shard:
     if remote := location.objects.get(name):
         if name.endswith(".safetensors"):
             return SafetensorsObject(remote)
-        raise MergestreamError(
-            f"{remote} is in object storage, where only .safetensors is read by range; copy it to a disk"
-        )
+        raise MergestreamError(f"{remote} is not read in object storage, only .safetensors is; copy it to a disk")
     path = location.path / name
     if not path.is_file():  # opening a pipe would block
         raise MergestreamError(f"{path} is no regular file; give the file itself")
@@ -123,15 +117,10 @@ class MemoryCheckpoint(Checkpoint):
 
     def __init__(self, model: Any) -> None:
         if hasattr(model, "peft_config"):
-            raise UsageError(
-                "a PeftModel is a base and an adapter in one: pass the directory in which save_pretrained() wrote the "
-                "adapter, or model.merge_and_unload()"
-            )
+            raise UsageError("a PeftModel has two models: pass its saved adapter, or model.merge_and_unload()")
         state_dict = model.state_dict() if callable(getattr(model, "state_dict", None)) else model
         if not isinstance(state_dict, Mapping):
-            raise UsageError(
-                f"a model is a path, a hub id org/name, a torch module or a state dict, not a {type(model).__name__}"
-            )
+            raise UsageError(f"a model is a path, a hub id, a module or a state dict, not a {type(model).__name__}")
         self.tensors, self.aliases = describe_tensors(state_dict, "the state dict", "remove it")
         self._tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in state_dict.items()}
 

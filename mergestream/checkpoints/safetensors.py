@@ -30,6 +30,7 @@ from mergestream.checkpoints.checkpoint import (
     torch_dtype,
 )
 from mergestream.errors import MergestreamError
+from mergestream.files import AGAIN
 from mergestream.schema import Count, unique_keys
 from mergestream.storage import StoredFile
 from mergestream.storage.base import RANGE, transfers
@@ -43,7 +44,6 @@ _USUAL_HEADER = 1 << 17
 """Bytes of an object that the first request fetches; most headers fit"""
 _SMALL, _RUNS_KEPT = 1 << 20, 2
 """Adjacent tensors of fewer bytes are fetched together, as a run, and so many runs stay in memory"""
-_AGAIN = "download or copy it again"
 # Python has this flag since 3.12. Without it, the system may refuse a map larger than the RAM.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -87,7 +87,7 @@ class SafetensorsFile(Shard):
         if self._map is None:
             raise ValueError(f"{self.path} is closed")
         if self._map.size() != self._size:  # touching pages beyond the end would kill the process
-            raise MergestreamError(f"{self.path} changed its size while {name!r} was being read; {_AGAIN}")
+            raise MergestreamError(f"{self.path} changed its size while {name!r} was being read; {AGAIN}")
         page = begin - begin % mmap.PAGESIZE
         with contextlib.suppress(AttributeError, OSError):  # a hint to fetch the whole tensor, which some systems lack
             self._map.madvise(mmap.MADV_WILLNEED, page, end - page)
@@ -148,14 +148,12 @@ def _read_header(
     Returns the tensors, the bytes of each, and the metadata.
     """
     if size < 8:
-        raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {_AGAIN}")
+        raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {AGAIN}")
     (length,) = struct.unpack("<Q", read(0, 8))
     if length > MAX_HEADER:
-        raise MergestreamError(f"{path} is no safetensors file: its header would have {length} bytes; {_AGAIN}")
+        raise MergestreamError(f"{path} is no safetensors file: its header would have {length} bytes; {AGAIN}")
     if length > size - 8:
-        raise MergestreamError(
-            f"{path} is truncated within its header: {length + 8 - size} bytes are missing; {_AGAIN}"
-        )
+        raise MergestreamError(f"{path} is truncated: {length + 8 - size} bytes of its header are missing; {AGAIN}")
     try:
         header = json.loads(read(8, 8 + length).decode(), object_pairs_hook=unique_keys)
         if not isinstance(header, dict):
@@ -163,7 +161,7 @@ def _read_header(
         "".join(header).encode()  # half a surrogate pair is valid JSON, but no text
         metadata = convert(header.pop("__metadata__", {}), dict[str, str])
     except (ValueError, RecursionError) as error:
-        raise MergestreamError(f"{path} is no safetensors file or has a corrupt header ({error}); {_AGAIN}") from error
+        raise MergestreamError(f"{path} is no safetensors file or has a corrupt header ({error}); {AGAIN}") from error
     spans, position = dict[str, tuple[int, int]](), 8 + length
     entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -173,9 +171,9 @@ def _read_header(
             raise MergestreamError(f"{path} has a corrupt header: the tensor {name!r} {fault}")
         spans[name], position = (begin, end), end
     if position > size:
-        raise MergestreamError(f"{path} is truncated: {position - size} bytes are missing at its end; {_AGAIN}")
+        raise MergestreamError(f"{path} is truncated: {position - size} bytes are missing at its end; {AGAIN}")
     if position < size:
-        raise MergestreamError(f"{path} has {size - position} bytes too many after its last tensor; {_AGAIN}")
+        raise MergestreamError(f"{path} has {size - position} bytes too many after its last tensor; {AGAIN}")
     tensors = {name: TensorInfo(entry.dtype, entry.shape, path.name) for name, entry in entries.items()}
     return tensors, spans, metadata
 
@@ -187,14 +185,12 @@ def _check_entry(path: Path | StoredFile, name: str, raw: Any) -> _Entry:
         if math.prod(max(n, 1) for n in entry.shape) >= 2**60:  # more than torch can address, even if it is empty
             raise ValueError(f"shape {list(entry.shape)}")
     except ValueError as error:
-        raise MergestreamError(f"{where} has a corrupt header entry ({error}); {_AGAIN}") from error
+        raise MergestreamError(f"{where} has a corrupt header entry ({error}); {AGAIN}") from error
     if entry.dtype not in DTYPES:
         raise dtype_error(entry.dtype, where)
     begin, end = entry.data_offsets
     size = math.prod(entry.shape) * item_size(entry.dtype)
     if size != end - begin:
-        raise MergestreamError(
-            f"{where} has a corrupt header entry: shape {list(entry.shape)} of {entry.dtype} takes {size} bytes, "
-            f"its offsets span {end - begin}"
-        )
+        fault = f"{entry.dtype} {list(entry.shape)} takes {size} bytes, its offsets span {end - begin}"
+        raise MergestreamError(f"{where} has a corrupt header entry ({fault}); {AGAIN}")
     return entry

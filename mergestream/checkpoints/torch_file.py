@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from mergestream.checkpoints.checkpoint import Shard, describe_tensors
 from mergestream.errors import MergestreamError, first_line
 from mergestream.escaping import is_utf8
+from mergestream.files import AGAIN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 WRAPPERS = ("state_dict", "model", "module")
 """Keys under which a training checkpoint stores the model's state dict"""
+NOT_EXECUTED = "was not executed; if you trust its origin, convert it to safetensors"
 _MARK = -1
 _MAX_PARTS = 1_000_000
 _MAX_WRAPPERS = 8
@@ -41,9 +43,7 @@ class TorchFile(Shard):
         self.tensors, self.aliases = describe_tensors(content, str(path), "save only the model's state_dict()")
         for name, tensor in content.items():
             if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-                raise MergestreamError(
-                    f"the tensor {name!r} in {path} repeats its elements (it was expanded); save it with contiguous()"
-                )
+                raise MergestreamError(f"the tensor {name!r} in {path} was expanded; save it with contiguous()")
         self._tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in content.items()}
 
     def read(self, name: str) -> Tensor:
@@ -59,10 +59,7 @@ def _check_archive(path: Path) -> None:
         with path.open("rb") as file:
             start = file.read(2)
         if start[:1] == b"\x80":
-            raise MergestreamError(
-                f"{path} is a pickle or in PyTorch's old format; it was not executed: if you trust its origin, "
-                "convert it to safetensors"
-            )
+            raise MergestreamError(f"{path} is a pickle or in PyTorch's old format: it {NOT_EXECUTED}")
         if start != b"PK":
             raise MergestreamError(f"{path} is no checkpoint: torch.save did not write it; give another file")
         with zipfile.ZipFile(path) as archive:
@@ -78,9 +75,7 @@ def _check_archive(path: Path) -> None:
                 if Path(entry.filename).name == "data.pkl":
                     check_pickle(path, archive.read(entry))
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
-        raise MergestreamError(
-            f"{path} cannot be read, or is truncated or corrupt ({error}); download or copy it again"
-        ) from error
+        raise MergestreamError(f"{path} cannot be read, or is truncated or corrupt ({error}); {AGAIN}") from error
 
 
 def check_pickle(path: Path, data: bytes) -> None:
@@ -112,7 +107,7 @@ def check_pickle(path: Path, data: bytes) -> None:
                 if stack and stack[-1] > _MAX_PARTS:
                     raise MergestreamError(f"{path} holds endlessly nested tuples; convert it to safetensors")
     except (ValueError, IndexError, KeyError) as error:
-        raise MergestreamError(f"{path} is corrupt or no checkpoint (invalid pickle); copy it again") from error
+        raise MergestreamError(f"{path} is corrupt or no checkpoint (invalid pickle); {AGAIN}") from error
 
 
 def _pop_operands(stack: list[int], before: Sequence[Any]) -> list[int]:
@@ -133,15 +128,10 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
-        raise MergestreamError(
-            f"{path} holds a pickle that asks for more than tensors"
-            + (f" ({wanted[1]})" if wanted else "")
-            + "; it was not executed: if you trust its origin, convert it to safetensors"
-        ) from error
+        what = f" ({wanted[1]})" if wanted else ""
+        raise MergestreamError(f"{path} holds a pickle of more than tensors{what}: it {NOT_EXECUTED}") from error
     except Exception as error:  # torch.load raises anything for a corrupt archive
-        raise MergestreamError(
-            f"{path} is corrupt or no checkpoint ({first_line(error)}); download or copy it again"
-        ) from error
+        raise MergestreamError(f"{path} is corrupt or no checkpoint ({first_line(error)}); {AGAIN}") from error
 
 
 def _unwrap(content: Any, path: Path) -> Mapping[Any, Any]:

@@ -41,10 +41,8 @@ def check_budget(memory: Mapping[str, int], most: int | None) -> None:
     """Refuse a job that needs more memory than the whole budget."""
     largest = max(memory, key=lambda name: memory[name], default=None)
     if largest is not None and most is not None and memory[largest] > most:
-        raise MergestreamError(
-            f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, more than the "
-            f"{format_size(most)} allowed; raise --max-memory"
-        )
+        needed = f"tensor {largest} needs {format_size(memory[largest])} of memory"
+        raise MergestreamError(f"{needed}, more than the {format_size(most)} allowed; raise --max-memory")
 
 
 class Collector(ABC):

@@ -105,6 +105,4 @@ def _submit(pool: ThreadPoolExecutor, work: Callable[[str], Result], name: str) 
     try:
         return pool.submit(work, name)
     except RuntimeError as error:
-        raise MergestreamError(
-            "the system allows this process no more threads; use --workers 1, or raise its limits (ulimit -u, -v)"
-        ) from error
+        raise MergestreamError("the system allows no more threads; use --workers 1, or raise ulimit -u") from error

@@ -169,10 +169,8 @@ def _check_room(ray: Any, memory: Mapping[str, int]) -> None:
     largest = max(memory, key=lambda name: memory[name], default="")
     room = max(int(node["Resources"].get("memory", 0)) for node in _nodes(ray))
     if memory and memory[largest] > room:
-        raise EngineError(
-            f"tensor {largest} needs {format_size(memory[largest])} of memory to be merged, and no node of the Ray "
-            f"cluster has more than {format_size(room)}"
-        )
+        needed = f"tensor {largest} needs {format_size(memory[largest])} of memory"
+        raise EngineError(f"{needed}, and no node of the Ray cluster has more than {format_size(room)}")
 
 
 def _check_nodes(ray: Any, run: str, content: Any) -> None:
@@ -201,10 +199,8 @@ def _result(ray: Any, ref: Any, name: str) -> Any:
     except RayTaskError as error:
         raise error.cause or error from error
     except RayError as error:
-        raise EngineError(
-            f"Ray gave up on the tensor {name}, whose workers were lost several times ({type(error).__name__}); "
-            "finished tensors are kept, run the command again"
-        ) from error
+        reason = f"its workers were lost several times ({type(error).__name__})"
+        raise EngineError(f"Ray gave up on the tensor {name}: {reason}; run the command again, it resumes") from error
 
 
 # --- on a worker ---------------------------------------------------------------------------------------------

@@ -146,17 +146,20 @@ def _parts(store: Store) -> Iterator[str]:
 
 def _card(manifest: Manifest, name: str) -> str:
     base = public_name(manifest.base.source, manifest.base.given)
-    lines = [
-        *("---", "library_name: mergestream", "tags:", "- mergestream", "---", ""),
-        "# A store of mergestream",
-        "",
-        f"Experts of {code(base)}, merged by {code(manifest.method)}. To continue with it:",
-        "",
-        f"    mergestream pull hf://{name} store",
-        *history_section(manifest),
-        "",
-    ]
-    return "\n".join(lines)
+    history = "\n".join(history_section(manifest))
+    return f"""---
+library_name: mergestream
+tags:
+- mergestream
+---
+
+# A store of mergestream
+
+Experts of {code(base)}, merged by {code(manifest.method)}. To continue with it:
+
+    mergestream pull hf://{name} store
+{history}
+"""
 
 
 def pull_store(address: str, path: Path, base: str | Path | None, open_store: Callable[[Path], Store]) -> None:

@@ -237,6 +237,11 @@ def transfers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="mergestream-transfer")
 
 
+def changed(place: Path | Storage) -> StoreBusyError:
+    """The error for the loser of two commits."""
+    return StoreBusyError(f"{place} was changed by another process in the meantime; run the command again")
+
+
 def busy(place: Path | Storage) -> StoreBusyError:
     """The error for the loser of two exports to the same place."""
     return StoreBusyError(f"{place} is being written by another export; wait until it is done")

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from mergestream.errors import MergestreamError, StoreBusyError
 from mergestream.files import to_json
-from mergestream.storage.base import UNFINISHED, Storage, StoredFile, busy, check_small
+from mergestream.storage.base import UNFINISHED, Storage, StoredFile, busy, changed, check_small
 from mergestream.storage.client import Result, http_status, open_bucket, request
 from mergestream.storage.url import Url
 
@@ -95,7 +95,7 @@ class BucketStorage(Storage):
         found = self._explained(name, get)
         if name == self._guarded:
             if self._expected and (found is None or found[1].tag != self._expected.tag):
-                raise self._lost()
+                raise changed(self)
             self._expected = found[1] if found else None
         return found
 
@@ -132,7 +132,7 @@ class BucketStorage(Storage):
         except MergestreamError:
             lost = self._expected and not self._in_doubt and not self.is_current(self._expected)
             if lost:  # the winner may have removed what was read
-                raise self._lost() from None
+                raise changed(self) from None
             raise
         finally:
             self._guarded, self._in_doubt = None, False
@@ -157,7 +157,7 @@ class BucketStorage(Storage):
             except (AlreadyExistsError, PreconditionError):
                 there = self._client.get(key)
                 if there.attributes.get(_MARK) != mark[_MARK]:
-                    raise self._lost() from None
+                    raise changed(self) from None
                 return there.meta["e_tag"], there.meta["version"]
 
         self._in_doubt = name == self._guarded
@@ -171,12 +171,6 @@ class BucketStorage(Storage):
         if name == self._guarded:
             self._expected = file
         return file
-
-    def _lost(self) -> StoreBusyError:
-        return StoreBusyError(
-            f"{self} was changed by another process in the meantime, and only the first commit counts; "
-            "run the command again"
-        )
 
     def _refuse_unconditional(self) -> None:
         """Refuse a service without conditional puts, where two writers would overwrite each other.
@@ -203,10 +197,8 @@ class BucketStorage(Storage):
             return False
 
         if not self._explained("", has_conditions, "written to"):
-            raise MergestreamError(
-                f"{self} cannot hold a store: the service has no conditional put, which keeps two writers from "
-                "overwriting each other; keep the store on a local disk, or with a service that has it"
-            )
+            reason = "the service has no conditional put, so two writers could overwrite each other"
+            raise MergestreamError(f"{self} cannot hold a store: {reason}; keep the store on a disk")
 
     def copy(self, name: str, to: str) -> None:
         self._explained(name, lambda: self._client.copy(self._key(name), self._key(to)), "copied")

@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
-from mergestream.errors import MergestreamError
+from mergestream.errors import MergestreamError, package_needed
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -82,20 +82,13 @@ def _service_error(what: str, status: int | None, done: str) -> MergestreamError
 @cache
 def open_bucket(scheme: str, bucket: str) -> ObjectStore:
     """A client of obstore, which reads its configuration from the environment and retries by itself."""
-    try:
+    with package_needed(f"{scheme}://{bucket}", "cloud"):
         from obstore.store import from_url
-    except ImportError as error:
-        raise MergestreamError(
-            f"{scheme}://{bucket} is in object storage, which needs the package obstore: "
-            "pip install 'mergestream[cloud]'"
-        ) from error
     if not any(all(map(_is_set, way.split("+"))) for way in _CREDENTIALS[scheme]):
         # Without this check obstore would ask the metadata service of the machine.
         own, public, *_ = (way.replace("+", " and ") for way in _CREDENTIALS[scheme])
-        raise MergestreamError(
-            f"for {scheme}://{bucket} there are no credentials in the environment: set {own}, or for a public bucket "
-            f"{public}=true"
-        )
+        remedy = f"set {own}, or for a public bucket {public}=true"
+        raise MergestreamError(f"for {scheme}://{bucket} there are no credentials in the environment: {remedy}")
     options: ClientConfig = {"allow_http": True}  # used only if an endpoint in the environment is plain HTTP
     return from_url(f"{scheme}://{bucket}", client_options=options, retry_config=RETRIES)
 

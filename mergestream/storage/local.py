@@ -21,7 +21,7 @@ from mergestream.files import (
     sync_file,
     write_error,
 )
-from mergestream.storage.base import Storage, StoredFile, busy, check_small
+from mergestream.storage.base import Storage, StoredFile, busy, changed, check_small
 
 _LOCK, _LOCK_FLAGS = "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _WORKSPACE = "candidate"
@@ -132,10 +132,8 @@ class LocalStorage(Storage):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-                raise StoreBusyError(
-                    f"{self} is being written to by another process{f' ({holder})' if holder else ''}; "
-                    "wait until it is done"
-                ) from None
+                who = holder or "another process"
+                raise StoreBusyError(f"{self} is being written to by {who}; wait until it is done") from None
             with suppress(OSError):  # only for the message above; a full disk must not stop an undo
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()}".encode(), 0)
@@ -146,7 +144,7 @@ class LocalStorage(Storage):
     def put_if(self, name: str, data: bytes, before: StoredFile | None) -> StoredFile:
         path = self.path(name)
         if self.stat(name) != before:
-            raise StoreBusyError(f"{path} was changed by another process in the meantime; run the command again")
+            raise changed(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, data)
@@ -213,10 +211,7 @@ def _check_entries(directory: Path) -> list[os.DirEntry[str]]:
     for entry in entries:
         if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
             kind = "a symbolic link" if entry.is_symlink() else "neither a file nor a directory"
-            raise MergestreamError(
-                f"{entry.path} is {kind}, but a store consists of its own files and directories only; "
-                "remove it, or copy what it refers to into its place"
-            )
+            raise MergestreamError(f"{entry.path} is {kind}, which a store never contains; replace it by its content")
     return entries
 
 

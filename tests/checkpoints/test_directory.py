@@ -138,7 +138,7 @@ def test_an_index_of_a_single_file_is_fine(tmp_path: Path) -> None:
 def test_several_files_without_an_index_are_ambiguous(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.safetensors"):
         save_file({"a": torch.ones(1)}, tmp_path / name)
-    refused(tmp_path, "2 .safetensors files and no index; name the one you mean .a.safetensors, b.safetensors")
+    refused(tmp_path, "2 .safetensors files; name one of them .a.safetensors, b.safetensors")
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": null}')
     assert open_checkpoint(tmp_path).directory == tmp_path
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    refused(tmp_path, "config.json: quantization_config .*quantised; dequantise")
+    refused(tmp_path, "config.json has a quantization_config; dequantise")
 
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ def test_what_was_fetched_once_is_there_without_the_hub(hub: Hub, tmp_path: Path
 
 def test_what_cannot_be_had_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
     sentences = {
-        "org/absent": "neither a local path nor a repository",
-        "org/a--b": "neither a local path nor a repository",
+        "org/absent": "no local path, and the hub does not show it",
+        "org/a--b": "no local path, and the hub does not show it",
         "org/both@absent": "the hub knows org/both, but not the revision absent",
         "org/gated": "gated: accept its terms",
         "org/empty": "holds no checkpoint",

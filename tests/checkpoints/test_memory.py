@@ -20,7 +20,7 @@ def test_a_state_dict_is_a_checkpoint() -> None:
 
 
 def test_what_is_no_tensor_is_named() -> None:
-    with pytest.raises(MergestreamError, match="'a', which is no tensor but of type list"):
+    with pytest.raises(MergestreamError, match="'a' of type list, no tensor"):
         open_checkpoint({"a": [1.0]})  # type: ignore[dict-item]
 
 

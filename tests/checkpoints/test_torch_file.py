@@ -68,7 +68,7 @@ def test_tied_tensors_are_aliases_and_other_views_are_not(tmp_path: Path) -> Non
 def test_a_malicious_pickle_is_not_executed(tmp_path: Path) -> None:
     proof, path = tmp_path / "proof", tmp_path / "x.pt"
     torch.save({"a": torch.ones(2), "b": Malicious(proof)}, path)
-    refused(path, "asks for more than tensors.*mkdir.*not executed.*safetensors")
+    refused(path, "a pickle of more than tensors.*mkdir.*not executed.*safetensors")
     torch.save({"a": torch.ones(2), "b": Malicious(proof)}, path, _use_new_zipfile_serialization=False)
     refused(path, "not executed.*safetensors")
     assert not proof.exists()
@@ -104,10 +104,10 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path, content: object) -> No
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"a": torch.ones(1), "epoch": 3}, "'epoch', which is no tensor but of type int"),
+        ({"a": torch.ones(1), "epoch": 3}, "'epoch' of type int, no tensor"),
         ({1: torch.ones(1)}, "key 1 is not a name"),
         ({"a": torch.ones(8).to(torch.float8_e4m3fn)}, "'a'.*quantised.*dequantise"),
-        ({"a": torch.ones(2, dtype=torch.complex64)}, "'a'.*complex64.*cannot be merged"),
+        ({"a": torch.ones(2, dtype=torch.complex64)}, "'a'.*complex64; save it as"),
         ({"a": torch.eye(3).to_sparse()}, "'a'.*dense"),
         ({"a": torch.ones(3, device="meta")}, "'a'.*dense"),
         ({}, "holds no tensors"),
@@ -178,7 +178,7 @@ def test_a_state_dict_within_itself_has_an_end(tmp_path: Path) -> None:
 def test_an_expanded_tensor_is_not_multiplied_out(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     torch.save({"a": torch.ones(1).expand(2**45)}, path)
-    refused(path, "'a' .* repeats its elements")
+    refused(path, "'a' .* was expanded")
 
 
 def test_half_a_surrogate_pair_is_no_name(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_an_optimizer_is_no_model(tmp_path: Path) -> None:
 def test_distributed_checkpoints_below_are_named(tmp_path: Path) -> None:
     put(tmp_path / "model", ".metadata")
     put(tmp_path / "optim", ".metadata")
-    assert f"its folders model do: give one of them, such as {tmp_path}/model" in refused(tmp_path)
+    assert f"in its folders only: model; give one of them, such as {tmp_path}/model" in refused(tmp_path)
 
 
 # --- what belongs together -----------------------------------------------------------------------------------
@@ -117,7 +117,9 @@ def test_the_models_of_a_pipeline_are_named(tmp_path: Path) -> None:
     )
     put(tmp_path, "text_encoder/model.safetensors")
     sentence = refused(tmp_path)
-    assert f"its folders vae, unet, text_encoder do: give one of them, such as {tmp_path}/text_encoder" in sentence
+    assert (
+        f"in its folders only: vae, unet, text_encoder; give one of them, such as {tmp_path}/text_encoder" in sentence
+    )
 
 
 def test_the_first_module_of_an_old_sentence_transformer_is_named(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_gc_is_a_writer_too(toys: Toys, key: str, monkeypatch: pytest.MonkeyPatc
         return finish(*arguments)
 
     monkeypatch.setattr(StepWriter, "finish", meanwhile)
-    with pytest.raises(StoreBusyError, match="only the first commit counts"):
+    with pytest.raises(StoreBusyError, match="was changed by another process in the meantime"):
         store.add(toys.experts[1])
     Store(address(key)).verify()
 

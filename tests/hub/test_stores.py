@@ -117,7 +117,7 @@ def test_a_pull_that_broke_off_goes_on(tmp_path: Path, store: Store, hub: Hub, m
 
     hub.refuse = broken
     result = mergestream("pull", "hf://org/store", tmp_path / "pulled")
-    assert result.code == 1 and "org/store cannot be pulled (" in result.err and "it resumes" in result.err
+    assert result.code == 1 and "org/store cannot be pulled (" in result.err and "again to resume" in result.err
     assert not (tmp_path / "pulled").exists()
     got = [name for name in parts(tmp_path / ".pulled.pull") if not name.startswith(".cache")]
 
@@ -162,7 +162,7 @@ def test_only_what_is_of_a_store_is_pulled(tmp_path: Path, store: Store, hub: Hu
 def test_what_cannot_be_pulled_or_pushed_is_one_sentence(tmp_path: Path, store: Store, hub: Hub) -> None:
     with pytest.raises(
         MergestreamError,
-        match=r"org/absent is neither a local path nor a repository that the hub shows you; check the spelling",
+        match=r"org/absent is no local path, and the hub does not show it; check the spelling",
     ):
         Store.pull("hf://org/absent", tmp_path / "pulled")
     store.export(tmp_path / "out")
