@@ -43,11 +43,8 @@ def run_command(template: str, timeout: float | None = None, *, show_errors: boo
     ``places`` fill the template's placeholders, such as ``{model}``. Standard error goes to the terminal with
     ``show_errors``; otherwise its last line becomes the reason in `CommandError` if the command fails.
     """
-
-    def fill(part: str) -> str:
-        return re.sub(r"\{(\w+)\}", lambda place: str(places.get(place[1], place[0])), part)
-
-    arguments = [fill(part) for part in shlex.split(template)]
+    words = shlex.split(template)
+    arguments = [re.sub(r"\{(\w+)\}", lambda place: str(places.get(place[1], place[0])), word) for word in words]
     # Files, not pipes: a background process may keep a pipe open for ever.
     with TemporaryFile() as output, TemporaryFile() as errors:
         try:

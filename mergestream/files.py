@@ -171,9 +171,8 @@ def _exchange_at_once(one: Path, other: Path) -> bool:
     """Swap with renameat2, which Linux supports on most file systems; False if it failed for any reason."""
     import ctypes
 
-    try:
-        rename = ctypes.CDLL(None).renameat2
-    except (AttributeError, OSError, TypeError):
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
         return False
     return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 

@@ -67,9 +67,7 @@ class Registry(Mapping[str, T], Generic[T]):
             loaded: T = entry.load()
             self._check(name, loaded)
         except Exception as error:  # importing another package may raise anything
-            raise UsageError(
-                f"the {self.kind} {name} of {self.origin(name)} cannot be loaded: {type(error).__name__}: {error}"
-            ) from error
+            raise UsageError(f"the {self.kind} {name} of {self.origin(name)} cannot be loaded: {error!r}") from error
         return loaded
 
     def __iter__(self) -> Iterator[str]:

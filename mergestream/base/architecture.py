@@ -126,7 +126,7 @@ def _build(directory: Path, transformers: Any) -> Any:
     config = model_class.config_class.from_pretrained(directory, local_files_only=True)
     if getattr(config, "use_pretrained_backbone", False):
         config.use_pretrained_backbone = False  # would download the backbone's weights
-    return build_on_meta(lambda: model_class(config))
+    return build_on_meta(model_class, config)
 
 
 def find_model_class(config: Mapping[str, Any], transformers: Any) -> Any:

@@ -29,16 +29,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 METADATA = ".metadata"
+PLACES = (METADATA, f"pytorch_model_fsdp_0/{METADATA}")
+"""Where a directory has it: accelerate saves the model in a subdirectory"""
 _MAX_CUT_DIMENSIONS = 8  # torch cuts along one, two or three
 _WRAPPERS = (*WRAPPERS, "app")
 _TRAINING_STATE = re.compile(r"(optim|lr_sched|sched|dataloader|train_state).*")
 """Keys beside a model that was saved without a key of its own"""
-
-
-def find_metadata(directory: Path) -> Path | None:
-    """The ``.metadata`` of a directory, or of the subdirectory in which accelerate saves the model."""
-    places = (directory / METADATA, directory / "pytorch_model_fsdp_0" / METADATA)
-    return next((place for place in places if place.is_file()), None)
 
 
 # --- what the metadata says: torch's classes, with the fields that are read ----------------------------------

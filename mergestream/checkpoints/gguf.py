@@ -39,10 +39,12 @@ class GgufFile(Shard):
             import gguf
             import transformers
             from transformers import modeling_gguf_pytorch_utils
-        gguf_utils: Any = modeling_gguf_pytorch_utils
+
+            utils: Any = modeling_gguf_pytorch_utils
         try:
             reader = gguf.GGUFReader(path)
-            architecture, parts = _read_field(reader, "general.architecture"), _read_field(reader, "split.count")
+            fields = [reader.get_field(name) for name in ("general.architecture", "split.count")]
+            architecture, parts = (field.contents() if field else None for field in fields)
             self._stored = {tensor.name: tensor for tensor in reader.tensors}
         except Exception as error:  # a damaged header raises anything
             raise MergestreamError(f"{path} is corrupt or no GGUF file; download it again") from error
@@ -50,11 +52,11 @@ class GgufFile(Shard):
             raise MergestreamError(f"{path} is one of {parts} parts: `llama-gguf-split --merge FIRST WHOLE` joins them")
         try:
             with quiet_and_offline(transformers):
-                self._parsed = gguf_utils.load_gguf_checkpoint(path)
+                self._parsed = utils.load_gguf_checkpoint(path)
                 model = _build_model(self._parsed["config"])
-                processor = gguf_utils.TENSOR_PROCESSORS.get(architecture, gguf_utils.TensorProcessor)
+                processor = utils.TENSOR_PROCESSORS.get(architecture, utils.TensorProcessor)
                 self._processor = processor(config=self._parsed["config"])
-                self._names = gguf_utils.get_gguf_hf_weights_map(model, self._processor)
+                self._names = utils.get_gguf_hf_weights_map(model, self._processor)
         except Exception as error:  # an unknown architecture, or impossible numbers
             reason = f"transformers cannot name its tensors ({type(error).__name__})"
             raise MergestreamError(f"{path} is of the architecture {architecture}: {reason}; {_REMEDY}") from error
@@ -111,12 +113,6 @@ class GgufFile(Shard):
         self._temporary.cleanup()
 
 
-def _read_field(reader: Any, name: str) -> Any:
-    """A field of the header, or None."""
-    field = reader.get_field(name)
-    return field.contents() if field else None
-
-
 def _build_model(raw: dict[str, Any]) -> Any:
     """Build the model that the header describes, without weights."""
     import transformers
@@ -124,9 +120,5 @@ def _build_model(raw: dict[str, Any]) -> Any:
     check_config_numbers(raw)
     config = transformers.AutoConfig.for_model(**raw)
     model_class = getattr(transformers, (config.architectures or [""])[0], None)
-    if model_class is not None:
-        return build_on_meta(lambda: model_class(config))
-    auto_class: Any = (
-        transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    )
-    return build_on_meta(lambda: auto_class.from_config(config))
+    auto = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+    return build_on_meta(model_class or getattr(transformers, auto).from_config, config)

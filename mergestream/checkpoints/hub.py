@@ -98,10 +98,8 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
             if code and names_code(snapshot):
                 api.snapshot_download(repo, revision=version, allow_patterns=code)
     except UnreachableError as error:
-        found = cached(hub_id)
-        if found is None:
-            reason = str(error).removeprefix(f"{hub_id} ")
-            raise MergestreamError(f"{hub_id} is not a local path or in the hub's cache, and {reason}") from error
+        if (found := cached(hub_id)) is None:
+            raise MergestreamError(f"{error}; it is not in the hub's cache, and no local path") from error
         snapshot = found
     return snapshot, f"{repo}@{snapshot.name}"
 

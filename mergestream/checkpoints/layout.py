@@ -42,7 +42,7 @@ _TEMPLATES = "additional_chat_templates"
 _FOLDER = re.compile(rf"(\d+_\w+|{_TEMPLATES})/")
 _CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _INDEX = re.compile(r"\.index(\.[\w-]+)?\.json$")
-_SHARD = re.compile(r"-(\d+)-of-(\d+)\.(safetensors|bin|gguf)$")
+_SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
 _SAFETENSORS_NAMES = [
     f"{stem}.safetensors{index}" for stem in ("model", DIFFUSERS_STEM) for index in (".index.json", "")
 ]
@@ -128,16 +128,13 @@ def find_weights(names: Collection[str], source: str) -> str | None:
     indexes = [name for name in names if is_index(name) and ".safetensors." in name]
     if len(indexes) == 1:
         return indexes[0]
-    shard = next((name for name in sorted(names) if (m := _SHARD.search(name)) and int(m[2]) > 1), None)
-    if shard and shard.endswith(".safetensors"):
+    if shard := next((name for name in sorted(names) if (m := _SHARD.search(name)) and int(m[1]) > 1), None):
         raise MergestreamError(f"{source} holds the shard {shard}, but no index {_SAFETENSORS_NAMES[0]}; download it")
     if found := _find_only(names, ".safetensors", source):
         return found
     for name in _TORCH_NAMES:
         if name in names:
             return name
-    if shard and shard.endswith(".gguf"):
-        return shard  # opening it explains how to join the parts
     return _find_only(names, ".gguf", source)
 
 
@@ -176,35 +173,29 @@ def refuse_quantised(directory: Path) -> None:
 
 # --- directories without weights -----------------------------------------------------------------------------
 
-_FILES = {
-    r"\.(onnx(_data)?|h5|keras|index|meta|data-\d+-of-\d+|pb|msgpack|np[zy])": (
-        "a file of another framework: give the PyTorch model, or write its tensors as safetensors (docs: Inputs)"
-    ),
-    r"\.(pkl|pickle|joblib)": (
-        "a pickle, which was not executed: if you trust its origin, write the model's state_dict() as safetensors"
-    ),
-    r"\.(zip|tar|tgz|gz|nemo)": "an archive: unpack it and give its content",
-}
-"""Other file formats by the end of their name: what they are, and what to do"""
 _WEIGHTS = f".*({'|'.join(map(re.escape, WEIGHT_SUFFIXES))})"
 _TRAINING_STATE = "(optimizer|scheduler|scaler|training_args|rng_state|random_states)"
 _CONTENTS = {
     r"zero_to_fp32\.py|.*_optim_states\.pt|mp_rank_\d+.*_model_states\.pt|global_step\d+": (
-        "is a DeepSpeed ZeRO checkpoint, which keeps its weights in pickles: if you trust its origin, run "
-        "`python -m deepspeed.utils.zero_to_fp32 DIR OUT --safe_serialization`, where DIR holds the file `latest`, and "
-        "give OUT"
+        "is a DeepSpeed ZeRO checkpoint of pickles: if you trust its origin, run "
+        "`python -m deepspeed.utils.zero_to_fp32 DIR OUT --safe_serialization` and give OUT"
     ),
-    r".*\.distcp": "has .distcp files and no .metadata: it is incomplete; save or copy it again",
+    r".*\.distcp": "holds .distcp files; give the directory that has .metadata, too, or save it again",
     r"model_index\.json": (
         "is a diffusers pipeline, which is several models, and none of them has weights here: "
         "`hf download ORG/NAME --local-dir DIR` and give one of them, such as DIR/unet"
     ),
     f"(?!{_TRAINING_STATE}){_WEIGHTS}": "holds {found}; name the file you mean",
     _WEIGHTS: "holds only the state to resume a training run from ({found}); give the directory with the weights",
-    **{
-        f".*({pattern})": f"holds {{found}}, which is not read, because it is {what}"
-        for pattern, what in _FILES.items()
-    },
+    r".*\.(onnx(_data)?|h5|keras|index|meta|data-\d+-of-\d+|pb|msgpack|np[zy])": (
+        "holds {found}, which is not read, because it is a file of another framework: give the PyTorch model, or write "
+        "its tensors as safetensors (docs: Inputs)"
+    ),
+    r".*\.(pkl|pickle|joblib)": (
+        "holds {found}, which is not read, because it is a pickle, which was not executed: if you trust its origin, "
+        "write the model's state_dict() as safetensors"
+    ),
+    r".*\.(zip|tar|tgz|gz|nemo)": "holds {found}, which is not read, because it is an archive: unpack it",
 }
 """Names in a directory without weights, and what it is; the first pattern that matches a name counts"""
 
@@ -226,12 +217,6 @@ def explain_directory(names: Collection[str], source: str, directory: Path | Non
         if found := sorted(name for name in names if re.fullmatch(pattern, name)):
             return f"{source} {sentence.format(found=shorten_list(found, 4))}"
     return None
-
-
-def explain_file(path: Path) -> str | None:
-    """What an unsupported file is, and what to do; None if it is unknown."""
-    known = next((what for pattern, what in _FILES.items() if re.search(f"({pattern})$", path.name)), None)
-    return f"{path} is not read, because it is {known}" if known else None
 
 
 def _folders_with_weights(names: Collection[str], directory: Path) -> list[str]:

@@ -5,12 +5,13 @@ Of a model in object storage only the small files are downloaded; its weights ar
 
 from __future__ import annotations
 
+import atexit
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -98,17 +99,13 @@ def _download(url: Url, files: frozenset[StoredFile]) -> Path:
         raise MergestreamError(f"{url} holds {unsafe[0]!r}, which is not a valid file name; remove it")
     for file in files:
         check_small(file)
-    directory = Path(mkdtemp(dir=_temporary_directory().name)) / url.name
+    temporary = TemporaryDirectory(prefix="mergestream-")
+    atexit.register(temporary.cleanup)
+    directory = Path(temporary.name) / url.name
     directory.mkdir()
     list(transfers().map(lambda file: file.storage.save_to(file.key, directory / file.key), files))
     known_as(directory, str(url))
     return directory
-
-
-@cache
-def _temporary_directory() -> TemporaryDirectory[str]:
-    """The directory for downloads of this process, removed at its end."""
-    return TemporaryDirectory(prefix="mergestream-")
 
 
 def locate_here(source: str) -> Path | None:

@@ -35,7 +35,7 @@ def check_config_numbers(config: Any) -> None:
             raise TooLargeError
 
 
-def build_on_meta(make_model: Callable[[], Any]) -> Any:
+def build_on_meta(make_model: Callable[[Any], Any], config: Any) -> Any:
     """Build a model on the meta device and tie its weights; stop if it gets more than ``MAX_MODULES`` modules."""
     import torch
     from torch.nn.modules.module import register_module_module_registration_hook
@@ -49,7 +49,7 @@ def build_on_meta(make_model: Callable[[], Any]) -> Any:
     hook = register_module_module_registration_hook(refuse_many)
     try:
         with torch.device("meta"):
-            model = make_model()
+            model = make_model(config)
             model.tie_weights()
     finally:
         hook.remove()

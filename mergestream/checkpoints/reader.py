@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mergestream.checkpoints.checkpoint import Checkpoint, FileCheckpoint, Shard, describe_tensors
-from mergestream.checkpoints.distributed import DistributedFiles, find_metadata
+from mergestream.checkpoints.distributed import PLACES, DistributedFiles
 from mergestream.checkpoints.layout import (
     FORMATS,
     WEIGHT_SUFFIXES,
-    explain_file,
+    explain_directory,
     find_weights,
     is_index,
     no_weights_error,
@@ -61,8 +61,8 @@ def _open_directory(location: Location) -> Checkpoint:
         return _open_indexed(location, entry, source)
     if entry is not None:
         return FileCheckpoint(source, directory, [_open_shard(location, entry)])
-    if metadata := find_metadata(directory):
-        return FileCheckpoint(source, directory, [DistributedFiles(metadata)])
+    if found := [directory / place for place in PLACES if (directory / place).is_file()]:
+        return FileCheckpoint(source, directory, [DistributedFiles(found[0])])
     raise no_weights_error(names, source, directory)
 
 
@@ -103,10 +103,9 @@ def _open_shard(location: Location, name: str) -> Shard:
     for suffix, file_format in FORMATS.items():
         if path.name.endswith(suffix):
             return file_format(path)
-    *suffixes, last = WEIGHT_SUFFIXES
     raise MergestreamError(
-        explain_file(path)
-        or f"{path} is no checkpoint: give a directory, or a file that ends in {', '.join(suffixes)} or {last}"
+        explain_directory({path.name}, str(path.parent))
+        or f"{path} is no checkpoint: give a directory, or a file that ends in {', '.join(WEIGHT_SUFFIXES)}"
     )
 
 

@@ -21,14 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, convert
 
-from mergestream.checkpoints.checkpoint import (
-    DTYPES,
-    Shard,
-    TensorInfo,
-    dtype_error,
-    item_size,
-    torch_dtype,
-)
+from mergestream.checkpoints.checkpoint import DTYPES, Shard, TensorInfo, dtype_error, item_size, torch_dtype
 from mergestream.errors import MergestreamError
 from mergestream.files import AGAIN
 from mergestream.schema import Count, unique_keys
@@ -56,7 +49,45 @@ class _Entry(Struct):
     data_offsets: tuple[Count, Count]
 
 
-class SafetensorsFile(Shard):
+class _SafetensorsShard(Shard):
+    """A file whose header is read and checked; ``_spans`` has the bytes of each tensor."""
+
+    def _read_header(self, size: int, read: Callable[[int, int], bytes]) -> None:
+        """Read and check the header; ``read(begin, end)`` returns bytes of the file."""
+        path = self.path
+        if size < 8:
+            raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {AGAIN}")
+        (length,) = struct.unpack("<Q", read(0, 8))
+        if length > MAX_HEADER:
+            raise MergestreamError(f"{path} is no safetensors file: its header would have {length} bytes; {AGAIN}")
+        if length > size - 8:
+            raise MergestreamError(f"{path} is truncated: {length + 8 - size} bytes of its header are missing; {AGAIN}")
+        try:
+            header = json.loads(read(8, 8 + length).decode(), object_pairs_hook=unique_keys)
+            if not isinstance(header, dict):
+                raise ValueError("not a JSON object")
+            "".join(header).encode()  # half a surrogate pair is valid JSON, but no text
+            self.metadata = convert(header.pop("__metadata__", {}), dict[str, str])
+        except (ValueError, RecursionError) as error:
+            raise MergestreamError(
+                f"{path} is no safetensors file or has a corrupt header ({error}); {AGAIN}"
+            ) from error
+        self._spans, position = dict[str, tuple[int, int]](), 8 + length
+        entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            begin, end = (8 + length + offset for offset in entry.data_offsets)
+            if begin != position:
+                fault = "overlaps the tensor before it" if begin < position else "leaves a gap before it"
+                raise MergestreamError(f"{path} has a corrupt header: the tensor {name!r} {fault}")
+            self._spans[name], position = (begin, end), end
+        if position > size:
+            raise MergestreamError(f"{path} is truncated: {position - size} bytes are missing at its end; {AGAIN}")
+        if position < size:
+            raise MergestreamError(f"{path} has {size - position} bytes too many after its last tensor; {AGAIN}")
+        self.tensors = {name: TensorInfo(entry.dtype, entry.shape, path.name) for name, entry in entries.items()}
+
+
+class SafetensorsFile(_SafetensorsShard):
     """A validated ``.safetensors`` file; reading a tensor copies nothing."""
 
     path: Path
@@ -67,9 +98,7 @@ class SafetensorsFile(Shard):
             with path.open("rb") as file:
                 number = file.fileno()
                 self._size = os.fstat(number).st_size
-                self.tensors, self._spans, self.metadata = _read_header(
-                    path, self._size, lambda begin, end: os.pread(number, end - begin, begin)
-                )
+                self._read_header(self._size, lambda begin, end: os.pread(number, end - begin, begin))
                 # Private and writable: a stray write stays in memory, where a read-only map would crash.
                 self._map: mmap.mmap | None = mmap.mmap(
                     number, self._size, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
@@ -101,7 +130,7 @@ class SafetensorsFile(Shard):
         self._map = None  # not closed: tensors that are views of the map keep it alive
 
 
-class SafetensorsObject(Shard):
+class SafetensorsObject(_SafetensorsShard):
     """A ``.safetensors`` file in object storage: header and tensors are read by range, adjacent small
     tensors together."""
 
@@ -111,9 +140,7 @@ class SafetensorsObject(Shard):
     def __init__(self, path: StoredFile) -> None:
         super().__init__(path)
         start = path.read(0, min(_USUAL_HEADER, path.size))
-        self.tensors, self._spans, self.metadata = _read_header(
-            path, path.size, lambda begin, end: start[begin:end] if end <= len(start) else path.read(begin, end)
-        )
+        self._read_header(path.size, lambda begin, end: (start if end <= len(start) else path.read(0, end))[begin:end])
         self._runs: dict[str, list[int]] = {}
         """By small tensor: where its run begins and ends"""
         run = [0, 0]
@@ -138,44 +165,6 @@ class SafetensorsObject(Shard):
         else:
             self.path.read_into(data, begin)
         return tensor
-
-
-def _read_header(
-    path: Path | StoredFile, size: int, read: Callable[[int, int], bytes]
-) -> tuple[dict[str, TensorInfo], dict[str, tuple[int, int]], dict[str, str]]:
-    """Read and check the header; ``read(begin, end)`` returns bytes.
-
-    Returns the tensors, the bytes of each, and the metadata.
-    """
-    if size < 8:
-        raise MergestreamError(f"{path} is no safetensors file: it has only {size} bytes; {AGAIN}")
-    (length,) = struct.unpack("<Q", read(0, 8))
-    if length > MAX_HEADER:
-        raise MergestreamError(f"{path} is no safetensors file: its header would have {length} bytes; {AGAIN}")
-    if length > size - 8:
-        raise MergestreamError(f"{path} is truncated: {length + 8 - size} bytes of its header are missing; {AGAIN}")
-    try:
-        header = json.loads(read(8, 8 + length).decode(), object_pairs_hook=unique_keys)
-        if not isinstance(header, dict):
-            raise ValueError("not a JSON object")
-        "".join(header).encode()  # half a surrogate pair is valid JSON, but no text
-        metadata = convert(header.pop("__metadata__", {}), dict[str, str])
-    except (ValueError, RecursionError) as error:
-        raise MergestreamError(f"{path} is no safetensors file or has a corrupt header ({error}); {AGAIN}") from error
-    spans, position = dict[str, tuple[int, int]](), 8 + length
-    entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, end = (8 + length + offset for offset in entry.data_offsets)
-        if begin != position:
-            fault = "overlaps the tensor before it" if begin < position else "leaves a gap before it"
-            raise MergestreamError(f"{path} has a corrupt header: the tensor {name!r} {fault}")
-        spans[name], position = (begin, end), end
-    if position > size:
-        raise MergestreamError(f"{path} is truncated: {position - size} bytes are missing at its end; {AGAIN}")
-    if position < size:
-        raise MergestreamError(f"{path} has {size - position} bytes too many after its last tensor; {AGAIN}")
-    tensors = {name: TensorInfo(entry.dtype, entry.shape, path.name) for name, entry in entries.items()}
-    return tensors, spans, metadata
 
 
 def _check_entry(path: Path | StoredFile, name: str, raw: Any) -> _Entry:

@@ -100,20 +100,15 @@ class SafetensorsWriter(Collector):
         if end == spec.numel:
             self._written.add(name)
 
-    def keep(self, name: str) -> None:
-        """Count a tensor of an interrupted writer as written."""
-        self._written.add(name)
-
-    def holds(self, name: str, digest: str) -> bool:
-        """Whether an interrupted writer has written a tensor with this digest."""
-        return tensor_digest(self.read(name)) == digest
-
-    def read(self, name: str) -> Tensor:
-        """The tensor as it is in the file; zeros where nothing was written."""
+    def keep(self, name: str, digest: str) -> bool:
+        """Count a tensor of an interrupted writer as written, if it has this digest."""
         shard = self._shard[name]
         if shard not in self._views:
             self._views[shard] = SafetensorsFile(self._plans[shard].path)
-        return self._views[shard].read(name)
+        if tensor_digest(self._views[shard].read(name)) != digest:
+            return False
+        self._written.add(name)
+        return True
 
     def close(self) -> None:
         """Make all files durable; an error if a tensor was never written."""

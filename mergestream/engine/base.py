@@ -26,10 +26,7 @@ class Engine(Protocol):
         """The torch device that computes."""
 
     def run(
-        self,
-        costs: Mapping[str, int],
-        work: Callable[[str], Result],
-        memory: Mapping[str, int] | None = None,
+        self, costs: Mapping[str, int], work: Callable[[str], Result], memory: Mapping[str, int] | None = None
     ) -> Iterator[tuple[str, Result]]:
         """Yield (name, work(name)) as they finish; the most costly jobs start first, and the first error is raised.
 
@@ -37,12 +34,12 @@ class Engine(Protocol):
         """
 
 
-def check_budget(memory: Mapping[str, int], most: int | None) -> None:
-    """Refuse a job that needs more memory than the whole budget."""
+def check_budget(memory: Mapping[str, int], most: int | None, remedy: str = "allowed; raise --max-memory") -> None:
+    """Refuse a job that needs more than ``most`` bytes of memory; ``remedy`` ends the error."""
     largest = max(memory, key=lambda name: memory[name], default=None)
     if largest is not None and most is not None and memory[largest] > most:
         needed = f"tensor {largest} needs {format_size(memory[largest])} of memory"
-        raise MergestreamError(f"{needed}, more than the {format_size(most)} allowed; raise --max-memory")
+        raise MergestreamError(f"{needed}, more than the {format_size(most)} {remedy}")
 
 
 class Collector(ABC):

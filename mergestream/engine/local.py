@@ -60,10 +60,7 @@ class LocalEngine:
     """The torch device that computes"""
 
     def run(
-        self,
-        costs: Mapping[str, int],
-        work: Callable[[str], Result],
-        memory: Mapping[str, int] | None = None,
+        self, costs: Mapping[str, int], work: Callable[[str], Result], memory: Mapping[str, int] | None = None
     ) -> Iterator[tuple[str, Result]]:
         """A job starts when the memory of all running jobs, itself included, fits the budget. The first error stops
         further jobs and is raised."""

@@ -22,7 +22,6 @@ from mergestream.engine.base import Collector, Result, check_budget
 from mergestream.engine.local import keep_freed_memory, single_threaded
 from mergestream.errors import EngineError, UsageError, first_line
 from mergestream.interrupts import own_sigterm
-from mergestream.sizes import format_size
 
 GPU_SHARE = 0.25
 """The share of a GPU that a task reserves with --device cuda: while one computes, others read"""
@@ -58,10 +57,7 @@ class RayEngine:
         return self._workers or int(connected(self.address).cluster_resources().get("CPU", 1))
 
     def run(
-        self,
-        costs: Mapping[str, int],
-        work: Callable[[str], Result],
-        memory: Mapping[str, int] | None = None,
+        self, costs: Mapping[str, int], work: Callable[[str], Result], memory: Mapping[str, int] | None = None
     ) -> Iterator[tuple[str, Result]]:
         """Ray retries a task whose worker or node is lost. The first error cancels all other tasks."""
         if not costs:
@@ -70,7 +66,8 @@ class RayEngine:
         ray = connected(self.address)
         packed, collectors = pack(work)
         check_budget(memory, self.max_memory)
-        _check_room(ray, memory)
+        room = max(int(node["Resources"].get("memory", 0)) for node in _nodes(ray))
+        check_budget(memory, room, "that a node of the Ray cluster has")  # Ray would wait for a larger one
         run, content = uuid4().hex, ray.put(packed)
         _check_nodes(ray, run, content)
         workers = self.workers
@@ -162,15 +159,6 @@ def _nodes(ray: Any) -> list[dict[str, Any]]:
     if not nodes:
         raise EngineError("the Ray cluster has no node with a core to work with")
     return nodes
-
-
-def _check_room(ray: Any, memory: Mapping[str, int]) -> None:
-    """Check that the largest tensor fits on a node: Ray would wait for a larger one."""
-    largest = max(memory, key=lambda name: memory[name], default="")
-    room = max(int(node["Resources"].get("memory", 0)) for node in _nodes(ray))
-    if memory and memory[largest] > room:
-        needed = f"tensor {largest} needs {format_size(memory[largest])} of memory"
-        raise EngineError(f"{needed}, and no node of the Ray cluster has more than {format_size(room)}")
 
 
 def _check_nodes(ray: Any, run: str, content: Any) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mergestream.checkpoints.hub import LOGIN, UPLOAD, connect, explained
+from mergestream.checkpoints.layout import CARD
 from mergestream.checkpoints.location import public_name
 from mergestream.errors import MergestreamError, UsageError
 from mergestream.escaping import code
@@ -31,7 +32,6 @@ from mergestream.store.store import Store
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _PART = re.compile(r"manifest\.json|scores\.json|(steps|experts|inputs)/[0-9]{4,}(-[0-9a-f]+)?/[A-Za-z0-9][\w.-]*")
 _BESIDE = re.compile(r"README\.md|\.git\w*")
-_CARD = "README.md"
 
 
 def repository_name(address: str) -> str:
@@ -83,10 +83,8 @@ def push_store(store: Store, address: str, *, private: bool = False) -> str:
     with _copied(store) as (copy, manifest):
         sources = manifest.base.source, *(entry.source for entry in manifest.history)
         if not private and any(Path(source).is_absolute() for source in sources):
-            store.progress.note(
-                f"readers of {name} see the local paths of the base and the experts; --private hides it"
-            )
-        (copy / _CARD).write_text(_card(manifest, name), encoding="utf-8")
+            store.progress.note(f"readers of {name} see the local paths of base and experts; --private hides it")
+        (copy / CARD).write_text(_card(manifest, name), encoding="utf-8")
         return _push(name, copy, f"A store of mergestream at step {manifest.step}", find_ours, private)
 
 

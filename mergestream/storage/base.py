@@ -18,7 +18,6 @@ from mergestream.schema import BACKUP, damaged, parse
 
 RANGE = 4 << 20
 """Bytes of one request: its latency costs about as much as the transfer of so many bytes"""
-_THREADS = 8
 UNFINISHED = "unfinished"
 """A key in the marker of a folder in a bucket until all its objects are uploaded"""
 
@@ -56,9 +55,9 @@ class Storage(ABC):
         """The names of the folders in a folder."""
         return sorted({name.partition("/")[0] for name in self.files(folder) if "/" in name})
 
-    @abstractmethod
     def stat(self, name: str) -> StoredFile | None:
         """The size and version of a file; None if it does not exist."""
+        return self.files().get(name)
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file; None if it does not exist."""
@@ -234,7 +233,7 @@ def total_bytes(files: Mapping[str, StoredFile]) -> int:
 @cache
 def transfers() -> ThreadPoolExecutor:
     """The threads for transfers; a transfer must not wait for another one."""
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="mergestream-transfer")
+    return ThreadPoolExecutor(8, thread_name_prefix="mergestream-transfer")
 
 
 def changed(place: Path | Storage) -> StoreBusyError:

@@ -62,20 +62,8 @@ class BucketStorage(Storage):
         start = f"{folder}/" if folder else ""
         return {key.removeprefix(start): file for key, file in self._listed.items() if key.startswith(start)}
 
-    def stat(self, name: str) -> StoredFile | None:
-        return self._head(name) if self._listed is None else self._listed.get(name)
-
-    def _head(self, name: str) -> StoredFile | None:
-        def head() -> StoredFile | None:
-            try:
-                return self._describe([self._client.head(self._key(name))])[name]
-            except FileNotFoundError:
-                return None
-
-        return self._explained(name, head)
-
     def read(self, name: str) -> bytes | None:
-        found = self.files().get(name)
+        found = self.stat(name)  # by the listing, which does not cost a request
         if found is None:
             return None
         check_small(found)
@@ -107,9 +95,17 @@ class BucketStorage(Storage):
 
     def is_current(self, file: StoredFile | None) -> bool:
         self._listed = None
-        found = self._head(file.key) if file else None
-        is_same = found is not None and file is not None and found.tag == file.tag
-        if is_same and file and file.key == self._guarded:
+        if file is None:
+            return False
+
+        def has_same_tag() -> bool:
+            try:
+                return (self._client.head(self._key(file.key))["e_tag"] or "") == file.tag
+            except FileNotFoundError:
+                return False
+
+        is_same = self._explained(file.key, has_same_tag)
+        if is_same and file.key == self._guarded:
             self._expected = file
         return is_same
 

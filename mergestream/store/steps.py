@@ -184,9 +184,7 @@ class StepWriter:
         for entry in self._files.read_journal() if resumed else ():
             outcome = Outcome(**entry["outcome"])
             written = [(*self._place(key), digest) for key, digest in stored_digests(entry["tensor"], outcome).items()]
-            if all(self._writers[stem].holds(name, digest) for stem, name, digest in written):
-                for stem, name, _ in written:
-                    self._writers[stem].keep(name)
+            if all(self._writers[stem].keep(name, digest) for stem, name, digest in written):
                 self.done[entry["tensor"]] = outcome, entry["expert"]
 
     def _place(self, key: str) -> tuple[str, str]:

@@ -256,7 +256,7 @@ def test_any_tiling_by_chunks_is_read_and_any_hole_is_found(tmp_path: Path, shap
 def test_a_directory_without_its_metadata_was_not_saved_to_the_end(tmp_path: Path) -> None:
     directory = save(WEIGHTS, tmp_path / "dcp")
     (directory / ".metadata").unlink()
-    refused(directory, r"has \.distcp files and no \.metadata")
+    refused(directory, r"holds \.distcp files; give the directory that has \.metadata")
 
 
 def test_damage_to_the_metadata_is_a_sentence_or_harmless(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ def refused(source: Path) -> str:
         with pytest.raises(MergestreamError) as error:
             opening(source)
         sentences.append(str(error.value))
-    assert len(set(sentences)) == 1 and "\n" not in sentences[0] and str(source) in sentences[0]
+    assert len(set(sentences)) == 1 and "\n" not in sentences[0]
+    assert str(source) in sentences[0] or f"{source.parent} holds {source.name}" in sentences[0]
     return sentences[0]
 
 

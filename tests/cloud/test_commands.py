@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import obstore
 import pytest
@@ -109,7 +108,7 @@ def test_nothing_of_the_weights_is_left_on_this_machine(
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    monkeypatch.setattr(location, "_temporary_directory", lambda: SimpleNamespace(name=scratch))
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
     location._download.cache_clear()
     done("merge", "--base", BASE, EXPERTS[0], "-o", tmp_path / "out")
     assert list(scratch.iterdir())  # it was used
