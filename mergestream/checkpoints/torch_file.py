@@ -54,7 +54,7 @@ class TorchFile(Shard):
 
 
 def _check_archive(path: Path) -> None:
-    """Refuse everything but uncompressed zip archives, which can be memory-mapped, with a harmless pickle."""
+    """Refuse everything except an uncompressed zip archive, which can be memory-mapped, with a harmless pickle."""
     try:
         with path.open("rb") as file:
             start = file.read(2)

@@ -66,7 +66,7 @@ class Storage(ABC):
 
     @abstractmethod
     def fetch(self, name: str) -> tuple[bytes, StoredFile] | None:
-        """The content of a small file as it is now, and its version; later listings are not older than this."""
+        """The content of a small file as it is now, and its version; later listings are at least as new."""
 
     @abstractmethod
     def read_range(self, file: StoredFile, begin: int, end: int) -> bytes:
@@ -74,7 +74,7 @@ class Storage(ABC):
 
     @abstractmethod
     def is_current(self, file: StoredFile | None) -> bool:
-        """Whether a file still has the version that was fetched, by one request; later listings are not older."""
+        """Whether a file still has the version that was fetched, by one request; later listings are at least as new."""
 
     @abstractmethod
     def save_to(self, name: str, path: Path) -> None:
@@ -185,9 +185,9 @@ class StoredFile:
     """The name in the storage, with its folders"""
     size: int
     tag: str
-    """Changes with the content: an ETag, or the time of modification"""
+    """Changes when the content changes: an ETag, or the time of modification"""
     version: str | None = None
-    """A second sign of a change: the version of the object, or the inode"""
+    """Changes too, where there is one: the version of the object, or the inode"""
     changed: float = field(default=0.0, compare=False)
     """Time of modification, in seconds since 1970"""
 

@@ -40,11 +40,11 @@ class BucketStorage(Storage):
         self.url = url
         self._listed: dict[str, StoredFile] | None = None
         self._guarded: str | None = None
-        """The object that this writer must be the next to replace"""
+        """The object that only this writer may replace, while it is writing"""
         self._expected: StoredFile | None = None
-        """Its version that was fetched or put last"""
+        """The version of it that was fetched or put last"""
         self._in_doubt = False
-        """Whether it may have been replaced without an answer: then it may name any object, and none is removed"""
+        """Whether a put of it got no answer. It may name any object then, so nothing is removed"""
         open_bucket(url.scheme, url.bucket)  # fails now if the library or credentials are missing
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class BucketStorage(Storage):
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """From here on the object ``name`` must stay what is fetched first, until this writer replaces it."""
+        """While the context is open, StoreBusyError as soon as another writer has replaced the object ``name``."""
         self._refuse_unconditional()
         self._guarded, self._expected = name, None
         try:

@@ -218,7 +218,7 @@ def _check_entries(directory: Path) -> list[os.DirEntry[str]]:
 @contextmanager
 def _replace_directory(directory: Path, check: Callable[[], None]) -> Iterator[Path]:
     """Yield an empty draft, which replaces the directory at the end; ``check`` may refuse to replace what is there."""
-    place = Path(os.path.realpath(directory))  # what is checked is what is replaced
+    place = Path(os.path.realpath(directory))  # a link that changes now changes nothing
     work = place.with_name(f".{place.name}.mergestream")
     with new_directories(work.parent), _locked(work, directory):
         _settle(work, place)
@@ -229,7 +229,7 @@ def _replace_directory(directory: Path, check: Callable[[], None]) -> Iterator[P
             yield draft
             _take_place(draft, place, check)
         finally:
-            with suppress(OSError):  # the next one settles it
+            with suppress(OSError):  # the next export cleans up
                 _settle(work, place)
 
 
