@@ -85,7 +85,7 @@ def test_modules_state_dicts_and_paths_are_the_same(store: Store, base: nn.Modul
 
 def test_what_is_no_model_is_told_what_one_is(store: Store, base: nn.Module, tmp_path: Path) -> None:
     for wrong in (3, None, [base], object()):
-        with pytest.raises(UsageError, match="a path, a hub id org/name, a torch module or a state dict, not"):
+        with pytest.raises(UsageError, match="a path, a hub id, a module or a state dict, not"):
             store.add(wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="save the base first, or use a Merger"):
         Store.create(tmp_path / "other", base=base)

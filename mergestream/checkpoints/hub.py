@@ -99,7 +99,7 @@ def download(hub_id: str, *, weights: bool = True) -> tuple[Path, str]:
                 api.snapshot_download(repo, revision=version, allow_patterns=code)
     except UnreachableError as error:
         if (found := cached(hub_id)) is None:
-            raise MergestreamError(f"{error}; it is not in the hub's cache, and no local path") from error
+            raise MergestreamError(f"{hub_id} is no local path and not in the hub's cache; {error}") from error
         snapshot = found
     return snapshot, f"{repo}@{snapshot.name}"
 

@@ -187,7 +187,7 @@ def test_what_cannot_be_had_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
 def test_an_unreachable_hub_is_one_sentence(tmp_path: Path) -> None:
     for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
         (answer,) = run(["org/both"], unused_endpoint(), tmp_path, **variables)
-        assert "org/both is not a local path" in answer["error"] and "cannot be downloaded" in answer["error"]
+        assert "org/both is no local path" in answer["error"] and "cannot be downloaded" in answer["error"]
         assert "\n" not in answer["error"]
 
 

