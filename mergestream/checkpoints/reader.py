@@ -116,9 +116,7 @@ class MemoryCheckpoint(Checkpoint):
 
     def __init__(self, model: Any) -> None:
         if hasattr(model, "peft_config"):
-            raise UsageError(
-                "a PeftModel is two models: pass what save_pretrained() wrote or model.merge_and_unload()"
-            )
+            raise UsageError("a PeftModel is two models: pass what save_pretrained() wrote or model.merge_and_unload()")
         state_dict = model.state_dict() if callable(getattr(model, "state_dict", None)) else model
         if not isinstance(state_dict, Mapping):
             raise UsageError(f"a model is a path, a hub id, a module or a state dict, not a {type(model).__name__}")
