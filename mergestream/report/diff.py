@@ -12,6 +12,7 @@ import torch
 
 from mergestream.algebra.pieces import Elements, ranges
 from mergestream.base.names import layer_of
+from mergestream.errors import MergestreamError
 from mergestream.experts import make_task_vector, open_expert
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def compare(store: Store, a: str, b: str) -> Comparison:
             return _measure(elements_a(name), elements_b(name), tensors[name])
 
         for name, sums in store.engine.run(tensors, measure, memory):
+            if not all(map(math.isfinite, sums)):
+                raise MergestreamError(f"{name} of {label_a} or {label_b} holds NaN, Inf or numbers that are too large")
             found[name] = sums
             advance(tensors[name] * 4)
     layers: dict[str, list[Sums]] = {}

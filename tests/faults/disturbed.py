@@ -8,9 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +128,7 @@ def _names(found: dict[str, Any]) -> list[str] | None:
 
 def in_process(scenario: Scenario, words: Words, toys: Path) -> Outcome:
     """A command in this process, which belongs to the case."""
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = scenario.run(words, toys)()
-    return Outcome(code, out.getvalue(), err.getvalue())
+    return children.in_process(scenario.run(words, toys))
 
 
 # --- the families -------------------------------------------------------------------------------------------

@@ -1,19 +1,25 @@
-"""Forged stores: every field of every file of ours is taken away or given a value that nobody would write, with all
-digests made to fit. No command may answer with more than a sentence."""
+"""Forged stores: every field of every JSON file and every tensor of a step or of inputs is taken away or given a value
+that nobody would write, with all digests made to fit. No command may answer with more than a sentence, or with NaN."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mergestream.digest import combined_digest, text_digest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mergestream.digest import combined_digest, tensor_digest, text_digest
 from tests.faults.cases import Case
-from tests.faults.stores import Made, command, make_stores
+from tests.faults.stores import Made, command, make_measured, make_stores
 
 MANY = 40
 GONE = object()
@@ -45,8 +51,25 @@ TEXTS: dict[str, Callable[[str], str]] = {
 }
 
 
+TENSORS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "gone": lambda x: None,
+    "nan": lambda x: x.index_fill(0, torch.tensor([0]), math.nan) if x.ndim else x * math.nan,
+    "infinite": lambda x: x + math.inf,
+    "large": lambda x: x + torch.finfo(x.dtype).max / 2,
+    "negative": lambda x: -x.abs() - 1,
+    "zero": torch.zeros_like,
+    "thousandfold": lambda x: 1000 * x,
+    "reversed": lambda x: x.flip(0) if x.ndim else x,
+    "repeated": lambda x: x[:1].expand_as(x) if x.ndim else x,
+    "longer": lambda x: torch.cat([x, x]) if x.ndim else x.expand(2),
+    "wider": lambda x: torch.cat([x, x], -1) if x.ndim else x.reshape(1, 1),
+    "halves": lambda x: x.half(),
+    "integers": lambda x: x.long(),
+}
+
+
 def cases(work: Path) -> Iterator[Case]:
-    for made in make_stores(work):
+    for made in (*make_stores(work), make_measured(work)):
         for file in _files(made.path):
             content = json.loads((made.path / file).read_text())
             for path in _paths(content):
@@ -55,9 +78,17 @@ def cases(work: Path) -> Iterator[Case]:
                     yield Case(name, partial(_try, made, file, partial(_with_value, path=path, kind=kind)))
             for kind, change in TEXTS.items():
                 yield Case(f"{made.path.name}/{file}: {kind}", partial(_try, made, file, change))
+        for path in sorted(made.path.glob("*/0002/*.safetensors")):
+            file = str(path.relative_to(made.path))
+            for tensor, kind in product(load_file(path), TENSORS):
+                act = partial(_with_tensor, file=file, name=tensor, kind=kind)
+                yield Case(f"{made.path.name}/{file} {tensor}: {kind}", partial(_read, made, act))
 
 
 def _files(store: Path) -> Iterator[str]:
+    if (store / "inputs").exists():
+        yield "inputs/0002/inputs.json"
+        return
     yield from ("manifest.json", "scores.json", "experts/0002/tensors.json", "steps/0002/digests.json")
     if (store / "steps/0002/factors.json").exists():
         yield "steps/0002/factors.json"
@@ -84,10 +115,31 @@ def _with_value(text: str, path: tuple[str | int, ...], kind: str) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
+def _with_tensor(store: Path, file: str, name: str, kind: str) -> None:
+    path = store / file
+    tensors = load_file(path)
+    changed = TENSORS[kind](tensors.pop(name))
+    tensors |= {name: changed.contiguous()} if changed is not None else {}
+    save_file(tensors, path)
+    prefix = "" if path.stem in ("model", "moments", "heads") else f"{path.stem}/"
+    found = {prefix + key: tensor_digest(value) for key, value in tensors.items()}
+    folder, what = path.parent, {"inputs": "inputs.json", "experts": "tensors.json"}.get(file.partition("/")[0])
+    index = folder / (what or "digests.json")
+    content = json.loads(index.read_text())
+    known = content["digests"] if what == "inputs.json" else content["heads"] if what else content
+    known.pop(prefix + name)
+    known |= found
+    _seal(store, str(index.relative_to(store)), json.dumps(content))
+
+
 def _try(made: Made, file: str, change: Callable[[str], str], place: Path) -> str | None:
+    return _read(made, lambda store: _seal(store, file, change((store / file).read_text())), place)
+
+
+def _read(made: Made, forge: Callable[[Path], None], place: Path) -> str | None:
     """Forge a copy of a store, and run every command that reads; what the first says that ends as it may not."""
     store = shutil.copytree(made.path, place / made.path.name)
-    _seal(store, file, change((store / file).read_text()))
+    forge(store)
     for words in (
         ("status", store, "--tensors"),
         ("status", store, "--json"),
@@ -95,14 +147,21 @@ def _try(made: Made, file: str, change: Callable[[str], str], place: Path) -> st
         ("log", store, "--json"),
         ("verify", store),
         ("export", store, place / "out"),
+        ("export", store, place / "regress", "--readout", "regress"),
         ("export", store, place / "lora", "--format", "lora", "--rank", 2),
         ("inspect", store, made.third),
         ("report", store, "--format", "json"),
         ("report", store, "--format", "md"),
         ("diff", store, "1", "2"),
     ):
-        if fault := command(*words).fault:
-            return f"{words[0]}: {fault}"
+        outcome = command(*words)
+        if outcome.fault:
+            return f"{words[0]}: {outcome.fault}"
+        if found := re.search(r".*\b(NaN|nan|Infinity)\b.*", outcome.out):
+            return f"{words[0]} prints {found[0].strip()}"
+    for path in place.glob("*/*.safetensors"):
+        if not all(bool(x.isfinite().all()) for x in load_file(path).values()):
+            return f"{path.parent.name} is not finite"
     return None
 
 
@@ -118,18 +177,20 @@ def _seal(store: Path, file: str, text: str) -> None:
             digest = text_digest(json.dumps(content, sort_keys=True, **form))
             path.write_text(json.dumps({**content, "digest": digest}))
         elif path.name == "tensors.json":
-            _seal_expert(store, "record", text_digest(text))
+            _seal_expert(store, lambda expert: expert.update(record=text_digest(text)))
+        elif path.name == "inputs.json":
+            _seal_expert(store, lambda expert: expert["inputs"].update(record=text_digest(text)))
         elif path.name == "factors.json":
             digests = json.loads((path.parent / "digests.json").read_text())
             digests["factors.json"] = text_digest(json.dumps(content, sort_keys=True))
             _seal(store, "steps/0002/digests.json", json.dumps(digests))
         else:
-            _seal_expert(store, "state", combined_digest(content))
+            _seal_expert(store, lambda expert: expert.update(state=combined_digest(content)))
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass  # what has no digest
 
 
-def _seal_expert(store: Path, what: str, digest: str) -> None:
+def _seal_expert(store: Path, change: Callable[[dict[str, Any]], object]) -> None:
     manifest = json.loads((store / "manifest.json").read_text())
-    manifest["history"][-1][what] = digest
+    change(manifest["history"][-1])
     _seal(store, "manifest.json", json.dumps(manifest))

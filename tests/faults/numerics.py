@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.faults import children
 from tests.faults.cases import Case
-from tests.faults.children import Outcome, command
+from tests.faults.children import Outcome, command, in_process
 from tests.faults.scenarios import QUIET
 
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -100,7 +99,7 @@ def _absorbed_and_exported(method: str, models: list[str], place: Path) -> str |
         ("merge", "--base", base, *experts, "-o", "merged", "--method", method, *QUIET),
     ]
     for words in session:
-        outcome = children.run(command(*words), place, 300)
+        outcome = in_process(command(*words))
         if wrong := outcome.fault or _unnamed(outcome, words):
             return f"{words[0]}: {wrong}"
         if outcome.code and words[0] in ("init", "verify"):

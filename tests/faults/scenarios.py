@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from mergestream import Inputs
 from tests.conftest import files, save_model
 from tests.faults import children
 from tests.handmade import handmade_adapter
@@ -120,6 +121,21 @@ SCENARIOS = {
         Scenario(
             "remove", [_init("ledger"), _add(*_experts(1, 3))], ("remove", "store", "expert-2"), _add("expert-4")
         ),
+        Scenario(
+            "undo a removal",
+            [_init("ledger"), _add(*_experts(1, 3)), ("remove", "store", "expert-2")],
+            ("undo", "store"),
+            _add("expert-4"),
+        ),
+        Scenario(
+            "calibrate", [_init("ledger"), _add(*_experts(1, 2))], ("measure", "expert-1"), ("measure", "expert-2")
+        ),
+        Scenario(
+            "calibrate again",
+            [_init("ledger"), _add("expert-1"), ("measure", "expert-1")],
+            ("measure", "expert-1"),
+            _add("expert-2"),
+        ),
         Scenario("export", [_init("opcm"), _add(*_experts(1, 2))], _export, (*_export, *_replace)),
         Scenario(
             "export over another",
@@ -145,6 +161,12 @@ SCENARIOS = {
             [_init("opcm"), _add("adapter-1"), (*_export, "--format", "lora"), _add("adapter-2")],
             (*_export, *_replace, "--format", "lora"),
             (*_export, *_replace, "--format", "lora", "--rank", "1"),
+        ),
+        Scenario(
+            "export all adapters over another",
+            [_init("ledger"), _add("adapter-1"), (*_export, "--format", "loras"), _add("adapter-2")],
+            (*_export, *_replace, "--format", "loras"),
+            (*_export, *_replace, "--format", "loras", "--rank", "1"),
         ),
         Scenario("merge", [], (*_merge, "--method", "average"), (*_merge, *_replace, "--method", "average")),
         Scenario(
@@ -185,6 +207,16 @@ def _relocate(base: str) -> int:
     return _in_python(lambda store: store.relocate(base))
 
 
+def _measure(expert: str) -> int:
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList([torch.nn.ModuleDict({"q": torch.nn.Linear(16, 16, bias=False)})])
+    model = torch.nn.Module()
+    model.layers = layers
+    samples = [torch.randn(3, 16) for _ in range(8)]
+    inputs = Inputs(samples, model=model, call=lambda model, x: model.layers[0]["q"](x))
+    return _in_python(lambda store: store.calibrate(expert, inputs))
+
+
 def _in_python(act: Callable[[Any], object]) -> int:
     """What there is no command for, or only one that does more."""
     from mergestream import LocalEngine, MergestreamError, Store
@@ -204,7 +236,7 @@ def _in_python(act: Callable[[Any], object]) -> int:
     return 0
 
 
-_OTHERS: dict[str, Callable[..., int]] = {"watch": watch, "attach": _attach, "relocate": _relocate}
+_OTHERS: dict[str, Callable[..., int]] = {"watch": watch, "attach": _attach, "relocate": _relocate, "measure": _measure}
 
 
 # --- what it amounts to -------------------------------------------------------------------------------------
@@ -227,7 +259,7 @@ def content(place: Path) -> dict[str, Any]:
 def _store_content(store: Path) -> tuple[dict[str, Any], list[str]]:
     manifest = json.loads((store / "manifest.json").read_text())
     manifest.pop("digest")
-    known = {"manifest.json", "lock", "scores.json", "steps", "experts"}
+    known = {"manifest.json", "lock", "scores.json", "steps", "experts", "inputs"}
     removed = manifest.get("removed", [])
     for removal in removed:
         del removal["time"]
@@ -238,6 +270,12 @@ def _store_content(store: Path) -> tuple[dict[str, Any], list[str]]:
             held = files(store / part / number)
             entry[part] = {name: data for name, data in held.items() if name not in ("plan.json", "journal")}
             known |= {f"{part}/{number}/{name}" for name in entry[part]}
+        inputs = entry.get("inputs")
+        while inputs:  # those that they replaced, too
+            folder = f"inputs/{inputs['number']:04d}"
+            entry[folder] = files(store / folder)
+            known |= {folder, *(f"{folder}/{name}" for name in entry[folder])}
+            inputs = inputs.get("before")
         for key in _VOLATILE:
             entry.pop(key, None)
     if (store / "scores.json").is_file():

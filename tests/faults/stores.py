@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from mergestream import OPCM, Average, Ledger, LocalEngine, Store
+from mergestream import OPCM, Average, Inputs, Ledger, LocalEngine, Store
 from mergestream.cli import main
 from tests.conftest import save_model, toy_base, toy_expert
 from tests.handmade import handmade_adapter
@@ -81,3 +81,18 @@ def make_stores(work: Path) -> Sequence[Made]:
         (store.path / "lock").unlink()
         stores.append(Made(store.path, models[2]))
     return stores
+
+
+def make_measured(work: Path) -> Made:
+    """A ledger whose experts were run on inputs."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.ReLU(), torch.nn.Linear(24, 16))
+    given = Inputs([torch.randn(5, 16) for _ in range(20)], model=model)
+    base, *experts = (work / "measured" / name for name in ("base", "expert-1", "expert-2", "expert-3"))
+    for place in (base, *experts):
+        save_model(place, {name: value + 0.01 * torch.randn_like(value) for name, value in model.state_dict().items()})
+    store = Store.create(work / "inputs", base, Ledger(budget=8.0), engine=LocalEngine(workers=1))
+    for expert in experts[:2]:
+        store.add(expert, inputs=given)
+    (store.path / "lock").unlink()
+    return Made(store.path, experts[2])

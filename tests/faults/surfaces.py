@@ -13,9 +13,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -25,13 +26,13 @@ from safetensors.torch import load_file, save, save_file
 from mergestream import Store, TaskArithmetic, merge
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
+from mergestream.cli import main
 from mergestream.engine import LocalEngine
 from mergestream.experts import make_task_vector, open_expert
 from mergestream.inputs.reading import open_image, read_inputs
-from mergestream.mergekit import read_recipe
 from mergestream.progress import NoProgress
 from tests.faults import servers
-from tests.faults.inputs import Case, Evil, deeply_disturbed, nasty, scarred, to_json
+from tests.faults.inputs import Case, Evil, deeply_disturbed, nasty, scarred, to_json, weights
 
 MANY = 4_000
 METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "model_stock", "slerp")
@@ -62,9 +63,12 @@ def case(seed: int, kind: str | None = None) -> Case:
 
 def _recipe(draw: random.Random, place: Path) -> Path:
     method = draw.choice(METHODS)
-    names = ("org/one", "org/two") if method != "slerp" else ("org/one",)
+    base, *names = [str(place / name) for name in (("base", "one") if method == "slerp" else ("base", "one", "two"))]
+    for model in (base, *names):
+        Path(model).mkdir()
+        (Path(model) / "model.safetensors").write_bytes(weights())
     models = [{"model": name, "parameters": {"weight": 0.5, "density": 0.3}} for name in names]
-    content: dict[str, Any] = {"merge_method": method, "base_model": "org/base", "models": models, "dtype": "bfloat16"}
+    content: dict[str, Any] = {"merge_method": method, "base_model": base, "models": models, "dtype": "bfloat16"}
     if draw.random() < 0.3:
         ranges = [{"sources": [{"model": name, "layer_range": [0, 4]} for name in names]}]
         content = {**content, "slices": ranges, "parameters": {"t": 0.5}}
@@ -81,6 +85,13 @@ def _recipe(draw: random.Random, place: Path) -> Path:
         text += b"dtype: !!python/object/apply:os.mkdir [" + bytes(place.parent / "outside") + b"]\n"
     (place / "recipe.yaml").write_bytes(text)
     return place / "recipe.yaml"
+
+
+def _run_recipe(path: Path) -> None:
+    from huggingface_hub import constants
+
+    with patch.object(constants, "HF_HUB_OFFLINE", True):  # a strange name may be a repository
+        main(["from-mergekit", str(path), str(path.with_name("out")), "--quiet", "--workers", "1"])
 
 
 # --- inputs -------------------------------------------------------------------------------------------------
@@ -292,7 +303,7 @@ def _read_routed(path: Path) -> None:
 
 
 SURFACES = {
-    "recipe": Surface(_recipe, partial(read_recipe, seed=0)),
+    "recipe": Surface(_recipe, _run_recipe),
     "samples": Surface(_samples, _read_samples),
     "vocabulary": Surface(_vocabulary, _merge_vocabularies),
     "lora": Surface(_lora_file, _read_lora_file),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mergestream import Store
 from mergestream.errors import MergestreamError
@@ -40,6 +40,19 @@ def test_a_step_and_a_checkpoint(scored: Store, models: Path, tmp_path: Path) ->
     assert same.cosine == pytest.approx(1)
     other = compare(scored, "3", str(models / "cars")).total
     assert other.norm_b == pytest.approx(scored.history[0].norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
+def test_numbers_that_cannot_be_compared_are_refused_by_name(
+    scored: Store, models: Path, tmp_path: Path, value: float
+) -> None:
+    tensors = load_file(models / "cars" / "model.safetensors")
+    name = next(name for name in scored.manifest.base.merged if tensors[name].ndim == 2)
+    tensors[name] = tensors[name].double()
+    tensors[name][0, 0] = value
+    save_file(tensors, tmp_path / "strange.safetensors")
+    with pytest.raises(MergestreamError, match=f"^{name} of step 3 .* or .*strange.* holds NaN, Inf or numbers that"):
+        compare(scored, "3", str(tmp_path / "strange.safetensors"))
 
 
 def test_the_base_is_step_zero(scored: Store) -> None:
