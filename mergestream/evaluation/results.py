@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from msgspec import convert
+
 from mergestream.errors import MergestreamError
 from mergestream.evaluation.rows import Row
 from mergestream.files import write_json
@@ -132,13 +134,10 @@ class Results:
         """Read ``results.json``."""
         path = directory / "results.json"
         try:
-            content = json.loads(path.read_text("utf-8"))
-            for key in ("summary", "cosines", "expert_bytes"):  # the last two are of older versions
-                content.pop(key, None)
-            return Results(**{**content, "runs": [Run(**run) for run in content["runs"]]})
+            return convert(json.loads(path.read_text("utf-8")), Results)  # keys of older versions are left out
         except FileNotFoundError:
             raise MergestreamError(
                 f"{directory} has no results.json; run mergestream bench with -o {directory}"
             ) from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except ValueError as error:
             raise MergestreamError(f"{path} was not written by mergestream bench; choose another directory") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +75,13 @@ def test_results_survive_being_written(tmp_path: Path) -> None:
 
 
 def test_another_file_of_that_name_is_one_sentence(tmp_path: Path) -> None:
-    for content in ('{"machine": {}}', "[]", "{", '{"summary": {}, "runs": [1]}'):
+    results().save(tmp_path)
+    saved = json.loads((tmp_path / "results.json").read_text())
+    (run, *_) = saved["runs"]
+    wrong: list[dict[str, Any]] = [{"runs": [{**run, key: value}]} for key in run for value in (None, [[1]])]
+    wrong += [{key: value} for key, value in (("digests", None), ("tasks", 3), ("beside", [1]), ("model_bytes", "x"))]
+    changed = [json.dumps({**saved, **fields}) for fields in wrong]
+    for content in ('{"machine": {}}', "[]", "{", '{"summary": {}, "runs": [1]}', *changed):
         (tmp_path / "results.json").write_text(content)
         with pytest.raises(MergestreamError, match="was not written by mergestream bench"):
             Results.load(tmp_path)

@@ -157,7 +157,7 @@ def _read(made: Made, forge: Callable[[Path], None], place: Path) -> str | None:
         outcome = command(*words)
         if outcome.fault:
             return f"{words[0]}: {outcome.fault}"
-        if found := re.search(r".*\b(NaN|nan|Infinity)\b.*", outcome.out):
+        if found := re.search(r".*\b(NaN(?! or Inf)|nan|Infinity)\b.*", outcome.out):
             return f"{words[0]} prints {found[0].strip()}"
     for path in place.glob("*/*.safetensors"):
         if not all(bool(x.isfinite().all()) for x in load_file(path).values()):
