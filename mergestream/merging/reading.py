@@ -21,7 +21,7 @@ from mergestream.errors import MergestreamError
 from mergestream.experts.vector import BasePieces
 from mergestream.ledger.readouts.base import Plain, Readout, StateReadout
 from mergestream.merging.plan import StepFiles, peak_memory, streamed_memory, tensor_contexts
-from mergestream.merging.step import OVERFLOWS, overflow_error, overflow_explained
+from mergestream.merging.step import overflow_explained
 from mergestream.methods.base import Context, Method, State
 from mergestream.methods.scale import parse_scale, scale_value
 from mergestream.progress import Progress
@@ -110,10 +110,8 @@ class Reading(ABC):
         base_pieces = BasePieces(stored, self.contexts[name].dtype if tensor.merges else stored.dtype)
         direction, norm = None, SquaredNorm()
         if tensor.merges:
-            try:
+            with overflow_explained(name):
                 direction = self.elements(name)
-            except OVERFLOWS as error:
-                raise overflow_error(name) from error
         for start, stop in ranges(tensor.numel):
             piece = base_pieces.at(start, stop)
             if direction is not None:

@@ -122,24 +122,15 @@ def total(method: Method, t: int, previous_mean: float, outcomes: Collection[Out
     return Totals(t, norm, mean_norm, direction_norm, scale, kept2 / norm2 if norm2 else 1.0)
 
 
-OVERFLOWS = (ArithmeticError, torch.linalg.LinAlgError)
-"""What arithmetic raises where numbers become too large"""
-
-
-def overflow_error(name: str) -> MergestreamError:
-    """The error for a tensor whose arithmetic has overflowed."""
-    return MergestreamError(
-        f"tensor {name} cannot be merged: its numbers become too large on the way; nothing was written"
-    )
-
-
 @contextmanager
 def overflow_explained(name: str) -> Iterator[None]:
-    """Turn an arithmetic overflow into an error that names the tensor."""
+    """Turn what arithmetic raises where numbers become too large into an error that names the tensor."""
     try:
         yield
-    except OVERFLOWS as error:
-        raise overflow_error(name) from error
+    except (ArithmeticError, torch.linalg.LinAlgError) as error:
+        raise MergestreamError(
+            f"tensor {name} cannot be merged: its numbers become too large on the way; nothing was written"
+        ) from error
 
 
 def refuse_overflow(value: Tensor) -> None:

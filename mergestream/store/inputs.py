@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
@@ -20,10 +19,11 @@ from mergestream.files import to_json, write_text
 from mergestream.inputs.moments import LayerMoments
 from mergestream.inputs.reading import Inputs, Sample, read_inputs
 from mergestream.inputs.statistics import InputStatistics, measure_statistics
-from mergestream.ledger.method import FEWEST
+from mergestream.ledger.method import Ledger
 from mergestream.ledger.moment import Moment
 from mergestream.ledger.routing import FeatureStatistics
 from mergestream.ledger.soundness import find_fault
+from mergestream.merging.plan import tensor_contexts
 from mergestream.schema import BACKUP, Count, damaged
 from mergestream.storage import Storage
 from mergestream.store.expert import InputsEntry
@@ -83,13 +83,12 @@ def measure_inputs(candidate: Candidate, inputs: Inputs, samples: Sequence[Sampl
 
 def _directions(manifest: Manifest, weights: Sequence[str], cut: int) -> dict[str, int]:
     """How many directions a moment keeps for each linear weight: ⌊β·r/cut⌋, as the entry of a full fine-tune."""
-    found, budget = {}, float(manifest.parameters["budget"] or 1)
+    found, method, contexts = {}, manifest.make_method(), tensor_contexts(manifest.base, 1)
+    assert isinstance(method, Ledger)
     for name in weights:
-        tensor = manifest.base.tensors[name]
-        if tensor.role == "linear" and len(tensor.shape) == 2:
-            rank = min(tensor.shape)
-            share = max(1, math.floor(budget * rank / max(cut, FEWEST)))
-            found[name] = min(rank, share) if budget * rank >= FEWEST else rank
+        context = contexts[name]
+        if context.linear and len(context.shape) == 2:
+            found[name] = method.share(context, cut) if method.is_cut(context) else min(context.shape)
     return found
 
 
@@ -151,14 +150,11 @@ class InputsReader:
             return f"{min(differing)} is {'missing' if min(differing) in expected else 'unknown'}"
         widths = [(name, FEATURES, found[name].shape) for name in features]
         for weight, stored in self.index["shared"].items():
-            shape = base.tensors[weight].shape if weight in base.tensors else ()
+            is_linear = weight in base.tensors and base.tensors[weight].role == "linear"
+            shape = base.tensors[weight].shape if is_linear else ()
             widths.append((weight, stored, shape[:1] if weight in base.conv1d else shape[1:]))
         misfits = (name for name, stored, width in widths if found[f"vectors:{stored}"].shape[1:] != width)
         return next((f"the moment for {name} does not have the width of its input" for name in misfits), None)
-
-    @property
-    def nbytes(self) -> int:
-        return self._tensors.nbytes
 
     def moment(self, weight: str) -> Moment | None:
         """The moment of the input of a layer, by the name of its weight; None where the layer was not run."""

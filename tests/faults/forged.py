@@ -78,9 +78,9 @@ def cases(work: Path) -> Iterator[Case]:
                     yield Case(name, partial(_try, made, file, partial(_with_value, path=path, kind=kind)))
             for kind, change in TEXTS.items():
                 yield Case(f"{made.path.name}/{file}: {kind}", partial(_try, made, file, change))
-        for path in sorted(made.path.glob("*/0002/*.safetensors")):
-            file = str(path.relative_to(made.path))
-            for tensor, kind in product(load_file(path), TENSORS):
+        for place in sorted(made.path.glob("*/0002/*.safetensors")):
+            file = str(place.relative_to(made.path))
+            for tensor, kind in product(load_file(place), TENSORS):
                 act = partial(_with_tensor, file=file, name=tensor, kind=kind)
                 yield Case(f"{made.path.name}/{file} {tensor}: {kind}", partial(_read, made, act))
 

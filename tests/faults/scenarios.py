@@ -209,11 +209,10 @@ def _relocate(base: str) -> int:
 
 def _measure(expert: str) -> int:
     torch.manual_seed(0)
-    layers = torch.nn.ModuleList([torch.nn.ModuleDict({"q": torch.nn.Linear(16, 16, bias=False)})])
-    model = torch.nn.Module()
-    model.layers = layers
+    layer = torch.nn.ModuleDict({"q": torch.nn.Linear(16, 16, bias=False)})
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
     samples = [torch.randn(3, 16) for _ in range(8)]
-    inputs = Inputs(samples, model=model, call=lambda model, x: model.layers[0]["q"](x))
+    inputs = Inputs(samples, model=model, call=lambda model, x: model.get_submodule("layers.0.q")(x))
     return _in_python(lambda store: store.calibrate(expert, inputs))
 
 
