@@ -53,7 +53,7 @@ TEXTS: dict[str, Callable[[str], str]] = {
 
 TENSORS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "gone": lambda x: None,
-    "nan": lambda x: x.index_fill(0, torch.tensor([0]), math.nan) if x.ndim else x * math.nan,
+    "nan": lambda x: x.masked_fill(torch.arange(x.numel()).reshape(x.shape) == 0, math.nan),
     "infinite": lambda x: x + math.inf,
     "large": lambda x: x + torch.finfo(x.dtype).max / 2,
     "negative": lambda x: -x.abs() - 1,
