@@ -93,12 +93,13 @@ class Gatekeeper:
     ) -> Gatekeeper:
         """Read the gates; raises before any work is done if the store cannot have one of them."""
         parsed = tuple(Gate.parse(text) for text in gates)
+        is_ledger = manifest.is_ledger
         for gate in parsed:
-            if manifest.is_ledger and gate.quantity in NOT_IN_LEDGERS:
+            if is_ledger and gate.quantity in NOT_IN_LEDGERS:
                 raise UsageError(
                     f"a ledger has no {gate.quantity} before it is exported; gate on damage or held instead"
                 )
-            if not manifest.is_ledger and gate.quantity in LEDGER_ONLY:
+            if not is_ledger and gate.quantity in LEDGER_ONLY:
                 raise UsageError(
                     f"only a ledger has {gate.quantity}, and this store uses {manifest.method}; gate on kept instead"
                 )

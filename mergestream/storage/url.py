@@ -46,7 +46,9 @@ def parse_url(place: str | Path) -> Url | None:
         return None
     bucket, _, key = rest.strip("/").partition("/")
     if re.search("[@:]", bucket) or "?" in rest:
-        raise UsageError(f"a {scheme} URL with credentials or a query is refused; put credentials into the environment")
+        raise UsageError(
+            "a URL of object storage with credentials or a query is refused; put credentials into the environment"
+        )
     if not bucket or not all(part.isprintable() and part not in ("", ".", "..") for part in key.split("/") if key):
         raise UsageError(f"{scheme}://{rest.lstrip('/')!a} is not a URL of object storage: give {scheme}://BUCKET/PATH")
     return Url(scheme, bucket, key)
