@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mergestream.algebra.pieces import Elements, ranges
-from mergestream.algebra.selection import DIGITS, Search
+from mergestream.algebra.selection import Search, Tally, sample_ranges, sample_stride, tally
 from mergestream.engine import Engine, LocalEngine
 from mergestream.experts.vector import TaskVector
 from mergestream.merging.plan import StepFiles
@@ -69,23 +66,26 @@ def _search(
         base = vectors[0].base_elements(name)
         return [_magnitudes(vectors[want.vector], state, want.which, name, base) for want in wanted]
 
-    is_float64 = any(vectors[0].model.tensors[name].state_dtype == "F64" for name in names)
+    blocks: list[list[Tensor]] = [[] for _ in wanted]
+    for name in names:
+        ranked = magnitudes(name)
+        for start, stop in sample_ranges(sizes[name], sample_stride(total)):
+            for sample, part in zip(blocks, ranked, strict=True):
+                sample.append(part(start, stop))
     counts = [max(int(want.ranking.density * total), want.ranking.fewest) for want in wanted]
-    searches = [Search(count, total, is_float64) for count in counts]
+    searches = [Search(count, total, sample) for count, sample in zip(counts, blocks, strict=True)]
     while unfinished := [number for number, search in enumerate(searches) if search.found is None]:
 
-        def histograms(name: str, numbers: Sequence[int] = unfinished) -> NDArray[Any]:
-            ranked, counted = magnitudes(name), np.zeros((len(numbers), DIGITS), np.int64)
-            for start, stop in ranges(sizes[name]):
-                for row, number in zip(counted, numbers, strict=True):
-                    row += searches[number].histogram(ranked[number](start, stop))
-            return counted
+        def tallies(name: str, numbers: Sequence[int] = unfinished) -> list[list[Tally]]:
+            ranked = magnitudes(name)
+            return [
+                [tally(ranked[number](start, stop), searches[number].bracket) for number in numbers]
+                for start, stop in ranges(sizes[name])
+            ]
 
-        total_counts = np.zeros((len(unfinished), DIGITS), np.int64)
-        for _, counted in engine.run(sizes, histograms):
-            total_counts += counted
-        for number, histogram in zip(unfinished, total_counts, strict=True):
-            searches[number].narrow(histogram)
+        pieces = [piece for _, results in engine.run(sizes, tallies) for piece in results]
+        for place, number in enumerate(unfinished):
+            searches[number].narrow([piece[place] for piece in pieces])
     return [search.found for search in searches if search.found is not None]
 
 

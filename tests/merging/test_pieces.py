@@ -30,7 +30,7 @@ from mergestream import (
     TaskArithmetic,
     Weighted,
 )
-from mergestream.algebra import pieces
+from mergestream.algebra import pieces, selection
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints import open_checkpoint
 from mergestream.experts.vector import TaskVector
@@ -94,9 +94,11 @@ def models(draw: st.DrawFn) -> list[StateDict]:
 
 @contextmanager
 def pieces_of(size: int) -> Iterator[None]:
-    """Tensors go by in pieces of so many elements."""
+    """Tensors go by in pieces of so many elements; thresholds are searched for, which small models never need."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE", size)
+        patch.setattr(selection, "SMALLEST_SAMPLE", 4)
+        patch.setattr(selection, "_BLOCK", 2)
         yield
 
 
