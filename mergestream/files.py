@@ -164,7 +164,8 @@ def exchange(new: Path, old: Path, aside: Path) -> None:
         if not old.exists():
             aside.rename(old)
         raise
-    aside.rename(new)
+    with contextlib.suppress(OSError):  # both are in place: whoever cleans up finds the old one at ``aside``
+        aside.rename(new)
 
 
 def _exchange_at_once(one: Path, other: Path) -> bool:

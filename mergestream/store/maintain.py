@@ -39,7 +39,7 @@ def create_store(
     engine: Engine | None,
     progress: Progress | None,
     **globs: Sequence[str],
-) -> None:
+) -> Manifest:
     """Measure the base and write the first manifest; ``globs`` are ``linear``, ``not_linear`` and ``heads``."""
     _check_free(storage)
     _check_keep(keep)
@@ -54,8 +54,14 @@ def create_store(
     try:
         with storage.writing(MANIFEST):
             _check_free(storage)  # again: examining the base may have taken long
-            Manifest(method.name, method.parameters, model, keep, commit=storage.new_mark()).save(storage)
-            storage.sync()
+            manifest = Manifest(method.name, method.parameters, model, keep, commit=storage.new_mark())
+            try:
+                manifest = manifest.save(storage)
+                storage.sync()
+            except OSError:  # an error means that no store was made
+                storage.delete([MANIFEST])
+                raise
+            return manifest
     except OSError as error:
         raise MergestreamError(f"{storage} cannot be made: {error.strerror}") from error
 

@@ -47,12 +47,20 @@ class Store:
     """
 
     def __init__(
-        self, path: str | Path | Storage, *, engine: Engine | None = None, progress: Progress | None = None
+        self,
+        path: str | Path | Storage,
+        *,
+        engine: Engine | None = None,
+        progress: Progress | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
+        """Open a store; ``manifest`` is that of one that was made just now."""
         self.storage = open_storage(path)
-        self.storage.check()
+        if manifest is None:
+            self.storage.check()
+            manifest = Manifest.load(self.storage)
+        self.manifest = manifest
         self.moved_base: BaseModel | None = None  # where the base was found, if the store is read-only
-        self.manifest = Manifest.load(self.storage)
         self.progress = progress or default_progress()
         self.engine: Engine = engine or LocalEngine()
 
@@ -81,8 +89,8 @@ class Store:
         from mergestream.store.maintain import create_store
 
         storage, globs = open_storage(path), {"linear": linear, "not_linear": not_linear, "heads": heads}
-        create_store(storage, as_method(method), base, keep, config_only, engine, progress, **globs)
-        return cls(storage, engine=engine, progress=progress)
+        manifest = create_store(storage, as_method(method), base, keep, config_only, engine, progress, **globs)
+        return cls(storage, engine=engine, progress=progress, manifest=manifest)
 
     def __repr__(self) -> str:
         return f"<Store {str(self.storage)!r}: {self.manifest.summary}, base {self.manifest.base.source!r}>"

@@ -243,9 +243,12 @@ _OTHERS: dict[str, Callable[..., int]] = {"watch": watch, "attach": _attach, "re
 
 def content(place: Path) -> dict[str, Any]:
     """All that is to be the same after a disturbed session: the store by expert, outputs by file, and what is left."""
+    out, aside = place / "out", place / ".out.mergestream" / "replaced"
+    if not out.is_dir() and aside.is_dir():  # between two renames; the next export puts it back
+        out = aside
     found: dict[str, Any] = {
         "names": sorted(path.name for path in place.iterdir()),
-        "out": files(place / "out") if (place / "out").is_dir() else None,
+        "out": files(out) if out.is_dir() else None,
         "store": None,
         "left": [],
     }

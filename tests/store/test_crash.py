@@ -5,6 +5,7 @@ Children die by SIGKILL at the n-th call that changes the disk, for every n unti
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from mergestream import OPCM, LocalEngine, MergestreamError, Store
+from mergestream.storage.local import LocalStorage
 from tests.conftest import Toys, files, save_model, toy_expert
 
 CHANGES = ("replace", "rename", "link", "unlink", "rmdir", "mkdir", "pwrite", "fsync", "posix_fallocate", "ftruncate")
@@ -282,6 +284,21 @@ def test_export_killed_at_every_change_of_the_disk(replaces: bool, tmp_path: Pat
             break
     assert number > len(Store(store).manifest.base.tensors)
     assert seen == ({"old", "new"} if replaces else {"new"})
+
+
+def test_an_init_that_fails_at_the_last_flush_leaves_no_store(
+    tmp_path: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+
+        def fail(self: LocalStorage, folder: str = "") -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        broken.setattr(LocalStorage, "sync", fail)
+        with pytest.raises(MergestreamError, match="store cannot be made: Input/output error"):
+            Store.create(tmp_path / "store", toys.base, OPCM())
+    assert not (tmp_path / "store" / "manifest.json").exists()
+    assert Store.create(tmp_path / "store", toys.base, OPCM()).history == ()
 
 
 def test_init_killed_at_every_change_of_the_disk_can_be_run_again(tmp_path: Path, toys: Toys) -> None:
