@@ -295,6 +295,8 @@ class Manifest:
             raise invalid_file(path, f"{strange[0].mark!r} is no mark of files")
         if found.is_ledger and not isinstance(found.parameters.get("budget"), int | float):
             raise invalid_file(path, "it is a ledger without a budget")
+        if found.is_ledger and (without := [entry.name for entry in found.recorded if not entry.is_entry]):
+            raise invalid_file(path, f"the expert {without[0]!r} has no entry in the ledger")
         return found
 
 

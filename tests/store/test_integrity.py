@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mergestream import OPCM, TIES, Average, MergestreamError, Store
+from mergestream import OPCM, TIES, Average, Ledger, MergestreamError, Store
 from mergestream.methods import make_method
 from mergestream.storage import open_storage
 from tests.conftest import RunCommand, Toys, files, save_model, toy_base, toy_expert
@@ -128,6 +129,14 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, toys: Toys)
     with pytest.raises(MergestreamError, match=r"not written: .*two experts have the same name"):
         twice.save(open_storage(store.path))
     assert files(store.path) == before
+
+
+def test_an_expert_of_a_ledger_without_an_entry_is_told(tmp_path: Path, toys: Toys) -> None:
+    store = Store.create(tmp_path / "store", toys.base, Ledger())
+    expert = store.add(toys.experts[0], name="ring")
+    forged = store.manifest.replacing(expert, dataclasses.replace(expert, cut=0))
+    with pytest.raises(MergestreamError, match="the expert 'ring' has no entry in the ledger"):
+        forged.save(open_storage(store.path))
 
 
 @pytest.mark.parametrize("value", [None, [], 10**400, "x"], ids=["null", "list", "long", "text"])
