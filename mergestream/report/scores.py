@@ -91,6 +91,8 @@ class Scores:
     @property
     def error(self) -> str | None:
         """What is wrong with the numbers, or None."""
+        if not self.matrix:
+            return "there are no rows of scores"
         if len(self.tasks) < len(self.matrix):
             return (
                 f"there are {len(self.matrix)} rows of scores and {len(self.tasks)} tasks; "

@@ -1,10 +1,12 @@
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from mergestream import Store
+from mergestream.digest import json_digest
 from mergestream.errors import MergestreamError, MergestreamWarning
 from tests.report.conftest import EXPERTS, SCORES
 
@@ -67,4 +69,14 @@ def test_a_damaged_file_is_named(store: Store) -> None:
     path = store.path / "scores.json"
     path.write_text(path.read_text().replace("0.9", "0.99"))
     with pytest.raises(MergestreamError, match=r"scores\.json is damaged"):
+        _ = store.scores
+
+
+def test_a_file_without_rows_is_named(store: Store) -> None:
+    store.attach_scores(["cars", "digits"], [[0.9, 0.1]])
+    path = store.path / "scores.json"
+    data = json.loads(path.read_text())
+    del data["digest"]
+    path.write_text(json.dumps({**data, "matrix": [], "digest": json_digest({**data, "matrix": []})}))
+    with pytest.raises(MergestreamError, match=r"scores\.json is .*there are no rows of scores"):
         _ = store.scores
