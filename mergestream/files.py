@@ -149,14 +149,14 @@ def new_directories(path: Path) -> Iterator[None]:
         raise
 
 
-def exchange(new: Path, old: Path, aside: Path) -> None:
-    """Swap two directories: atomically where the system supports it, else by renames through ``aside``.
+def exchange(new: Path, old: Path, aside: Path) -> Path:
+    """Put ``new`` in the place of ``old``: they swap where the system supports it, else ``old`` moves ``aside`` first.
 
-    A failure leaves both in place. If the process is killed between the renames, ``old`` is found at ``aside`` and the
-    next process can put it back.
+    Returns where the old directory is now. A failure leaves both in place. If the process is killed between the
+    renames, ``old`` is found at ``aside`` and the next process can put it back.
     """
     if _exchange_at_once(new, old):
-        return
+        return new
     old.rename(aside)
     try:
         new.rename(old)
@@ -164,8 +164,7 @@ def exchange(new: Path, old: Path, aside: Path) -> None:
         if not old.exists():
             aside.rename(old)
         raise
-    with contextlib.suppress(OSError):  # both are in place: whoever cleans up finds the old one at ``aside``
-        aside.rename(new)
+    return aside
 
 
 def _exchange_at_once(one: Path, other: Path) -> bool:

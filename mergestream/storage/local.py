@@ -238,18 +238,21 @@ def _take_place(draft: Path, place: Path, check: Callable[[], None]) -> None:
     for path in (*draft.rglob("*"), draft):
         sync_file(path)
     check()  # once more: writing the draft may have taken long
-    aside, replaces = draft.with_name("replaced"), place.exists()
-    if replaces:
-        exchange(draft, place, aside)
+    aside, replaced = draft.with_name("replaced"), None
+    if place.exists():
+        sync_directory(place.parent)  # the working directory must last: it may hold the only copy for a moment
+        replaced = exchange(draft, place, aside)
     else:
         draft.rename(place)
     try:
         sync_directory(place.parent)
     except OSError:
-        if replaces:
+        if replaced == draft:
             exchange(draft, place, aside)
         else:
             place.rename(draft)
+            if replaced:
+                replaced.rename(place)
         raise
 
 

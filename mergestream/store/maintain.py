@@ -140,7 +140,8 @@ def verify_files(store: Store, with_base: bool) -> None:
     if with_base and manifest.base.measured:
         with store.manifest.open_base() as base:
             manifest.base.check_digest(base, store.engine, store.progress)
-    folders = store.storage.folders("steps")
+    # Others may be half removed after a power cut; the next command removes them.
+    folders = manifest.kept_folders.intersection(store.storage.folders("steps"))
     if manifest.entries and {entry.folder for entry in manifest.entries}.issubset(folders):
         Snapshot.open(store.storage, manifest).close()  # checks the shapes of all entries
     for entry in manifest.history:

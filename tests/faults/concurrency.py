@@ -126,10 +126,11 @@ def readers_beside_a_writer(start: Path, toys: Path, dice: random.Random, place:
 
 
 def _writing(toys: Path, delay: float) -> Callable[[], int]:
-    """Adds and undos, one after another."""
+    """Adds and undos, one after another; at least one expert stays."""
+    add, undo = ("add", "store", toys / "expert-3", *QUIET), ("undo", "store")
 
     def act() -> int:
-        for words in (("add", "store", toys / "expert-3", *QUIET), ("undo", "store"), ("undo", "store")) * 2:
+        for words in (add, undo, undo, add, undo):
             time.sleep(delay)
             command(*words)()
         return command("add", "store", toys / "expert-5", *QUIET)()

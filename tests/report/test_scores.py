@@ -78,5 +78,7 @@ def test_a_file_without_rows_is_named(store: Store) -> None:
     data = json.loads(path.read_text())
     del data["digest"]
     path.write_text(json.dumps({**data, "matrix": [], "digest": json_digest({**data, "matrix": []})}))
-    with pytest.raises(MergestreamError, match=r"scores\.json is .*there are no rows of scores"):
+    with pytest.raises(
+        MergestreamError, match=r"scores\.json was not written by mergestream: there are no rows of scores"
+    ):
         _ = store.scores
