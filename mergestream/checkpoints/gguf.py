@@ -42,7 +42,7 @@ class GgufFile(Shard):
 
             utils: Any = modeling_gguf_pytorch_utils
         try:
-            reader = gguf.GGUFReader(path)
+            reader = _bounded_reader(gguf)(path)
             fields = [reader.get_field(name) for name in ("general.architecture", "split.count")]
             architecture, parts = (field.contents() if field else None for field in fields)
             self._stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -111,6 +111,19 @@ class GgufFile(Shard):
     def close(self) -> None:
         self._stored = {}
         self._temporary.cleanup()
+
+
+def _bounded_reader(gguf: Any) -> Any:
+    """gguf's reader, which stops at the end of the file; else a forged length of an array fills the memory."""
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]  # the base is known at run time only
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **options)
+            if len(found) < count:
+                raise ValueError("it ends early")
+            return found
+
+    return Reader
 
 
 def _build_model(raw: dict[str, Any]) -> Any:

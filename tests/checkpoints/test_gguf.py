@@ -128,6 +128,16 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path: Path, monkeypatch: pytest.M
     refused(path, r"a GGUF file, needs the package gguf: pip install 'mergestream\[gguf\]'")
 
 
+def test_an_array_longer_than_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    write_gguf(path)
+    data, key = bytearray(path.read_bytes()), b"tokenizer.ggml.token_type"
+    length = data.index(key) + len(key) + 8  # behind the type of the field and that of the elements
+    data[length : length + 8] = (2**60).to_bytes(8, "little")
+    path.write_bytes(data)
+    refused(path, "is corrupt or no GGUF file; download it again")
+
+
 def test_damage_is_a_sentence_or_harmless(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     write_gguf(path)
