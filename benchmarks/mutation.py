@@ -31,7 +31,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 CACHE = CHECKOUT / ".cache" / "mutation"
 TARGETS = ("algebra", "methods", "ledger", "merging", "store")
 """Folders of the package that are mutated"""
-TESTS = ("algebra", "methods", "ledger", "merging", "store", "export", "experts", "cli")
+TESTS = ("algebra", "methods", "ledger", "merging", "store", "export", "experts", "inputs", "report", "cli")
 """Folders of the tests that may kill a mutant"""
 REVIEWED = CHECKOUT / "benchmarks" / "mutation_equivalent.json"
 """Survivors that a person has found equivalent: they change no result, only speed, memory or the order of work"""

@@ -249,7 +249,7 @@ class EntriesReading(Reading):
 
 def _share(energies: Collection[TensorEnergy]) -> float:
     """The share that is held of several tensors."""
-    held, _, whole = (math.fsum(column) for column in zip(*energies, strict=True)) if energies else (0.0, 0.0, 0.0)
+    held, whole = (math.fsum(getattr(energy, part) for energy in energies) for part in ("held", "whole"))
     return held / whole if whole else 1.0
 
 

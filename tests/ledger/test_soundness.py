@@ -166,3 +166,10 @@ def test_nothing_and_zero_are_sound() -> None:
     }
     for slots in (empty, unchanged):
         assert find_fault(slots, thorough=True) is None
+
+
+@pytest.mark.parametrize(("length", "is_sound"), [(0.995, True), (1.005, True), (0.98, False), (1.012, False)])
+def test_directions_are_as_long_as_rounding_to_bfloat16_leaves_them(length: float, is_sound: bool) -> None:
+    sigma = torch.ones(1, dtype=torch.float64)
+    slots = {"left": torch.eye(1, 4) * length, "sigma": sigma, "right": torch.eye(1, 5), "norm2": sigma[0]}
+    assert (find_fault(slots) is None) == is_sound
