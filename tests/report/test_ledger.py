@@ -200,8 +200,10 @@ def test_inspect_predicts_what_the_report_tells_afterwards(pair: Store, models: 
     assert told.kept == pair.history[-1].kept
 
 
-def test_inspect_as_json_and_as_text(pair: Store, models: Path, done: Callable[..., str]) -> None:
+def test_inspect_as_json_and_as_text(pair: Store, ledger: Store, models: Path, done: Callable[..., str]) -> None:
     data = json.loads(done("inspect", pair.path, models / "pets", "--json"))
+    to_cars, to_digits = ledger.similarity().overlap[-1][:2]
+    assert data["overlap"]["cars"]["mean"] == to_cars and data["overlap"]["digits"]["mean"] == to_digits
     assert data["lambda"] is None and data["distance"] is None and data["held"] == data["kept"] < 1
     assert list(data["damage"]) == ["cars", "digits", "pets"] and all(value >= 0 for value in data["damage"].values())
     assert list(data["overlap"]) == ["cars", "digits"] and set(data["overlap"]["cars"]["layers"]) == set(LAYERS)
