@@ -13,8 +13,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
-from mergestream import Merger, Method, Store
+from mergestream import Average, Merger, Method, Store
 from mergestream.algebra.lowrank import Value
 from mergestream.engine import LocalEngine
 from mergestream.errors import MergestreamError
@@ -120,3 +121,10 @@ def test_resumed_equals_uninterrupted(method: Method) -> None:
                 Store(broken.path, engine=LocalEngine(1)).add(expert)
             assert sorted(done) == sorted(models[0]), "a tensor was absorbed twice"
         assert_same_steps(Store(broken.path), straight, "resumed")
+
+
+def test_experts_without_a_name_are_numbered() -> None:
+    merger = Merger({"a.weight": torch.zeros(2, 2)}, Average())
+    for number in (1.0, 2.0):
+        merger.add({"a.weight": torch.full((2, 2), number)})
+    assert merger.names == ["1", "2"]
