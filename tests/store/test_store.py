@@ -23,6 +23,7 @@ from mergestream.storage import open_storage
 from mergestream.store.records import tensor_records
 from tests.conftest import Toys, files, save_model, toy_base, toy_expert
 from tests.faults.flips import meaning
+from tests.handmade import handmade_adapter
 
 
 @pytest.fixture
@@ -578,3 +579,22 @@ def test_a_new_store_outlives_a_power_cut(tmp_path: Path, toys: Toys, monkeypatc
     monkeypatch.setattr("mergestream.files.sync_directory", lambda path: flushed.append(path.resolve()))
     Store.create(tmp_path / "a" / "store", toys.base)
     assert {tmp_path, tmp_path / "a"} <= set(flushed)
+
+
+@pytest.mark.parametrize(("times", "notes"), [(4, 0), (6, 1)])
+def test_an_expert_five_times_as_long_as_the_others_is_noted(tmp_path: Path, times: int, notes: int) -> None:
+    base = {"a.weight": torch.zeros(4, 4)}
+    store = Store.create(tmp_path / "store", save_model(tmp_path / "base", base), Average())
+    for number, length in enumerate((1, times)):
+        model = {"a.weight": length * torch.eye(4).roll(number, 0)}
+        added = store.add(save_model(tmp_path / f"{number}", model), allow_other_base=True)
+    assert len([note for note in added.notes if "outweighs" in note]) == notes
+
+
+def test_the_only_weight_of_a_model_stays_in_factors(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", {"q.weight": torch.randn(16, 12)})
+    store = Store.create(tmp_path / "store", base, OPCM())
+    for seed in (1, 2):
+        store.add(handmade_adapter(tmp_path / f"{seed}", seed, modules={"q": (16, 12)}))
+    with store.snapshot() as snapshot:
+        assert snapshot.state.ranks("q.weight") == [(2, 2)]
