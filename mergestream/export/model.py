@@ -30,7 +30,7 @@ from mergestream.progress import Progress
 from mergestream.store.manifest import Manifest
 from mergestream.store.snapshot import Snapshot
 from mergestream.store.store import Store
-from mergestream.store.transaction import open_snapshot
+from mergestream.store.transaction import open_snapshot, retried
 
 
 class Target(NamedTuple):
@@ -46,7 +46,7 @@ class Target(NamedTuple):
 def exporting(store: Store, output: Output) -> Iterator[tuple[Snapshot, Target]]:
     """A snapshot of the store, and a draft that replaces the output at the end of the block."""
     refuse_overlap(output.path, *store.sources)
-    with store.retried(partial(open_snapshot, store, None, whole=True)) as snapshot, output.draft() as draft:
+    with retried(store, partial(open_snapshot, store, None, whole=True)) as snapshot, output.draft() as draft:
         yield snapshot, Target(draft, output, store.engine, store.progress)
 
 

@@ -28,6 +28,7 @@ from mergestream.store.manifest import MANIFEST, Manifest
 from mergestream.store.records import record_folder
 from mergestream.store.steps import JOURNAL, PLAN
 from mergestream.store.store import Store
+from mergestream.store.transaction import retried
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _PART = re.compile(r"manifest\.json|scores\.json|(steps|experts|inputs)/[0-9]{4,}(-[0-9a-f]+)?/[A-Za-z0-9][\w.-]*")
@@ -126,7 +127,7 @@ def _copied(store: Store) -> Iterator[tuple[Path, Manifest]]:
             store.refresh()
             return Manifest.load(open_storage(copy))
 
-        yield copy, store.retried(copy_files)
+        yield copy, retried(store, copy_files)
 
 
 def _parts(store: Store) -> Iterator[str]:

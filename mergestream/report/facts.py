@@ -13,6 +13,7 @@ from mergestream.report.diagnostics import HIGH_DAMAGE, Survival, read_survival
 from mergestream.report.scores import Scores, attached
 from mergestream.report.tables import MAX_FINDINGS, format_number, list_some, short_names
 from mergestream.report.verdict import next_step, verdict
+from mergestream.store.transaction import retried
 
 if TYPE_CHECKING:
     from mergestream.store import Expert, Store
@@ -49,7 +50,7 @@ class Facts:
     @classmethod
     def of(cls, store: Store) -> Facts:
         """Read a store; a writer that commits meanwhile makes it start again."""
-        return store.retried(lambda: cls._read(store))
+        return retried(store, lambda: cls._read(store))
 
     @classmethod
     def _read(cls, store: Store) -> Facts:

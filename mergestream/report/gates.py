@@ -93,16 +93,12 @@ class Gatekeeper:
     ) -> Gatekeeper:
         """Read the gates; raises before any work is done if the store cannot have one of them."""
         parsed = tuple(Gate.parse(text) for text in gates)
-        is_ledger = manifest.is_ledger
+        missing, instead = LEDGER_ONLY, f"only a ledger has {{}}, and this store uses {manifest.method}; gate on kept"
+        if manifest.is_ledger:
+            missing, instead = NOT_IN_LEDGERS, "a ledger has no {} before it is exported; gate on damage or held"
         for gate in parsed:
-            if is_ledger and gate.quantity in NOT_IN_LEDGERS:
-                raise UsageError(
-                    f"a ledger has no {gate.quantity} before it is exported; gate on damage or held instead"
-                )
-            if not is_ledger and gate.quantity in LEDGER_ONLY:
-                raise UsageError(
-                    f"only a ledger has {gate.quantity}, and this store uses {manifest.method}; gate on kept instead"
-                )
+            if gate.quantity in missing:
+                raise UsageError(f"{instead.format(gate.quantity)} instead")
         if command is not None:
             check_command(command)
         elif any(gate.quantity == "score" for gate in parsed):

@@ -293,10 +293,11 @@ class Manifest:
             raise invalid_file(path, "two experts have the same number")
         if strange := [entry for entry in found._numbered if not _MARK.fullmatch(entry.mark)]:
             raise invalid_file(path, f"{strange[0].mark!r} is no mark of files")
-        if found.is_ledger and not isinstance(found.parameters.get("budget"), int | float):
-            raise invalid_file(path, "it is a ledger without a budget")
-        if found.is_ledger and (without := [entry.name for entry in found.recorded if not entry.is_entry]):
-            raise invalid_file(path, f"the expert {without[0]!r} has no entry in the ledger")
+        if found.is_ledger:
+            if not isinstance(found.parameters.get("budget"), int | float):
+                raise invalid_file(path, "it is a ledger without a budget")
+            if without := [entry.name for entry in found.recorded if not entry.is_entry]:
+                raise invalid_file(path, f"the expert {without[0]!r} has no entry in the ledger")
         return found
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mergestream.base.model import BaseModel
 from mergestream.checkpoints.writer import DEFAULT_SHARD_SIZE
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mergestream.report.scores import Scores
     from mergestream.store.inspect import Inspection
 
-Result = TypeVar("Result")
-
 
 class Store:
     """A directory, or a folder in a bucket (``s3://…``), that keeps all experts added so far.
@@ -58,8 +56,7 @@ class Store:
         self.storage = open_storage(path)
         if manifest is None:
             self.storage.check()
-            manifest = Manifest.load(self.storage)
-        self.manifest = manifest
+        self.manifest = manifest or Manifest.load(self.storage)
         self.moved_base: BaseModel | None = None  # where the base was found, if the store is read-only
         self.progress = progress or default_progress()
         self.engine: Engine = engine or LocalEngine()
@@ -121,13 +118,9 @@ class Store:
         if self.moved_base:
             self.manifest = dataclasses.replace(self.manifest, base=self.moved_base)
 
-    def retried(self, read: Callable[[], Result]) -> Result:
-        """The result of ``read``, which is called again if a writer has committed meanwhile."""
-        return transaction.retried(self, read)
-
     def snapshot(self, step: int | None = None) -> Snapshot:
         """The store after a step (the last one by default), open for reading."""
-        return self.retried(partial(transaction.open_snapshot, self, step))
+        return transaction.retried(self, partial(transaction.open_snapshot, self, step))
 
     def add(
         self,
@@ -189,7 +182,7 @@ class Store:
         from mergestream.store.inspect import inspect_expert
 
         options = {"partial": partial, "ignore": ignore, "vocab": vocab, "heads": heads}
-        return self.retried(lambda: inspect_expert(self, expert, options))
+        return transaction.retried(self, lambda: inspect_expert(self, expert, options))
 
     def undo(self) -> Expert:
         """Take back the last `add`, `remove` or `calibrate`; returns the entry that was taken back."""
@@ -220,7 +213,7 @@ class Store:
         from mergestream.report.scores import attached
         from mergestream.store.maintain import verify_files
 
-        self.retried(lambda: verify_files(self, base))
+        transaction.retried(self, lambda: verify_files(self, base))
         attached(self)
 
     def relocate(self, base: str | Path) -> None:
@@ -310,8 +303,8 @@ class Store:
         from mergestream.export.adapter import AdapterForm, export_expert_adapters
         from mergestream.export.directory import Output
 
-        output = Output(Path(out), dtype, overwrite=overwrite, command=command)
-        return export_expert_adapters(self, output, AdapterForm(rank, server, layout))
+        form = AdapterForm(rank, server, layout)
+        return export_expert_adapters(self, Output(Path(out), dtype, overwrite=overwrite, command=command), form)
 
     def export_routed(
         self,
@@ -368,13 +361,13 @@ class Store:
         """The cosines of all task vectors in a ledger, from their entries; their damage and overlap."""
         from mergestream.report.diagnostics import similarity
 
-        return self.retried(lambda: similarity(self))
+        return transaction.retried(self, lambda: similarity(self))
 
     def survival(self) -> Survival:
         """The share of each expert, per tensor, that entered the state, or that its entry in a ledger holds now."""
         from mergestream.report.diagnostics import survival
 
-        return self.retried(lambda: survival(self))
+        return transaction.retried(self, lambda: survival(self))
 
     def damage(self) -> dict[str, float]:
         """The predicted damage of each expert in a ledger, by name."""

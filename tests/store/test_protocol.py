@@ -29,6 +29,7 @@ from mergestream.store import shorten
 from mergestream.store.add import add_expert
 from mergestream.store.manifest import Manifest
 from mergestream.store.records import tensor_records
+from mergestream.store.transaction import retried
 from tests.conftest import RunCommand, Toys, files, save_model, toy_expert
 from tests.store.test_crash import children
 
@@ -593,5 +594,5 @@ def test_a_reader_that_met_an_expert_which_was_taken_back_since_reads_once_more(
             raise MergestreamError("the expert that was met is gone")
         return reader.manifest.step
 
-    assert reader.retried(read) == 2
+    assert retried(reader, read) == 2
     assert attempts == [2, 2]
