@@ -17,7 +17,7 @@ from mergestream.inputs.statistics import InputStatistics
 from mergestream.progress import NoProgress
 from mergestream.store.inputs import InputsReader
 from tests import speaking
-from tests.conftest import files
+from tests.conftest import files, save_model
 from tests.inputs import conftest as families
 from tests.inputs.conftest import TEXTS, assert_moments, expert_of, measure, save_with_companions
 from tests.workshop import Workshop
@@ -222,3 +222,14 @@ def test_the_command_line(store: Store, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["add", str(store.path), "a", "b", "--inputs", str(inputs)]) == 2
     assert main(["add", str(store.path), str(expert), "--inputs", str(tmp_path / "missing"), "--allow-duplicate"]) == 1
     assert "cannot be opened" in capsys.readouterr().err
+
+
+def test_an_expert_in_memory_is_run_itself(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
+    expert = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
+    store = Store.create(tmp_path / "store", save_model(tmp_path / "base", base.state_dict()))
+    samples = [torch.randn(3, 16) for _ in range(8)]
+    inputs = Inputs(samples, call=lambda model, sample: model(sample))
+    added = store.add(expert, "mine", inputs=inputs, allow_other_base=True)
+    assert added.inputs is not None and added.inputs.count == 8
