@@ -157,6 +157,7 @@ def exchange(new: Path, old: Path, aside: Path) -> Path:
     """
     if _exchange_at_once(new, old):
         return new
+    sync_directory(aside.parent.parent)  # the folder that holds the only copy for a moment must last
     old.rename(aside)
     try:
         new.rename(old)

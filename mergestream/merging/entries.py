@@ -249,7 +249,7 @@ class EntriesReading(Reading):
 
 def _share(energies: Collection[TensorEnergy]) -> float:
     """The share that is held of several tensors."""
-    held, whole = (math.fsum(getattr(energy, part) for energy in energies) for part in ("held", "whole"))
+    held, whole = math.fsum(energy.held for energy in energies), math.fsum(energy.whole for energy in energies)
     return held / whole if whole else 1.0
 
 

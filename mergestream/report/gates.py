@@ -93,12 +93,16 @@ class Gatekeeper:
     ) -> Gatekeeper:
         """Read the gates; raises before any work is done if the store cannot have one of them."""
         parsed = tuple(Gate.parse(text) for text in gates)
-        missing, instead = LEDGER_ONLY, f"only a ledger has {{}}, and this store uses {manifest.method}; gate on kept"
-        if manifest.is_ledger:
-            missing, instead = NOT_IN_LEDGERS, "a ledger has no {} before it is exported; gate on damage or held"
+        has_entries = manifest.is_ledger
         for gate in parsed:
-            if gate.quantity in missing:
-                raise UsageError(f"{instead.format(gate.quantity)} instead")
+            if has_entries and gate.quantity in NOT_IN_LEDGERS:
+                raise UsageError(
+                    f"a ledger has no {gate.quantity} before it is exported; gate on damage or held instead"
+                )
+            if not has_entries and gate.quantity in LEDGER_ONLY:
+                raise UsageError(
+                    f"only a ledger has {gate.quantity}, and this store uses {manifest.method}; gate on kept instead"
+                )
         if command is not None:
             check_command(command)
         elif any(gate.quantity == "score" for gate in parsed):

@@ -238,21 +238,18 @@ def _take_place(draft: Path, place: Path, check: Callable[[], None]) -> None:
     for path in (*draft.rglob("*"), draft):
         sync_file(path)
     check()  # once more: writing the draft may have taken long
-    aside, replaced = draft.with_name("replaced"), None
+    replaced = None
     if place.exists():
-        sync_directory(place.parent)  # the working directory must last: it may hold the only copy for a moment
-        replaced = exchange(draft, place, aside)
+        replaced = exchange(draft, place, draft.with_name("replaced"))
     else:
         draft.rename(place)
     try:
         sync_directory(place.parent)
     except OSError:
-        if replaced == draft:
-            exchange(draft, place, aside)
+        if replaced:
+            exchange(replaced, place, draft.with_name("withdrawn"))
         else:
             place.rename(draft)
-            if replaced:
-                replaced.rename(place)
         raise
 
 

@@ -54,9 +54,9 @@ def create_store(
     try:
         with storage.writing(MANIFEST):
             _check_free(storage)  # again: examining the base may have taken long
-            manifest = Manifest(method.name, method.parameters, model, keep, commit=storage.new_mark())
+            new = Manifest(method.name, method.parameters, model, keep, commit=storage.new_mark())
+            manifest = new.save(storage)
             try:
-                manifest = manifest.save(storage)
                 storage.sync()
             except OSError:  # an error means that no store was made
                 storage.delete([MANIFEST])

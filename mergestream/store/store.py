@@ -303,8 +303,8 @@ class Store:
         from mergestream.export.adapter import AdapterForm, export_expert_adapters
         from mergestream.export.directory import Output
 
-        form = AdapterForm(rank, server, layout)
-        return export_expert_adapters(self, Output(Path(out), dtype, overwrite=overwrite, command=command), form)
+        output = Output(Path(out), dtype, overwrite=overwrite, command=command)
+        return export_expert_adapters(self, output, AdapterForm(rank, server, layout))
 
     def export_routed(
         self,
